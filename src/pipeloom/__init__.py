@@ -1,0 +1,60 @@
+"""pipeloom: pipeline-parallel training for PyTorch, with every schedule seen, checked, simulated and run.
+
+Importing this package imports no torch; what needs torch is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pipeloom import ir, passes, schedules
+from pipeloom.errors import PipeloomError
+from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
+
+if TYPE_CHECKING:
+    from pipeloom.runtime import Pipeline, clip_grad_norm
+    from pipeloom.sim import Costs, Network, Timeline, simulate
+
+from pipeloom.version import __version__
+
+# Public names that are loaded at first use, and the module each lives in.
+_LAZY = {
+    "Costs": "pipeloom.sim",
+    "Network": "pipeloom.sim",
+    "Timeline": "pipeloom.sim",
+    "simulate": "pipeloom.sim",
+    "Pipeline": "pipeloom.runtime",
+    "clip_grad_norm": "pipeloom.runtime",
+    "split": "pipeloom.split",
+    "sim": "pipeloom.sim",
+    "runtime": "pipeloom.runtime",
+    "report": "pipeloom.report",
+}
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Network",
+    "Op",
+    "Pipeline",
+    "PipeloomError",
+    "Placement",
+    "Program",
+    "Schedule",
+    "Timeline",
+    "check",
+    "clip_grad_norm",
+    "ir",
+    "passes",
+    "schedules",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _LAZY.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")
+    module = importlib.import_module(home)
+    return module if home == f"pipeloom.{name}" else getattr(module, name)

@@ -1,0 +1,32 @@
+"""A pipeline as data: actions, placements, schedules, programs, and what is legal. Standard library only."""
+
+from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
+from pipeloom.ir.check import Checked, check, live_activations
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import (
+    Orders,
+    Program,
+    Schedule,
+    WeightPolicy,
+    dependencies,
+    dependency_order,
+    peer_of,
+)
+
+__all__ = [
+    "COMMUNICATION_OPS",
+    "COMPUTE_OPS",
+    "Action",
+    "Checked",
+    "Op",
+    "Orders",
+    "Placement",
+    "Program",
+    "Schedule",
+    "WeightPolicy",
+    "check",
+    "dependencies",
+    "dependency_order",
+    "live_activations",
+    "peer_of",
+]

@@ -1,0 +1,54 @@
+"""`Op` and `Action`: what one rank does at one moment of a step."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Op(StrEnum):
+    """What an action does. The value is what stands in the printed form of an action."""
+
+    F = "F"  # forward
+    B = "B"  # full backward: gradients of the input and of the weights
+    I = "I"  # noqa: E741  # backward of the input alone ("B" in the zero-bubble papers)
+    W = "W"  # backward of the weights alone
+    SEND_F = "SEND_F"  # send the output of a forward to the next stage
+    RECV_F = "RECV_F"  # wait for the input of a forward
+    SEND_B = "SEND_B"  # send the gradient of a stage's input to the previous stage
+    RECV_B = "RECV_B"  # wait for the gradient of a stage's output
+    REDUCE_GRAD = "REDUCE_GRAD"  # sum gradients over the ranks that hold the same parameters
+    UNSHARD = "UNSHARD"  # gather the stage's sharded parameters
+    RESHARD = "RESHARD"  # free them again
+    OFFLOAD = "OFFLOAD"  # move a stage's saved activations or states off the device
+    RELOAD = "RELOAD"  # bring them back
+    STEP = "STEP"  # update the stage's parameters
+
+
+COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
+COMMUNICATION_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+
+
+class Action(NamedTuple):
+    """One op of one stage on one micro-batch, or on one slice of it.
+
+    `microbatch` is None for ops that concern the stage as a whole (REDUCE_GRAD, STEP, ...), `slice` is None where
+    the sequence is not sliced. ``str(Action(2, Op.F, 0))`` is ``"2F0"``, with slice 3 ``"2F0.3"``.
+    """
+
+    stage: int
+    op: Op
+    microbatch: int | None = None
+    slice: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.stage}{self.op.value}"
+        if self.microbatch is not None:
+            text += str(self.microbatch)
+        if self.slice is not None:
+            text += f".{self.slice}"
+        return text
+
+    def with_op(self, op: Op) -> Action:
+        """The same stage, micro-batch and slice under another op."""
+        return Action(self.stage, op, self.microbatch, self.slice)

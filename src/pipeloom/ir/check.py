@@ -1,0 +1,174 @@
+"""Prove a schedule or a program legal, or refuse it with the action, the rule and the fix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import product
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
+from pipeloom.ir.schedule import Program, Schedule, WeightPolicy, dependency_order, peer_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What is known of a legal pipeline before it runs.
+
+    Attributes:
+        live_activations: for each rank, the largest number of (stage, micro-batch, slice) entries held at once, from
+            the start of their forward to the end of their B or W. The runtime holds exactly as many.
+        peak_activations: the same in units of one rank-share of one micro-batch: a chunk counts 1/V, a slice 1/K.
+        weight_versions: for each rank, how many versions of its parameters exist at once.
+    """
+
+    live_activations: tuple[int, ...]
+    peak_activations: tuple[float, ...]
+    weight_versions: tuple[int, ...]
+
+
+def check(pipeline: Schedule | Program) -> Checked:
+    """Prove that `pipeline` is legal.
+
+    Rules: every computation stands exactly once, on the rank that holds its stage; no actions wait for each other in
+    a circle; in a program, sends and receives match, and messages between two ranks have one order on both sides.
+
+    Raises:
+        ScheduleError: one line with the action, the rule and the fix.
+    """
+    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+    _check_sizes(pipeline, schedule)
+    _check_complete(pipeline, schedule)
+    if isinstance(pipeline, Program):
+        _check_messages(pipeline)
+    for _ in dependency_order(pipeline):
+        pass
+    live = live_activations(pipeline)
+    share = schedule.stage_share / schedule.num_slices
+    return Checked(
+        live_activations=live,
+        peak_activations=tuple(count * share for count in live),
+        weight_versions=tuple(_weight_versions(schedule)),
+    )
+
+
+def live_activations(pipeline: Schedule | Program) -> tuple[int, ...]:
+    """For each rank, the peak number of activations alive; depends on the orders alone, not on times."""
+    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+    if schedule.forward_only:  # nothing is kept for a backward; the one being computed is alive
+        return tuple(int(any(a.op is Op.F for a in order)) for order in pipeline.orders)
+    split = schedule.split_backwards
+    peaks = []
+    for order in pipeline.orders:
+        live = peak = 0
+        for stage, op, microbatch, piece in order:
+            if op is Op.F:
+                live += 1
+                peak = max(peak, live)
+            elif op is Op.W or (op is Op.B and (stage, microbatch, piece) not in split):
+                live -= 1
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _weight_versions(schedule: Schedule) -> list[int]:
+    if schedule.weights is WeightPolicy.FLUSH:
+        return [1] * schedule.num_ranks
+    if schedule.weights is WeightPolicy.DOUBLE_BUFFER:
+        return [2] * schedule.num_ranks
+    versions = []
+    for order in schedule.orders:  # one version for each micro-batch in flight
+        live = peak = 0
+        for action in order:
+            live += {Op.F: 1, Op.B: -1, Op.W: -1}.get(action.op, 0)
+            peak = max(peak, live)
+        versions.append(peak)
+    return versions
+
+
+def _check_sizes(pipeline: Schedule | Program, schedule: Schedule) -> None:
+    if schedule.num_microbatches < 1 or schedule.num_slices < 1:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {schedule.num_microbatches} micro-batches and {schedule.num_slices} "
+            "slices: both must be at least 1; raise them"
+        )
+    if len(pipeline.orders) != schedule.num_ranks:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {len(pipeline.orders)} orders for {schedule.num_ranks} ranks: "
+            "each rank of the placement needs one; add or drop orders"
+        )
+
+
+def _check_complete(pipeline: Schedule | Program, schedule: Schedule) -> None:
+    """Every computation exactly once, and on a rank that holds its stage."""
+    name = schedule.name
+    for rank, action in pipeline.actions():
+        stage, op, microbatch, piece = action
+        if not 0 <= stage < schedule.num_stages:
+            raise ScheduleError(f"schedule {name!r}: {action} on rank {rank}: stages are 0..{schedule.num_stages - 1}")
+        if op in COMPUTE_OPS or op in COMMUNICATION_OPS:
+            if microbatch is None or not 0 <= microbatch < schedule.num_microbatches:
+                raise ScheduleError(
+                    f"schedule {name!r}: {action} on rank {rank}: micro-batches are 0..{schedule.num_microbatches - 1}"
+                )
+            if schedule.placement.rank_of(stage, microbatch) != rank:
+                raise ScheduleError(
+                    f"schedule {name!r}: {action} is on rank {rank}, but stage {stage} runs micro-batch {microbatch} "
+                    f"on rank {schedule.placement.rank_of(stage, microbatch)}; move it there"
+                )
+            legal_slices = [None] if schedule.num_slices == 1 else range(schedule.num_slices)
+            if piece not in legal_slices:
+                raise ScheduleError(f"schedule {name!r}: {action} on rank {rank}: {schedule.num_slices} slices exist")
+    counts = Counter(action for _, action in pipeline.actions() if action.op in COMPUTE_OPS)
+    twice = next((action for action, count in counts.items() if count > 1), None)
+    if twice is not None:
+        raise ScheduleError(f"schedule {name!r}: {twice} stands {counts[twice]} times; each action runs once: drop one")
+    slices = [None] if schedule.num_slices == 1 else range(schedule.num_slices)
+    split = schedule.split_backwards
+    for stage, microbatch, piece in product(range(schedule.num_stages), range(schedule.num_microbatches), slices):
+        ops = (Op.F,)
+        if not schedule.forward_only:
+            ops += (Op.I, Op.W) if (stage, microbatch, piece) in split else (Op.B,)
+        for op in ops:
+            if Action(stage, op, microbatch, piece) not in counts:
+                raise ScheduleError(
+                    f"schedule {name!r}: {Action(stage, op, microbatch, piece)} is missing: every stage runs every "
+                    f"micro-batch; add it to rank {schedule.placement.rank_of(stage, microbatch)}"
+                )
+        counts.subtract(Action(stage, op, microbatch, piece) for op in ops)
+    extra = next((action for action, count in counts.items() if count > 0), None)
+    if extra is not None:
+        raise ScheduleError(
+            f"schedule {name!r}: {extra} is one too many: a backward is either B or I and W, and a forward-only "
+            "schedule has none; drop it"
+        )
+
+
+def _check_messages(program: Program) -> None:
+    """Sends and receives match one to one, and every directed pair of ranks sees them in one order."""
+    place = program.placement
+    sent: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for rank, action in program.actions():
+        if action.op in (Op.SEND_F, Op.SEND_B):
+            sent.setdefault((rank, peer_of(action, place)), []).append(action)
+        elif action.op in (Op.RECV_F, Op.RECV_B):
+            step = -1 if action.op is Op.RECV_F else 1
+            send = Action(
+                action.stage + step,
+                Op.SEND_F if action.op is Op.RECV_F else Op.SEND_B,
+                action.microbatch,
+                action.slice,
+            )
+            received.setdefault((peer_of(action, place), rank), []).append(send)
+    for pair in sorted(sent.keys() | received.keys()):
+        sends, receives = sent.get(pair, []), received.get(pair, [])
+        for index in range(max(len(sends), len(receives))):
+            send = sends[index] if index < len(sends) else None
+            expected = receives[index] if index < len(receives) else None
+            if send != expected:
+                raise ScheduleError(
+                    f"program {program.name!r}: message {index} from rank {pair[0]} to rank {pair[1]} is sent by "
+                    f"{send} but received as {expected}: both sides must list the same messages in one order; "
+                    "reorder or add the missing end"
+                )

@@ -1,0 +1,89 @@
+"""`Placement`: which ranks hold which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipeloom.errors import ScheduleError
+
+
+@dataclass(frozen=True, slots=False)
+class Placement:
+    """For each stage, the rank or the replica ranks that hold it.
+
+    Micro-batch ``b`` of stage ``s`` runs on ``replicas[s][b % len(replicas[s])]``. This one rule serves
+
+    * loops (``Placement.loop``): one rank a stage, dealt out round after round;
+    * V shapes (``Placement.v``): the second chunk comes back up, so the last stage shares a rank with the first;
+    * bidirectional pipelines (``Placement.bidirectional``): every stage twice, even micro-batches go down, odd ones up;
+    * PipeDream's 1F1B-RR (``Placement.replicated``): stages replicated as often as their work asks.
+    """
+
+    replicas: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.replicas or any(not ranks for ranks in self.replicas):
+            raise ScheduleError(f"placement {self.replicas!r}: every stage needs at least one rank; name one for each")
+        seen = sorted({rank for ranks in self.replicas for rank in ranks})
+        if seen != list(range(len(seen))):
+            raise ScheduleError(f"placement uses ranks {seen}: ranks count from 0 without gaps; renumber them")
+        for stage, ranks in enumerate(self.replicas):
+            if len(set(ranks)) != len(ranks):
+                raise ScheduleError(f"placement of stage {stage} is {ranks}: replicas need different ranks; drop one")
+
+    @classmethod
+    def loop(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
+        """Stage ``c * num_ranks + d`` on rank ``d`` (Megatron-LM, arXiv:2104.04473)."""
+        return cls(tuple((d,) for _ in range(num_chunks) for d in range(num_ranks)))
+
+    @classmethod
+    def v(cls, num_ranks: int, num_chunks: int = 2) -> Placement:
+        """Down the ranks, then up, then down: chunk ``c`` runs backwards where ``c`` is odd (arXiv:2405.15362)."""
+        down = list(range(num_ranks))
+        order = [d for c in range(num_chunks) for d in (down if c % 2 == 0 else reversed(down))]
+        return cls(tuple((d,) for d in order))
+
+    @classmethod
+    def bidirectional(cls, num_ranks: int) -> Placement:
+        """Stage ``s`` on ranks ``s`` and ``num_ranks - 1 - s`` (Chimera, DualPipe); ``num_ranks`` is even."""
+        if num_ranks % 2:
+            raise ScheduleError(f"bidirectional placement on {num_ranks} ranks: the number must be even; add a rank")
+        return cls(tuple((s, num_ranks - 1 - s) for s in range(num_ranks)))
+
+    @classmethod
+    def replicated(cls, replicas: Sequence[int]) -> Placement:
+        """Stage ``s`` on ``replicas[s]`` consecutive ranks (PipeDream 1F1B-RR, arXiv:1806.03377)."""
+        ranks, first = [], 0
+        for count in replicas:
+            ranks.append(tuple(range(first, first + count)))
+            first += count
+        return cls(tuple(ranks))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.replicas)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return 1 + max(rank for ranks in self.replicas for rank in ranks)
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank, the stages that it holds, ascending."""
+        held: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage, ranks in enumerate(self.replicas):
+            for rank in ranks:
+                held[rank].append(stage)
+        return tuple(tuple(stages) for stages in held)
+
+    @property
+    def num_chunks(self) -> int:
+        """The largest number of stages on one rank."""
+        return max(len(stages) for stages in self.stages_of)
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank on which `stage` runs `microbatch`, forward and backward."""
+        ranks = self.replicas[stage]
+        return ranks[microbatch % len(ranks)]

@@ -1,0 +1,269 @@
+"""`Schedule`, `Program` and the one dependency relation between their actions.
+
+A `Schedule` says in which order every rank computes. A `Program` is a schedule after the passes: sends, receives and
+gradient reductions stand between the computations. Both are immutable data. `dependencies` is the only place that
+knows what an action has to wait for; the checker, the simulator, the passes and the pictures all ask it.
+
+    stage 0   0F0 0F1 ........ 0B0 0B1          F(s, b) needs F(s-1, b)
+                \\   \\          /   /            B(s, b) needs F(s, b) and B(s+1, b)
+    stage 1      1F0 1B0 1F1 1B1                W(s, b) needs I(s, b)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.placement import Placement
+
+F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
+
+
+class WeightPolicy(StrEnum):
+    """Which version of the parameters a micro-batch sees."""
+
+    FLUSH = "flush"  # synchronous: one version, the pipeline drains before it changes
+    STASH = "stash"  # PipeDream: a backward uses the version its own forward used on that stage
+    VERTICAL = "vertical"  # PipeDream: every stage uses the version of the input stage when the micro-batch entered
+    DOUBLE_BUFFER = "double-buffer"  # PipeDream-2BW: two versions, delay of one on every stage
+
+
+Orders = tuple[tuple[Action, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """For every rank, the compute actions (F, B, I, W) of one step in the order in which it runs them.
+
+    Attributes:
+        name: the family, as on the command line ("1f1b").
+        num_microbatches: micro-batches of one step over the whole pipeline.
+        num_slices: slices of a micro-batch along the sequence; 1 leaves `Action.slice` None.
+        placement: which ranks hold which stage.
+        weights: which version of the parameters a micro-batch sees.
+        orders: ``orders[rank]`` is that rank's sequence of actions.
+        overlapped: pairs of neighbours in one rank's order that run as one unit (DualPipe's F&B).
+        forward_only: True for evaluation: there are no backwards, and nothing is kept for them.
+    """
+
+    name: str
+    num_microbatches: int
+    num_slices: int = 1
+    placement: Placement
+    weights: WeightPolicy = WeightPolicy.FLUSH
+    orders: Orders
+    overlapped: frozenset[tuple[Action, Action]] = frozenset()
+    forward_only: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def stage_share(self) -> float:
+        """One stage as a fraction of one rank's share of the model: 1/V with V chunks a rank."""
+        return min(1.0, self.num_ranks / self.num_stages)
+
+    @cached_property
+    def split_backwards(self) -> frozenset[tuple[int, int | None, int | None]]:
+        """``(stage, microbatch, slice)`` of every backward that is split into I and W."""
+        return frozenset((a.stage, a.microbatch, a.slice) for order in self.orders for a in order if a.op is I)
+
+    @property
+    def lowered(self) -> bool:
+        return False
+
+    def actions(self) -> Iterator[tuple[int, Action]]:
+        """Every action with its rank, rank after rank."""
+        for rank, order in enumerate(self.orders):
+            for action in order:
+                yield rank, action
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A schedule after the passes: what every rank really does, communication included.
+
+    Attributes:
+        schedule: the schedule this program runs.
+        orders: ``orders[rank]`` is that rank's sequence of actions, compute and other.
+        gradient_groups: groups of stages that hold the same parameters; a rank's REDUCE_GRAD on the lowest stage that
+            it holds of a group sums that group's gradients over all ranks that hold one of its stages.
+    """
+
+    schedule: Schedule
+    orders: Orders
+    gradient_groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.schedule.name
+
+    @property
+    def placement(self) -> Placement:
+        return self.schedule.placement
+
+    @property
+    def num_ranks(self) -> int:
+        return self.schedule.num_ranks
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.schedule.num_microbatches
+
+    @property
+    def lowered(self) -> bool:
+        return True
+
+    def actions(self) -> Iterator[tuple[int, Action]]:
+        """Every action with its rank, rank after rank."""
+        for rank, order in enumerate(self.orders):
+            for action in order:
+                yield rank, action
+
+    def ranks_of_group(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks that hold a stage of a gradient group, ascending."""
+        return tuple(sorted({rank for stage in group for rank in self.placement.replicas[stage]}))
+
+
+def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, ...]:
+    """The actions that must have ended before `action` may start, beside the one before it on its own rank.
+
+    In a `Schedule` a computation waits for the neighbouring stage's computation; in a `Program`, where that stage is
+    on another rank, it waits for the receive, and the receive for the send. REDUCE_GRAD waits for its stage's
+    backwards through the order of its rank; that its partners wait for each other is `dependency_order`'s business.
+    """
+    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+    stage, op, microbatch, piece = action
+    if op is Op.SEND_F:
+        return (action.with_op(F),)
+    if op is Op.RECV_F:
+        return (Action(stage - 1, Op.SEND_F, microbatch, piece),)
+    if op is Op.RECV_B:
+        return (Action(stage + 1, Op.SEND_B, microbatch, piece),)
+    if op is Op.SEND_B or op is W:
+        return (_backward(schedule, stage, microbatch, piece),)
+    if op not in COMPUTE_OPS or microbatch is None:
+        return ()
+    needs = []
+    if op is F:
+        if stage > 0:
+            needs.append(_across(pipeline, Action(stage - 1, F, microbatch, piece), action.with_op(Op.RECV_F)))
+        if piece is not None and piece > 0:
+            needs.append(Action(stage, F, microbatch, piece - 1))
+        return tuple(needs)
+    needs.append(action.with_op(F))
+    if stage < schedule.num_stages - 1:
+        producer = _backward(schedule, stage + 1, microbatch, piece)
+        needs.append(_across(pipeline, producer, action.with_op(Op.RECV_B)))
+    if piece is not None and piece < schedule.num_slices - 1:
+        needs.append(_backward(schedule, stage, microbatch, piece + 1))
+    return tuple(needs)
+
+
+def _backward(schedule: Schedule, stage: int, microbatch: int | None, piece: int | None) -> Action:
+    """The action that yields the gradient of a stage's input: I where the backward is split, else B."""
+    split = (stage, microbatch, piece) in schedule.split_backwards
+    return Action(stage, I if split else B, microbatch, piece)
+
+
+def _across(pipeline: Schedule | Program, producer: Action, receive: Action) -> Action:
+    """What a consumer waits for: the receive, where a program brings the value from another rank, else the producer."""
+    assert receive.microbatch is not None
+    place = pipeline.placement.rank_of
+    remote = place(producer.stage, receive.microbatch) != place(receive.stage, receive.microbatch)
+    return receive if pipeline.lowered and remote else producer
+
+
+def peer_of(action: Action, placement: Placement) -> int:
+    """The rank at the other end of a SEND or RECV action."""
+    assert action.microbatch is not None
+    step = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}[action.op]
+    return placement.rank_of(action.stage + step, action.microbatch)
+
+
+def dependency_order(pipeline: Schedule | Program) -> Iterator[tuple[int, int, Action]]:
+    """Every action as ``(rank, position, action)`` in an order that respects all dependencies; O(actions).
+
+    Raises:
+        ScheduleError: some actions wait for each other in a circle, or for one that never comes.
+    """
+    orders = pipeline.orders
+    position = [0] * len(orders)
+    done: set[Action] = set()
+    waiting: dict[Action, list[int]] = {}
+    meetings = _Meetings(pipeline) if isinstance(pipeline, Program) else None
+    ready = list(range(len(orders)))
+    while ready:
+        rank = ready.pop()
+        order = orders[rank]
+        while position[rank] < len(order):
+            action = order[position[rank]]
+            missing = next((need for need in dependencies(action, pipeline) if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            if meetings is not None and action.op is Op.REDUCE_GRAD:
+                others = meetings.arrive(rank, action)
+                if others is None:
+                    break
+                ready.extend(others)
+            yield rank, position[rank], action
+            position[rank] += 1
+            done.add(action)
+            ready.extend(waiting.pop(action, ()))
+    stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
+    if stuck:
+        raise ScheduleError(_explain_deadlock(pipeline, position, done, stuck))
+
+
+class _Meetings:
+    """REDUCE_GRAD is a meeting: nobody passes before all members of the group have come."""
+
+    def __init__(self, program: Program) -> None:
+        self._members = {
+            stage: (group, set(program.ranks_of_group(group))) for group in program.gradient_groups for stage in group
+        }
+        self._arrived: dict[tuple[int, ...], set[int]] = {}
+
+    def arrive(self, rank: int, action: Action) -> list[int] | None:
+        """None while others are still to come; once all are there, those who were waiting for this rank."""
+        if action.stage not in self._members:
+            return []
+        group, members = self._members[action.stage]
+        arrived = self._arrived.setdefault(group, set())
+        first_time = rank not in arrived
+        arrived.add(rank)
+        if arrived != members:
+            return None
+        return [other for other in members if other != rank] if first_time else []
+
+
+def _explain_deadlock(
+    pipeline: Schedule | Program, position: list[int], done: set[Action], stuck: list[int]
+) -> str:
+    where = {a: r for r, a in pipeline.actions()}
+    chain, rank, seen = [], stuck[0], set()
+    while rank not in seen:
+        seen.add(rank)
+        action = pipeline.orders[rank][position[rank]]
+        missing = next((need for need in dependencies(action, pipeline) if need not in done), None)
+        if missing is None:
+            chain.append(f"rank {rank} waits at {action} for its group")
+            break
+        chain.append(f"rank {rank} waits at {action} for {missing}")
+        if missing not in where:
+            return f"schedule {pipeline.name!r}: {chain[-1]}, which no rank runs; add it"
+        rank = where[missing]
+    return (
+        f"schedule {pipeline.name!r} deadlocks: {'; '.join(chain)}; the order of a rank must not wait in a circle: "
+        "move the awaited action earlier on its rank"
+    )

@@ -1,0 +1,21 @@
+"""Schedule -> Program, one concern a file: communication, gradient reduction."""
+
+from __future__ import annotations
+
+from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.passes.communication import insert_communication
+from pipeloom.passes.gradient_reduction import insert_gradient_reduction
+
+__all__ = ["forward_only", "insert_communication", "insert_gradient_reduction", "lower"]
+
+from pipeloom.passes.forward_only import forward_only
+
+
+def lower(schedule: Schedule, *, tied_stages: tuple[tuple[int, ...], ...] = ()) -> Program:
+    """All passes in their order: the program that the executor runs and the simulator times.
+
+    Args:
+        schedule: a legal schedule.
+        tied_stages: groups of stages that share parameters (tied embeddings: ``((0, num_stages - 1),)``).
+    """
+    return insert_gradient_reduction(insert_communication(schedule), tied_stages)

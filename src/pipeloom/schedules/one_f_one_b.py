@@ -1,0 +1,30 @@
+"""1F1B: PipeDream-Flush (Narayanan et al., arXiv:2006.09503), Megatron-LM's default, DAPPLE's policy PA.
+
+    rank 0  0F0 0F1 0F2 ... ... 0B0 0F3 0B1 ... 0B2 ... 0B3
+    rank 1  ... 1F0 1F1 ... 1B0 1F2 1B1 1F3 1B2 ... 1B3 ...
+    rank 2  ... ... 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 ... ...
+
+Makespan ``(m + p - 1) * (tF + tB)`` like GPipe, but rank ``d`` holds only ``min(p - d, m)`` activations.
+"""
+
+from __future__ import annotations
+
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Schedule
+
+
+def one_f_one_b(*, num_ranks: int, num_microbatches: int) -> Schedule:
+    """A warm-up of ``p - 1 - d`` forwards on rank ``d``, then forward and backward in turn, then the backwards left."""
+    orders = []
+    for d in range(num_ranks):
+        warmup = min(num_ranks - 1 - d, num_microbatches)
+        order = [Action(d, Op.F, b) for b in range(warmup)]
+        for b in range(num_microbatches):
+            if warmup + b < num_microbatches:
+                order.append(Action(d, Op.F, warmup + b))
+            order.append(Action(d, Op.B, b))
+        orders.append(tuple(order))
+    return Schedule(
+        name="1f1b", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=tuple(orders)
+    )
