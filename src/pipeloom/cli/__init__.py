@@ -1,0 +1,75 @@
+"""The command line: one thin module per command, imported only when it is the one asked for."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from pipeloom.errors import InputError, PipeloomError
+from pipeloom.version import __version__
+
+# Each command, what it does, and its module; `main(argv) -> int` is what a command module offers.
+COMMANDS = {
+    "train": "train a language model through a pipeline",
+    "simulate": "simulate a schedule: makespan, bubble, live activations, timeline",
+    "schedules": "list the schedules: paper, constraints, closed forms",
+    "report": "make the report of a finished run again",
+    "checkpoint": "list, verify or convert checkpoints",
+    "doctor": "what this machine has, what is missing and how to get it",
+}
+
+EXAMPLES = """\
+examples:
+  pipeloom train                                        a small GPT learns Python source through two ranks
+  pipeloom train --parallel.pipeline 4 --schedule gpipe --data.path 'corpus/*.txt' --output_dir runs/corpus
+  pipeloom train --resume_from_checkpoint latest --output_dir runs/corpus --steps 400
+  torchrun --nproc-per-node 2 -m pipeloom train         the same under torchrun, on one node or several
+  pipeloom simulate 1f1b --ranks 4 --microbatches 8     a timeline in the terminal
+  pipeloom report runs/corpus                           report.html from the metrics of a run
+exit codes: 0 done, 2 bad input, 1 failure
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` names (default: the command line of this process); returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"pipeloom {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        from pipeloom.cli.parser import did_you_mean
+
+        kind = "option" if words[0].startswith("-") else "command"
+        hint = did_you_mean(words[0], [*COMMANDS, "--help", "--version"]) or "see `pipeloom --help`"
+        return _fail(f"{kind} {words[0]!r} is unknown: the commands are {', '.join(COMMANDS)}; {hint}", 2)
+    try:
+        return int(importlib.import_module(f"pipeloom.cli.{words[0]}").main(words[1:]))
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except InputError as error:
+        return _fail(str(error), 2)
+    except PipeloomError as error:
+        return _fail(str(error), 1)
+    except BrokenPipeError:  # `pipeloom schedules | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return (
+        "usage: pipeloom COMMAND [options]\n\npipeline-parallel training for PyTorch\n\n"
+        f"commands:\n{rows}\n\n"
+        f"`pipeloom COMMAND --help` shows the options of a command, `pipeloom --version` the version\n\n{EXAMPLES}"
+    )
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"pipeloom: error: {' '.join(message.split())}\n")
+    return code
