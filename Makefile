@@ -1,0 +1,44 @@
+# make train    a fresh machine with Python 3.11 or later: sets up .venv and trains the default model
+# make test     sets up .venv with the development tools and runs the tests
+# make lint     ruff and mypy
+# make clean    removes .venv and caches
+#
+#   make train ARGS="--steps 50 --parallel.pipeline 4"     options for `pipeloom train`
+#   make test ARGS="tests/pure -k golden"                  options for pytest
+#   make PIP_FLAGS="--index-url URL" train                 where pip takes torch from (the CPU build is enough)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_FLAGS ?=
+ARGS ?=
+# 3.11 first: the constraints are tested with it.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+
+.PHONY: train test lint clean
+
+train: $(VENV)/.ready-run
+	$(BIN)/pipeloom train $(ARGS)
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or later found; install one, or name it: make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready-run: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.ready-dev: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]'
+	@touch $@ $(VENV)/.ready-run
