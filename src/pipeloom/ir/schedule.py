@@ -20,7 +20,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
 from pipeloom.ir.placement import Placement
 
-F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
+F, B, I, W, REDUCE_GRAD = Op.F, Op.B, Op.I, Op.W, Op.REDUCE_GRAD  # noqa: E741
 
 
 class WeightPolicy(StrEnum):
@@ -196,6 +196,20 @@ def dependency_order(pipeline: Schedule | Program) -> Iterator[tuple[int, int, A
     Raises:
         ScheduleError: some actions wait for each other in a circle, or for one that never comes.
     """
+    position = [0] * len(pipeline.orders)
+    for rank, action, _ in walk(pipeline):
+        yield rank, position[rank], action
+        position[rank] += 1
+
+
+def walk(pipeline: Schedule | Program) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
+    """`dependency_order` as ``(rank, action, dependencies of the action)``, for those who time the actions.
+
+    A REDUCE_GRAD comes only once all members of its group have arrived at theirs.
+
+    Raises:
+        ScheduleError: some actions wait for each other in a circle, or for one that never comes.
+    """
     orders = pipeline.orders
     position = [0] * len(orders)
     done: set[Action] = set()
@@ -205,21 +219,23 @@ def dependency_order(pipeline: Schedule | Program) -> Iterator[tuple[int, int, A
     while ready:
         rank = ready.pop()
         order = orders[rank]
-        while position[rank] < len(order):
-            action = order[position[rank]]
-            missing = next((need for need in dependencies(action, pipeline) if need not in done), None)
+        for index in range(position[rank], len(order)):
+            action = order[index]
+            needs = dependencies(action, pipeline)
+            missing = next((need for need in needs if need not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            if meetings is not None and action.op is Op.REDUCE_GRAD:
+            if meetings is not None and action.op is REDUCE_GRAD:
                 others = meetings.arrive(rank, action)
                 if others is None:
                     break
                 ready.extend(others)
-            yield rank, position[rank], action
-            position[rank] += 1
+            yield rank, action, needs
+            position[rank] = index + 1
             done.add(action)
-            ready.extend(waiting.pop(action, ()))
+            if action in waiting:
+                ready.extend(waiting.pop(action))
     stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
     if stuck:
         raise ScheduleError(_explain_deadlock(pipeline, position, done, stuck))
@@ -247,9 +263,7 @@ class _Meetings:
         return [other for other in members if other != rank] if first_time else []
 
 
-def _explain_deadlock(
-    pipeline: Schedule | Program, position: list[int], done: set[Action], stuck: list[int]
-) -> str:
+def _explain_deadlock(pipeline: Schedule | Program, position: list[int], done: set[Action], stuck: list[int]) -> str:
     where = {a: r for r, a in pipeline.actions()}
     chain, rank, seen = [], stuck[0], set()
     while rank not in seen:

@@ -1,7 +1,7 @@
 """Schedules as text, as JSON, and as the CSV of torch.distributed.pipelining; each reads back what it wrote.
 
-    0F0 0F1 0B0 0B1        one line a rank: actions in order
-    1F0 1B0 1F1 1B1
+0F0 0F1 0B0 0B1        one line a rank: actions in order
+1F0 1B0 1F1 1B1
 """
 
 from __future__ import annotations

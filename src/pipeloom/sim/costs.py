@@ -1,0 +1,165 @@
+"""What computations and messages cost, in seconds and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeloom.errors import InputError
+from pipeloom.ir.action import Op
+from pipeloom.ir.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The time of every computation on one micro-batch.
+
+    A number is the time of **one rank's whole share of the model**: a stage takes `Schedule.stage_share` of it (1/V
+    with V chunks a rank). A tuple has one time for each stage. A slice takes 1/K of either. A full backward B takes
+    ``backward_input + backward_weight``.
+
+    Attributes:
+        forward: seconds of F.
+        backward_input: seconds of I.
+        backward_weight: seconds of W.
+        other: seconds of other ops, on any stage (REDUCE_GRAD, STEP, UNSHARD, ...); those not named take none.
+        activation_bytes: for each stage, bytes kept from F to the backward of one micro-batch.
+        weight_gradient_bytes: for each stage, bytes kept from I to W of one micro-batch.
+
+    Raises:
+        InputError: a time is negative or not finite, or there is not one for each stage.
+    """
+
+    forward: float | tuple[float, ...]
+    backward_input: float | tuple[float, ...]
+    backward_weight: float | tuple[float, ...]
+    other: Mapping[Op, float] = field(default_factory=dict)
+    activation_bytes: tuple[float, ...] | None = None
+    weight_gradient_bytes: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for what in ("forward", "backward_input", "backward_weight"):
+            value = getattr(self, what)
+            for seconds in value if isinstance(value, tuple) else (value,):
+                _check_seconds(what, seconds)
+        for op, seconds in self.other.items():
+            _check_seconds(op.value, seconds)
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        forward: float = 1.0,
+        backward: float | None = None,
+        backward_input: float | None = None,
+        backward_weight: float | None = None,
+        other: Mapping[Op, float] | None = None,
+    ) -> Costs:
+        """Every rank's share costs the same. `backward` (2.0 if nothing is said) splits into equal halves."""
+        if backward is not None and (backward_input is not None or backward_weight is not None):
+            raise InputError("costs name both backward and its parts: backward is their sum; give one or the other")
+        half = (2.0 if backward is None else backward) / 2
+        return cls(
+            forward=forward,
+            backward_input=half if backward_input is None else backward_input,
+            backward_weight=half if backward_weight is None else backward_weight,
+            other=other or {},
+        )
+
+    @classmethod
+    def per_stage(
+        cls,
+        *,
+        forward: Sequence[float],
+        backward: Sequence[float] | None = None,
+        backward_input: Sequence[float] | None = None,
+        backward_weight: Sequence[float] | None = None,
+        other: Mapping[Op, float] | None = None,
+    ) -> Costs:
+        """One time for each stage. `backward` splits into equal halves unless both parts are given instead."""
+        if (backward is None) == (backward_input is None) or (backward_input is None) != (backward_weight is None):
+            raise InputError(
+                "costs per stage need either backward or both backward_input and backward_weight; give one of the two"
+            )
+        if backward is not None:
+            backward_input = backward_weight = [seconds / 2 for seconds in backward]
+        assert backward_input is not None and backward_weight is not None
+        return cls(
+            forward=tuple(forward),
+            backward_input=tuple(backward_input),
+            backward_weight=tuple(backward_weight),
+            other=other or {},
+        )
+
+    def seconds(self, schedule: Schedule) -> dict[Op, tuple[float, ...]]:
+        """For each op that is no communication, the seconds of one action on each stage of `schedule`.
+
+        Raises:
+            InputError: there are times for another number of stages.
+        """
+        forward, backward_input, backward_weight = (
+            _by_stage(what, getattr(self, what), schedule) for what in ("forward", "backward_input", "backward_weight")
+        )
+        table = {op: (self.other.get(op, 0.0),) * schedule.num_stages for op in Op}
+        table[Op.F], table[Op.I], table[Op.W] = forward, backward_input, backward_weight
+        table[Op.B] = tuple(i + w for i, w in zip(backward_input, backward_weight, strict=True))
+        return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What a message between ranks costs.
+
+    Attributes:
+        latency_seconds: from the end of the send to the arrival; a number, or ``latency_seconds[source][target]``.
+            Nobody is busy in this time.
+        send_seconds: time for which a SEND action keeps its rank busy.
+        receive_seconds: time for which a RECV action keeps its rank busy once the message is there.
+
+    In a `Schedule`, which has no SEND and RECV actions, a message costs its latency alone.
+
+    Raises:
+        InputError: a time is negative or not finite.
+    """
+
+    latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0
+    send_seconds: float = 0.0
+    receive_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_seconds("send_seconds", self.send_seconds)
+        _check_seconds("receive_seconds", self.receive_seconds)
+        rows = self.latency_seconds if isinstance(self.latency_seconds, tuple) else ((self.latency_seconds,),)
+        for row in rows:
+            for seconds in row:
+                _check_seconds("latency_seconds", seconds)
+
+    def latency(self, num_ranks: int) -> tuple[tuple[float, ...], ...]:
+        """``latency[source][target]`` in seconds, shape (num_ranks, num_ranks)."""
+        table = self.latency_seconds
+        if not isinstance(table, tuple):
+            return ((table,) * num_ranks,) * num_ranks
+        if len(table) != num_ranks or any(len(row) != num_ranks for row in table):
+            raise InputError(
+                f"latencies have rows of {[len(row) for row in table]} entries: {num_ranks} ranks need a "
+                f"{num_ranks} x {num_ranks} table; add or drop entries"
+            )
+        return table
+
+
+def _check_seconds(what: str, seconds: float) -> None:
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InputError(f"{what} is {seconds}: a time is a finite number of seconds, 0 or more; correct it")
+
+
+def _by_stage(what: str, value: float | tuple[float, ...], schedule: Schedule) -> tuple[float, ...]:
+    """The seconds of one slice of one micro-batch on each stage."""
+    if not isinstance(value, tuple):
+        return (value * schedule.stage_share / schedule.num_slices,) * schedule.num_stages
+    if len(value) != schedule.num_stages:
+        raise InputError(
+            f"{what} has {len(value)} times: schedule {schedule.name!r} has {schedule.num_stages} stages; "
+            "give one time for each"
+        )
+    return tuple(seconds / schedule.num_slices for seconds in value)
