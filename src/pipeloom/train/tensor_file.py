@@ -1,0 +1,143 @@
+"""safetensors files written as a stream: one tensor in memory at a time, hashed on the way to the disk.
+
+The library's own writer takes all tensors at once and reports a full disk as an error of its own kind; this one needs
+the memory of one tensor, raises OSError, returns the hash of the bytes that were *meant* to be written, and has
+synchronised the file when it returns. Reading stays with the library. The format is the one of
+https://github.com/huggingface/safetensors: u64 header length, JSON header, bytes. No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeloom.errors import CheckpointError
+
+# Bits of one element of each safetensors type that pipeloom writes or rewrites.
+_TYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16}
+_TYPE_BITS |= {"U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64}
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a manifest says about one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """One tensor to be written: its safetensors type, its shape, and a function that brings its bytes when needed."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Any]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * _TYPE_BITS[self.dtype] // 8
+
+
+class HashingFile:
+    """A new file that is hashed while it is written and is on the disk, synchronised, when closed without an error."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed in __exit__
+        self._hash = hashlib.sha256()
+        self._size = 0
+
+    def write(self, data: Any) -> None:
+        """Write all of `data` (bytes or a contiguous byte buffer). Raises OSError that names the file."""
+        view = memoryview(data)
+        if view.nbytes == 0:
+            return
+        view = view.cast("B")
+        self._hash.update(view)
+        self._size += view.nbytes
+        while view.nbytes:  # an unbuffered write may take only a part (on Linux at most 2 GiB)
+            try:
+                written = self._file.write(view)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._path)) from error
+            view = view[written or 0 :]
+
+    def __enter__(self) -> HashingFile:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                os.fsync(self._file.fileno())
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(self._size, self._hash.hexdigest())
+
+
+def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """Write a new file and synchronise it."""
+    with HashingFile(path) as file:
+        file.write(data)
+    return file.record
+
+
+def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> FileRecord:
+    """Write a new safetensors file. Order is kept, but wider types come first so that each tensor lies aligned."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    if "__metadata__" in tensors:
+        raise CheckpointError("a tensor is named __metadata__, which safetensors keeps for itself: rename it")
+    order = sorted(tensors, key=lambda name: -_TYPE_BITS[tensors[name].dtype])  # the sort is stable
+    offset = 0
+    for name in order:
+        source = tensors[name]
+        end = offset + source.size_bytes
+        header[name] = {"dtype": source.dtype, "shape": list(source.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with HashingFile(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in order:
+            file.write(tensors[name].read())
+    return file.record
+
+
+def tensor_sources(path: Path) -> dict[str, TensorSource]:
+    """The tensors of a safetensors file, in its order, to be listed or copied without torch.
+
+    Raises CheckpointError when the file is not a safetensors file, OSError when it cannot be read.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > size - 8:
+            raise CheckpointError(f"{path} is not a safetensors file: its header would be longer than the file")
+        with suppress(ValueError, KeyError, TypeError):
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            return {
+                name: TensorSource(
+                    entry["dtype"], tuple(entry["shape"]), _reader(path, 8 + length, *entry["data_offsets"])
+                )
+                for name, entry in header.items()
+            }
+    raise CheckpointError(f"{path} is not a safetensors file: its header does not parse")
+
+
+def _reader(path: Path, base: int, start: int, end: int) -> Callable[[], bytes]:
+    def read() -> bytes:
+        with open(path, "rb") as file:
+            file.seek(base + start)
+            return file.read(end - start)
+
+    return read
