@@ -1,0 +1,167 @@
+"""Which modules are a model's layers, and how they are dealt out to stages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from pipeloom.errors import SplitError
+from pipeloom.split.partition import partition
+from pipeloom.split.profile import LossFn, profile_layers
+
+
+class Layer(NamedTuple):
+    """One link of the chain: its fully qualified name, its module, and whether ``cut="layers"`` counts it."""
+
+    name: str
+    module: nn.Module
+    counted: bool
+
+
+def find_layers(model: nn.Module, patterns: Sequence[str] | None) -> list[Layer]:
+    """The layers of `model` in the order in which they run (see `split` for what `patterns` may be)."""
+    if hasattr(model, "_orig_mod"):
+        raise SplitError(
+            "the model was compiled as a whole: a pipeline runs its parts; torch.compile its blocks instead"
+        )
+    if patterns is None:
+        patterns = getattr(model, "pipeline_layers", None)
+    if patterns is None:
+        if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+            return [Layer(name, module, True) for name, module in _children(model)]
+        raise SplitError(
+            f"{type(model).__name__} is no plain nn.Sequential and names no layers: the order in which its parts run "
+            f"must be known; pass it, for example layers={_suggest(model)}"
+        )
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    layers = [layer for pattern in patterns for layer in _expand(model, pattern)]
+    _check_layers(layers)
+    if not any(layer.counted for layer in layers):  # only single names: each counts
+        layers = [layer._replace(counted=True) for layer in layers]
+    return layers
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Like ``named_children``, but a module that stands twice is listed twice."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
+
+
+def _suggest(model: nn.Module) -> list[str]:
+    lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    return [f"{name}.*" if isinstance(child, lists) else name for name, child in _children(model)]
+
+
+def _expand(model: nn.Module, pattern: str) -> list[Layer]:
+    matches: list[tuple[str, nn.Module]] = [("", model)]
+    for part in pattern.split("."):
+        found = []
+        for prefix, parent in matches:
+            dot = f"{prefix}." if prefix else ""
+            if part == "*":
+                found += [(dot + name, child) for name, child in _children(parent)]
+                continue
+            child = parent._modules.get(part)
+            if child is None:
+                names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+                near = get_close_matches(pattern, names + [f"{name}.*" for name in names], n=1, cutoff=0.4)
+                raise SplitError(
+                    f"layer {pattern!r}: {type(model).__name__} has no module {dot + part!r}; "
+                    + (f"did you mean {near[0]!r}?" if near else f"its parts are {[n for n, _ in _children(model)]}")
+                )
+            found.append((dot + part, child))
+        matches = found
+    if not matches:
+        raise SplitError(f"layer {pattern!r} names an empty list of modules: a layer is a module; drop the name")
+    return [Layer(name, module, "*" in pattern) for name, module in matches]
+
+
+def _check_layers(layers: list[Layer]) -> None:
+    if not layers:
+        raise SplitError("layers=[] names no layer: a model has at least one; name them in the order in which they run")
+    names = {layer.name for layer in layers}
+    for name, module, _ in layers:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise SplitError(
+                f"layer {name!r} is a {type(module).__name__}, which cannot be run; name its members: '{name}.*'"
+            )
+        parts = name.split(".")
+        outer = next((p for p in (".".join(parts[:i]) for i in range(1, len(parts))) if p in names), None)
+        if outer is not None:
+            raise SplitError(f"layer {name!r} lies inside layer {outer!r}: it would run twice; name one of the two")
+
+
+def check_complete(model: nn.Module, layers: Sequence[Layer]) -> None:
+    """Refuse to drop a parameter or a persistent buffer; warn of other modules that will not run."""
+    inside = {id(module) for layer in layers for module in layer.module.modules()}
+    kept = {id(tensor) for layer in layers for _, tensor in _saved_tensors(layer.module)}
+    missing = [name for name, tensor in _saved_tensors(model) if id(tensor) not in kept]
+    if missing:
+        homes = sorted({name.rpartition(".")[0] for name in missing})
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        fix = f"add {homes} to layers" if homes != [""] else "move them into a submodule and add it to layers"
+        raise SplitError(f"{', '.join(map(repr, missing[:3]))}{more}: in no layer, so in no stage; {fix}")
+    outer = {".".join(layer.name.split(".")[:i]) for layer in layers for i in range(layer.name.count(".") + 1)}
+    for name, module in model.named_modules():
+        if id(module) not in inside and name not in outer and not list(module.children()):
+            warnings.warn(f"{name!r} ({type(module).__name__}) is in no layer and will not run", stacklevel=3)
+
+
+def _saved_tensors(module: nn.Module) -> list[tuple[str, Any]]:
+    """Parameters and persistent buffers with their names."""
+    named: list[tuple[str, Any]] = list(module.named_parameters())
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                named.append((f"{prefix}.{name}" if prefix else name, buffer))
+    return named
+
+
+def count_layers(
+    layers: Sequence[Layer], num_stages: int, cut: str | Sequence[int], sample: Any, loss_fn: LossFn | None
+) -> list[int]:
+    """How many consecutive layers each stage gets."""
+    if num_stages > len(layers):
+        counted = sum(layer.counted for layer in layers)
+        raise SplitError(
+            f"{num_stages} stages asked of a model with {len(layers)} layers ({counted} of them blocks): every stage "
+            f"needs at least one; use num_stages={counted} or fewer"
+        )
+    blocks = [float(layer.counted) for layer in layers]
+    if not isinstance(cut, str):
+        return _explicit_counts(layers, num_stages, list(cut))
+    if cut == "layers":
+        return partition(blocks, num_stages)
+    if cut == "parameters":
+        return partition([sum(p.numel() for p in layer.module.parameters()) for layer in layers], num_stages)
+    if cut == "time":
+        if sample is None:
+            raise SplitError("cut='time' measures the layers on an input, and there is none; pass sample=")
+        times = profile_layers([(layer.name, layer.module) for layer in layers], sample, loss_fn=loss_fn)
+        return partition([t.forward_seconds + t.backward_seconds for t in times], num_stages)
+    raise SplitError(f"cut={cut!r} is unknown: it is 'layers', 'parameters', 'time' or a list of counts; choose one")
+
+
+def _explicit_counts(layers: Sequence[Layer], num_stages: int, cut: list[int]) -> list[int]:
+    """Counts in blocks, or in layers if that is what they add up to."""
+    blocks = [index for index, layer in enumerate(layers) if layer.counted]
+    if len(cut) == num_stages and sum(cut) == len(layers) and min(cut) > 0:
+        return cut
+    counts: list[int] = []
+    if len(cut) == num_stages and sum(cut) == len(blocks) and min(cut) >= 0:
+        done, ends = 0, []
+        for count in cut[:-1]:
+            done += count
+            ends.append(blocks[done - 1] + 1 if done else blocks[0])  # what follows a block goes with the later stage
+        counts = [end - start for start, end in zip([0, *ends], [*ends, len(layers)], strict=True)]
+    if not counts or min(counts) < 1:
+        fix = partition([1.0] * len(blocks), min(num_stages, len(blocks)))
+        raise SplitError(
+            f"cut={cut} adds up to {sum(cut)} in {len(cut)} stages: {num_stages} stages share {len(blocks)} blocks "
+            f"({len(layers)} layers) and none may be empty; for example cut={fix}"
+        )
+    return counts

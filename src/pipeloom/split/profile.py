@@ -1,0 +1,118 @@
+"""Measure what each layer of a chain costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pipeloom.errors import SplitError
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+class LayerTime(NamedTuple):
+    """Median seconds of one layer on one sample; `backward_seconds` is the full backward, of input and weights."""
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+
+
+def profile_layers(
+    layers: Sequence[tuple[str, nn.Module]],
+    sample: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    num_warmups: int = 2,
+    num_rounds: int = 5,
+) -> list[LayerTime]:
+    """Run every layer forward and backward and return the median times.
+
+    Args:
+        layers: names and modules in the order in which they run.
+        sample: the input of one micro-batch; with `loss_fn`, the pair (inputs, targets).
+        loss_fn: its time is added to the last layer's.
+        num_warmups: rounds that are not counted.
+        num_rounds: rounds that are.
+
+    Gradients, buffers (BatchNorm's statistics) and the random state are afterwards as they were, and the layers run
+    in the mode (train or eval) in which they are found.
+
+    Raises:
+        SplitError: a layer has no values (meta device).
+    """
+    inputs, targets = sample if loss_fn is not None else (sample, None)
+    modules = [module for _, module in layers]
+    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())] + tree_leaves(inputs)
+    devices = {t.device for t in tensors if isinstance(t, Tensor)}
+    if any(device.type == "meta" for device in devices):
+        raise SplitError("a layer is on the meta device: only real tensors take time; materialize it, or cut='layers'")
+    cuda = sorted(device.index or 0 for device in devices if device.type == "cuda")
+
+    def clock() -> float:
+        for index in cuda:
+            torch.cuda.synchronize(index)
+        return perf_counter()
+
+    times: list[LayerTime] = []
+    with torch.random.fork_rng(devices=cuda), _kept_buffers(modules), torch.enable_grad():
+        value = inputs
+        for name, module in layers:
+            tail = loss_fn if len(times) == len(layers) - 1 else None
+            rounds = [_time_once(module, value, tail, targets, clock) for _ in range(num_warmups + num_rounds)]
+            counted = rounds[num_warmups:]
+            times.append(LayerTime(name, median(r[0] for r in counted), median(r[1] for r in counted)))
+            value = rounds[-1][2]
+    return times
+
+
+def _time_once(
+    module: nn.Module, value: Any, loss_fn: LossFn | None, targets: Any, clock: Callable[[], float]
+) -> tuple[float, float, Any]:
+    """(forward seconds, backward seconds, detached output) of one run; leaves ``.grad`` of the parameters alone."""
+
+    def fresh(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+
+    value = tree_map(fresh, value)
+    sources = [t for t in (*tree_leaves(value), *module.parameters()) if isinstance(t, Tensor) and t.requires_grad]
+    start = clock()
+    output = module(value)
+    result = output if loss_fn is None else loss_fn(output, targets)
+    forwarded = clock()
+    roots = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+    backwarded = forwarded
+    if roots and sources:
+        seeds = [torch.ones_like(root) for root in roots]
+        forwarded_again = clock()
+        torch.autograd.grad(roots, sources, seeds, allow_unused=True)
+        backwarded += clock() - forwarded_again
+    return forwarded - start, backwarded - forwarded, tree_map(fresh, output)
+
+
+@contextmanager
+def _kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put every buffer back, the tensor and its values."""
+    saved = [
+        (part, name, buffer, buffer.detach().clone())
+        for module in modules
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, name, buffer, values in saved:
+                buffer.copy_(values)
+                part._buffers[name] = buffer

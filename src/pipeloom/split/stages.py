@@ -1,0 +1,181 @@
+"""`split`: a model as a chain of stages that together hold exactly its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from pipeloom.errors import SplitError
+from pipeloom.split.layers import Layer, check_complete, count_layers, find_layers
+from pipeloom.split.profile import LossFn
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """One parameter that lives in more than one stage.
+
+    Attributes:
+        name: its canonical name, the first that ``model.named_parameters()`` reports.
+        names: all its fully qualified names.
+        stages: the stages that hold it, ascending.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+@dataclass
+class Stages:
+    """A model cut into stages.
+
+    Attributes:
+        modules: one module a stage: ``forward(value)`` runs its layers; its state-dict keys are those of the model.
+        tied: the parameters that live in more than one stage.
+        parameter_names: canonical names in the order of ``model.named_parameters()``, each tied parameter once.
+        layers: for each stage, the fully qualified names of its layers.
+        canonical_names: for every other name of a tied parameter, the canonical one.
+    """
+
+    modules: list[nn.Module]
+    tied: tuple[TiedParameter, ...]
+    parameter_names: tuple[str, ...]
+    layers: tuple[tuple[str, ...], ...]
+    canonical_names: dict[str, str] = field(default_factory=dict)
+
+
+class _Namespace(nn.Module):
+    """Holds the members of one stage of a ModuleList or another container, under their names in the model."""
+
+
+class StageModule(nn.Module):
+    """A contiguous piece of a model: the same module objects, under the same names, run one after another.
+
+    A layer may be replaced after the cut (compiled, checkpoint-wrapped, sharded) by setting the attribute.
+    """
+
+    canonical_names: dict[str, str]
+
+    def __init__(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self.canonical_names = {}
+        chain = []
+        for name, module in layers:
+            *containers, last = name.split(".")
+            parent: nn.Module = self
+            for part in containers:
+                if part not in parent._modules:
+                    parent.add_module(part, _Namespace())
+                parent = parent.get_submodule(part)
+            parent.add_module(last, module)
+            chain.append((parent._modules, last))
+        # Looked up by name at each call, so that a replaced layer is the one that runs.
+        self._chain = tuple(chain)
+
+    def forward(self, value: Any) -> Any:
+        """Run the layers; `value` (a tensor, tuple or dict) is passed on as one argument, as nn.Sequential does."""
+        for modules, name in self._chain:
+            value = modules[name](value)  # type: ignore[misc]
+        return value
+
+
+def split(
+    model: nn.Module | Sequence[nn.Module],
+    num_stages: int,
+    *,
+    layers: Sequence[str] | None = None,
+    cut: str | Sequence[int] = "layers",
+    sample: Any = None,
+    loss_fn: LossFn | None = None,
+) -> Stages:
+    """Cut `model` into `num_stages` contiguous stages.
+
+    Args:
+        model: an nn.Sequential (its children are the layers), a model with `layers`, or a list of modules, one a
+            stage, which is taken as it is (names that two of its modules share get the position in front).
+        num_stages: how many stages.
+        layers: fully qualified names of the modules that run one after another, such as
+            ``["embedding", "blocks.*", "norm", "head"]``; a ``*`` stands for all members of a list. By default the
+            model's attribute ``pipeline_layers``, if it has one.
+        cut: what to balance. "layers": the number of layers; where some come from a ``*``, those count and single
+            names ride along, the first with the first stage and the last with the last. "parameters": their numbers.
+            "time": measured forward and backward on `sample`. A list: how many layers (or counted layers) each stage
+            gets; 0 leaves the first or last stage only the single names.
+        sample: for "time", the input of one micro-batch; with `loss_fn`, the pair (inputs, targets).
+        loss_fn: for "time", ``loss_fn(output, targets)``, counted to the last layer.
+
+    The stages hold the model's own modules, nothing is copied. A module may run in several places.
+
+    Raises:
+        SplitError: an unknown name, more stages than layers, counts that do not add up, a parameter or persistent
+            buffer of the model that would be in no stage.
+    """
+    if num_stages < 1:
+        raise SplitError(f"num_stages={num_stages}: a model has at least one stage; ask for 1 or more")
+    if not isinstance(model, nn.Module):
+        return _given_stages(list(model), num_stages)
+    whole = num_stages == 1 and layers is None and not hasattr(model, "pipeline_layers")
+    if whole and not isinstance(model, nn.Sequential):  # nothing to cut, so nothing needs to be known of its inside
+        return _describe([model], [("",)], list(model.named_parameters(remove_duplicate=False)))
+    chain = find_layers(model, layers)
+    check_complete(model, chain)
+    counts = count_layers(chain, num_stages, cut, sample, loss_fn)
+    pieces: list[list[Layer]] = []
+    first = 0
+    for count in counts:
+        pieces.append(chain[first : first + count])
+        first += count
+    modules: list[nn.Module] = [StageModule((name, module) for name, module, _ in piece) for piece in pieces]
+    for module in modules:
+        module.training = model.training  # of the stage alone: its layers keep the mode that each has
+    names = [tuple(layer.name for layer in piece) for piece in pieces]
+    return _describe(modules, names, list(model.named_parameters(remove_duplicate=False)))
+
+
+def _given_stages(modules: list[nn.Module], num_stages: int) -> Stages:
+    """A model that comes as one module a stage."""
+    wrong = next((m for m in modules if not isinstance(m, nn.Module)), None)
+    if wrong is not None:
+        raise SplitError(f"the list of stages holds a {type(wrong).__name__}: each is an nn.Module; wrap it in one")
+    if len(modules) != num_stages:
+        raise SplitError(
+            f"a list of {len(modules)} stages for num_stages={num_stages}: the list is the cut; use {len(modules)}"
+        )
+    seen: dict[str, int] = {}
+    named = [(name, t) for m in modules for name, t in (*m.named_parameters(), *m.named_buffers())]
+    if any(seen.setdefault(name, id(tensor)) != id(tensor) for name, tensor in named):
+        modules = [StageModule([(str(index), module)]) for index, module in enumerate(modules)]
+    parameters = [item for m in modules for item in m.named_parameters(remove_duplicate=False)]
+    names = [tuple(name for name, _ in module.named_children()) or ("",) for module in modules]
+    return _describe(modules, names, parameters)
+
+
+def _describe(modules: list[nn.Module], layers: list[tuple[str, ...]], named: list[tuple[str, nn.Parameter]]) -> Stages:
+    """Find what is tied: the same parameter object under several names, in several stages."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in named:
+        names = aliases.setdefault(id(parameter), [])
+        if name not in names:
+            names.append(name)
+    homes: dict[int, list[int]] = {key: [] for key in aliases}
+    for stage, module in enumerate(modules):
+        for parameter in module.parameters():
+            homes[id(parameter)].append(stage)
+    canonical = {alias: names[0] for names in aliases.values() for alias in names[1:]}
+    for module in modules:
+        if isinstance(module, StageModule):
+            module.canonical_names = canonical
+    return Stages(
+        modules=modules,
+        tied=tuple(
+            TiedParameter(names[0], tuple(names), tuple(homes[key]))
+            for key, names in aliases.items()
+            if len(homes[key]) > 1
+        ),
+        parameter_names=tuple(names[0] for names in aliases.values()),
+        layers=tuple(layers),
+        canonical_names=canonical,
+    )
