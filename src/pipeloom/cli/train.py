@@ -1,0 +1,130 @@
+"""``pipeloom train``: from the words of the command line to a configuration, and from there to ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from pipeloom.cli.parser import Parser, did_you_mean, one_line
+from pipeloom.train.config import TrainConfig, options
+
+ENV_PREFIX = "PIPELOOM_"
+_DESCRIPTION = """\
+Train a GPT on text through a pipeline. Without options: a small model, two ranks, Python's own source code.
+
+Options also come from the environment (PIPELOOM_MODEL__LAYERS=8) and from a YAML file (--config). A file counts less
+than the environment, the environment less than an option. The output directory holds metrics.jsonl, config.yaml,
+report.html, timeline.json.gz (for https://ui.perfetto.dev) and checkpoint-N/."""
+_EXAMPLES = """
+pipeloom train
+pipeloom train --parallel.pipeline 4 --schedule gpipe --batch.size 64 --batch.microbatches 16
+pipeloom train --data.path '/usr/share/doc/**/*.txt' --steps 1000 --output_dir runs/doc
+pipeloom train --resume_from_checkpoint latest --output_dir runs/doc
+pipeloom train --config runs/doc/config.yaml --seed 1 --output_dir runs/doc-seed1
+torchrun --nproc-per-node 2 -m pipeloom train
+"""
+
+
+def make_parser() -> Parser:
+    """The parser of ``pipeloom train``; its keys are those of `TrainConfig`."""
+    parser = Parser("pipeloom train", _DESCRIPTION, examples=_EXAMPLES, default_env=True, env_prefix=ENV_PREFIX[:-1])
+    parser.add_argument("--config", action="config", help="YAML file with these options")
+    for key, kind, default, text in options():
+        action = parser.add_argument(f"--{key}", type=kind, default=default, help=text)
+        if kind is bool:  # `--local` alone means true
+            action.nargs, action.const = "?", True
+    return parser
+
+
+def parse(argv: Sequence[str]) -> TrainConfig:
+    """The configuration that config files < environment < flags give.
+
+    Raises:
+        SystemExit: code 2 after one line, where a key is unknown or a value is not of its type.
+    """
+    parser = make_parser()
+    files, flags = _take_config_files(parser, argv)
+    for file in files:
+        _check_keys_of_file(parser, file)
+    environment = list(_from_environment(parser, os.environ))
+    words = [word for file in files for word in ("--config", file)] + environment + flags
+    values = parser.parse_args(words, env=False).as_dict()
+    values.pop("config")
+    return TrainConfig.from_mapping(values)
+
+
+def _take_config_files(parser: Parser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take ``--config FILE`` out of `argv`, so that files can be read first wherever they stand."""
+    files, flags = [], []
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            file = next(words, None)
+            if file is None:
+                parser.error("option --config needs a file: name one")
+            files.append(file)
+        elif word.startswith("--config="):
+            files.append(word.partition("=")[2])
+        else:
+            flags.append(word)
+    if not files and f"{ENV_PREFIX}CONFIG" in os.environ:
+        files = [os.environ[f"{ENV_PREFIX}CONFIG"]]
+    return files, flags
+
+
+def _check_keys_of_file(parser: Parser, file: str) -> None:
+    """Answer an unknown key of a YAML file with the nearest right one."""
+    try:
+        with open(file, encoding="utf-8") as stream:
+            content = yaml.safe_load(stream)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        parser.error(f"configuration {file} cannot be read: {one_line(str(error))}; it must be a YAML file")
+    if not isinstance(content, Mapping):
+        parser.error(f"configuration {file} holds no keys: write some, such as `steps: 100`")
+    known = [key for key, *_ in options()]
+    groups = {key.rpartition(".")[0] for key in known}
+    for key in _flat_keys(content, groups):
+        if key not in known:
+            hint = did_you_mean(key, known) or "see `pipeloom train --print_config`"
+            parser.error(f"configuration {file}: key {key} is unknown: {hint}")
+
+
+def _flat_keys(content: Mapping[Any, Any], groups: set[str], prefix: str = "") -> Iterator[str]:
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and (key in groups or value):
+            yield from _flat_keys(value, groups, f"{key}.")
+        else:
+            yield key
+
+
+def _from_environment(parser: Parser, environment: Mapping[str, str]) -> Iterator[str]:
+    """``PIPELOOM_MODEL__LAYERS=8`` as ``--model.layers=8``; an unknown name is refused like a flag."""
+    variables = {ENV_PREFIX + key.upper().replace(".", "__"): key for key in [key for key, *_ in options()]}
+    for variable in sorted(environment):
+        if variable in variables:
+            yield f"--{variables[variable]}={environment[variable]}"
+        elif variable.startswith(ENV_PREFIX) and variable != f"{ENV_PREFIX}CONFIG":
+            hint = did_you_mean(variable, variables) or "see `pipeloom train --help`"
+            parser.error(f"environment variable {variable} is unknown: {hint}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check the configuration, then train: as one rank, as all ranks, or as the launcher of the ranks."""
+    from pipeloom.runtime import launcher
+
+    member = launcher.membership(os.environ)
+    with launcher.last_words(member):
+        config = parse(argv)
+        from pipeloom.train.validate import validate
+
+        validate(config, world_size=member.world_size if member else None)
+        if member is None and not config.local:
+            return launcher.launch(config.parallel.pipeline, ["-m", "pipeloom", "train", *argv])
+        from pipeloom.train.trainer import train
+
+        train(config, member)
+    return 0

@@ -1,0 +1,299 @@
+"""Start the ranks of a run as processes of this machine, watch them, and end them all when one is lost.
+
+    launcher ──starts──> rank 0, rank 1, ...      RANK, LOCAL_RANK, WORLD_SIZE as under torchrun
+       │                    │
+       └─── black box ◀─────┘                     a page of shared memory for each rank: step, action, last words
+
+The ranks meet through a file without a name (a memfd), so nothing listens on a port and nothing stays on a disk. Each
+rank writes its step and its current action into its black box; the launcher reads it when the rank is lost. A rank
+dies with its launcher. No torch here: a launcher starts in a tenth of a second and stays small.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from pipeloom.errors import InputError, PeerLost, PipeloomError
+
+_LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
+_PEER_LOST = 3  # exit code by which a rank tells its launcher that another rank is the cause
+_POLL_SECONDS = 0.02
+_CAUSE_SECONDS = 1.0  # how long the launcher waits for the rank that caused the loss that others report
+_GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL
+_PR_SET_PDEATHSIG = 1
+
+
+class BlackBox:
+    """What a rank was doing, in memory that outlives it: a page shared with the launcher."""
+
+    _ACTION, _PHASE, _WORDS, SIZE = slice(0, 64), slice(64, 192), slice(192, 4096), 4096
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, self.SIZE)
+
+    @property
+    def action_buffer(self) -> memoryview:
+        """64 bytes into which the executor writes the action that it runs, padded with NULs."""
+        return memoryview(self._map)[self._ACTION]
+
+    def _get(self, place: slice) -> str:
+        return self._map[place].split(b"\0", 1)[0].decode(errors="replace")
+
+    def _set(self, place: slice, text: str) -> None:
+        size = place.stop - place.start
+        self._map[place] = text.encode()[: size - 1].ljust(size, b"\0")
+
+    @property
+    def action(self) -> str:
+        """The last action, such as ``1B3``; empty before the first."""
+        return self._get(self._ACTION)
+
+    @property
+    def phase(self) -> str:
+        """What the rank is about, such as ``step 12``."""
+        return self._get(self._PHASE)
+
+    @phase.setter
+    def phase(self, text: str) -> None:
+        self._set(self._PHASE, text)
+        self._set(self._ACTION, "")
+
+    @property
+    def last_words(self) -> str:
+        """The error that ended the rank, in one line."""
+        return self._get(self._WORDS)
+
+    @last_words.setter
+    def last_words(self, text: str) -> None:
+        self._set(self._WORDS, " ".join(text.split()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """How this process belongs to a run of several: started by `launch` or by torchrun.
+
+    Attributes:
+        meeting: what torch.distributed takes as ``init_method``.
+        black_box: where a launched rank leaves its traces; None under torchrun.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    meeting: str
+    black_box: BlackBox | None = None
+
+
+def membership(environment: Mapping[str, str]) -> Membership | None:
+    """The membership that the environment tells of; None where this process is alone.
+
+    Raises:
+        InputError: RANK, LOCAL_RANK or WORLD_SIZE is no number.
+    """
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    meeting, black_box = "env://", None
+    if _LAUNCHED in environment:
+        launcher, file, box = (int(number) for number in environment[_LAUNCHED].split(":"))
+        _die_with(launcher)
+        meeting, black_box = f"file:///proc/self/fd/{file}", BlackBox(box)
+    return Membership(
+        rank=_number(environment, "RANK"),
+        local_rank=_number(environment, "LOCAL_RANK"),
+        world_size=_number(environment, "WORLD_SIZE"),
+        meeting=meeting,
+        black_box=black_box,
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "0")
+    if not text.isdecimal():
+        raise InputError(f"environment variable {name} is {text!r}: it must be a number; torchrun sets it")
+    return int(text)
+
+
+def _die_with(launcher: int) -> None:
+    """Have the kernel kill this process when its launcher ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended before the kernel knew
+        os._exit(1)
+
+
+@contextmanager
+def last_words(member: Membership | None) -> Iterator[None]:
+    """Leave an error in the black box, where there is one, and end this rank with the exit code for it.
+
+    The launcher says it then, once for all ranks. Without a black box errors pass through, under the rank's name.
+    """
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, PipeloomError)
+        if member is None or member.black_box is None:
+            if member is not None and known:
+                raise type(error)(f"rank {member.rank}: {error}") from error
+            raise
+        if not known:
+            traceback.print_exc()
+        member.black_box.last_words = str(error) if known else f"{type(error).__name__}: {error}"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Without cleaning up: other ranks may be gone, and nothing here may wait for them.
+        os._exit(2 if isinstance(error, InputError) else _PEER_LOST if isinstance(error, PeerLost) else 1)
+
+
+class _Signalled(BaseException):
+    """A signal asks the launcher to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    black_box: BlackBox
+
+
+def launch(num_ranks: int, arguments: Sequence[str]) -> int:
+    """Run ``python ARGUMENTS`` as `num_ranks` ranks and wait for them.
+
+    When a rank ends with an error or by a signal, all others are ended and one line says which, how, and in which step
+    and action. SIGINT, SIGTERM and SIGHUP end all ranks too. Nothing is left behind: no process, no file.
+
+    Returns:
+        0 when all ranks did their work, 2 when one refused its input, 128 + number after a signal, else 1.
+
+    Raises:
+        InputError: this machine is not Linux, whose memfd and parent-death signal the launcher stands on.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise InputError(f"the launcher needs Linux, this is {sys.platform}: use torchrun, or `--local`")
+    ranks: list[_Rank] = []
+    previous = {s: signal.signal(s, _on_signal) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with _anonymous_file("meeting") as meeting:
+            for rank in range(num_ranks):
+                ranks.append(_start(rank, num_ranks, arguments, meeting))
+            return _watch(ranks)
+    except _Signalled as signalled:
+        name = signal.Signals(signalled.number).name
+        phase = ranks[0].black_box.phase if ranks else ""
+        sys.stderr.write(f"pipeloom: {name}: all ranks are ended{phase and ', in ' + phase}\n")
+        return 128 + signalled.number
+    finally:
+        for number in previous:  # the end takes two seconds at most and must not be cut short
+            signal.signal(number, signal.SIG_IGN)
+        _end(ranks)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    raise _Signalled(number)
+
+
+@contextmanager
+def _anonymous_file(name: str, size: int = 0) -> Iterator[int]:
+    """A descriptor of a file in memory that has no name; children may inherit it."""
+    descriptor = os.memfd_create(f"pipeloom-{name}")
+    try:
+        os.truncate(descriptor, size)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _start(rank: int, num_ranks: int, arguments: Sequence[str], meeting: int) -> _Rank:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores // num_ranks)), "GLOO_SOCKET_IFNAME": "lo"}
+    with _anonymous_file(f"black-box-{rank}", BlackBox.SIZE) as descriptor:
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            _LAUNCHED: f"{os.getpid()}:{meeting}:{descriptor}",
+        }
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**defaults, **os.environ, **place},
+            stdin=subprocess.DEVNULL,
+            pass_fds=(meeting, descriptor),
+            process_group=0,  # a Ctrl-C of the terminal reaches the launcher alone, which ends the ranks in order
+        )
+        return _Rank(process, BlackBox(descriptor))
+
+
+def _watch(ranks: Sequence[_Rank]) -> int:
+    """Wait until all ranks are done or one is lost; says which and returns the exit code."""
+    deadline = None
+    while True:
+        codes = [rank.process.poll() for rank in ranks]
+        if all(code == 0 for code in codes):
+            return 0
+        lost = {rank: code for rank, code in enumerate(codes) if code}
+        if lost:
+            deadline = deadline or time.monotonic() + _CAUSE_SECONDS
+            if set(lost.values()) != {_PEER_LOST} or time.monotonic() > deadline:
+                return _explain(ranks, lost)
+        time.sleep(_POLL_SECONDS)
+
+
+def _explain(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> int:
+    """Say in one line which rank was lost first, how, and where it was."""
+
+    def likelihood(rank: int) -> int:  # of being the cause: killed, refused its input, failed, lost a peer
+        return 0 if lost[rank] < 0 else {2: 1, _PEER_LOST: 3}.get(lost[rank], 2)
+
+    rank = min(lost, key=likelihood)
+    code, box = lost[rank], ranks[rank].black_box
+    if code == 2 and box.last_words:
+        sys.stderr.write(f"pipeloom: error: {box.last_words}\n")
+        return 2
+    where = f" in {box.phase or 'its start'}" + (f", action {box.action}" if box.action else "")
+    if code < 0:
+        how = f"was killed by {_signal_name(-code)}"
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        text = f"rank {rank} {how}{hint}{where}"
+    else:
+        text = f"rank {rank} failed{where}: {box.last_words or f'exit code {code}'}"
+    sys.stderr.write(f"pipeloom: error: {text}; all ranks were ended\n")
+    return 1
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """End every rank that still runs: SIGTERM, then SIGKILL; return when all are gone."""
+
+    def to_all(number: int) -> None:
+        for rank in ranks:
+            if rank.process.returncode is None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(rank.process.pid, number)
+
+    to_all(signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    to_all(signal.SIGKILL)
+    for rank in ranks:
+        rank.process.wait()

@@ -1,0 +1,141 @@
+"""The configuration of a training run: what `pipeloom train` takes as flags, environment variables and YAML.
+
+Every field is a flag (``--model.layers 6``), an environment variable (``PIPELOOM_MODEL__LAYERS=6``) and a key of a YAML
+file (``model: {layers: 6}``, given by ``--config``). A file counts less than the environment, the environment less than
+a flag. No torch here: the launcher reads and checks a configuration without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import yaml
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    path: str | None = _option(None, "directory, file or glob of text; left out: the .py files of Python's library")
+    tokenizer: str | None = _option(None, "tokenizer.json of the tokenizers library; left out: bytes, vocabulary 256")
+    validation_fraction: float = _option(0.05, "share of the files that is held out for evaluation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    layers: int = _option(6, "number of transformer blocks")
+    width: int = _option(192, "size of the residual stream")
+    heads: int = _option(6, "number of attention heads; divides the width")
+    sequence_length: int = _option(128, "tokens a sample")
+    tie_embeddings: bool = _option(False, "one matrix for the embedding and the output head")
+    positions: Literal["rotary", "learned"] = _option("rotary", "how positions enter")
+    dropout: float = _option(0.0, "dropout probability")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    pipeline: int = _option(2, "number of ranks of the pipeline")
+    cut: str = _option("layers", "where stages begin: layers, parameters, time, or blocks a stage such as 5,3")
+    transport: Literal["auto", "shared-memory", "torch"] = _option("auto", "how messages travel between ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    size: int = _option(32, "samples a step, over all micro-batches")
+    microbatches: int = _option(8, "micro-batches a step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    learning_rate: float = _option(2e-3, "largest learning rate of AdamW")
+    warmup_steps: int = _option(20, "steps of linear warm-up")
+    min_learning_rate_fraction: float = _option(0.1, "learning rate at the last step, as a fraction of the largest")
+    weight_decay: float = _option(0.1, "weight decay of matrices; vectors have none")
+    beta1: float = _option(0.9, "decay of the first moment")
+    beta2: float = _option(0.95, "decay of the second moment")
+    clip_norm: float = _option(1.0, "largest gradient norm over all stages; 0: no clipping")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """One training run; `to_mapping` and `from_mapping` go to nested YAML and back."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: str = _option("1f1b", "schedule of the pipeline, see `pipeloom schedules`")
+    steps: int = _option(200, "optimizer steps")
+    seed: int = _option(0, "seed of weights, order of samples, dropout and sampling")
+    output_dir: str = _option("runs/train", "where metrics, report and checkpoints go")
+    save_steps: int = _option(100, "steps between checkpoints, one at the end too; 0: none")
+    save_total_limit: int | None = _option(3, "how many checkpoints are kept; null: all")
+    resume_from_checkpoint: str | None = _option(None, "checkpoint directory, or latest: that of output_dir")
+    eval_steps: int = _option(50, "steps between evaluations, one at the end too; 0: none")
+    eval_batches: int = _option(4, "batches an evaluation")
+    log_steps: int = _option(10, "steps between lines where the output is no terminal")
+    sample_tokens: int = _option(200, "length of the text generated at the end; 0: none")
+    sample_prompt: str = _option("def ", "how the generated text begins")
+    sample_temperature: float = _option(0.8, "temperature of the generated text; 0: the likeliest token")
+    local: bool = _option(False, "all ranks in this one process, one after another")
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Nested plain values, for YAML."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> TrainConfig:
+        """The inverse of `to_mapping`; missing keys take their defaults."""
+        hints = get_type_hints(cls)
+        values = {
+            key: hints[key](**value) if dataclasses.is_dataclass(hints[key]) else value
+            for key, value in mapping.items()
+        }
+        return cls(**values)
+
+
+def options() -> Iterator[tuple[str, Any, Any, str]]:
+    """(dotted key, type, default, help) of every field, in order of declaration."""
+    yield from _options_of(TrainConfig, "")
+
+
+def _options_of(kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any, str]]:
+    hints = get_type_hints(kind)
+    for entry in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[entry.name]):
+            yield from _options_of(hints[entry.name], f"{prefix}{entry.name}.")
+        else:
+            yield prefix + entry.name, hints[entry.name], entry.default, entry.metadata["help"]
+
+
+def repeatable(config: TrainConfig) -> TrainConfig:
+    """`config` so that it means the same from any directory and starts the run from its beginning.
+
+    Paths become absolute. A run that was resumed from a checkpoint of its own output directory is one run: repeating
+    it starts at step 0. A checkpoint of another run stays what it starts from.
+    """
+
+    def absolute(path: str | None) -> str | None:
+        return path and str(Path(path).absolute())
+
+    resume = config.resume_from_checkpoint
+    if resume is not None:
+        own = resume == "latest" or Path(resume).absolute().parent == Path(config.output_dir).absolute()
+        resume = None if own else absolute(resume)
+    data = dataclasses.replace(config.data, path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer))
+    return dataclasses.replace(
+        config, data=data, output_dir=str(Path(config.output_dir).absolute()), resume_from_checkpoint=resume
+    )
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The text of ``config.yaml``."""
+    text: str = yaml.safe_dump(config.to_mapping(), sort_keys=False, allow_unicode=True)
+    return text
