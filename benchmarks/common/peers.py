@@ -1,0 +1,103 @@
+"""torch.distributed.pipelining and DeepSpeed, used as their documentation says, on the same modules."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.common.links import EmulatedLinks
+from benchmarks.common.workloads import Workload
+
+
+class TorchPipelining:
+    """`PipelineStage` with `ScheduleGPipe` or `Schedule1F1B`."""
+
+    def __init__(self, workload: Workload, schedule: str, links: EmulatedLinks | None = None) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        model = workload.model()
+        ends = list(accumulate(workload.cut(num_ranks), initial=0))
+        module = model[ends[rank] : ends[rank + 1]]
+        stage = PipelineStage(module, rank, num_ranks, torch.device("cpu"))
+        make = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
+        self._schedule = make(stage, n_microbatches=workload.num_microbatches, loss_fn=workload.loss)
+        inputs, targets = workload.batch()
+        self._inputs = (inputs,) if rank == 0 else ()
+        self._target = targets if rank == num_ranks - 1 else None
+        self._links = links
+        self.parameters = parameters_of(model, module.parameters())
+
+    def step(self) -> Tensor | None:
+        losses: list[Tensor] | None = None if self._target is None else []
+        with self._links.delaying_torch() if self._links else nullcontext():
+            self._schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)
+        return None if losses is None else torch.stack(losses).mean()
+
+    def close(self) -> None:
+        pass
+
+
+class DeepSpeedPipeline:
+    """`PipelineModule` under `PipelineEngine.train_batch`, float32, no clipping, without its optimizer step.
+
+    The engine's OptimizerStep instruction is replaced by counting the step, so that what is timed is what is timed
+    elsewhere: forwards, backwards and messages; gradients are zeroed between steps by the benchmark.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # asked for, not used: the process group exists
+        os.environ.setdefault("MASTER_PORT", "0")
+        import deepspeed
+        from deepspeed.runtime.pipe import schedule as instructions
+
+        deepspeed.init_distributed(dist_backend="gloo")
+        num_ranks = dist.get_world_size()
+        model = workload.model()
+        # Blocks are of one type and first and last layers of others, so this cuts as `Workload.cut` does.
+        module = deepspeed.PipelineModule(
+            layers=list(model), num_stages=num_ranks, loss_fn=workload.loss, partition_method="uniform"
+        )
+        expected = list(accumulate(workload.cut(num_ranks), initial=0))
+        assert list(module.parts) == expected, f"DeepSpeed cuts at {module.parts}, the others at {expected}"
+        inputs, targets = workload.batch()
+        M = workload.num_microbatches
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.0),
+            config={
+                "train_micro_batch_size_per_gpu": len(inputs) // M,
+                "gradient_accumulation_steps": M,
+                "gradient_clipping": 0.0,
+                "steps_per_print": 10**9,
+                "wall_clock_breakdown": False,
+            },
+        )
+
+        def count_step(engine: Any, lr_kwargs: Any = None) -> None:
+            engine.global_steps += 1
+
+        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, instructions.OptimizerStep: count_step}
+        engine.global_steps = 1
+        self._engine = engine
+        self._microbatches = list(zip(inputs.chunk(M), targets.chunk(M), strict=True))
+        self.parameters = parameters_of(model, module.parameters())
+
+    def step(self) -> Tensor | None:
+        return self._engine.train_batch(iter(self._microbatches))  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        pass
+
+
+def parameters_of(model: nn.Module, held: Any) -> dict[str, nn.Parameter]:
+    """The parameters of `model` that are among `held`, under their names in the whole model."""
+    identities = {id(parameter) for parameter in held}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in identities}

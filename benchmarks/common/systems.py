@@ -1,0 +1,160 @@
+"""Systems under test: what they are called, how a process builds them, how a step is timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.common.links import EmulatedLinks
+from benchmarks.common.peers import DeepSpeedPipeline, TorchPipelining, parameters_of
+from benchmarks.common.processes import Crew
+from benchmarks.common.reference import BareStages, Sequential, compare, judge
+from benchmarks.common.workloads import Workload
+
+
+class Pipeloom:
+    """`pipeloom.Pipeline` with a schedule of its table."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        schedule: str,
+        num_ranks: int,
+        transport: str = "auto",
+        num_chunks: int = 1,
+        links: EmulatedLinks | None = None,
+    ) -> None:
+        import pipeloom as pl
+
+        model = workload.model()
+        plan = pl.schedules.build(
+            schedule, num_ranks=num_ranks, num_microbatches=workload.num_microbatches, num_chunks=num_chunks
+        )
+        chosen: Any = transport
+        if links is not None:
+            from benchmarks.common.delayed_transport import DelayedTransport
+            from pipeloom.runtime.shared_memory import SharedMemoryTransport
+
+            chosen = DelayedTransport(SharedMemoryTransport(), links)
+        self._pipe = pl.Pipeline(
+            model, plan, loss_fn=workload.loss, cut=workload.cut(plan.num_stages), transport=chosen
+        )
+        self._batch = workload.batch()
+        self.parameters = parameters_of(model, self._pipe.parameters())
+
+    def step(self) -> Tensor | None:
+        return self._pipe.step(*self._batch)
+
+    def close(self) -> None:
+        self._pipe.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A system under test, as data.
+
+    Attributes:
+        kind: "pipeloom", "torch", "deepspeed", "sequential" or "bare".
+        schedule: "gpipe", "1f1b", ... where `kind` has schedules.
+        options: further arguments of the class behind `kind`.
+        latency_seconds: of emulated links; None for the links as they are.
+    """
+
+    kind: str
+    schedule: str = ""
+    options: Mapping[str, Any] | None = None
+    latency_seconds: float | None = None
+
+
+class Stamp(NamedTuple):
+    """One step of one rank, in seconds of clocks; the first two are the same clock on all ranks of a machine."""
+
+    start: float
+    end: float
+    thread_cpu: float  # of the thread that called step
+    process_cpu: float  # of all threads of the process
+
+
+class Bench:
+    """The subject of a crew: builds systems on one rank and runs their steps.
+
+    Args:
+        rank: of this process in its crew.
+        num_ranks: of the pipeline; with one process, all of them may live here.
+        scratch: a directory that all ranks share.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, scratch: str) -> None:
+        self._rank, self._num_ranks, self._scratch = rank, num_ranks, Path(scratch)
+        self._systems: dict[str, Any] = {}
+
+    def build(self, name: str, system: System, workload: Workload) -> None:
+        options = dict(system.options or {})
+        if system.latency_seconds is not None:
+            path = self._scratch / f"{name.replace(' ', '-').replace('/', '-')}.links"
+            options["links"] = EmulatedLinks(path, self._num_ranks, self._rank, system.latency_seconds)
+        built: Any
+        if system.kind == "pipeloom":
+            built = Pipeloom(workload, system.schedule, self._num_ranks, **options)
+        elif system.kind == "torch":
+            built = TorchPipelining(workload, system.schedule, **options)
+        elif system.kind == "deepspeed":
+            built = DeepSpeedPipeline(workload)
+        elif system.kind == "sequential":
+            built = Sequential(workload, **options)
+        elif system.kind == "bare":
+            built = BareStages(workload)
+        else:
+            raise ValueError(f"unknown kind of system {system.kind!r}")
+        self._systems[name] = built
+
+    def check(self, name: str, reference: str) -> dict[str, float]:
+        """Two steps from zero gradients; the errors of the second against the reference."""
+        system = self._systems[name]
+        for _ in range(2):  # the first may allocate, connect and infer shapes
+            self._zero_gradients(system)
+            loss = system.step()
+        return compare(loss, system.parameters, Path(reference))
+
+    def run_steps(self, name: str, count: int) -> list[Stamp]:
+        """`count` steps, each after a barrier and from zero gradients; the optimizer is no part of it."""
+        system = self._systems[name]
+        stamps = []
+        for _ in range(count):
+            self._zero_gradients(system)
+            if dist.is_initialized():
+                dist.barrier()
+            thread, process, start = time.thread_time(), time.process_time(), time.monotonic()
+            system.step()
+            end = time.monotonic()
+            stamps.append(Stamp(start, end, time.thread_time() - thread, time.process_time() - process))
+        return stamps
+
+    def close(self) -> None:
+        for system in self._systems.values():
+            system.close()
+
+    @staticmethod
+    def _zero_gradients(system: Any) -> None:
+        for parameter in system.parameters.values():
+            parameter.grad = None
+
+
+def build_checked(crew: Crew, name: str, system: System, workload: Workload, reference: Path) -> float:
+    """Build `system` on every rank of `crew` and compare its results with the reference; the largest error.
+
+    Systems with emulated waits are compared as they are: waiting changes no number.
+    """
+    crew.call("build", name, system, workload)
+    return judge(name, crew.call("check", name, str(reference)), workload)
+
+
+def step_seconds(stamps_by_rank: Sequence[Sequence[Stamp]]) -> list[float]:
+    """For each step, from the first rank's start to the last rank's end."""
+    return [max(s.end for s in step) - min(s.start for s in step) for step in zip(*stamps_by_rank, strict=True)]

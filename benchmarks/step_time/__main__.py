@@ -1,0 +1,117 @@
+"""Step time of the same GPT on two processes: pipeloom, torch.distributed.pipelining, DeepSpeed, and no pipeline."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.processes import Crew
+from benchmarks.common.reference import write_reference
+from benchmarks.common.report import environment, save, table
+from benchmarks.common.statistics import ratio, spread
+from benchmarks.common.systems import Bench, System, build_checked, step_seconds
+from benchmarks.common.workloads import GPTWorkload
+
+NUM_RANKS = 2
+CONFIGURATIONS = {
+    "4x256 M=8": GPTWorkload(micro_batch=4, sequence_length=256, num_microbatches=8),
+    "1x64 M=8": GPTWorkload(micro_batch=1, sequence_length=64, num_microbatches=8),
+    "1x64 M=16": GPTWorkload(micro_batch=1, sequence_length=64, num_microbatches=16),
+    "1x16 w128 M=16": GPTWorkload(micro_batch=1, sequence_length=16, num_microbatches=16, width=128),
+}
+PIPELINES = {
+    "pipeloom 1f1b": System(kind="pipeloom", schedule="1f1b"),
+    "torch 1f1b": System(kind="torch", schedule="1f1b"),
+    "deepspeed 1f1b": System(kind="deepspeed"),
+    "pipeloom gpipe": System(kind="pipeloom", schedule="gpipe"),
+    "torch gpipe": System(kind="torch", schedule="gpipe"),
+    "pipeloom 1f1b gloo": System(kind="pipeloom", schedule="1f1b", options={"transport": "torch_distributed"}),
+}
+ALONE = {  # name: (threads, system)
+    "1 process, 1 thread, micro-batches": (1, System(kind="sequential")),
+    "1 process, 1 thread, whole batch": (1, System(kind="sequential", options={"whole_batch": True})),
+    "1 process, 2 threads, micro-batches": (2, System(kind="sequential")),
+    "1 process, 2 threads, whole batch": (2, System(kind="sequential", options={"whole_batch": True})),
+}
+ONE_THREAD = "1 process, 1 thread, micro-batches"
+COMPARISONS = [
+    ("pipeloom 1f1b", "torch 1f1b"),
+    ("pipeloom 1f1b", "deepspeed 1f1b"),
+    ("pipeloom gpipe", "torch gpipe"),
+    ("pipeloom 1f1b", "pipeloom 1f1b gloo"),
+]
+
+
+def measure(workload: GPTWorkload, names: list[str], num_rounds: int, num_steps: int) -> dict[str, Any]:
+    """Rounds of all systems in turn; the time of a system in a round is the median of its steps there."""
+    errors: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory(prefix="pipeloom-benchmark-") as scratch, ExitStack() as stack:
+        reference = Path(scratch) / "reference.safetensors"
+        write_reference(workload, reference)
+        crews = {}
+        for name in names:
+            threads = ALONE[name][0] if name in ALONE else 1
+            num_ranks = 1 if name in ALONE else NUM_RANKS
+            crew = Crew(name, num_ranks, Bench, num_ranks, scratch, num_threads=threads, process_group=num_ranks > 1)
+            crews[name] = stack.enter_context(crew)
+        for name, crew in crews.items():
+            system = ALONE[name][1] if name in ALONE else PIPELINES[name]
+            errors[name] = build_checked(crew, name, system, workload, reference)
+        for _ in range(num_rounds):
+            for name, crew in crews.items():
+                # One step first, untimed: its caches were used by the others since its last turn.
+                stamps = crew.call("run_steps", name, 1 + num_steps)
+                seconds[name].append(spread(step_seconds(stamps)[1:]).median)
+    return {"errors": errors, "seconds": seconds}
+
+
+def ideal_share(num_microbatches: int) -> float:
+    """The bubble-limited part of the one-thread time: (M + P - 1) / (P M)."""
+    return (num_microbatches + NUM_RANKS - 1) / (NUM_RANKS * num_microbatches)
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Every system's time and efficiency, then the ratios, by configuration."""
+    text = []
+    for label, result in results.items():
+        seconds = result["seconds"]
+        share = ideal_share(CONFIGURATIONS[label].num_microbatches)
+        rows = []
+        for name, values in seconds.items():
+            efficiency = ""
+            if ONE_THREAD in seconds:
+                efficiency = ratio([share * t for t in seconds[ONE_THREAD]], values).show("{:.3f}")
+            rows.append((name, spread(values).show("{:.1f}", 1e3), efficiency, f"{result['errors'][name]:.0e}"))
+        text.append(f"### {label}\n")
+        text.append(table(("system", "ms a step", "efficiency", "largest error"), rows) + "\n")
+        pairs = [(a, b) for a, b in COMPARISONS if a in seconds and b in seconds]
+        rows = [(f"{a} / {b}", ratio(seconds[a], seconds[b]).show("{:.3f}")) for a, b in pairs]
+        if rows:
+            text.append(table(("ratio of step times", "median (quartiles)"), rows) + "\n")
+    return "\n".join(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_time", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a system in a round")
+    parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
+    every = [*ALONE, *PIPELINES]
+    parser.add_argument("--systems", nargs="+", choices=every, default=every)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "step_time.json")
+    arguments = parser.parse_args()
+    machine = environment()
+    results = {}
+    for label in arguments.configurations:
+        results[label] = measure(CONFIGURATIONS[label], arguments.systems, arguments.rounds, arguments.steps)
+        print(tables({label: results[label]}), flush=True)
+    settings = {"rounds": arguments.rounds, "steps": arguments.steps, "num_ranks": NUM_RANKS}
+    save(arguments.output, settings, machine, results, tables(results))
+
+
+if __name__ == "__main__":
+    main()
