@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
@@ -41,6 +41,7 @@ def check(pipeline: Schedule | Program) -> Checked:
     _check_complete(pipeline, schedule)
     if isinstance(pipeline, Program):
         _check_messages(pipeline)
+        _check_reductions(pipeline)
     for _ in dependency_order(pipeline):
         pass
     live = live_activations(pipeline)
@@ -104,6 +105,11 @@ def _check_complete(pipeline: Schedule | Program, schedule: Schedule) -> None:
     name = schedule.name
     for rank, action in pipeline.actions():
         stage, op, microbatch, piece = action
+        if op not in COMPUTE_OPS and not pipeline.lowered:
+            raise ScheduleError(
+                f"schedule {name!r}: {action} on rank {rank}: a schedule holds F, B, I and W alone; "
+                "drop it, pipeloom.passes.lower puts the others in"
+            )
         if not 0 <= stage < schedule.num_stages:
             raise ScheduleError(f"schedule {name!r}: {action} on rank {rank}: stages are 0..{schedule.num_stages - 1}")
         if op in COMPUTE_OPS or op in COMMUNICATION_OPS:
@@ -126,7 +132,7 @@ def _check_complete(pipeline: Schedule | Program, schedule: Schedule) -> None:
     slices = [None] if schedule.num_slices == 1 else range(schedule.num_slices)
     split = schedule.split_backwards
     for stage, microbatch, piece in product(range(schedule.num_stages), range(schedule.num_microbatches), slices):
-        ops = (Op.F,)
+        ops: tuple[Op, ...] = (Op.F,)
         if not schedule.forward_only:
             ops += (Op.I, Op.W) if (stage, microbatch, piece) in split else (Op.B,)
         for op in ops:
@@ -146,29 +152,52 @@ def _check_complete(pipeline: Schedule | Program, schedule: Schedule) -> None:
 
 def _check_messages(program: Program) -> None:
     """Sends and receives match one to one, and every directed pair of ranks sees them in one order."""
-    place = program.placement
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
+    seen: set[Action] = set()
     for rank, action in program.actions():
-        if action.op in (Op.SEND_F, Op.SEND_B):
-            sent.setdefault((rank, peer_of(action, place)), []).append(action)
-        elif action.op in (Op.RECV_F, Op.RECV_B):
-            step = -1 if action.op is Op.RECV_F else 1
-            send = Action(
-                action.stage + step,
-                Op.SEND_F if action.op is Op.RECV_F else Op.SEND_B,
-                action.microbatch,
-                action.slice,
+        if action.op not in COMMUNICATION_OPS:
+            continue
+        other_stage = action.stage + (1 if action.op in (Op.SEND_F, Op.RECV_B) else -1)
+        if not 0 <= other_stage < program.schedule.num_stages or (peer := peer_of(action, program.placement)) == rank:
+            raise ScheduleError(
+                f"program {program.name!r}: {action} on rank {rank} has no other rank at its other end: messages go "
+                "between neighbouring stages on different ranks; drop it"
             )
-            received.setdefault((peer_of(action, place), rank), []).append(send)
+        if action in seen:
+            raise ScheduleError(f"program {program.name!r}: {action} stands twice; each message goes once: drop one")
+        seen.add(action)
+        if action.op in (Op.SEND_F, Op.SEND_B):
+            sent.setdefault((rank, peer), []).append(action)
+        else:
+            send = Op.SEND_F if action.op is Op.RECV_F else Op.SEND_B
+            received.setdefault((peer, rank), []).append(Action(other_stage, send, action.microbatch, action.slice))
     for pair in sorted(sent.keys() | received.keys()):
-        sends, receives = sent.get(pair, []), received.get(pair, [])
-        for index in range(max(len(sends), len(receives))):
-            send = sends[index] if index < len(sends) else None
-            expected = receives[index] if index < len(receives) else None
-            if send != expected:
+        for index, (sender, receiver) in enumerate(zip_longest(sent.get(pair, ()), received.get(pair, ()))):
+            if sender != receiver:
                 raise ScheduleError(
                     f"program {program.name!r}: message {index} from rank {pair[0]} to rank {pair[1]} is sent by "
-                    f"{send} but received as {expected}: both sides must list the same messages in one order; "
+                    f"{sender} but received as {receiver}: both sides must list the same messages in one order; "
                     "reorder or add the missing end"
                 )
+
+
+def _check_reductions(program: Program) -> None:
+    """Every rank of a gradient group meets the others once, after all its backwards of the group's stages."""
+    group_of = {stage: group for group in program.gradient_groups for stage in group}
+    for rank, order in enumerate(program.orders):
+        met: set[tuple[int, ...]] = set()
+        for action in order:
+            group = group_of.get(action.stage)
+            if action.op is Op.REDUCE_GRAD and (group is None or rank not in program.ranks_of_group(group)):
+                raise ScheduleError(
+                    f"program {program.name!r}: {action} on rank {rank}, which shares no gradients of stage "
+                    f"{action.stage} with another rank: drop it, or name the group in gradient_groups"
+                )
+            if group in met and action.op in (Op.REDUCE_GRAD, Op.B, Op.W):
+                raise ScheduleError(
+                    f"program {program.name!r}: {action} on rank {rank} comes after the gradients of stages {group} "
+                    "were summed: a step sums them once, after the last backward; move REDUCE_GRAD to the end"
+                )
+            if group is not None and action.op is Op.REDUCE_GRAD:
+                met.add(group)

@@ -177,10 +177,12 @@ def _backward(schedule: Schedule, stage: int, microbatch: int | None, piece: int
 
 def _across(pipeline: Schedule | Program, producer: Action, receive: Action) -> Action:
     """What a consumer waits for: the receive, where a program brings the value from another rank, else the producer."""
+    if not pipeline.lowered:
+        return producer
     assert receive.microbatch is not None
     place = pipeline.placement.rank_of
     remote = place(producer.stage, receive.microbatch) != place(receive.stage, receive.microbatch)
-    return receive if pipeline.lowered and remote else producer
+    return receive if remote else producer
 
 
 def peer_of(action: Action, placement: Placement) -> int:
@@ -214,6 +216,7 @@ def walk(pipeline: Schedule | Program) -> Iterator[tuple[int, Action, tuple[Acti
     position = [0] * len(orders)
     done: set[Action] = set()
     waiting: dict[Action, list[int]] = {}
+    blocked: dict[int, tuple[Action, ...]] = {}  # what the action at which a rank stopped needs: not computed twice
     meetings = _Meetings(pipeline) if isinstance(pipeline, Program) else None
     ready = list(range(len(orders)))
     while ready:
@@ -221,10 +224,11 @@ def walk(pipeline: Schedule | Program) -> Iterator[tuple[int, Action, tuple[Acti
         order = orders[rank]
         for index in range(position[rank], len(order)):
             action = order[index]
-            needs = dependencies(action, pipeline)
-            missing = next((need for need in needs if need not in done), None)
-            if missing is not None:
+            needs = blocked.pop(rank) if rank in blocked else dependencies(action, pipeline)
+            if not done.issuperset(needs):
+                missing = next(need for need in needs if need not in done)
                 waiting.setdefault(missing, []).append(rank)
+                blocked[rank] = needs
                 break
             if meetings is not None and action.op is REDUCE_GRAD:
                 others = meetings.arrive(rank, action)

@@ -84,7 +84,8 @@ class Costs:
             )
         if backward is not None:
             backward_input = backward_weight = [seconds / 2 for seconds in backward]
-        assert backward_input is not None and backward_weight is not None
+        assert backward_input is not None
+        assert backward_weight is not None
         return cls(
             forward=tuple(forward),
             backward_input=tuple(backward_input),
