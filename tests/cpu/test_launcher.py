@@ -1,0 +1,204 @@
+"""The launcher with small ranks that need no torch: how they are placed, lost, ended and reported."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeloom.errors import InputError
+from pipeloom.runtime import launcher
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher stands on Linux")
+
+RANK = """\
+import os, signal, sys, time
+from pathlib import Path
+from pipeloom.errors import InputError, PeerLost, RunError
+from pipeloom.runtime import launcher
+
+member = launcher.membership(os.environ)
+rank, box, here = member.rank, member.black_box, Path(sys.argv[1])
+
+def wait_for_all():
+    (here / f"ready-{rank}").write_text(str(os.getpid()))
+    while len(list(here.glob("ready-*"))) < member.world_size:
+        time.sleep(0.005)
+
+with launcher.last_words(member):
+"""
+
+LAUNCH = """\
+import sys
+from pipeloom.runtime.launcher import launch
+code = launch(int(sys.argv[1]), sys.argv[2:])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Start a launcher of ranks that run `body`; their files are in tmp_path."""
+
+    def run(body: str, num_ranks: int = 2) -> subprocess.Popen[str]:
+        script = tmp_path / "rank.py"
+        script.write_text(RANK + "".join(f"    {line}\n" for line in body.strip().splitlines()))
+        words = [sys.executable, "-c", LAUNCH, str(num_ranks), str(script), str(tmp_path)]
+        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    return run
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def wait_for(files: list[Path]) -> None:
+    while not all(file.exists() and file.read_text() for file in files):
+        time.sleep(0.005)
+
+
+def test_ranks_get_their_place_and_share_the_cores(start: Start) -> None:
+    body = "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'GLOO_SOCKET_IFNAME')\n"
+    body += "print(*(os.environ[name] for name in names), member.meeting[:21], flush=True)"
+    code, out, err = finish(start(body, 3))
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [f"{r} {r} 3 lo file:///proc/self/fd/" for r in range(3)]
+
+
+def test_the_meeting_place_is_one_file_for_all_ranks(start: Start) -> None:
+    body = """
+with open(member.meeting.removeprefix("file://"), "ab", buffering=0) as file: file.write(b"x")
+wait_for_all()
+print(len(open(member.meeting.removeprefix("file://"), "rb").read()))
+"""
+    code, out, _ = finish(start(body))
+    assert (code, out.split()) == (0, ["2", "2"])
+
+
+def test_a_killed_rank_is_named_with_step_and_action(start: Start) -> None:
+    body = """
+box.phase = "step 12"
+box.action_buffer[:4] = b"1B3\\0"
+wait_for_all()
+if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+while not (here / "never").exists(): time.sleep(0.005)
+"""
+    code, _, err = finish(start(body, 3))
+    assert code == 1
+    assert err.count("\n") == 1
+    assert re.search(r"rank 1 was killed by SIGKILL.* in step 12, action 1B3; all ranks were ended", err), err
+
+
+def test_the_cause_is_named_and_not_who_lost_its_peer(start: Start) -> None:
+    body = """
+box.phase = "step 3"
+wait_for_all()
+if rank != 2: raise PeerLost("rank 2 went away")
+time.sleep(0.2)  # the others end first
+raise RunError("the disk is full")
+"""
+    code, _, err = finish(start(body, 3))
+    assert (code, err) == (1, "pipeloom: error: rank 2 failed in step 3: the disk is full; all ranks were ended\n")
+
+
+def test_bad_input_in_a_rank_is_exit_code_2_and_said_once(start: Start) -> None:
+    code, _, err = finish(start("raise InputError('no data in x: name a directory that has some')", 3))
+    assert (code, err) == (2, "pipeloom: error: no data in x: name a directory that has some\n")
+
+
+def test_an_unexpected_error_shows_its_traceback_and_one_line(start: Start) -> None:
+    code, _, err = finish(start("wait_for_all()\nif rank == 0: 1 / 0\ntime.sleep(60)"))
+    assert code == 1
+    assert err.count("Traceback") == 1
+    assert "rank 0 failed in its start: ZeroDivisionError: division by zero; all ranks were ended" in err
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(start: Start) -> None:
+    body = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+wait_for_all()
+if rank == 0: os._exit(7)
+time.sleep(60)
+"""
+    code, _, err = finish(start(body))
+    assert code == 1
+    assert "rank 0 failed in its start: exit code 7" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    process = start("box.phase = 'step 5'\nwait_for_all()\ntime.sleep(60)")
+    wait_for([tmp_path / f"ready-{rank}" for rank in range(2)])
+    process.send_signal(number)
+    code, _, err = finish(process)
+    assert code == 128 + number
+    assert err == f"pipeloom: {number.name}: all ranks are ended, in step 5\n"
+
+
+def test_ranks_end_with_a_killed_launcher(start: Start, tmp_path: Path) -> None:
+    process = start("wait_for_all()\ntime.sleep(60)")
+    files = [tmp_path / f"ready-{rank}" for rank in range(2)]
+    wait_for(files)
+    process.kill()
+    finish(process)
+    for file in files:  # the fixture of all tests fails if one is left
+        assert file.read_text().isdecimal()
+
+
+def test_a_rank_whose_launcher_is_gone_ends_at_once() -> None:
+    descriptors = [os.memfd_create(name) for name in ("meeting", "box")]
+    try:
+        os.truncate(descriptors[1], launcher.BlackBox.SIZE)
+        place = {"RANK": "0", "WORLD_SIZE": "1", "_PIPELOOM_LAUNCHED": f"1:{descriptors[0]}:{descriptors[1]}"}
+        words = "import os; from pipeloom.runtime import launcher; launcher.membership(os.environ); print('alive')"
+        done = subprocess.run(
+            [sys.executable, "-c", words],
+            env={**os.environ, **place},
+            pass_fds=descriptors,
+            capture_output=True,
+            check=False,
+        )
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert (done.returncode, done.stdout) == (1, b"")
+
+
+def test_membership_of_the_environment() -> None:
+    assert launcher.membership({}) is None
+    assert launcher.membership({"RANK": "3"}) is None
+    member = launcher.membership({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"})
+    assert member is not None
+    assert (member.rank, member.local_rank, member.world_size) == (3, 1, 4)
+    assert (member.meeting, member.black_box) == ("env://", None)
+    with pytest.raises(InputError, match="RANK is 'x'"):
+        launcher.membership({"RANK": "x", "WORLD_SIZE": "4"})
+
+
+def test_the_black_box_cuts_what_is_too_long() -> None:
+    descriptor = os.memfd_create("box")
+    try:
+        os.truncate(descriptor, launcher.BlackBox.SIZE)
+        box = launcher.BlackBox(descriptor)
+        box.phase = "evaluation " * 40
+        box.last_words = "two\nlines " + "ü" * 5000
+        box.action_buffer[:6] = b"12B34\0"
+        assert box.action == "12B34"
+        assert len(box.phase) == 127
+        assert box.last_words.startswith("two lines üü")
+        box.phase = "step 1"
+        assert (box.phase, box.action) == ("step 1", "")
+    finally:
+        os.close(descriptor)
