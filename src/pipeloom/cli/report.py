@@ -1,0 +1,26 @@
+"""`pipeloom report`: make the report of a finished run again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeloom.cli.parser import Parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write report.html and timeline.json.gz of a run, print the report's path; returns the exit code."""
+    parser = Parser(
+        prog="pipeloom report",
+        description="Write report.html and timeline.json.gz of a run again, from its metrics.jsonl, config.yaml and\n"
+        "timelines.json.",
+        examples="""
+            pipeloom report runs/corpus
+        """,
+    )
+    parser.add_argument("output_dir", type=str, help="the --output_dir of a `pipeloom train`")
+    options = parser.parse_args(list(argv))
+    from pipeloom.report import write_report
+
+    print(write_report(Path(options.output_dir)))
+    return 0

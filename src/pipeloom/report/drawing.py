@@ -1,0 +1,84 @@
+"""What all pictures share: colours, round axis ticks, numbers for people, and the share of each op in a column."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pipeloom.ir.action import Op
+from pipeloom.sim.timeline import Span
+
+# Okabe and Ito's palette: told apart by colour-blind eyes, and dark text stays readable on each.
+COLOURS = {Op.F: "#56b4e9", Op.B: "#e69f00", Op.I: "#009e73", Op.W: "#cc79a7", Op.REDUCE_GRAD: "#b3aa99"}
+OP_NAMES = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "backward of inputs",
+    Op.W: "backward of weights",
+    Op.REDUCE_GRAD: "gradient reduction",
+}
+
+
+def label(span: Span) -> str:
+    """The micro-batch of a span, with its slice: ``"3"`` or ``"3.1"``."""
+    _, _, microbatch, piece = span.action
+    text = "" if microbatch is None else str(microbatch)
+    return text if piece is None else f"{text}.{piece}"
+
+
+def ticks(low: float, high: float, count: int = 6) -> list[float]:
+    """About `count` round numbers from `low` to `high`, steps of 1, 2 or 5 times a power of ten."""
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+        return [low]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def seconds_text(seconds: float) -> str:
+    """``0.0123`` -> ``"12.3 ms"``."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{number_text(seconds * factor)} {unit}"
+    return f"{number_text(seconds * 1e6)} µs" if seconds else "0 s"
+
+
+def bytes_text(count: float) -> str:
+    """``3 * 2**20`` -> ``"3 MiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{number_text(count)} {unit}"
+        count /= 1024
+    return f"{number_text(count)} TiB"
+
+
+def number_text(value: float) -> str:
+    """Four significant digits, thousands apart, no trailing zeros; NaN and infinities by name."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("∞" if value > 0 else "-∞")
+    if value and not 1e-3 <= abs(value) < 1e7:
+        return f"{value:.3g}"
+    digits = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def op_shares(row: Sequence[Span], seconds: float, columns: int) -> list[dict[Op, float]]:
+    """For each of `columns` equal pieces of `seconds`, the fraction that each op of one rank fills.
+
+    How timelines are drawn whose spans are narrower than what can be seen.
+    """
+    shares: list[dict[Op, float]] = [{} for _ in range(columns)]
+    width = seconds / columns if seconds else 1.0
+    for action, start, end in row:
+        if action.op not in COLOURS:
+            continue
+        first, last = int(start / width), min(columns - 1, int(end / width))
+        for column in range(first, last + 1):
+            overlap = min(end, (column + 1) * width) - max(start, column * width)
+            if overlap > 0:
+                shares[column][action.op] = shares[column].get(action.op, 0.0) + overlap / width
+    return shares

@@ -1,0 +1,112 @@
+"""A timeline as Chrome trace JSON, which https://ui.perfetto.dev and chrome://tracing open.
+
+One process a rank, one track of actions in it, a counter of live activations, and an arrow for every activation and
+gradient that travels from one rank to another.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.schedule import dependencies
+from pipeloom.sim.timeline import Span, Timeline
+
+# Names of the trace viewer's reserved colours; Perfetto colours by the letters of a slice's name instead.
+_CNAMES = {
+    Op.F: "rail_response",
+    Op.B: "rail_animation",
+    Op.I: "good",
+    Op.W: "rail_idle",
+    Op.RECV_F: "grey",
+    Op.RECV_B: "grey",
+}
+
+
+def trace(timeline: Timeline) -> dict[str, Any]:
+    """The trace as one JSON object; times in microseconds, pid = rank."""
+    events: list[dict[str, Any]] = []
+    for rank, row in enumerate(timeline.spans):
+        events += [
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
+            {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "actions"}},
+        ]
+        events += [_slice(rank, span) for span in row]
+        events += [
+            {"ph": "C", "name": "live activations", "pid": rank, "ts": _nanoseconds(at) / 1e3, "args": {"live": live}}
+            for at, live in timeline.memory[rank]
+        ]
+    for number, arrow in enumerate(_messages(timeline)):
+        events += _arrow(number, *arrow)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "schedule": timeline.name,
+            "kind": timeline.kind,
+            "makespan_seconds": timeline.makespan,
+            "bubble_fraction": timeline.bubble_fraction,
+        },
+    }
+
+
+def write_trace(timeline: Timeline, path: Path) -> None:
+    """Write the trace to `path`, compressed where its name ends in ``.gz``."""
+    text = json.dumps(trace(timeline), separators=(",", ":")).encode()
+    # Without a time stamp in its header, the same timeline gives the same bytes.
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+
+
+def _nanoseconds(seconds: float) -> int:
+    """Whole nanoseconds, so that neighbouring slices touch and never overlap by a rounding error."""
+    return round(seconds * 1e9)
+
+
+def _slice(rank: int, span: Span) -> dict[str, Any]:
+    (stage, op, microbatch, piece), start, end = span
+    event: dict[str, Any] = {
+        "ph": "X",
+        "name": op.value if microbatch is None else f"{op.value} {microbatch}",
+        "cat": "compute" if op in (Op.F, Op.B, Op.I, Op.W) else "other",
+        "pid": rank,
+        "tid": 0,
+        "ts": _nanoseconds(start) / 1e3,
+        "dur": (_nanoseconds(end) - _nanoseconds(start)) / 1e3,
+        "args": {"action": str(span.action), "stage": stage},
+    }
+    if microbatch is not None:
+        event["args"]["microbatch"] = microbatch
+    if piece is not None:
+        event["args"]["slice"] = piece
+    if op in _CNAMES:
+        event["cname"] = _CNAMES[op]
+    return event
+
+
+def _messages(timeline: Timeline) -> Iterator[tuple[int, Span, int, Span]]:
+    """Producer's rank and span, consumer's rank and span, of every value that changes ranks."""
+    schedule = timeline.schedule
+    found: dict[Action, tuple[int, Span]] = {
+        span.action: (rank, span) for rank, row in enumerate(timeline.compute_spans) for span in row
+    }
+    for action, (rank, span) in found.items():
+        for need in dependencies(action, schedule):
+            source, producer = found.get(need, (rank, span))
+            if source != rank:
+                yield source, producer, rank, span
+
+
+def _arrow(number: int, source: int, producer: Span, rank: int, consumer: Span) -> list[dict[str, Any]]:
+    name = "activation" if consumer.action.op is Op.F else "gradient"
+    common = {"name": name, "cat": "message", "id": number, "tid": 0}
+    # An arrow belongs to the slice around its time stamp, and a slice's end is no longer inside it.
+    leaves = max(_nanoseconds(producer.start), _nanoseconds(producer.end) - 1)
+    return [
+        {"ph": "s", "pid": source, "ts": leaves / 1e3, **common},
+        {"ph": "f", "bp": "e", "pid": rank, "ts": _nanoseconds(consumer.start) / 1e3, **common},
+    ]

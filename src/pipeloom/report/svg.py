@@ -1,0 +1,155 @@
+"""Timelines as one SVG picture without scripts: at one scale, with micro-batches, seconds and live activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from pipeloom.ir.action import COMPUTE_OPS, Op
+from pipeloom.report.drawing import COLOURS, OP_NAMES, label, number_text, op_shares, seconds_text, ticks
+from pipeloom.sim.timeline import Span, Timeline
+
+_LEFT, _RIGHT, _BAR, _MEMORY, _GAP = 58.0, 46.0, 22.0, 13.0, 9.0
+_MOST_TOOLTIPS = 2000  # a tooltip makes a span several times as many bytes
+_STYLE = """
+.pl{font:11px ui-sans-serif,system-ui,sans-serif;color:var(--ink,#1d2330)}
+.pl text{fill:currentColor}.pl .soft{opacity:.65}.pl .title{font-weight:600;font-size:13px}
+.pl .n{fill:#10151f;text-anchor:middle;font-size:10.5px;pointer-events:none}
+.pl .grid{stroke:currentColor;stroke-opacity:.13}.pl .wait{stroke:currentColor;stroke-opacity:.4;stroke-dasharray:2 2}
+.pl .memory{fill:currentColor;fill-opacity:.16;stroke:currentColor;stroke-opacity:.5;stroke-width:.7}
+.pl .odd{fill-opacity:.62}
+""" + "".join(f".pl .{op.value}{{fill:{colour}}}" for op, colour in COLOURS.items())
+_STANDALONE_STYLE = ".pl .paper{fill:#fff}@media(prefers-color-scheme:dark){.pl{color:#e8eaf0}.pl .paper{fill:#14171f}}"
+
+
+def timeline_svg(
+    timelines: Sequence[Timeline], *, titles: Sequence[str] = (), width: float = 1040.0, standalone: bool = False
+) -> str:
+    """One picture of `timelines`, one below the other at the same scale.
+
+    Args:
+        timelines: at least one.
+        titles: a heading for each; by default its name, makespan and bubble.
+        width: of the picture, in CSS pixels; it shrinks with the page.
+        standalone: a file of its own, with a background and both colour schemes; else it takes its ink from the page.
+    """
+    seconds = max(timeline.makespan for timeline in timelines) or 1.0
+    scale = (width - _LEFT - _RIGHT) / seconds
+    most = max((peak for timeline in timelines for peak in timeline.peak_activations), default=0.0) or 1.0
+    tooltips = sum(len(row) for timeline in timelines for row in timeline.spans) <= _MOST_TOOLTIPS
+    parts: list[str] = []
+    y = 6.0
+    for index, timeline in enumerate(timelines):
+        title = titles[index] if index < len(titles) else _title(timeline)
+        parts.append(f'<text class="title" x="0" y="{y + 12:.0f}">{escape(title)}</text>')
+        y += 24
+        for rank, row in enumerate(timeline.spans):
+            peak = timeline.peak_activations[rank]
+            parts.append(f'<text x="0" y="{y + 15:.0f}">rank {rank}</text>')
+            parts.append(f'<text class="soft" x="{width - _RIGHT + 6:.0f}" y="{y + _BAR + 11:.0f}">')
+            parts.append(f"<title>most live activations, in rank-shares of one micro-batch</title>{number_text(peak)}")
+            parts.append("</text>")
+            parts += _bars(timeline, rank, row, y, scale, tooltips)
+            parts.append(_memory(timeline.memory[rank], timeline.makespan, y + _BAR + 1 + _MEMORY, scale, most))
+            y += _BAR + _MEMORY + _GAP
+        y += 8
+    parts[:0] = _grid(seconds, scale, y)
+    parts += _legend(timelines, y + 30)
+    height = y + 42
+    paper = '<rect class="paper" width="100%" height="100%"/>' if standalone else ""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="pl" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'style="width:100%;max-width:{width:.0f}px;height:auto" role="img" '
+        f'aria-label="{escape("; ".join(map(_title, timelines)), quote=True)}">'
+        f"<style>{_STYLE}{_STANDALONE_STYLE if standalone else ''}</style>{paper}{''.join(parts)}</svg>"
+    )
+
+
+def _title(timeline: Timeline) -> str:
+    return (
+        f"{timeline.name}, {timeline.kind}: {seconds_text(timeline.makespan)}, "
+        f"bubble {100 * timeline.bubble_fraction:.1f} %"
+    )
+
+
+def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: float, tooltips: bool) -> list[str]:
+    visible = timeline.makespan * scale
+    if len(row) > visible / 2:
+        return _dense_bars(row, timeline.makespan, y, visible)
+    stages = timeline.placement.stages_of[rank]
+    boxes: dict[str, list[str]] = {}
+    parts = []
+    numbers = []
+    for span in row:
+        (stage, op, _, _), start, end = span
+        x, w = _LEFT + start * scale, (end - start) * scale
+        if op in (Op.RECV_F, Op.RECV_B) and w > 1:
+            parts.append(f'<path class="wait" d="M{x:.2f} {y + _BAR / 2:.1f}h{w:.2f}"/>')
+        if op not in COLOURS or w <= 0:
+            continue
+        drawn = w - 0.6 if w > 3 else w
+        kind = f"{op.value} odd" if stage in stages and stages.index(stage) % 2 else op.value
+        if tooltips:
+            text = f"{span.action} on rank {rank}: {seconds_text(start)} to {seconds_text(end)}"
+            parts.append(f'<rect class="{kind}" x="{x:.2f}" y="{y:.1f}" width="{drawn:.2f}" height="{_BAR:.0f}">')
+            parts.append(f"<title>{text}</title></rect>")
+        else:
+            boxes.setdefault(kind, []).append(f"M{x:.2f} {y:.1f}h{drawn:.2f}v{_BAR:.0f}h-{drawn:.2f}z")
+        number = label(span)
+        if op in COMPUTE_OPS and w >= 6.5 * len(number) + 3:
+            numbers.append(f'<text class="n" x="{x + w / 2:.2f}" y="{y + 15:.1f}">{number}</text>')
+    parts += [f'<path class="{kind}" d="{"".join(paths)}"/>' for kind, paths in boxes.items()]
+    return parts + numbers
+
+
+def _dense_bars(row: Sequence[Span], makespan: float, y: float, visible: float) -> list[str]:
+    """Spans too narrow to see: each column of two pixels shows how much of it every op fills."""
+    columns = max(1, round(visible / 2))
+    step = visible / columns
+    paths: dict[Op, list[str]] = {}
+    for column, shares in enumerate(op_shares(row, makespan, columns)):
+        bottom = y + _BAR
+        for op in COLOURS:
+            if op in shares:
+                height = shares[op] * _BAR
+                bottom -= height
+                paths.setdefault(op, []).append(f"M{_LEFT + column * step:.1f} {bottom:.1f}h{step:.1f}v{height:.1f}")
+                paths[op].append(f"h-{step:.1f}z")
+    return [f'<path class="{op.value}" d="{"".join(parts)}"/>' for op, parts in paths.items()]
+
+
+def _memory(points: Sequence[tuple[float, float]], makespan: float, base: float, scale: float, most: float) -> str:
+    """A step curve of live activations standing on `base`; `most` fills the height."""
+    columns = max(1, int(makespan * scale))
+    if len(points) > 2 * columns:  # the highest of each pixel's points is what can be seen
+        highest: dict[int, float] = {}
+        for at, live in points:
+            column = int(at * scale)
+            highest[column] = max(highest.get(column, 0.0), live)
+        points = [(column / scale, live) for column, live in sorted(highest.items())]
+    path = [f"M{_LEFT:.1f} {base:.1f}"]
+    for at, live in points:
+        path.append(f"H{_LEFT + at * scale:.2f}V{base - _MEMORY * live / most:.1f}")
+    return f'<path class="memory" d="{"".join(path)}H{_LEFT + makespan * scale:.1f}V{base:.1f}z"/>'
+
+
+def _grid(seconds: float, scale: float, bottom: float) -> list[str]:
+    parts = []
+    for tick in ticks(0.0, seconds, 8):
+        x = _LEFT + tick * scale
+        parts.append(f'<path class="grid" d="M{x:.1f} 26V{bottom:.0f}"/>')
+        parts.append(f'<text class="soft" x="{x:.1f}" y="{bottom + 11:.0f}" text-anchor="middle">')
+        parts.append(f"{seconds_text(tick)}</text>")
+    return parts
+
+
+def _legend(timelines: Sequence[Timeline], y: float) -> list[str]:
+    used = {span.action.op for timeline in timelines for row in timeline.spans for span in row}
+    x, parts = _LEFT, []
+    for op in (op for op in COLOURS if op in used):
+        parts.append(f'<rect class="{op.value}" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10" rx="2"/>')
+        parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">{OP_NAMES[op]}</text>')
+        x += 28 + 6.2 * len(OP_NAMES[op])
+    parts.append(f'<rect class="memory" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10"/>')
+    parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">live activations (most: at the right)</text>')
+    return parts

@@ -1,0 +1,170 @@
+"""A timeline in the terminal: coloured with rich, or plain letters where there is no colour.
+
+rank 0  F0 F1 F2 F3          B0--- F4 B1--- ...
+rank 1     F0 F1 F2    B0--- F3 B1--- F4 ...
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from pipeloom.ir.action import Op
+from pipeloom.report.drawing import COLOURS, OP_NAMES, label, number_text, op_shares, seconds_text
+from pipeloom.sim.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Cell = tuple[str, Op | None]  # a piece of text and the op that colours it
+
+_PLAIN_COLUMNS = 160
+_MOST_RANKS = 32
+
+
+def print_timeline(timeline: Timeline, console: Console | None = None) -> None:
+    """Print the timeline, one row a rank, and a table of what it comes to."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = console or Console(highlight=False)
+    coloured = console.is_terminal and console.color_system is not None and not console.no_color
+    margin = len(f"rank {timeline.num_ranks - 1}  ")
+    columns = max(8, (console.width if console.is_terminal else _PLAIN_COLUMNS) - margin)
+    rows, numbered = layout(timeline, columns, letters=not coloured)
+    for rank in shown_ranks(timeline.num_ranks):
+        if rank is None:
+            console.print(f"{'...':<{margin}}{timeline.num_ranks - _MOST_RANKS} more ranks", markup=False)
+            continue
+        line = Text(f"{f'rank {rank}':<{margin}}")
+        for text, op in rows[rank]:
+            line.append(text, style=f"black on {COLOURS[op]}" if coloured and op is not None else None)
+        if not coloured:
+            line.rstrip()
+        console.print(line, soft_wrap=True)
+    _print_legend(timeline, console, coloured, numbered)
+    _print_table(timeline, console)
+
+
+def shown_ranks(num_ranks: int) -> list[int | None]:
+    """The ranks to print; of very many the first and the last, None standing for those between."""
+    if num_ranks <= _MOST_RANKS:
+        return list(range(num_ranks))
+    half = _MOST_RANKS // 2
+    return [*range(half), None, *range(num_ranks - half, num_ranks)]
+
+
+def layout(timeline: Timeline, columns: int, *, letters: bool) -> tuple[list[list[Cell]], bool]:
+    """For each rank, the cells of its row, at most `columns` characters; and whether single actions can be seen.
+
+    With `letters`, an action is written ``F3``, else ``3`` (the colour says the rest). Where actions are narrower than
+    a character, each character stands for the op that fills most of its time.
+    """
+    shortest = _shortest(timeline)
+    if not shortest:
+        return [[] for _ in timeline.spans], True
+    widest = max(len(label(span)) for row in timeline.compute_spans for span in row) + letters
+    fitting = columns * shortest / timeline.makespan  # characters of the shortest op if the row is full
+    wanted = min(int(fitting), widest + 1)
+    if wanted >= (widest + 1 if letters else 1):
+        return [_labelled(row, wanted / shortest, letters) for row in timeline.compute_spans], True
+    if fitting >= 1:  # a whole number of characters for each action shows every one of them
+        columns = round(timeline.makespan / shortest) * int(fitting)
+    return [_dominant(row, timeline.makespan, columns) for row in timeline.spans], False
+
+
+def _shortest(timeline: Timeline) -> float:
+    """Seconds of the shortest kind of computation, by medians: one odd measurement changes nothing."""
+    by_op: dict[Op, list[float]] = {}
+    for row in timeline.compute_spans:
+        for action, start, end in row:
+            by_op.setdefault(action.op, []).append(end - start)
+    return min((m for seconds in by_op.values() if (m := statistics.median(seconds)) > 0), default=0.0)
+
+
+def _labelled(row: tuple[Span, ...], scale: float, letters: bool) -> list[Cell]:
+    cells: list[Cell] = []
+    column = 0
+    for span in row:
+        first, last = max(column, round(span.start * scale)), round(span.end * scale)
+        if last <= first:
+            continue
+        width = last - first
+        text = label(span)
+        if letters:
+            text = f"{span.action.op.value}{text}"
+            filled = text[: width - 1].ljust(width - 1, "-") + " "
+        else:
+            filled = (f"{text:<{width}}" if len(text) < width or width == len(text) else " " * width)[:width]
+        cells += [(" " * (first - column), None), (filled, span.action.op)]
+        column = last
+    return cells
+
+
+def _dominant(row: tuple[Span, ...], seconds: float, columns: int) -> list[Cell]:
+    cells: list[Cell] = []
+    for shares in op_shares(row, seconds, columns):
+        idle = 1 - sum(shares.values())
+        op = max(shares, key=lambda op: shares[op]) if shares else None
+        if op is None or shares[op] < idle:
+            cells.append((".", None))
+        else:
+            cells.append((op.value[0], op))
+    return cells
+
+
+def _print_legend(timeline: Timeline, console: Console, coloured: bool, numbered: bool) -> None:
+    from rich.text import Text
+
+    used = {span.action.op for row in timeline.spans for span in row}
+    legend = Text()
+    for op in (op for op in COLOURS if op in used):
+        legend.append(f" {op.value[0]} ", style=f"black on {COLOURS[op]}" if coloured else None)
+        legend.append(f" {OP_NAMES[op]}  ")
+    legend.append(
+        "numbers are micro-batches"
+        if numbered
+        else "too long for numbers: each character is the op that fills most of its time, '.' is idle"
+    )
+    console.print(legend, soft_wrap=True)
+
+
+def _print_table(timeline: Timeline, console: Console) -> None:
+    from rich import box
+    from rich.table import Table
+
+    console.print(
+        f"\n{timeline.name}, {timeline.kind}: {timeline.num_ranks} ranks, {timeline.num_microbatches} micro-batches"
+        + (f", {timeline.num_chunks} chunks a rank" if timeline.num_chunks > 1 else "")
+        + (f", {timeline.num_slices} slices" if timeline.num_slices > 1 else ""),
+        markup=False,
+        soft_wrap=True,
+    )
+    summary = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
+    summary.add_row("makespan", seconds_text(timeline.makespan), f"bubble {_percent(timeline.bubble_fraction)}")
+    summary.add_row(
+        "longest rank", seconds_text(timeline.span_seconds), f"bubble {_percent(timeline.bubble_fraction_span)}"
+    )
+    summary.add_row("without bubbles", seconds_text(timeline.ideal_seconds), "")
+    console.print(summary)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("rank", "computes", "idle", "idle share", "peak live activations"):
+        table.add_column(heading, justify="right")
+    for rank in shown_ranks(timeline.num_ranks):
+        if rank is None:
+            table.add_row("...")
+            continue
+        busy = timeline.busy_seconds[rank]
+        idle = timeline.makespan - busy
+        table.add_row(
+            str(rank),
+            seconds_text(busy),
+            seconds_text(max(0.0, idle)),
+            _percent(idle / timeline.makespan if timeline.makespan else 0.0),
+            number_text(timeline.peak_activations[rank]),
+        )
+    console.print(table)
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * max(0.0, fraction):.2f} %"
