@@ -1,0 +1,92 @@
+"""Choose how the ranks of a pipeline reach each other, and prepare it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pipeloom.errors import InputError
+from pipeloom.runtime import shared_memory
+from pipeloom.runtime.collectives import all_gather_bytes
+from pipeloom.runtime.loopback import LoopbackTransport
+from pipeloom.runtime.mixed import MixedTransport
+from pipeloom.runtime.torch_distributed import TorchDistributedTransport
+from pipeloom.runtime.transport import Transport
+
+TRANSPORTS = ("auto", "loopback", "threads", "shared-memory", "torch")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What `connect` found.
+
+    Attributes:
+        rank: this process's rank; None where the process holds all ranks.
+        transport: how messages travel.
+        process_group: for collectives; None where the process holds all ranks.
+    """
+
+    rank: int | None
+    transport: Transport
+    process_group: dist.ProcessGroup | None
+
+
+def connect(num_ranks: int, transport: str | Transport, timeout_seconds: float) -> Connection:
+    """Prepare `transport` for `num_ranks` ranks.
+
+    Raises:
+        InputError: unknown name, no process group where one is needed, or one of another size.
+    """
+    if isinstance(transport, LoopbackTransport):
+        return Connection(None, transport, None)
+    if isinstance(transport, str) and transport not in TRANSPORTS:
+        raise InputError(f"transport {transport!r} is unknown: it is one of {', '.join(TRANSPORTS)}")
+    grouped = dist.is_available() and dist.is_initialized()
+    if transport == "auto" and not grouped:
+        transport = "loopback"
+    if transport in ("loopback", "threads"):
+        return Connection(
+            None, LoopbackTransport(blocking=transport == "threads", timeout_seconds=timeout_seconds), None
+        )
+    if not grouped:
+        raise InputError(
+            f"transport {transport!r} without a process group: its ranks are processes; start them with torchrun and "
+            "call torch.distributed.init_process_group, or use transport='loopback'"
+        )
+    if dist.get_world_size() != num_ranks:
+        raise InputError(
+            f"a schedule of {num_ranks} ranks in a process group of {dist.get_world_size()}: the numbers must be "
+            f"equal; start {num_ranks} processes, or make a schedule of {dist.get_world_size()} ranks"
+        )
+    rank = dist.get_rank()
+    if not isinstance(transport, Transport):
+        transport = _between_processes(transport, rank, timeout_seconds)
+    return Connection(rank, transport, dist.group.WORLD)
+
+
+def _between_processes(name: str, rank: int, timeout_seconds: float) -> Transport:
+    backend = dist.get_backend()
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+    far = TorchDistributedTransport(rank, device=device, timeout_seconds=timeout_seconds)
+    if name == "torch" or (name == "auto" and (device.type != "cpu" or not shared_memory.available())):
+        return far
+    if not shared_memory.available():
+        raise InputError("transport 'shared-memory' on this system: it needs Linux; use transport='torch'")
+    near = shared_memory.SharedMemoryTransport(rank, all_gather_bytes, timeout_seconds=timeout_seconds)
+    if name == "shared-memory":
+        strangers = [peer for peer in range(dist.get_world_size()) if not near.reaches(peer, of=rank)]
+        if strangers:
+            raise InputError(
+                f"transport 'shared-memory' with ranks {strangers} on another machine: it joins processes of one; "
+                "use transport='auto'"
+            )
+        return near
+    return MixedTransport(near, far, lambda channel: near.reaches(channel.source, of=channel.target))
+
+
+def num_local_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

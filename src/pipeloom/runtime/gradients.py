@@ -1,0 +1,50 @@
+"""The gradient norm over all stages, and clipping by it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.runtime.pipeline import Pipeline
+
+
+def gradient_norms(pipeline: Pipeline) -> Tensor:
+    """The 2-norms of the gradients that this process owns, as its share of a sum over processes.
+
+    Shape [2, number of parameters of the model], float64: the norms in the model's order and, below them, ones where
+    there is a gradient. Parameters of other processes, and copies of what a lower rank holds too, are zero.
+    """
+    norms = torch.zeros(2, len(pipeline.parameter_names), dtype=torch.float64)
+    owned = [(position, p.grad) for position, p in pipeline.owned_parameters() if p.grad is not None]
+    if owned:
+        positions = [position for position, _ in owned]
+        norms[0, positions] = torch.stack([torch.linalg.vector_norm(grad).double().cpu() for _, grad in owned])
+        norms[1, positions] = 1.0
+    return norms
+
+
+def clip_by_norms(pipeline: Pipeline, norms: Tensor, max_norm: float) -> Tensor:
+    """The second half of `clip_grad_norm`: clip by the sum over processes of their `gradient_norms`."""
+    gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
+    dtype = gradients[0].dtype if gradients else torch.get_default_dtype()
+    # Parameters without a gradient are left out, not zero: they would change the order in which the others add up.
+    norm: Tensor = torch.linalg.vector_norm(norms[0, norms[1] > 0].to(dtype))
+    torch.nn.utils.clip_grads_with_norm_(list(pipeline.parameters()), max_norm, norm)
+    return norm
+
+
+def clip_grad_norm(pipeline: Pipeline, max_norm: float) -> Tensor:
+    """Scale all gradients of the model so that their common 2-norm is at most `max_norm`.
+
+    Every rank calls it after `Pipeline.step`. The norm is taken over all stages, each parameter once (tied ones and
+    replicas too), from the parameters' norms in the model's order: bitwise what torch.nn.utils.clip_grad_norm_ gives
+    for the uncut model.
+
+    Returns:
+        The norm before clipping, on every rank.
+    """
+    norms = gradient_norms(pipeline)
+    if pipeline.process_group is not None:
+        dist.all_reduce(norms, group=pipeline.process_group)
+    return clip_by_norms(pipeline, norms, max_norm)

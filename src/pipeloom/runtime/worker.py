@@ -1,0 +1,361 @@
+"""`Worker`: one rank's stages and the loop that runs its program.
+
+A program is bound once: every action becomes a function without arguments that has its module, its channel and its
+place in the worker's stores at hand. A step then is one loop over those functions; nothing is looked up in it.
+
+What lives where during a step, and until when:
+
+    arrived[stage, b]    input of a forward, from RECV_F or the chunk before on this rank      until F
+    saved[stage, b]      input leaves and roots of the autograd graph: one live activation      F to B
+    gradients[stage, b]  gradient of a stage's output, from RECV_B or the chunk after            until B
+    departing[action]    a result on its way to another rank                                    until its SEND
+
+Of a stage's output only the graph is kept, not the numbers: after it is sent nobody here reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipeloom.errors import InputError, PeerLost, PipeloomError, RunError, StageError
+from pipeloom.ir import Action, Op, Program, peer_of
+from pipeloom.runtime.gradient_sum import GradientSum
+from pipeloom.runtime.transport import Channel, Lane, Transport
+from pipeloom.runtime.values import Layout, Value, flatten, unflatten
+
+LossFn = Callable[[Any, Any], Tensor]
+_Key = tuple[int, int | None, int | None]  # stage, micro-batch, slice
+_Root = Tensor | GradientEdge
+
+BLACKBOX_BYTES = 64  # how much of a blackbox the label of the running action takes
+
+# What torch.autograd.backward calls after checks that cost as much as a small stage's whole backward.
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+@dataclass
+class Batch:
+    """What the actions of one step read and write beside messages.
+
+    Attributes:
+        inputs: of every micro-batch, on ranks with the first stage.
+        targets: of every micro-batch, on ranks with the last stage; None where no loss is asked for.
+        weights: the share of each micro-batch in the loss.
+        losses: of the micro-batches whose last stage ran here, each times its weight.
+        outputs: of the last stage, where no loss is asked for.
+    """
+
+    inputs: Sequence[Value] = ()
+    targets: Sequence[Value] | None = None
+    weights: Sequence[float] = ()
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruction:
+    """One action, bound."""
+
+    action: Action
+    run: Callable[[], None]
+    ready: Callable[[], bool] | None  # asked before `run` where one thread drives several ranks
+    label: bytes
+
+
+@dataclass
+class Bound:
+    """A program bound to one worker, and when its actions last started and ended (time.perf_counter, seconds)."""
+
+    instructions: tuple[_Instruction, ...]
+    training: bool
+    starts: list[float]
+    ends: list[float]
+
+    def records(self) -> list[tuple[Action, float, float]]:
+        """The last run: every action with its start and end."""
+        return [(i.action, s, e) for i, s, e in zip(self.instructions, self.starts, self.ends, strict=True)]
+
+
+class Worker:
+    """Runs the programs of one rank.
+
+    Args:
+        rank: which.
+        stages: the modules of the stages that this rank holds.
+        loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
+        transport: with all channels of the programs open.
+        gradient_sum: the parameters that other ranks hold too.
+        blackbox: a buffer of at least `BLACKBOX_BYTES` bytes into which the running action is written, for whoever
+            has to say after a crash what this rank was doing.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stages: dict[int, nn.Module],
+        *,
+        loss_fn: LossFn | None,
+        transport: Transport,
+        gradient_sum: GradientSum,
+        blackbox: Any = None,
+    ) -> None:
+        self.rank = rank
+        self.stages = stages
+        self.batch = Batch()
+        self.peak_live_activations = 0
+        self._loss_fn = loss_fn
+        self._transport = transport
+        self._gradient_sum = gradient_sum
+        self._blackbox = blackbox
+        self._arrived: dict[_Key, tuple[Value, list[Tensor]]] = {}
+        self._saved: dict[_Key, tuple[list[Tensor], list[_Root]] | None] = {}
+        self._gradients: dict[_Key, Sequence[Tensor | None]] = {}
+        self._departing: dict[Action, tuple[Layout, list[Tensor]]] = {}
+        self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        # A leaf may not be changed in place, so a stage that might do that to its input gets a copy of it.
+        self._copies_input = {
+            stage: any(getattr(m, "inplace", False) is True for m in module.modules())
+            for stage, module in stages.items()
+        }
+
+    @property
+    def live_activations(self) -> int:
+        """How many activations are held at this moment."""
+        return len(self._saved)
+
+    def bind(self, program: Program) -> Bound:
+        """Turn this rank's part of `program` into functions."""
+        instructions: list[_Instruction] = []
+        for action in program.orders[self.rank]:
+            steps: list[tuple[Callable[[], None], Callable[[], bool] | None]]
+            if action.op is Op.REDUCE_GRAD:
+                steps = self._gradient_sum.bind(action.stage)
+            else:
+                binder = _BINDERS.get(action.op)
+                if binder is None:
+                    raise InputError(
+                        f"action {action} on rank {self.rank}: the executor runs "
+                        f"{', '.join(op.value for op in _BINDERS)} and REDUCE_GRAD; take a schedule without {action.op}"
+                    )
+                steps = [binder(self, action, program)]
+            label = f"{action}".encode().ljust(BLACKBOX_BYTES, b"\0")[:BLACKBOX_BYTES]
+            for run, ready in steps:
+                instructions.append(_Instruction(action, run, None if self._transport.blocking else ready, label))
+        times = len(instructions)
+        return Bound(tuple(instructions), not program.schedule.forward_only, [0.0] * times, [0.0] * times)
+
+    def run(self, bound: Bound, batch: Batch) -> Iterator[None]:
+        """Run a bound program; yields whenever it has to wait and the transport does not block.
+
+        Raises:
+            StageError: the module, the loss or autograd raised.
+            PeerLost: a rank it waited for went away.
+        """
+        self.batch = batch
+        self.peak_live_activations = 0
+        starts, ends, blackbox = bound.starts, bound.ends, self._blackbox
+        if bound.training:
+            self._gradient_sum.begin()
+        position = 0
+        try:
+            for position, instruction in enumerate(bound.instructions):
+                if instruction.ready is not None:
+                    while not instruction.ready():
+                        yield
+                if blackbox is not None:
+                    blackbox[:BLACKBOX_BYTES] = instruction.label
+                starts[position] = perf_counter()
+                instruction.run()
+                ends[position] = perf_counter()
+        except Exception as error:
+            raise self._explain(error, bound.instructions[position].action) from error
+        finally:
+            for store in (self._arrived, self._saved, self._gradients, self._departing):
+                store.clear()
+            self.batch = Batch()
+
+    def _explain(self, error: Exception, action: Action) -> PipeloomError:
+        where = f"rank {self.rank}, stage {action.stage}, action {action}"
+        if action.microbatch is not None:
+            where += f", micro-batch {action.microbatch}"
+        text = " ".join(str(error).split("\n")) if isinstance(error, PipeloomError) else f"{error}"
+        if isinstance(error, PeerLost):
+            return PeerLost(f"{where}: {text}")
+        if isinstance(error, RunError):
+            return RunError(f"{where}: {text}")
+        return StageError(f"{where}: {type(error).__name__}: {text}")
+
+    # Binding: each method returns the function of one action, and what to ask before running it without blocking.
+
+    def _bind_forward(self, action: Action, program: Program) -> tuple[Callable[[], None], None]:
+        stage, _, microbatch, piece = action
+        assert microbatch is not None
+        key = (stage, microbatch, piece)
+        training = not program.schedule.forward_only
+        module, arrived, saved = self.stages[stage], self._arrived, self._saved
+        deliver = self._bind_delivery(action, program) if stage < program.schedule.num_stages - 1 else None
+        loss = self._bind_loss(microbatch) if deliver is None else None
+        first = stage == 0
+
+        def forward() -> None:
+            value, leaves = (self.batch.inputs[microbatch], []) if first else arrived.pop(key)
+            saved[key] = None
+            if len(saved) > self.peak_live_activations:
+                self.peak_live_activations = len(saved)
+            output = module(value)
+            if deliver is not None:
+                roots = deliver(output)
+            else:
+                assert loss is not None
+                roots = loss(output)
+            if training:
+                saved[key] = (leaves, roots)
+            else:
+                del saved[key]
+
+        return forward, None
+
+    def _bind_loss(self, microbatch: int) -> Callable[[Value], list[_Root]]:
+        """What the last stage does with its output: the loss, or keeping it for the caller."""
+
+        def finish(output: Value) -> list[_Root]:
+            batch = self.batch
+            if batch.targets is None or self._loss_fn is None:
+                batch.outputs[microbatch] = output
+                return []
+            loss = self._loss_fn(output, batch.targets[microbatch])
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise RunError(f"loss_fn returned {shape}: it returns one number, the mean over the micro-batch")
+            batch.losses[microbatch] = loss.detach() * self._seed(batch.weights[microbatch], loss)
+            return [_root(loss)] if loss.requires_grad else []
+
+        return finish
+
+    def _bind_delivery(self, action: Action, program: Program) -> Callable[[Value], list[_Root]]:
+        """What a stage does with its output: hand it to the next stage here, or lay it out for its SEND."""
+        stage, _, microbatch, piece = action
+        assert microbatch is not None
+        here = program.placement.rank_of(stage + 1, microbatch) == self.rank
+        next_key = (stage + 1, microbatch, piece)
+        send = action.with_op(Op.SEND_F)
+        departing, arrived = self._departing, self._arrived
+        enter = self._bind_entry(stage + 1, not program.schedule.forward_only) if here else None
+
+        def deliver(output: Value) -> list[_Root]:
+            layout, tensors = flatten(output)
+            detached = [tensor.detach() for tensor in tensors]
+            if enter is not None:
+                arrived[next_key] = enter(layout, detached)
+            else:
+                departing[send] = (layout, detached)
+            return [_root(tensor) for tensor in tensors if tensor.requires_grad]
+
+        return deliver
+
+    def _bind_entry(self, stage: int, training: bool) -> Callable[[Layout, list[Tensor]], tuple[Value, list[Tensor]]]:
+        """How a value enters a stage: its tensors that want a gradient become leaves of a new graph."""
+        copies = self._copies_input.get(stage, False)
+
+        def enter(layout: Layout, tensors: list[Tensor]) -> tuple[Value, list[Tensor]]:
+            if not training:
+                return unflatten(layout, tensors), []
+            leaves = [t.requires_grad_() for t, (_, _, wants) in zip(tensors, layout.specs, strict=True) if wants]
+            if copies:
+                tensors = [tensor.clone() for tensor in tensors]
+            return unflatten(layout, tensors), leaves
+
+        return enter
+
+    def _bind_backward(self, action: Action, program: Program) -> tuple[Callable[[], None], None]:
+        stage, _, microbatch, piece = action
+        assert microbatch is not None
+        key, before = (stage, microbatch, piece), (stage - 1, microbatch, piece)
+        last = stage == program.schedule.num_stages - 1
+        here = stage > 0 and program.placement.rank_of(stage - 1, microbatch) == self.rank
+        send = action.with_op(Op.SEND_B)
+        saved, gradients, departing = self._saved, self._gradients, self._departing
+
+        def backward() -> None:
+            held = saved[key]
+            assert held is not None
+            leaves, roots = held
+            given: Sequence[Tensor | None]
+            if last:
+                given = [self._seed(self.batch.weights[microbatch], self.batch.losses[microbatch])] if roots else ()
+            else:
+                given = gradients.pop(key)
+            pairs = [(root, g) for root, g in zip(roots, given, strict=True) if g is not None]
+            if pairs:
+                _run_backward(tuple(r for r, _ in pairs), tuple(g for _, g in pairs), False, False, (), True, True)
+            if here:
+                gradients[before] = [leaf.grad for leaf in leaves]
+            elif stage > 0:
+                departing[send] = flatten(leaves[0].grad if len(leaves) == 1 else tuple(leaf.grad for leaf in leaves))
+            del saved[key]
+
+        return backward, None
+
+    def _seed(self, weight: float, like: Tensor) -> Tensor:
+        """The gradient of the whole step's loss by one micro-batch's loss."""
+        key = (weight, like.dtype, like.device)
+        seed = self._seeds.get(key)
+        if seed is None or seed.shape != like.shape:
+            seed = self._seeds[key] = torch.full_like(like, weight, requires_grad=False)
+        return seed
+
+    def _bind_send(self, action: Action, program: Program) -> tuple[Callable[[], None], None]:
+        channel = Channel(self.rank, peer_of(action, program.placement), Lane.PIPELINE)
+        end, departing = self._transport.outgoing(channel).send, self._departing
+
+        def send() -> None:
+            end(*departing.pop(action))
+
+        return send, None
+
+    def _bind_receive(self, action: Action, program: Program) -> tuple[Callable[[], None], Callable[[], bool]]:
+        stage, op, microbatch, piece = action
+        key = (stage, microbatch, piece)
+        channel = Channel(peer_of(action, program.placement), self.rank, Lane.PIPELINE)
+        end = self._transport.incoming(channel)
+        next_message, arrived, gradients = end.receive, self._arrived, self._gradients
+        if op is Op.RECV_F:
+            enter = self._bind_entry(stage, not program.schedule.forward_only)
+
+            def receive() -> None:
+                arrived[key] = enter(*next_message())
+        else:
+
+            def receive() -> None:
+                value = unflatten(*next_message())
+                gradients[key] = value if isinstance(value, tuple) else (value,)
+
+        return receive, end.ready
+
+
+def _root(tensor: Tensor) -> _Root:
+    """Where a backward starts. The edge of the graph keeps no numbers alive, unlike the tensor."""
+    node = tensor.grad_fn
+    if node is None:
+        return tensor
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return get_gradient_edge(tensor)  # the graph of a Python function needs a token to stay alive
+    return GradientEdge(node, tensor.output_nr)
+
+
+_BINDERS: dict[Op, Callable[[Worker, Action, Program], tuple[Callable[[], None], Callable[[], bool] | None]]] = {
+    Op.F: Worker._bind_forward,
+    Op.B: Worker._bind_backward,
+    Op.SEND_F: Worker._bind_send,
+    Op.SEND_B: Worker._bind_send,
+    Op.RECV_F: Worker._bind_receive,
+    Op.RECV_B: Worker._bind_receive,
+}
+RUNNABLE_OPS = frozenset(_BINDERS) | {Op.REDUCE_GRAD}
