@@ -1,0 +1,9 @@
+"""Timelines and runs for people: terminal picture, SVG, offline HTML, Perfetto trace. Needs no torch."""
+
+from pipeloom.report.html import simulation_html
+from pipeloom.report.perfetto import trace, write_trace
+from pipeloom.report.run import write_report
+from pipeloom.report.svg import timeline_svg
+from pipeloom.report.terminal import print_timeline
+
+__all__ = ["print_timeline", "simulation_html", "timeline_svg", "trace", "write_report", "write_trace"]

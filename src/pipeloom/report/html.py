@@ -1,0 +1,47 @@
+"""Offline HTML pages: one file each, no scripts, nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeloom.report.drawing import bytes_text, number_text, seconds_text
+from pipeloom.report.svg import timeline_svg
+from pipeloom.sim.timeline import Timeline
+from pipeloom.version import __version__
+
+
+def simulation_html(timelines: Sequence[Timeline], *, title: str | None = None) -> str:
+    """A page with the pictures of `timelines` at one scale, and their numbers."""
+    from markupsafe import Markup
+
+    first = timelines[0]
+    return render(
+        "simulation.html.j2",
+        title=title or " and ".join(dict.fromkeys(timeline.name for timeline in timelines)),
+        lead=f"{first.num_ranks} ranks, {first.num_microbatches} micro-batches",
+        timelines=timelines,
+        picture=Markup(timeline_svg(timelines)),
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill one of this directory's templates. Text is escaped; only `Markup` goes in as it is."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(version=__version__, seconds=seconds_text, number=number_text, bytes=bytes_text)
+    environment.globals["percent"] = percent_text
+    return environment.get_template(template).render(**values)
+
+
+def percent_text(fraction: float) -> str:
+    """``0.2727`` -> ``"27.3 %"``."""
+    return f"{100 * fraction:.1f} %"
