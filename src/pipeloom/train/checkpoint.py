@@ -97,18 +97,18 @@ def save(
     there before is untouched.
     """
     exchange = exchange or LocalExchange()
-    if total_limit is not None and total_limit < 1:
-        raise CheckpointError(f"total_limit is {total_limit}, at least 1 checkpoint must stay: use 1 or more, or None")
     output_dir = Path(output_dir)
     lead = exchange.rank == 0
-    model, ties = _without_repeats(model)
 
     with ExitStack() as stack:
 
         def begin() -> dict[str, Any]:
+            if total_limit is not None and total_limit < 1:
+                raise CheckpointError(f"total_limit is {total_limit}, one checkpoint must stay: use 1 or more, or None")
+            ties = _tied_names(model)
             partial = stack.enter_context(partial_directory(output_dir, step)).name if lead else None
             optimizer_names = [name for group in optimizer.groups for name in group["parameters"]] if optimizer else []
-            return {"partial": partial, "model": list(model), "optimizer": optimizer_names, "ties": ties}
+            return {"partial": partial, "model": [*model], "optimizer": optimizer_names, "ties": ties}
 
         plans = _agree(exchange, begin)
         partial = output_dir / plans[0]["partial"]
@@ -159,19 +159,17 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _without_repeats(model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model with each tensor under its first name, and the further names of tied tensors: {further: first}."""
-    kept: dict[str, Tensor] = {}
+def _tied_names(model: Mapping[str, Tensor]) -> dict[str, str]:
+    """The further names of tensors that have several: {further: first}."""
     ties: dict[str, str] = {}
     first_name: dict[tuple[Any, ...], str] = {}
     for name, tensor in model.items():
-        key = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
-        first = first_name.setdefault(key, name) if tensor.numel() and tensor.data_ptr() else name
-        if first == name:
-            kept[name] = tensor
-        else:
-            ties[name] = first
-    return kept, ties
+        if tensor.layout == torch.strided and tensor.numel() and tensor.data_ptr():
+            key = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+            first = first_name.setdefault(key, name)
+            if first != name:
+                ties[name] = first
+    return ties
 
 
 def _merged_ties(plans: list[dict[str, Any]]) -> dict[str, str]:

@@ -30,7 +30,7 @@ _HIDDEN = re.compile(r"\.checkpoint-(\d+)\.(partial|old|deleted)-[0-9a-f]+")
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One entry of an output directory. `complete`: it has the file that is written last; `verify` says if it is whole."""
+    """One entry of an output directory. `complete`: the file written last is there; `verify` says if all are whole."""
 
     step: int
     path: Path

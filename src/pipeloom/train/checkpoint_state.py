@@ -93,8 +93,10 @@ def load_optimizer_state(
     """Put saved state into `optimizer`, by name, without changing a bit or a type.
 
     `options_of(name)` gives the options of the group that a parameter was saved in (None: unknown parameter),
-    `state_of(name)` its state. Each group gets the options its parameters were saved with. Unlike Optimizer.load_state_dict, moments
-    keep their own dtype. Raises CheckpointError, before anything is changed, when the two do not fit.
+    `state_of(name)` its state. Each group gets the options its parameters were saved with. Unlike under
+    Optimizer.load_state_dict, moments keep their own dtype.
+
+    Raises CheckpointError, before anything is changed, when the two do not fit.
     """
     if type(optimizer).__qualname__ != optimizer_class:
         raise CheckpointError(
@@ -121,7 +123,7 @@ def load_optimizer_state(
 
 
 def random_state() -> RandomState:
-    """The states of this process's global generators: torch (CPU, and CUDA's current device if in use), numpy, random."""
+    """The states of this process's global generators: torch (CPU; CUDA's current device if in use), numpy, random."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         tensors["cuda"] = torch.cuda.get_rng_state()

@@ -124,7 +124,7 @@ def verify_file(checkpoint: Path, name: str, record: FileRecord) -> None:
     """Compare one file with what the manifest says. Raises CheckpointError that names it."""
     path = checkpoint / name
     try:
-        size = path.stat().st_size
+        size = path.stat().st_size  # first, because it is quick
         if size != record.bytes:
             raise CheckpointError(
                 f"{path} is damaged: it has {size} bytes, the manifest says {record.bytes}; use another checkpoint"
@@ -135,6 +135,15 @@ def verify_file(checkpoint: Path, name: str, record: FileRecord) -> None:
         raise _unreadable(path, error) from error
     if digest != record.sha256:
         raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's; use another checkpoint")
+
+
+def missing_or_cut(checkpoint: Path, manifest: Manifest) -> str | None:
+    """The first file that is not there or has another size than the manifest says; a quick look at a checkpoint."""
+    for name, record in manifest.files.items():
+        path = checkpoint / name
+        if not path.is_file() or path.stat().st_size != record.bytes:
+            return name
+    return None
 
 
 def verify(checkpoint: Path) -> Manifest:

@@ -1,0 +1,149 @@
+"""`pipeloom checkpoint ls|verify|convert`: look at checkpoints, prove them whole, hand them to other programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeloom.cli.parser import Parser, did_you_mean
+from pipeloom.errors import CheckpointError, InputError
+from pipeloom.train.checkpoint_convert import convert, model_tensors
+from pipeloom.train.checkpoint_directory import Listed, list_checkpoints, resolve
+from pipeloom.train.manifest import MANIFEST_NAME, missing_or_cut, read_manifest, verify
+
+_EXAMPLES = """\
+pipeloom checkpoint ls runs/corpus                       the checkpoints of a run
+pipeloom checkpoint ls runs/corpus/checkpoint-200        the tensors of one
+pipeloom checkpoint verify runs/corpus                   read every byte of the latest and compare hashes
+pipeloom checkpoint convert runs/corpus exported         one model.safetensors, for Hugging Face and others
+"""
+_DIR_HELP = "a checkpoint-N directory, or the output directory of a run"
+
+
+def main(argv: list[str]) -> int:
+    """Run `pipeloom checkpoint ARGV`; returns the exit code. Raises InputError for bad input."""
+    commands = {"ls": _ls, "verify": _verify, "convert": _convert}
+    if not argv or argv[0] in ("-h", "--help"):
+        examples = "".join(f"  {line}\n" for line in _EXAMPLES.splitlines())
+        print(
+            "usage: pipeloom checkpoint ls DIR [--json] | verify DIR | convert DIR OUT [--ranks P | --single]\n\n"
+            f"DIR is {_DIR_HELP} (its latest checkpoint).\n\nexamples:\n{examples}",
+            end="",
+        )
+        return 0 if argv else 2
+    if argv[0] not in commands:
+        hint = did_you_mean(argv[0], commands) or "see `pipeloom checkpoint --help`"
+        raise InputError(f"checkpoint command {argv[0]!r} is unknown: it is one of {', '.join(commands)}; {hint}")
+    return commands[argv[0]](argv[1:])
+
+
+def _ls(argv: list[str]) -> int:
+    parser = _parser("ls", "List the checkpoints of an output directory, or the tensors of one checkpoint.")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    options = parser.parse_args(argv)
+    directory = Path(options.dir)
+    if not directory.is_dir():
+        raise InputError(f"{directory} is not a directory: give {_DIR_HELP}")
+    if (directory / MANIFEST_NAME).is_file():
+        answer = _describe_one(directory)
+        rows = [
+            [row["name"], row["dtype"], _shape(row["shape"]), _size(row["bytes"]), row["file"]]
+            for row in answer["tensors"]
+        ]
+        header = ["tensor", "dtype", "shape", "size", "file"]
+    else:
+        answer = {"path": str(directory), "checkpoints": [_describe(entry) for entry in list_checkpoints(directory)]}
+        rows = [
+            [str(row["step"]), _size(row["bytes"]), _layout(row), row["status"], row["path"]]
+            for row in answer["checkpoints"]
+        ]
+        header = ["step", "size", "layout", "status", "path"]
+    if options.json:
+        print(json.dumps(answer, indent=2))
+    elif rows:
+        _print_table(header, rows)
+    else:
+        print(f"no checkpoint in {directory}")
+    return 0
+
+
+def _verify(argv: list[str]) -> int:
+    options = _parser("verify", "Read every file of a checkpoint and compare its size and SHA-256.").parse_args(argv)
+    checkpoint = resolve(Path(options.dir))
+    manifest = verify(checkpoint)
+    total_bytes = sum(record.bytes for record in manifest.files.values())
+    print(f"{checkpoint}: ok, step {manifest.step}, {len(manifest.files)} files, {_size(total_bytes)}")
+    return 0
+
+
+def _convert(argv: list[str]) -> int:
+    parser = _parser("convert", "Rewrite the model of a checkpoint as Hugging Face safetensors, values unchanged.")
+    parser.add_argument("out", metavar="OUT", help="directory to make")
+    parser.add_argument("--ranks", type=int, default=None, metavar="P", help="number of files (default: one)")
+    parser.add_argument("--single", action="store_true", help="one file, model.safetensors (the default)")
+    options = parser.parse_args(argv)
+    if options.single and options.ranks not in (None, 1):
+        raise InputError(f"--single and --ranks {options.ranks} contradict each other: give one of them")
+    checkpoint = resolve(Path(options.dir))
+    for path in convert(checkpoint, Path(options.out), 1 if options.ranks is None else options.ranks):
+        print(f"{path}  {_size(path.stat().st_size)}")
+    return 0
+
+
+def _parser(command: str, description: str) -> Parser:
+    parser = Parser(f"pipeloom checkpoint {command}", description, examples=_EXAMPLES)
+    parser.add_argument("dir", metavar="DIR", help=_DIR_HELP)
+    return parser
+
+
+def _describe(entry: Listed) -> dict[str, Any]:
+    """One row of `ls`. A quick look: hash of the manifest and sizes of the files; `verify` reads the rest."""
+    row: dict[str, Any] = {"step": entry.step, "path": str(entry.path), "bytes": entry.size_bytes}
+    row |= {"ranks": None, "layout": None}
+    if entry.path.name.startswith("."):
+        return row | {"status": "partial"}
+    try:
+        manifest = read_manifest(entry.path)
+    except CheckpointError:
+        return row | {"status": "damaged" if entry.complete else "foreign"}
+    bad = missing_or_cut(entry.path, manifest)
+    status = "ok" if bad is None else f"damaged: {bad}"
+    return row | {"ranks": len(manifest.parts), "layout": manifest.layout, "status": status}
+
+
+def _describe_one(checkpoint: Path) -> dict[str, Any]:
+    manifest = read_manifest(checkpoint)
+    tensors = [
+        {"name": name, "dtype": source.dtype, "shape": list(source.shape), "bytes": source.size_bytes, "file": file}
+        for name, (file, source) in model_tensors(checkpoint, verify_files=False).items()
+    ]
+    answer = {"path": str(checkpoint), "step": manifest.step, "ranks": len(manifest.parts), "layout": manifest.layout}
+    return {**answer, "ties": manifest.ties, "tensors": tensors}
+
+
+def _layout(row: dict[str, Any]) -> str:
+    """`2 ranks, schedule 1f1b`: the number of ranks that wrote it and the scalars of the trainer's layout."""
+    if row["ranks"] is None:
+        return "-"
+    scalars = {key: value for key, value in row["layout"].items() if isinstance(value, str | int | float)}
+    scalars.pop("ranks", None)
+    return ", ".join([f"{row['ranks']} ranks", *(f"{key} {value}" for key, value in scalars.items())])
+
+
+def _shape(shape: list[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _size(size_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def _print_table(header: list[str], rows: list[list[str]]) -> None:
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for row in [header, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,202 @@
+"""`pipeloom doctor`: what this machine has, what is missing, and how to get it. Things are tried, not looked up."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import mmap
+import os
+import platform
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipeloom.cli.parser import Parser
+from pipeloom.version import __version__
+
+_REQUIRED: dict[str, tuple[int, ...]] = {
+    "torch": (2, 10),
+    "numpy": (1, 26),
+    "safetensors": (0, 5),
+    "jsonargparse": (4, 40),
+}
+_REQUIRED |= {"yaml": (6,), "scipy": (1, 11), "rich": (13, 7), "jinja2": (3, 1)}
+_DISTRIBUTION = {"yaml": "pyyaml"}  # where the import name is not the package name
+# Optional packages: what they give, and what to install.
+_EXTRAS = {
+    "tokenizers": ("byte-pair tokenizers (--data.tokenizer)", "'pipeloom[tokenizers]'"),
+    "tensorboard": ("TensorBoard logs", "'pipeloom[tensorboard]'"),
+    "transformers": ("Hugging Face models", "transformers"),
+    "ortools": ("searching schedules with CP-SAT", "ortools"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. `ok` says whether it was found; only a missing `required` one keeps pipeloom from training here."""
+
+    name: str
+    ok: bool
+    found: str
+    required: bool = False
+    fix: str | None = None
+
+
+def main(argv: list[str]) -> int:
+    """Run `pipeloom doctor ARGV`: 0 when pipeloom can train on this machine, 1 when something required is missing."""
+    parser = Parser("pipeloom doctor", "What this machine has, what is missing and how to get it.")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    options = parser.parse_args(argv)
+    checks = examine()
+    can_train = all(check.ok for check in checks if check.required)
+    if options.json:
+        answer = {"pipeloom": __version__, "can_train": can_train, "checks": [asdict(check) for check in checks]}
+        print(json.dumps(answer, indent=2))
+        return 0 if can_train else 1
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        mark = "ok     " if check.ok else "MISSING" if check.required else "absent "
+        fix = f"; {check.fix}" if check.fix and not check.ok else ""
+        print(f"{mark}  {check.name:<{width}}  {check.found}{fix}")
+    print(f"pipeloom {__version__} {'can' if can_train else 'cannot'} train on this machine")
+    return 0 if can_train else 1
+
+
+def examine() -> list[Check]:
+    """Every finding about this machine, in the order of the report."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    checks = [
+        Check("python", sys.version_info >= (3, 11), f"{python}, {platform.platform()}", True, "install Python 3.11"),
+        *(_package(module, least) for module, least in _REQUIRED.items()),
+        *_torch_parts(),
+        Check("cpu", True, _cores()),
+        Check("memory", True, _memory()),
+        Check("disk", True, f"{_gib(shutil.disk_usage(Path.cwd()).free)} free in the current directory"),
+        _tried(
+            "loopback port", _try_loopback, "bound and reached", True, "allow TCP on 127.0.0.1: the ranks meet there"
+        ),
+        _tried("shared memory", _try_shared_memory, "memfd, abstract sockets", fix="messages will go by gloo"),
+    ]
+    for module, (use, package) in _EXTRAS.items():
+        version = _version(module)
+        checks.append(Check(module, version is not None, version or use, fix=f"pip install {package}"))
+    return checks
+
+
+def _package(module: str, least: tuple[int, ...]) -> Check:
+    version, wanted = _version(module), ".".join(map(str, least))
+    ok = version is not None and _numbers(version) >= least
+    name = _DISTRIBUTION.get(module, module)
+    return Check(name, ok, version or "not installed", True, f"pip install '{name}>={wanted}'")
+
+
+def _version(module: str) -> str | None:
+    if importlib.util.find_spec(module) is None:
+        return None
+    try:
+        return importlib.metadata.version(_DISTRIBUTION.get(module, module))
+    except importlib.metadata.PackageNotFoundError:
+        return "0 (of unknown version)"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` -> (2, 13)."""
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split("+")[0].split(".")[:2])
+
+
+def _torch_parts() -> list[Check]:
+    """Backends and devices. None when torch cannot even be imported: the line above says so."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError) as error:  # OSError: a shared library of another machine
+        text = " ".join(str(error).split())
+        return [Check("torch import", False, text, True, "install torch again, for this machine: pytorch.org")]
+    has_distributed = dist.is_available()
+    gloo = has_distributed and dist.is_gloo_available()
+    nccl = has_distributed and dist.is_nccl_available()
+    mpi = has_distributed and dist.is_mpi_available()
+    num_devices = torch.cuda.device_count()
+    devices = [torch.cuda.get_device_properties(index) for index in range(num_devices)]
+    names = "; ".join(f"{device.name}, {_gib(device.total_memory)}" for device in devices)
+    return [
+        Check("gloo", gloo, "CPU collectives", True, "install a torch that is built with torch.distributed"),
+        Check("nccl", nccl, "CUDA collectives", num_devices > 0, "install a CUDA build of torch"),
+        Check("mpi", mpi, "not used by pipeloom"),
+        Check(
+            "cuda", num_devices > 0, names or "no device: ranks compute on the CPU", fix="pytorch.org has CUDA builds"
+        ),
+    ]
+
+
+def _cores() -> str:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = ""
+    try:  # a container may grant less time than it shows cores
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            limit = f", limited to the time of {int(quota) / int(period):.3g}"
+    except (OSError, ValueError):
+        pass
+    return f"{usable} cores usable of {os.cpu_count()}{limit}"
+
+
+def _memory() -> str:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parts = [f"{_gib(total)} in all"]
+    try:
+        rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        parts.append(f"{_gib(int(rows['MemAvailable'].split()[0]) * 1024)} available")
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            parts.append(f"limited to {_gib(int(limit))}")
+    except (OSError, ValueError, KeyError):
+        pass
+    return ", ".join(parts)
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def _tried(name: str, attempt: Callable[[], None], found: str, required: bool = False, fix: str | None = None) -> Check:
+    try:
+        attempt()
+    except (OSError, AttributeError) as error:  # AttributeError: this system's Python has no such function
+        return Check(name, False, " ".join(str(error).split()), required, fix)
+    return Check(name, True, found, required, fix)
+
+
+def _try_loopback() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=5).close()
+
+
+def _try_shared_memory() -> None:
+    """What the shared-memory transport does: anonymous memory whose descriptor travels over an abstract socket."""
+    descriptor = os.memfd_create("pipeloom-doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        with mmap.mmap(descriptor, mmap.PAGESIZE) as block:
+            block[0] = 1
+        name = f"\0pipeloom-doctor-{secrets.token_hex(8)}"
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server,
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client,
+        ):
+            server.bind(name)
+            server.listen(1)
+            client.connect(name)
+            peer, _ = server.accept()
+            with peer:
+                socket.send_fds(client, [b"block"], [descriptor])
+                _, received, _, _ = socket.recv_fds(peer, 16, 1)
+            for copy in received:
+                os.close(copy)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,80 @@
+"""A checkpoint's tensors as Hugging Face safetensors files: copied byte for byte, in any number. No torch here."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from pipeloom.errors import CheckpointError, InputError
+from pipeloom.train.checkpoint_directory import fsync_directory
+from pipeloom.train.manifest import INDEX_NAME, json_bytes, read_manifest, read_weight_map, verify_file
+from pipeloom.train.tensor_file import TensorSource, tensor_sources, write_bytes, write_tensors
+
+
+def model_tensors(checkpoint: Path, *, verify_files: bool = True) -> dict[str, tuple[str, TensorSource]]:
+    """Every tensor of the model: name -> (file, tensor), in stage order.
+
+    Raises CheckpointError when a file that holds them is missing or, with `verify_files`, damaged.
+    """
+    manifest = read_manifest(checkpoint)
+    files = [part.model for part in manifest.parts]
+    if verify_files:
+        for name in [INDEX_NAME, *files]:
+            verify_file(checkpoint, name, manifest.files[name])
+    try:
+        sources = {file: tensor_sources(checkpoint / file) for file in files}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read ({error.strerror}): use another checkpoint") from error
+    weight_map = read_weight_map(checkpoint)
+    return {name: (file, sources[file][name]) for name, file in weight_map.items()}
+
+
+def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
+    """Rewrite the model of a checkpoint as `num_files` safetensors files with their index, in a new directory `out`.
+
+    One file is named `model.safetensors`; of several each holds neighbouring layers, about the same number of bytes.
+    `out` appears whole or not at all. Raises InputError when `out` is not empty, cannot be written, or `num_files` does
+    not fit; CheckpointError when the checkpoint is damaged.
+    """
+    tensors = {name: source for name, (_, source) in model_tensors(checkpoint).items()}
+    if not 1 <= num_files <= max(1, len(tensors)):
+        raise InputError(f"{num_files} files asked for, there are {len(tensors)} tensors: ask for 1 to {len(tensors)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists and is not an empty directory: nothing is overwritten, give another name")
+    groups = _balanced({name: source.size_bytes for name, source in tensors.items()}, num_files)
+    partial = out.parent / f".{out.name}.partial-{secrets.token_hex(4)}"
+    try:
+        partial.mkdir(parents=True)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(groups, start=1):
+            file = "model.safetensors" if num_files == 1 else f"model-{number:05d}-of-{num_files:05d}.safetensors"
+            write_tensors(partial / file, {name: tensors[name] for name in names})
+            weight_map |= dict.fromkeys(names, file)
+        total = sum(source.size_bytes for source in tensors.values())
+        write_bytes(partial / INDEX_NAME, json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map}))
+        fsync_directory(partial)
+        os.rename(partial, out)
+        fsync_directory(out.parent)
+    except OSError as error:
+        raise InputError(f"{out} cannot be written ({error.strerror}): free some space or give another name") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return sorted(out.iterdir())
+
+
+def _balanced(sizes_bytes: dict[str, int], num_groups: int) -> list[list[str]]:
+    """Neighbouring names in `num_groups` groups, none empty, each near an equal share of the rest."""
+    names = list(sizes_bytes)
+    groups: list[list[str]] = []
+    left_bytes, start = sum(sizes_bytes.values()), 0
+    for groups_left in range(num_groups, 0, -1):
+        share, taken, end = left_bytes / groups_left, 0, start
+        last = len(names) - (groups_left - 1)  # leave a name for each group to come
+        while end < last and (end == start or groups_left == 1 or taken + sizes_bytes[names[end]] / 2 <= share):
+            taken += sizes_bytes[names[end]]
+            end += 1
+        groups.append(names[start:end])
+        left_bytes, start = left_bytes - taken, end
+    return groups
