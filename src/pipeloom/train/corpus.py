@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from pipeloom.errors import DataError
 from pipeloom.train.tokenize import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Part = Literal["train", "validation"]
 
@@ -75,6 +76,8 @@ class Corpus:
 
     def windows(self, indices: ArrayLike, sequence_length: int, part: Part = "train") -> tuple[Tensor, Tensor]:
         """Windows by number -> (inputs [B, S], targets [B, S]), int64; targets are the inputs one token on."""
+        import torch  # here, so that data can be prepared and checked without it
+
         tokens, count = self._part(part), self.num_windows(sequence_length, part)
         chosen = np.asarray(indices, np.int64)
         inputs = tokens[: count * sequence_length].reshape(count, sequence_length)[chosen]
