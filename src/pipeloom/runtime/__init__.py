@@ -1,13 +1,41 @@
-"""Run a schedule: executor, stages, transports."""
+"""Run a schedule: executor, stages, transports.
 
-from pipeloom.runtime.collectives import all_gather_bytes
-from pipeloom.runtime.gradients import clip_by_norms, clip_grad_norm, gradient_norms
-from pipeloom.runtime.loopback import LoopbackTransport
-from pipeloom.runtime.mixed import MixedTransport
-from pipeloom.runtime.pipeline import Pipeline
-from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport
-from pipeloom.runtime.values import Layout
-from pipeloom.runtime.worker import BLACKBOX_BYTES, RUNNABLE_OPS
+What needs torch is loaded when it is first used: `pipeloom.runtime.launcher` works without.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeloom.runtime.collectives import all_gather_bytes
+    from pipeloom.runtime.gradients import clip_by_norms, clip_grad_norm, gradient_norms
+    from pipeloom.runtime.loopback import LoopbackTransport
+    from pipeloom.runtime.mixed import MixedTransport
+    from pipeloom.runtime.pipeline import Pipeline
+    from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport
+    from pipeloom.runtime.values import Layout
+    from pipeloom.runtime.worker import BLACKBOX_BYTES, RUNNABLE_OPS
+
+# Public names, and the module each lives in.
+_HOMES = {
+    "BLACKBOX_BYTES": "pipeloom.runtime.worker",
+    "Channel": "pipeloom.runtime.transport",
+    "Incoming": "pipeloom.runtime.transport",
+    "Lane": "pipeloom.runtime.transport",
+    "Layout": "pipeloom.runtime.values",
+    "LoopbackTransport": "pipeloom.runtime.loopback",
+    "MixedTransport": "pipeloom.runtime.mixed",
+    "Outgoing": "pipeloom.runtime.transport",
+    "Pipeline": "pipeloom.runtime.pipeline",
+    "RUNNABLE_OPS": "pipeloom.runtime.worker",
+    "Transport": "pipeloom.runtime.transport",
+    "all_gather_bytes": "pipeloom.runtime.collectives",
+    "clip_by_norms": "pipeloom.runtime.gradients",
+    "clip_grad_norm": "pipeloom.runtime.gradients",
+    "gradient_norms": "pipeloom.runtime.gradients",
+}
 
 __all__ = [
     "BLACKBOX_BYTES",
@@ -26,3 +54,10 @@ __all__ = [
     "clip_grad_norm",
     "gradient_norms",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pipeloom.runtime' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
