@@ -33,6 +33,10 @@ def find_layers(model: nn.Module, patterns: Sequence[str] | None) -> list[Layer]
     if patterns is None:
         if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
             return [Layer(name, module, True) for name, module in _children(model)]
+        if not _children(model):
+            raise SplitError(
+                f"{type(model).__name__} has no parts: only a chain of modules can be cut; use num_stages=1"
+            )
         raise SplitError(
             f"{type(model).__name__} is no plain nn.Sequential and names no layers: the order in which its parts run "
             f"must be known; pass it, for example layers={_suggest(model)}"
