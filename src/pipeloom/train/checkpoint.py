@@ -87,18 +87,15 @@ def save(
     Args:
         model: this rank's parameters and persistent buffers by their names in the uncut model. A name that several
             ranks hold is written by the lowest; two names of one tensor are written once.
-        optimizer: `optimizer_state(...)` of this rank's optimizer.
-        random: `random_state()` of this rank.
-        state: the trainer's own JSON (sampler position, learning-rate schedule, configuration); rank 0's is kept.
-        layout: how the model was cut (ranks, schedule, cut), as JSON; rank 0's is kept.
+        optimizer, random: `optimizer_state(...)` and `random_state()` of this rank.
+        state, layout: JSON, rank 0's is kept: what the trainer must remember; how the model was cut.
         total_limit: after a successful save, delete the lowest steps until so many checkpoints are left.
 
     Raises CheckpointError on **every** rank, naming the rank and file, when any rank fails (a full disk); then what was
     there before is untouched.
     """
     exchange = exchange or LocalExchange()
-    output_dir = Path(output_dir)
-    lead = exchange.rank == 0
+    output_dir, lead = Path(output_dir), exchange.rank == 0
 
     with ExitStack() as stack:
 
