@@ -28,6 +28,7 @@ class Pipeloom:
         num_ranks: int,
         transport: str = "auto",
         num_chunks: int = 1,
+        spin_seconds: float | None = None,
         links: EmulatedLinks | None = None,
     ) -> None:
         import pipeloom as pl
@@ -37,11 +38,14 @@ class Pipeloom:
             schedule, num_ranks=num_ranks, num_microbatches=workload.num_microbatches, num_chunks=num_chunks
         )
         chosen: Any = transport
-        if links is not None:
+        if links is not None or spin_seconds is not None:
             from benchmarks.common.delayed_transport import DelayedTransport
+            from pipeloom.runtime import all_gather_bytes
             from pipeloom.runtime.shared_memory import SharedMemoryTransport
 
-            chosen = DelayedTransport(SharedMemoryTransport(), links)
+            chosen = SharedMemoryTransport(dist.get_rank(), all_gather_bytes, spin_seconds=spin_seconds)
+            if links is not None:
+                chosen = DelayedTransport(chosen, links)
         self._pipe = pl.Pipeline(
             model, plan, loss_fn=workload.loss, cut=workload.cut(plan.num_stages), transport=chosen
         )

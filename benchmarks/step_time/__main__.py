@@ -6,7 +6,7 @@ import argparse
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.common.processes import Crew
 from benchmarks.common.reference import write_reference
@@ -22,19 +22,33 @@ CONFIGURATIONS = {
     "1x64 M=16": GPTWorkload(micro_batch=1, sequence_length=64, num_microbatches=16),
     "1x16 w128 M=16": GPTWorkload(micro_batch=1, sequence_length=16, num_microbatches=16, width=128),
 }
-PIPELINES = {
-    "pipeloom 1f1b": System(kind="pipeloom", schedule="1f1b"),
-    "torch 1f1b": System(kind="torch", schedule="1f1b"),
-    "deepspeed 1f1b": System(kind="deepspeed"),
-    "pipeloom gpipe": System(kind="pipeloom", schedule="gpipe"),
-    "torch gpipe": System(kind="torch", schedule="gpipe"),
-    "pipeloom 1f1b gloo": System(kind="pipeloom", schedule="1f1b", options={"transport": "torch_distributed"}),
-}
-ALONE = {  # name: (threads, system)
-    "1 process, 1 thread, micro-batches": (1, System(kind="sequential")),
-    "1 process, 1 thread, whole batch": (1, System(kind="sequential", options={"whole_batch": True})),
-    "1 process, 2 threads, micro-batches": (2, System(kind="sequential")),
-    "1 process, 2 threads, whole batch": (2, System(kind="sequential", options={"whole_batch": True})),
+
+
+class Entry(NamedTuple):
+    """A system, the processes it runs in and torch's threads in each."""
+
+    num_processes: int
+    num_threads: int
+    system: System
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline; they may be threads of one process."""
+        return 1 if self.system.kind == "sequential" else NUM_RANKS
+
+
+ENTRIES = {
+    "1 process, 1 thread, micro-batches": Entry(1, 1, System(kind="sequential")),
+    "1 process, 1 thread, whole batch": Entry(1, 1, System(kind="sequential", options={"whole_batch": True})),
+    "1 process, 2 threads, micro-batches": Entry(1, 2, System(kind="sequential")),
+    "1 process, 2 threads, whole batch": Entry(1, 2, System(kind="sequential", options={"whole_batch": True})),
+    "pipeloom 1f1b": Entry(2, 1, System(kind="pipeloom", schedule="1f1b")),
+    "torch 1f1b": Entry(2, 1, System(kind="torch", schedule="1f1b")),
+    "deepspeed 1f1b": Entry(2, 1, System(kind="deepspeed")),
+    "pipeloom gpipe": Entry(2, 1, System(kind="pipeloom", schedule="gpipe")),
+    "torch gpipe": Entry(2, 1, System(kind="torch", schedule="gpipe")),
+    "pipeloom 1f1b gloo": Entry(2, 1, System(kind="pipeloom", schedule="1f1b", options={"transport": "torch"})),
+    "pipeloom 1f1b threads": Entry(1, 2, System(kind="pipeloom", schedule="1f1b", options={"transport": "threads"})),
 }
 ONE_THREAD = "1 process, 1 thread, micro-batches"
 COMPARISONS = [
@@ -54,13 +68,13 @@ def measure(workload: GPTWorkload, names: list[str], num_rounds: int, num_steps:
         write_reference(workload, reference)
         crews = {}
         for name in names:
-            threads = ALONE[name][0] if name in ALONE else 1
-            num_ranks = 1 if name in ALONE else NUM_RANKS
-            crew = Crew(name, num_ranks, Bench, num_ranks, scratch, num_threads=threads, process_group=num_ranks > 1)
+            processes, threads, _ = entry = ENTRIES[name]
+            crew = Crew(
+                name, processes, Bench, entry.num_ranks, scratch, num_threads=threads, process_group=processes > 1
+            )
             crews[name] = stack.enter_context(crew)
         for name, crew in crews.items():
-            system = ALONE[name][1] if name in ALONE else PIPELINES[name]
-            errors[name] = build_checked(crew, name, system, workload, reference)
+            errors[name] = build_checked(crew, name, ENTRIES[name].system, workload, reference)
         for _ in range(num_rounds):
             for name, crew in crews.items():
                 # One step first, untimed: its caches were used by the others since its last turn.
@@ -100,8 +114,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a system in a round")
     parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
-    every = [*ALONE, *PIPELINES]
-    parser.add_argument("--systems", nargs="+", choices=every, default=every)
+    parser.add_argument("--systems", nargs="+", choices=ENTRIES, default=list(ENTRIES))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "step_time.json")
     arguments = parser.parse_args()
     machine = environment()
