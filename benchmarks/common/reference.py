@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -38,47 +37,49 @@ class Sequential:
 
 
 class BareStages:
-    """The module calls and autograd calls that a pipeline of these stages cannot do without, in one process.
+    """The calls that a pipeline of these stages cannot do without, in one process: modules, loss, autograd's engine.
 
-    Micro-batch by micro-batch; between stages the graph is cut, as it is between ranks.
+    Micro-batch by micro-batch; between stages the graph is cut, as it is between ranks. The engine is called without
+    the checks of `torch.autograd.backward`, so that this is a floor for everybody.
     """
 
     def __init__(self, workload: Workload) -> None:
-        self._stages = list(workload.model())
+        model = workload.model()
+        self._stages = list(model)
         self._loss = workload.loss
         M = workload.num_microbatches
         inputs, targets = workload.batch()
         self._microbatches = list(zip(inputs.chunk(M), targets.chunk(M), strict=True))
-        self.parameters = dict(workload_parameters(self._stages))
+        self._seed = torch.tensor(1.0 / M)
+        self.parameters = dict(model.named_parameters())
 
     def step(self) -> Tensor:
+        run_backward = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
         losses = []
         for x, target in self._microbatches:
-            inputs, outputs = [], []
-            for index, stage in enumerate(self._stages):
-                x = x.detach().requires_grad_(index > 0)
+            inputs: list[Tensor] = []
+            outputs: list[Tensor] = []
+            for stage in self._stages:
+                if outputs:
+                    x = outputs[-1].detach().requires_grad_()
                 inputs.append(x)
-                x = stage(x)
-                outputs.append(x)
-            loss = self._loss(x, target) / len(self._microbatches)
+                outputs.append(stage(x))
+            loss = self._loss(outputs[-1], target)
             outputs[-1] = loss
-            gradient = None
+            gradient: Tensor | None = self._seed
             for x, output in zip(reversed(inputs), reversed(outputs), strict=True):
-                torch.autograd.backward(output, gradient)
+                run_backward((output,), (gradient,), False, False, (), True, True)
                 gradient = x.grad
             losses.append(loss.detach())
-        return torch.stack(losses).sum()
+        return torch.stack(losses).mean()
 
     def close(self) -> None:
         pass
 
 
-def workload_parameters(stages: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Parameter]]:
-    return nn.Sequential(*stages).named_parameters()
-
-
 def write_reference(workload: Workload, path: Path) -> None:
-    """Loss and gradients of one step of `workload`, computed in this process."""
+    """Loss and gradients of one step of `workload`, computed in this process with one thread, as ranks do."""
+    torch.set_num_threads(1)
     system = Sequential(workload.without_waits())
     tensors = {"loss": system.step()}
     for name, parameter in system.parameters.items():
