@@ -1,0 +1,71 @@
+"""The model of a run: described everywhere, made only where it is needed."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from pipeloom.ir import Schedule
+from pipeloom.models import GPT, GPTConfig, loss_fn, materialize
+from pipeloom.split import Stages, split
+from pipeloom.train.config import TrainConfig
+from pipeloom.train.data import Corpus
+from pipeloom.train.exchange import Exchange
+from pipeloom.train.validate import parse_cut
+
+
+def model_config(config: TrainConfig, vocabulary_size: int) -> GPTConfig:
+    """The sizes of the GPT. Raises InputError where they do not fit each other."""
+    model = config.model
+    return GPTConfig(
+        vocabulary_size=vocabulary_size,
+        layers=model.layers,
+        width=model.width,
+        heads=model.heads,
+        sequence_length=model.sequence_length,
+        tie_embeddings=model.tie_embeddings,
+        positions=model.positions,
+        dropout=model.dropout,
+    )
+
+
+def build_stages(
+    config: TrainConfig, schedule: Schedule, corpus: Corpus, exchange: Exchange, device: torch.device
+) -> Stages:
+    """The model cut into stages; those that this process holds have values, the others are on the meta device.
+
+    Initial values depend on the seed and a parameter's name alone, so every layout begins with the same model.
+    """
+    sizes = model_config(config, corpus.vocabulary_size)
+    cut = parse_cut(config)
+    if cut == "time":
+        cut = _agree_on_cut(config, sizes, schedule, corpus, exchange)
+    with torch.device("meta"):
+        model = GPT(sizes)
+    if exchange.size == 1:  # all stages are here: what is tied stays one parameter
+        materialize(model, config.seed, device)
+        return split(model, schedule.num_stages, cut=cut)
+    stages = split(model, schedule.num_stages, cut=cut)
+    for stage in schedule.placement.stages_of[exchange.rank]:
+        materialize(stages.modules[stage], config.seed, device)
+    return stages
+
+
+def _agree_on_cut(
+    config: TrainConfig, sizes: GPTConfig, schedule: Schedule, corpus: Corpus, exchange: Exchange
+) -> list[int]:
+    """Rank 0 measures the whole model on one micro-batch and tells the others how many blocks a stage gets."""
+    counts: list[int] = []
+    if exchange.rank == 0:
+        with torch.device("meta"):
+            model = GPT(sizes)
+        materialize(model, config.seed)
+        samples = range(
+            min(-(-config.batch.size // config.batch.microbatches), corpus.num_windows(sizes.sequence_length))
+        )
+        pair = corpus.windows(samples, sizes.sequence_length)
+        stages = split(model, schedule.num_stages, cut="time", sample=pair, loss_fn=loss_fn)
+        counts = [sum(name.startswith("blocks.") for name in layers) for layers in stages.layers]
+    agreed: list[int] = json.loads(exchange.all_gather(json.dumps(counts).encode())[0])
+    return agreed

@@ -1,0 +1,67 @@
+"""Text from a model that lies in stages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeloom.ir import Action, Op, Placement, Schedule
+from pipeloom.models import loss_fn
+from pipeloom.runtime import Pipeline
+from pipeloom.split import Stages
+from pipeloom.train.group import Group
+from pipeloom.train.tokenize import Tokenizer
+
+
+def generate(
+    stages: Stages,
+    placement: Placement,
+    group: Group,
+    tokenizer: Tokenizer,
+    *,
+    prompt: str,
+    num_tokens: int,
+    sequence_length: int,
+    temperature: float,
+    seed: int,
+    transport: str = "auto",
+) -> str:
+    """`prompt` and `num_tokens` tokens after it, drawn one by one; every process calls it and gets the text.
+
+    The last `sequence_length` tokens go through the pipeline; the rank with the last stage draws the next one from
+    softmax(logits / temperature) with a generator of its own and tells the others. Temperature 0: the likeliest.
+    """
+    separator = tokenizer.encode([""]).tolist()
+    tokens: list[int] = tokenizer.encode([prompt]).tolist()[: -len(separator)] or separator
+    generator = torch.Generator().manual_seed(seed)
+    last = placement.rank_of(placement.num_stages - 1, 0)
+    with Pipeline(stages, _one_forward(placement), loss_fn=loss_fn, transport=transport) as pipeline:
+        pipeline.eval()
+        for _ in range(num_tokens):
+            window = torch.tensor([tokens[-sequence_length:]], device=group.device)
+            logits_BSV = pipeline.forward(window if pipeline.needs_inputs else None)
+            token = torch.zeros(1, dtype=torch.int64)
+            if isinstance(logits_BSV, Tensor):
+                token[0] = _draw(logits_BSV[0, -1].float().cpu(), temperature, generator)
+            tokens.append(int(group.from_rank(last if group.size > 1 else 0, token)))
+    return tokenizer.decode(tokens)
+
+
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
+
+
+def _one_forward(placement: Placement) -> Schedule:
+    """One micro-batch through all stages, without backwards."""
+    orders: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
+    for stage in range(placement.num_stages):
+        orders[placement.rank_of(stage, 0)].append(Action(stage, Op.F, 0))
+    return Schedule(
+        name="one forward",
+        num_microbatches=1,
+        placement=placement,
+        orders=tuple(map(tuple, orders)),
+        forward_only=True,
+    )

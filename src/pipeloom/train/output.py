@@ -1,0 +1,98 @@
+"""The output directory: nothing of an earlier run is lost, nothing of it is mixed with this one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeloom.train.checkpoint_directory import list_checkpoints
+from pipeloom.train.config import TrainConfig, repeatable, to_yaml
+from pipeloom.version import __version__
+
+_FILES = ("metrics.jsonl", "config.yaml", "environment.json", "timelines.json", "timeline.json.gz", "report.html")
+
+
+def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str | None:
+    """Make the output directory ready for the steps after `step`; one process calls it.
+
+    A run that goes on keeps its metrics up to the checkpoint; what came after it, and all of another run, is moved
+    into ``previous-1/``, ``previous-2/``, ...
+
+    Returns:
+        What was moved, in one line, or None.
+    """
+    directory = Path(config.output_dir)
+    goes_on = resumed is not None and resumed.absolute().parent == directory.absolute()
+    later = [entry.path for entry in list_checkpoints(directory) if not goes_on or entry.step > step]
+    stale = [path for path in later if not path.name.startswith(".")]
+    if not goes_on:
+        stale += [directory / name for name in _FILES if (directory / name).exists()]
+    place = None
+    if stale:
+        place = _free_place(directory)
+        for path in stale:
+            path.rename(place / path.name)
+    if goes_on:
+        _cut_metrics(directory / "metrics.jsonl", step)
+    (directory / "config.yaml").write_text(
+        f"# pipeloom {__version__}; repeat this run: pipeloom train --config {directory.absolute() / 'config.yaml'}\n"
+        + to_yaml(repeatable(config)),
+        encoding="utf-8",
+    )
+    (directory / "environment.json").write_text(json.dumps(_environment(), indent=2) + "\n", encoding="utf-8")
+    return f"an earlier run was moved to {place}" if place else None
+
+
+def _free_place(directory: Path) -> Path:
+    number = 1
+    while True:
+        place = directory / f"previous-{number}"
+        try:
+            place.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return place
+
+
+def _cut_metrics(path: Path, step: int) -> None:
+    """Drop the lines after `step`, and a last line that a killed run left unfinished."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(path)
+
+
+def append_metrics(directory: Path, row: Mapping[str, Any]) -> None:
+    """Add one line to ``metrics.jsonl``. What is not finite (nan, inf) is written as null, so that the line is JSON."""
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
+    with (directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(plain, allow_nan=False) + "\n")
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "pipeloom": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads a rank": torch.get_num_threads(),
+    }

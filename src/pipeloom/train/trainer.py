@@ -1,0 +1,302 @@
+"""The training loop. Every rank runs `train`, and all of them say the same things in the same order."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import RunError
+from pipeloom.ir.text import parse_action
+from pipeloom.models import loss_fn
+from pipeloom.passes import lower
+from pipeloom.report import write_report
+from pipeloom.runtime import Pipeline, clip_by_norms, gradient_norms
+from pipeloom.runtime.launcher import Membership
+from pipeloom.sim import measured_timeline
+from pipeloom.train import checkpoint
+from pipeloom.train.build import build_stages, model_config
+from pipeloom.train.config import TrainConfig
+from pipeloom.train.data import Sampler
+from pipeloom.train.generate import generate
+from pipeloom.train.group import Group, meet
+from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, read_cost
+from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, set_learning_rate
+from pipeloom.train.output import append_metrics, prepare_output
+from pipeloom.train.progress import Display, display
+from pipeloom.train.validate import make_schedule, open_corpus, resume_path
+
+
+def train(config: TrainConfig, member: Membership | None) -> None:
+    """Train as one rank of `member`'s run, or as all ranks in this process; `validate` has passed.
+
+    Raises:
+        RunError: a loss or gradient that is not finite, a lost rank, a model that raises.
+    """
+    with meet(member) as group, Trainer(config, group, member) as trainer:
+        done = trainer.resume()
+        with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
+            trainer.open_output(shown)
+            for step in range(done + 1, config.steps + 1):
+                shown.step(trainer.step(step))
+                if _is_due(step, config.eval_steps, config.steps):
+                    shown.say(f"step {step}  validation loss {trainer.evaluate(step):.4f}")
+                if _is_due(step, config.save_steps, config.steps):
+                    shown.say(f"step {step}  saved {trainer.save(step)}")
+            trainer.report(shown)
+            if config.sample_tokens:
+                shown.say(f"sample:\n{trainer.sample()}")
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    return bool(every) and (step % every == 0 or step == last)
+
+
+class Trainer:
+    """One process's part of a run.
+
+    Steps count from 1: step N is the Nth update, and checkpoint-N what is there after it.
+    """
+
+    def __init__(self, config: TrainConfig, group: Group, member: Membership | None) -> None:
+        self.config = config
+        self.group = group
+        self.black_box = member.black_box if member else None
+        self.output_dir = Path(config.output_dir)
+        self._enter("setup")
+        self.schedule = make_schedule(config)
+        self.corpus = open_corpus(config)
+        self.sampler = Sampler(self.corpus.num_windows(config.model.sequence_length), config.seed)
+        self.samples_seen = 0
+        self.stages = build_stages(config, self.schedule, self.corpus, group, group.device)
+        self.transport = "loopback" if config.local else config.parallel.transport
+        self.pipe = Pipeline(
+            self.stages,
+            self.schedule,
+            loss_fn=loss_fn,
+            transport=self.transport,
+            blackbox=self.black_box and self.black_box.action_buffer,
+        )
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.pipe.named_parameters()}
+        self.optimizer = make_optimizer(self.pipe.parameters(), config.optimizer)
+        tied = tuple(parameter.stages for parameter in self.stages.tied)
+        self.predictor = Predictor(lower(self.schedule, tied_stages=tied))
+        self.records: Records = []  # of the last training step on this process's ranks
+        self.steps_here = 0
+        self.resumed: Path | None = None
+        self.first_step = 1
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.pipe.close()
+
+    def resume(self) -> int:
+        """Go on from a checkpoint where one was asked for; returns how many steps are done."""
+        self._seed_generators(0)
+        self.resumed = resume_path(self.config)
+        if self.resumed is None:
+            return 0
+        self._enter(f"loading {self.resumed}")
+        saved = checkpoint.load(self.resumed)
+        saved.load_model(self._model_tensors())
+        saved.load_optimizer(self.optimizer, self.names)
+        apply_options(self.optimizer, self.config.optimizer)
+        sampler = saved.state["sampler"]
+        if sampler["num_windows"] == self.sampler.num_windows:  # the same text: its passes go on where they were
+            self.sampler = Sampler(self.sampler.num_windows, sampler["seed"])
+            self.samples_seen = sampler["samples_seen"]
+        random = saved.random(self.group.rank, self.group.size) if saved.layout == self._layout() else None
+        if random is not None:
+            checkpoint.restore_random_state(random)
+        else:
+            self._seed_generators(saved.step)
+        self.first_step = saved.step + 1
+        return saved.step
+
+    def open_output(self, shown: Display) -> None:
+        """Make the output directory ready and say what is about to run."""
+        if self.group.rank == 0:
+            moved = prepare_output(self.config, self.resumed, self.first_step - 1)
+            if moved:
+                shown.say(moved)
+        self.group.all_gather(b"")  # nobody saves or logs before the directory is ready
+        sizes = model_config(self.config, self.corpus.vocabulary_size)
+        start = f", from {self.resumed}" if self.resumed else ""
+        shown.say(
+            f"{sizes.num_parameters:,} parameters in {self.schedule.num_stages} stages, schedule {self.schedule.name}, "
+            f"{self.pipe.num_ranks} ranks, {self.config.batch.microbatches} micro-batches; "
+            f"{len(self.corpus.train):,} tokens of {self.corpus.num_files} files{start}"
+        )
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One update of the weights; returns its metrics, which rank 0 has written down."""
+        self._enter(f"step {step}")
+        started = time.perf_counter()
+        rate = learning_rate(step - 1, self.config.steps, self.config.optimizer)
+        set_learning_rate(self.optimizer, rate)
+        inputs, targets = self._next_batch()
+        stepped = time.perf_counter()
+        loss = self.pipe.step(inputs, targets)
+        seconds = time.perf_counter() - stepped
+        self.records = self.pipe.records
+
+        # One collective a step: gradient norms for clipping, and what the step cost.
+        norms = gradient_norms(self.pipe)
+        numbers = cost_numbers(self.pipe, self.records, seconds, self.group.rank, self.group.size)
+        summed = self.group.sum(torch.cat([norms.flatten(), numbers]))
+        norms = summed[: norms.numel()].view_as(norms)
+        self._enter(f"step {step}, update")
+        norm = clip_by_norms(self.pipe, norms, self.config.optimizer.clip_norm or math.inf)
+        finite = bool(loss.isfinite()) and bool(norm.isfinite())
+        if finite:  # else the weights stay as they were
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+        cost = read_cost(summed[norms.numel() :], self.schedule, self.group.size)
+        row = {"step": step, "loss": float(loss), "grad_norm": float(norm), "lr": rate}
+        row |= self._timing(time.perf_counter() - started, cost)
+        if self.group.rank == 0:
+            append_metrics(self.output_dir, row)
+        if not finite:
+            raise RunError(
+                f"step {step} has loss {float(loss)} and gradient norm {float(norm)}: training cannot go on "
+                "from there; lower optimizer.learning_rate, or resume from an earlier checkpoint with another seed"
+            )
+        return row
+
+    def evaluate(self, step: int) -> float:
+        """The mean loss over the validation batches; gradients, modes and random states stay as they are."""
+        self._enter(f"evaluation after step {step}")
+        batches = self.corpus.validation_batches(
+            self.config.model.sequence_length, self.config.batch.size, self.config.eval_batches
+        )
+        losses = [float(self.pipe.evaluate(*self._placed(inputs, targets))) for inputs, targets in batches]
+        mean = statistics.fmean(losses)
+        if self.group.rank == 0:
+            append_metrics(self.output_dir, {"step": step, "eval_loss": mean})
+        return mean
+
+    def save(self, step: int) -> Path:
+        """Write ``checkpoint-{step}``."""
+        self._enter(f"checkpoint after step {step}")
+        sizes = model_config(self.config, self.corpus.vocabulary_size)
+        sampler = {
+            "samples_seen": self.samples_seen,
+            "seed": self.sampler.seed,
+            "num_windows": self.sampler.num_windows,
+        }
+        return checkpoint.save(
+            self.output_dir,
+            step,
+            model=self._model_tensors(),
+            optimizer=checkpoint.optimizer_state(self.optimizer, self.names),
+            random=checkpoint.random_state(),
+            state={
+                "model": {key: getattr(sizes, key) for key in sizes.__dataclass_fields__},
+                "sampler": sampler,
+                "config": self.config.to_mapping(),
+            },
+            layout=self._layout(),
+            exchange=self.group,
+            total_limit=self.config.save_total_limit,
+        )
+
+    def report(self, shown: Display) -> None:
+        """Rank 0 writes the timelines of the last step, measured and predicted, and the report."""
+        self._enter("report")
+        if self.first_step > self.config.steps:
+            return
+        records = self._gather_records()
+        if self.group.rank == 0:
+            timelines = {
+                "measured": json.loads(measured_timeline(self.schedule, [rows for _, rows in records]).to_json()),
+                "predicted": json.loads(self.predictor.predict().to_json()),
+            }
+            (self.output_dir / "timelines.json").write_text(json.dumps(timelines), encoding="utf-8")
+            shown.say(f"report: {write_report(self.output_dir)}")
+
+    def sample(self) -> str:
+        """A short text that the model writes."""
+        self._enter("sample")
+        return generate(
+            self.stages,
+            self.schedule.placement,
+            self.group,
+            self.corpus.tokenizer,
+            prompt=self.config.sample_prompt,
+            num_tokens=self.config.sample_tokens,
+            sequence_length=self.config.model.sequence_length,
+            temperature=self.config.sample_temperature,
+            seed=self.config.seed,
+            transport=self.transport,
+        )
+
+    def _enter(self, phase: str) -> None:
+        """Tell the black box what comes now."""
+        if self.black_box is not None:
+            self.black_box.phase = phase
+
+    def _seed_generators(self, step: int) -> None:
+        """Random states that follow from the seed, the step and the rank alone."""
+        digest = blake2b(f"{self.config.seed}/{step}/{self.group.rank}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+    def _next_batch(self) -> tuple[Tensor | None, Tensor | None]:
+        windows = self.sampler.batch(self.samples_seen, self.config.batch.size)
+        self.samples_seen += self.config.batch.size
+        return self._placed(*self.corpus.windows(windows, self.config.model.sequence_length))
+
+    def _placed(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What this process reads of a batch, on its device."""
+        device = self.group.device
+        return (
+            inputs.to(device) if self.pipe.needs_inputs else None,
+            targets.to(device) if self.pipe.needs_targets else None,
+        )
+
+    def _timing(self, step_seconds: float, cost: StepCost) -> dict[str, Any]:
+        """The metrics of time and memory; rank 0 also predicts."""
+        self.predictor.observe(cost)
+        self.steps_here += 1
+        if self.steps_here == 2:  # the first step warms up; latency is measured once
+            self.predictor.observe_messages(self._gather_records())
+        tokens = self.config.batch.size * self.config.model.sequence_length
+        predicted = self.predictor.predict().bubble_fraction if self.group.rank == 0 else math.nan
+        return {
+            "tokens_per_second": tokens / step_seconds,
+            "step_seconds": step_seconds,
+            "bubble_fraction": cost.bubble_fraction,
+            "predicted_bubble_fraction": predicted,
+            "peak_memory_bytes": cost.peak_memory_bytes,
+            "live_activations": cost.live_activations,
+        }
+
+    def _gather_records(self) -> Records:
+        """The last step's records of all ranks, by rank, on every process."""
+        own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in self.records]
+        gathered = [item for payload in self.group.all_gather(json.dumps(own).encode()) for item in json.loads(payload)]
+        return [
+            (rank, [(parse_action(action), start, end) for action, start, end in rows])
+            for rank, rows in sorted(gathered)
+        ]
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers held here, by their names in the uncut model."""
+        return {name: tensor for module in self.pipe.modules() for name, tensor in module.state_dict().items()}
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "ranks": self.pipe.num_ranks,
+            "processes": self.group.size,
+            "schedule": self.schedule.name,
+            "stages": [list(layers) for layers in self.stages.layers],
+        }

@@ -1,0 +1,198 @@
+"""Refuse a run that cannot work: one function, called by every process before it meets any other."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+
+from pipeloom import schedules
+from pipeloom.errors import CheckpointError, DataError, InputError
+from pipeloom.ir import Schedule, check
+from pipeloom.train import checkpoint_directory
+from pipeloom.train.config import TrainConfig
+from pipeloom.train.data import Corpus, prepare_corpus
+from pipeloom.train.manifest import verify
+
+CUTS = ("layers", "parameters", "time")
+
+
+def validate(config: TrainConfig, *, world_size: int | None) -> None:
+    """Refuse `config` where it cannot be trained as it stands.
+
+    Args:
+        config: what was asked for.
+        world_size: processes that the environment says there are; None where this process is alone (the launcher,
+            or a run with `local`).
+
+    Raises:
+        InputError: what was seen, the rule, the fix; in one line.
+    """
+    _check_numbers(config)
+    _check_model(config)
+    make_schedule(config)
+    parse_cut(config)
+    ranks = config.parallel.pipeline
+    if config.local and world_size not in (None, 1):
+        raise InputError(f"--local in a group of {world_size} processes: it is one process; start it without torchrun")
+    if not config.local and world_size is not None and world_size != ranks:
+        raise InputError(
+            f"{world_size} processes for a pipeline of {ranks} ranks: each rank is one process; start {ranks} "
+            f"of them or give --parallel.pipeline {world_size}"
+        )
+    _check_writable(Path(config.output_dir))
+    corpus = open_corpus(config)
+    _check_windows(config, corpus)
+    checkpoint = resume_path(config)
+    if checkpoint is not None:
+        _check_checkpoint(config, checkpoint, corpus.vocabulary_size)
+
+
+def make_schedule(config: TrainConfig) -> Schedule:
+    """The schedule of every step, checked."""
+    ranks, microbatches = config.parallel.pipeline, config.batch.microbatches
+    schedule = schedules.build(config.schedule, num_ranks=ranks, num_microbatches=microbatches)
+    check(schedule)
+    return schedule
+
+
+def parse_cut(config: TrainConfig) -> str | list[int]:
+    """``parallel.cut`` as `pipeloom.split.split` takes it: a word, or the blocks of every stage."""
+    cut, ranks = config.parallel.cut, config.parallel.pipeline
+    if cut in CUTS:
+        return cut
+    counts = [int(part) for part in cut.split(",") if part.strip().isdecimal()]
+    if len(counts) != cut.count(",") + 1:
+        raise InputError(f"parallel.cut is {cut!r}: it is {', '.join(CUTS)} or blocks a stage such as 5,3; choose one")
+    if len(counts) != ranks or sum(counts) != config.model.layers:
+        raise InputError(
+            f"parallel.cut is {cut}: {len(counts)} stages of {sum(counts)} blocks, the run has {ranks} stages and "
+            f"{config.model.layers} blocks; make both agree"
+        )
+    return counts
+
+
+def open_corpus(config: TrainConfig) -> Corpus:
+    """The tokens of the run; made at the first call, mapped from the output directory afterwards."""
+    data = config.data
+    return prepare_corpus(data.path, data.tokenizer, Path(config.output_dir) / "data", data.validation_fraction)
+
+
+def resume_path(config: TrainConfig) -> Path | None:
+    """The checkpoint to go on from, or None."""
+    wanted = config.resume_from_checkpoint
+    if wanted is None:
+        return None
+    if wanted != "latest":
+        return checkpoint_directory.resolve(Path(wanted))
+    found = checkpoint_directory.latest(Path(config.output_dir))
+    if found is None:
+        raise CheckpointError(
+            f"resume_from_checkpoint is latest, but {config.output_dir} holds no finished checkpoint: leave it out to "
+            "begin a run, or name another output_dir"
+        )
+    return found
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    """Counts are counts, rates are rates."""
+    optimizer = config.optimizer
+    least = {
+        "batch.microbatches": (config.batch.microbatches, 1),
+        "batch.size": (config.batch.size, 1),
+        "parallel.pipeline": (config.parallel.pipeline, 1),
+        "model.layers": (config.model.layers, 1),
+        "model.width": (config.model.width, 1),
+        "model.heads": (config.model.heads, 1),
+        "model.sequence_length": (config.model.sequence_length, 1),
+        "eval_batches": (config.eval_batches, 1),
+        "log_steps": (config.log_steps, 1),
+        "save_total_limit": (1 if config.save_total_limit is None else config.save_total_limit, 1),
+        "steps": (config.steps, 0),
+        "seed": (config.seed, 0),
+        "save_steps": (config.save_steps, 0),
+        "eval_steps": (config.eval_steps, 0),
+        "sample_tokens": (config.sample_tokens, 0),
+        "optimizer.warmup_steps": (optimizer.warmup_steps, 0),
+    }
+    for key, (value, smallest) in least.items():
+        if value < smallest:
+            raise InputError(f"{key} is {value}: it must be at least {smallest}; raise it")
+    rates = {
+        "optimizer.learning_rate": (optimizer.learning_rate, math.inf),
+        "optimizer.weight_decay": (optimizer.weight_decay, math.inf),
+        "optimizer.clip_norm": (optimizer.clip_norm, math.inf),
+        "optimizer.min_learning_rate_fraction": (optimizer.min_learning_rate_fraction, 1.0),
+        "optimizer.beta1": (optimizer.beta1, 1.0),
+        "optimizer.beta2": (optimizer.beta2, 1.0),
+        "model.dropout": (config.model.dropout, 1.0),
+        "data.validation_fraction": (config.data.validation_fraction, 1.0),
+        "sample_temperature": (config.sample_temperature, math.inf),
+    }
+    below = ("optimizer.beta1", "optimizer.beta2", "model.dropout", "data.validation_fraction")
+    for key, (rate, largest) in rates.items():
+        if not (math.isfinite(rate) and 0 <= rate <= largest) or (key in below and rate == largest):
+            bound = "" if largest == math.inf else f" and {'below' if key in below else 'at most'} {largest:g}"
+            raise InputError(f"{key} is {rate}: it must be a finite number, 0 or more{bound}; correct it")
+    if config.batch.size < config.batch.microbatches:
+        raise InputError(
+            f"batch.size is {config.batch.size} for {config.batch.microbatches} micro-batches: each needs a sample; "
+            "raise batch.size or lower batch.microbatches"
+        )
+
+
+def _check_model(config: TrainConfig) -> None:
+    model = config.model
+    if config.parallel.pipeline > model.layers:
+        raise InputError(
+            f"parallel.pipeline is {config.parallel.pipeline} for model.layers {model.layers}: each rank needs a "
+            "block; lower parallel.pipeline or raise model.layers"
+        )
+    if model.width % model.heads:
+        raise InputError(
+            f"model.heads is {model.heads} for model.width {model.width}: the width must divide evenly; change one"
+        )
+    if model.positions == "rotary" and model.width // model.heads % 2:
+        raise InputError(
+            f"model.width {model.width} over {model.heads} heads gives {model.width // model.heads} a head: rotary "
+            "positions need an even number; change one, or use learned positions"
+        )
+
+
+def _check_writable(output_dir: Path) -> None:
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output_dir) as file:
+            file.write(b"0")
+    except OSError as error:
+        raise InputError(
+            f"output_dir {output_dir} cannot be written ({error.strerror}): results need a directory; name another"
+        ) from error
+
+
+def _check_windows(config: TrainConfig, corpus: Corpus) -> None:
+    length = config.model.sequence_length
+    corpus.num_windows(length)
+    if not config.eval_steps:
+        return
+    found = corpus.num_windows(length, "validation")
+    if found < config.batch.microbatches:
+        raise DataError(
+            f"the validation data has {found} samples of {length} tokens for {config.batch.microbatches} "
+            "micro-batches: each needs a sample; raise data.validation_fraction, add text, or give --eval_steps 0"
+        )
+
+
+def _check_checkpoint(config: TrainConfig, checkpoint: Path, vocabulary_size: int) -> None:
+    """Every byte is as it was written, and the model is of the same sizes."""
+    saved = verify(checkpoint).state.get("model")
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{checkpoint} was not written by `pipeloom train`: name one that was")
+    asked = {**config.to_mapping()["model"], "vocabulary_size": vocabulary_size}
+    for key in asked.keys() - {"dropout"}:
+        if saved.get(key) != asked[key]:
+            name = key if key == "vocabulary_size" else f"model.{key}"
+            raise CheckpointError(
+                f"{checkpoint} is of a model with {name} {saved.get(key)}, this run has {asked[key]}: they must be "
+                "equal; change the option or name another checkpoint"
+            )
