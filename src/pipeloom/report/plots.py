@@ -39,7 +39,7 @@ def line_chart(series: Sequence[Series], *, width: float = 520.0, height: float 
         )
 
     parts = []
-    for tick in ticks(y_low, y_high, max(2, int(plot_height / 32))):
+    for tick in ticks(y_low, y_high, max(3, int(plot_height / 32))):
         _, y = at(x_low, tick)
         parts.append(f'<path class="grid" d="M{_LEFT:.0f} {y:.1f}H{width - _RIGHT:.0f}"/>')
         parts.append(f'<text x="{_LEFT - 7:.0f}" y="{y + 4:.1f}" text-anchor="end">{number_text(tick)}</text>')

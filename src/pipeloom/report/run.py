@@ -192,7 +192,7 @@ def _charts(metrics: Metrics) -> list[dict[str, Any]]:
             series.append(Series(label=f"{title}, predicted", points=metrics.series(predicted), style="b"))
             keys = [("a", "measured"), ("b", "predicted")]
         if series[0].points:
-            charts.append({"title": title, "keys": keys, "svg": Markup(line_chart(series))})
+            charts.append({"title": title, "legend": keys, "svg": Markup(line_chart(series))})
     return charts
 
 

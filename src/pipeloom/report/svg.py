@@ -56,9 +56,11 @@ def timeline_svg(
     parts[:0] = _grid(seconds, scale, y)
     parts += _legend(timelines, y + 30)
     height = y + 42
-    paper = '<rect class="paper" width="100%" height="100%"/>' if standalone else ""
+    pad = 14 if standalone else 0
+    box = f"{-pad} {-pad} {width + 2 * pad:.0f} {height + 2 * pad:.0f}"
+    paper = f'<rect class="paper" x="{-pad}" y="{-pad}" width="100%" height="100%"/>' if standalone else ""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="pl" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="pl" viewBox="{box}" '
         f'style="width:100%;max-width:{width:.0f}px;height:auto" role="img" '
         f'aria-label="{escape("; ".join(map(_title, timelines)), quote=True)}">'
         f"<style>{_STYLE}{_STANDALONE_STYLE if standalone else ''}</style>{paper}{''.join(parts)}</svg>"
@@ -128,7 +130,9 @@ def _memory(points: Sequence[tuple[float, float]], makespan: float, base: float,
             highest[column] = max(highest.get(column, 0.0), live)
         points = [(column / scale, live) for column, live in sorted(highest.items())]
     path = [f"M{_LEFT:.1f} {base:.1f}"]
-    for at, live in points:
+    for index, (at, live) in enumerate(points):
+        if index + 1 < len(points) and (points[index + 1][0] - at) * scale < 0.05:
+            continue  # one activation freed and the next one made at the same moment: no notch in the curve
         path.append(f"H{_LEFT + at * scale:.2f}V{base - _MEMORY * live / most:.1f}")
     return f'<path class="memory" d="{"".join(path)}H{_LEFT + makespan * scale:.1f}V{base:.1f}z"/>'
 
