@@ -93,29 +93,33 @@ def to_csv(pipeline: Schedule | Program) -> str:
 def from_csv(text: str, *, name: str = "csv") -> Schedule:
     """Read a compute-only or lowered CSV; communication is dropped, since the passes put it back.
 
-    The placement is read off the forwards: a stage lives where its forwards stand.
+    The placement is read off the forwards: a stage lives where its forwards stand, and the replica that runs the
+    lowest micro-batch is its first.
 
     Raises:
         ScheduleError: a cell is no action, or the stages are not numbered without gaps.
     """
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.strip("\n").split("\n")]
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.rstrip("\n").split("\n")]
     orders = tuple(
         tuple(action for action in map(parse_action, filter(None, row)) if action.op in COMPUTE_OPS) for row in rows
     )
-    homes: dict[int, list[int]] = {}
-    microbatches = 0
+    homes: dict[int, dict[int, int]] = {}  # stage -> rank -> lowest micro-batch that the rank runs of it
+    microbatches = slices = 0
     for rank, order in enumerate(orders):
-        for action in order:
-            if action.op is Op.F:
-                ranks = homes.setdefault(action.stage, [])
-                if rank not in ranks:
-                    ranks.append(rank)
-                microbatches = max(microbatches, 1 + (action.microbatch or 0))
+        for stage, op, microbatch, piece in order:
+            if op is Op.F:
+                ranks = homes.setdefault(stage, {})
+                ranks[rank] = min(ranks.get(rank, microbatch or 0), microbatch or 0)
+                microbatches = max(microbatches, 1 + (microbatch or 0))
+                slices = max(slices, 1 + (piece or 0))
     if sorted(homes) != list(range(len(homes))):
         raise ScheduleError(f"CSV has forwards of stages {sorted(homes)}: stages count from 0 without gaps; renumber")
+    replicas = (sorted(homes[stage], key=lambda rank: homes[stage][rank]) for stage in range(len(homes)))
     return Schedule(
         name=name,
         num_microbatches=microbatches,
-        placement=Placement(tuple(tuple(homes[stage]) for stage in range(len(homes)))),
+        num_slices=max(1, slices),
+        placement=Placement(tuple(map(tuple, replicas))),
         orders=orders,
+        forward_only=all(action.op is Op.F for order in orders for action in order),
     )
