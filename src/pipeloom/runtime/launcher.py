@@ -67,7 +67,6 @@ class BlackBox:
     @phase.setter
     def phase(self, text: str) -> None:
         self._set(self._PHASE, text)
-        self._set(self._ACTION, "")
 
     @property
     def last_words(self) -> str:
@@ -183,23 +182,29 @@ def launch(num_ranks: int, arguments: Sequence[str]) -> int:
     if not hasattr(os, "memfd_create"):
         raise InputError(f"the launcher needs Linux, this is {sys.platform}: use torchrun, or `--local`")
     ranks: list[_Rank] = []
+    line: str | None
     previous = {s: signal.signal(s, _on_signal) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         with _anonymous_file("meeting") as meeting:
             for rank in range(num_ranks):
                 ranks.append(_start(rank, num_ranks, arguments, meeting))
-            return _watch(ranks)
+            code, line = _watch(ranks)
     except _Signalled as signalled:
-        name = signal.Signals(signalled.number).name
         phase = ranks[0].black_box.phase if ranks else ""
-        sys.stderr.write(f"pipeloom: {name}: all ranks are ended{phase and ', in ' + phase}\n")
-        return 128 + signalled.number
+        line = f"{_signal_name(signalled.number)}: all ranks were ended{phase and ', in ' + phase}"
+        code = 128 + signalled.number
     finally:
         for number in previous:  # the end takes two seconds at most and must not be cut short
             signal.signal(number, signal.SIG_IGN)
         _end(ranks)
         for number, handler in previous.items():
             signal.signal(number, handler)
+    if line is not None:
+        if sys.stdout.isatty():  # a progress bar was cut off: leave its line, show the cursor again
+            sys.stdout.write("\n\x1b[?25h")
+            sys.stdout.flush()
+        sys.stderr.write(f"pipeloom: {line}\n")
+    return code
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
@@ -237,13 +242,13 @@ def _start(rank: int, num_ranks: int, arguments: Sequence[str], meeting: int) ->
         return _Rank(process, BlackBox(descriptor))
 
 
-def _watch(ranks: Sequence[_Rank]) -> int:
-    """Wait until all ranks are done or one is lost; says which and returns the exit code."""
+def _watch(ranks: Sequence[_Rank]) -> tuple[int, str | None]:
+    """Wait until all ranks are done or one is lost; the exit code, and a line about the loss."""
     deadline = None
     while True:
         codes = [rank.process.poll() for rank in ranks]
         if all(code == 0 for code in codes):
-            return 0
+            return 0, None
         lost = {rank: code for rank, code in enumerate(codes) if code}
         if lost:
             deadline = deadline or time.monotonic() + _CAUSE_SECONDS
@@ -252,8 +257,8 @@ def _watch(ranks: Sequence[_Rank]) -> int:
         time.sleep(_POLL_SECONDS)
 
 
-def _explain(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> int:
-    """Say in one line which rank was lost first, how, and where it was."""
+def _explain(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> tuple[int, str]:
+    """The exit code, and which rank was lost first, how, and where it was."""
 
     def likelihood(rank: int) -> int:  # of being the cause: killed, refused its input, failed, lost a peer
         return 0 if lost[rank] < 0 else {2: 1, _PEER_LOST: 3}.get(lost[rank], 2)
@@ -261,17 +266,15 @@ def _explain(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> int:
     rank = min(lost, key=likelihood)
     code, box = lost[rank], ranks[rank].black_box
     if code == 2 and box.last_words:
-        sys.stderr.write(f"pipeloom: error: {box.last_words}\n")
-        return 2
-    where = f" in {box.phase or 'its start'}" + (f", action {box.action}" if box.action else "")
+        return 2, f"error: {box.last_words}"
+    where = f" in {box.phase or 'its start'}" + (f", last action {box.action}" if box.action else "")
     if code < 0:
         how = f"was killed by {_signal_name(-code)}"
         hint = " (out of memory?)" if -code == signal.SIGKILL else ""
         text = f"rank {rank} {how}{hint}{where}"
     else:
         text = f"rank {rank} failed{where}: {box.last_words or f'exit code {code}'}"
-    sys.stderr.write(f"pipeloom: error: {text}; all ranks were ended\n")
-    return 1
+    return 1, f"error: {text}; all ranks were ended"
 
 
 def _signal_name(number: int) -> str:

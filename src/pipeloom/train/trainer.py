@@ -50,9 +50,9 @@ def train(config: TrainConfig, member: Membership | None) -> None:
                     shown.say(f"step {step}  validation loss {trainer.evaluate(step):.4f}")
                 if _is_due(step, config.save_steps, config.steps):
                     shown.say(f"step {step}  saved {trainer.save(step)}")
-            trainer.report(shown)
-            if config.sample_tokens:
-                shown.say(f"sample:\n{trainer.sample()}")
+        trainer.report(shown)
+        if config.sample_tokens:
+            shown.say(f"sample:\n{trainer.sample()}")
 
 
 def _is_due(step: int, every: int, last: int) -> bool:
