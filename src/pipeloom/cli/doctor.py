@@ -49,7 +49,8 @@ class Check:
 
 def main(argv: list[str]) -> int:
     """Run `pipeloom doctor ARGV`: 0 when pipeloom can train on this machine, 1 when something required is missing."""
-    parser = Parser("pipeloom doctor", "What this machine has, what is missing and how to get it.")
+    about = "What this machine has, what is missing and how to get it."
+    parser = Parser("pipeloom doctor", about, examples="pipeloom doctor\npipeloom doctor --json")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     options = parser.parse_args(argv)
     checks = examine()

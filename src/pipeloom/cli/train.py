@@ -86,19 +86,23 @@ def _check_keys_of_file(parser: Parser, file: str) -> None:
         parser.error(f"configuration {file} holds no keys: write some, such as `steps: 100`")
     known = [key for key, *_ in options()]
     groups = {key.rpartition(".")[0] for key in known}
-    for key in _flat_keys(content, groups):
+    for key, value in _flat_keys(content, groups):
+        if key in groups:
+            inside = next(name for name in known if name.startswith(f"{key}."))
+            parser.error(f"configuration {file}: {key} is {value!r}: it holds keys such as {inside}; nest them")
         if key not in known:
             hint = did_you_mean(key, known) or "see `pipeloom train --print_config`"
             parser.error(f"configuration {file}: key {key} is unknown: {hint}")
 
 
-def _flat_keys(content: Mapping[Any, Any], groups: set[str], prefix: str = "") -> Iterator[str]:
+def _flat_keys(content: Mapping[Any, Any], groups: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything that is no group with keys."""
     for name, value in content.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and (key in groups or value):
+        if isinstance(value, Mapping) and value:
             yield from _flat_keys(value, groups, f"{key}.")
         else:
-            yield key
+            yield key, value
 
 
 def _from_environment(parser: Parser, environment: Mapping[str, str]) -> Iterator[str]:

@@ -1,0 +1,277 @@
+"""The command line: what is refused, in one line with exit code 2, before any rank exists; and what a config means."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeloom.cli import COMMANDS, main
+from pipeloom.cli.parser import did_you_mean
+from pipeloom.cli.train import parse
+from pipeloom.runtime import launcher
+from pipeloom.train.config import TrainConfig, options, repeatable, to_yaml
+from pipeloom.train.validate import parse_cut, validate
+from pipeloom.version import __version__
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    directory = tmp_path / "text"
+    directory.mkdir()
+    for number in range(4):
+        (directory / f"{number}.txt").write_text("the loom weaves micro-batches into a cloth of gradients. " * 40)
+    return directory
+
+
+@pytest.fixture
+def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """Run ``pipeloom train`` with a tiny model and `words`; it must refuse in one line before it starts a rank."""
+    monkeypatch.setattr(launcher, "launch", lambda *_: pytest.fail("ranks were started"))
+
+    def run(*words: str) -> str:
+        base = ["--data.path", str(text), "--output_dir", str(tmp_path / "out"), "--model.sequence_length", "16"]
+        base += [
+            "--model.width",
+            "16",
+            "--model.heads",
+            "2",
+            "--model.layers",
+            "4",
+            "--data.validation_fraction",
+            "0.3",
+        ]
+        capsys.readouterr()
+        assert main(["train", *base, *words]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1, captured.err
+        assert captured.err.startswith(("pipeloom: error: ", "pipeloom train: error: "))
+        return captured.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--batch.microbatches 0", "batch.microbatches is 0"),
+        ("--batch.microbatches -3", "batch.microbatches is -3"),
+        ("--batch.size 3 --batch.microbatches 4", "batch.size is 3 for 4 micro-batches"),
+        ("--parallel.pipeline 5", "parallel.pipeline is 5 for model.layers 4"),
+        ("--parallel.pipeline 0", "parallel.pipeline is 0"),
+        ("--schedule 1f1", "schedule '1f1' is unknown.*did you mean '1f1b'"),
+        ("--steps -1", "steps is -1"),
+        ("--steps 1.5", "steps"),
+        ("--seed -1", "seed is -1"),
+        ("--save_total_limit 0", "save_total_limit is 0"),
+        ("--model.width 0", "model.width is 0"),
+        ("--model.heads 3", "model.heads is 3 for model.width 16"),
+        ("--model.heads 16", "rotary positions need an even number"),
+        ("--model.positions sinus", "model.positions"),
+        ("--model.dropout 1", "model.dropout is 1.0.*below 1"),
+        ("--optimizer.learning_rate -1", "optimizer.learning_rate is -1.0"),
+        ("--optimizer.learning_rate .nan", "optimizer.learning_rate is nan"),
+        ("--optimizer.learning_rate .inf", "optimizer.learning_rate is inf"),
+        ("--optimizer.beta2 1", "optimizer.beta2 is 1.0.*below 1"),
+        ("--parallel.cut 3,2", "2 stages of 5 blocks"),
+        ("--parallel.cut 4", "1 stages of 4 blocks"),
+        ("--parallel.cut blocks", "parallel.cut is 'blocks'"),
+        ("--parallel.transport pigeon", "parallel.transport"),
+        ("--data.path nowhere", "data path 'nowhere' does not exist"),
+        ("--data.validation_fraction 2", "data.validation_fraction is 2.0"),
+        ("--data.tokenizer nowhere.json", "tokenizer nowhere.json"),
+        ("--model.sequence_length 100000", "one window takes 100001"),
+        ("--batch.size 5000 --batch.microbatches 5000", "validation data has .* samples"),
+        ("--output_dir /proc/nowhere/out", "output_dir /proc/nowhere/out cannot be written"),
+        ("--resume_from_checkpoint latest", "holds no finished checkpoint"),
+        ("--resume_from_checkpoint nowhere", "nowhere is not a directory"),
+        ("--stesp 3", "option --stesp is unknown: did you mean --steps"),
+        ("--model.layesr=3", "option --model.layesr is unknown: did you mean --model.layers"),
+        ("--layers 3", "did you mean --model.layers"),
+        ("--step 3", "option --step is unknown: did you mean --steps"),
+        ("--config", "option --config needs a file"),
+        ("--config nowhere.yaml", "nowhere.yaml cannot be read"),
+        ("extra", "argument 'extra' is one too many"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(refused: Refused, words: str, expected: str) -> None:
+    assert re.search(expected, refused(*words.split()))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("stesp: 3\n", "key stesp is unknown: did you mean steps"),
+        ("model:\n  layesr: 3\n", "key model.layesr is unknown: did you mean model.layers"),
+        ("modle: {layers: 3}\n", "key modle.layers is unknown: did you mean model.layers"),
+        ("layers: 3\n", "did you mean model.layers"),
+        ("model: {layers: {more: 3}}\n", "key model.layers.more is unknown"),
+        ("model: 3\n", "model is 3: it holds keys such as model.layers"),
+        ("model: {layers: many}\n", "model.layers"),
+        ("- steps\n", "holds no keys"),
+        ("", "holds no keys"),
+        ("steps: [3\n", "cannot be read"),
+        ("steps: \xff\n", "cannot be read"),
+    ],
+)
+def test_a_bad_config_file_is_refused_in_one_line(
+    refused: Refused, tmp_path: Path, content: str, expected: str
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content.encode("latin-1"))
+    assert expected in refused("--config", str(file))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00binary\x00"])
+def test_data_without_text_is_refused(refused: Refused, tmp_path: Path, content: bytes | None) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    if content is not None:
+        (empty / "file.txt").write_bytes(content)
+    assert "training needs text" in refused("--data.path", str(empty))
+
+
+def test_an_unknown_environment_variable_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELOOM_STESP", "3")
+    assert "PIPELOOM_STESP is unknown: did you mean PIPELOOM_STEPS" in refused()
+
+
+def test_a_group_of_another_size_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert "rank 0: 3 processes for a pipeline of 2 ranks" in refused()
+    assert "--local in a group of 3 processes" in refused("--local")
+
+
+def test_nothing_is_made_by_what_is_refused_early(refused: Refused, tmp_path: Path) -> None:
+    refused("--batch.microbatches", "0")
+    assert not (tmp_path / "out").exists()
+
+
+def test_config_files_count_less_than_the_environment_and_that_less_than_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 5\nseed: 5\nmodel: {layers: 5, width: 320}\nbatch: {size: 50}\n")
+    monkeypatch.setenv("PIPELOOM_SEED", "6")
+    monkeypatch.setenv("PIPELOOM_MODEL__LAYERS", "6")
+    monkeypatch.setenv("PIPELOOM_BATCH__SIZE", "60")
+    config = parse(["--model.layers", "7", "--batch.size=70", "--config", str(file)])  # wherever the file stands
+    assert (config.steps, config.model.width) == (5, 320)
+    assert config.seed == 6
+    assert (config.model.layers, config.batch.size) == (7, 70)
+    assert config.model.heads == TrainConfig().model.heads
+    monkeypatch.setenv("PIPELOOM_CONFIG", str(file))
+    assert parse([]).steps == 5
+
+
+def test_a_config_survives_yaml(tmp_path: Path) -> None:
+    words = "--local --model.tie_embeddings --save_total_limit null --optimizer.learning_rate 1e-05 --sample_prompt=é: "
+    config = parse([*words.split(), "--parallel.cut", "3,3"])
+    assert config.local
+    assert config.model.tie_embeddings
+    assert config.save_total_limit is None
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    assert parse(["--config", str(file)]) == config
+    assert TrainConfig.from_mapping(yaml.safe_load(to_yaml(config))) == config
+    assert parse([]) == TrainConfig()
+
+
+def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--print_config", "--steps", "3"]) == 0
+    file = tmp_path / "config.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert parse(["--config", str(file)]).steps == 3
+
+
+def test_a_repeatable_config_has_absolute_paths_and_begins_at_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = repeatable(parse(["--data.path", "text/*.txt", "--output_dir", "out"]))
+    assert (config.data.path, config.output_dir) == (f"{tmp_path}/text/*.txt", f"{tmp_path}/out")
+    assert config.data.tokenizer is None
+    for own in ("latest", "out/checkpoint-3"):
+        assert (
+            repeatable(parse(["--output_dir", "out", "--resume_from_checkpoint", own])).resume_from_checkpoint is None
+        )
+    other = repeatable(parse(["--output_dir", "out", "--resume_from_checkpoint", "other/checkpoint-3"]))
+    assert other.resume_from_checkpoint == f"{tmp_path}/other/checkpoint-3"
+
+
+def test_cuts() -> None:
+    assert parse_cut(parse(["--parallel.cut", "time"])) == "time"
+    assert parse_cut(parse(["--parallel.cut", "4, 2"])) == [4, 2]
+
+
+def test_the_default_run_is_valid(tmp_path: Path) -> None:
+    validate(parse(["--output_dir", str(tmp_path)]), world_size=None)
+
+
+def test_every_option_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(help_text for *_, help_text in options())
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for key, *_ in options():
+        assert f"--{key}" in shown
+        assert f"PIPELOOM_{key.upper().replace('.', '__')}" in shown
+
+
+def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pipeloom {__version__}\n"
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+    for words, hint in ((["trian"], "did you mean train?"), (["--vresion"], "did you mean --version?")):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert hint in error
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_and_refuses_an_unknown_option(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--help"]) == 0
+    assert "examples:" in capsys.readouterr().out
+    assert main([command, "--no-such-option"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+
+
+def test_nearest_names() -> None:
+    known = ["--steps", "--model.layers", "--save_steps"]
+    assert did_you_mean("--stpes", known) == "did you mean --steps?"
+    assert did_you_mean("--layer", known) == "did you mean --model.layers?"
+    assert did_you_mean("--zzz", known) is None
+
+
+def test_the_launcher_and_the_light_commands_import_no_torch() -> None:
+    program = """
+import sys
+from pipeloom.cli import main
+from pipeloom.runtime import launcher
+launcher.launch = lambda *_: 0
+import tempfile
+with tempfile.TemporaryDirectory() as out:
+    assert main(["train", "--output_dir", out]) == 0
+assert main(["simulate", "1f1b", "--ranks", "2", "--microbatches", "4", "--json"]) == 0
+assert main(["schedules", "--json"]) == 0
+assert "torch" not in sys.modules, "torch was imported"
+"""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PIPELOOM_")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
