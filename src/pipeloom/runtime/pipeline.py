@@ -6,7 +6,7 @@ every rank:   split -> own stages -> bind programs (step, evaluate, forward) -> 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError, RunError
-from pipeloom.ir import Action, Op, Program, Schedule, check, peer_of
+from pipeloom.ir import Action, Op, Placement, Program, Schedule, check, peer_of
 from pipeloom.passes import forward_only, lower
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.gradient_sum import GradientSum, Shared
@@ -86,13 +86,13 @@ class Pipeline:
         self._transport.open(self._channels())
 
         by_rank = {
-            rank: _own_stages(cut_model, schedule.placement.stages_of[rank], alone=rank == self.local_ranks[0])
+            rank: _own_stages(cut_model, schedule.placement, rank, first=rank == self.local_ranks[0])
             for rank in self.local_ranks
         }
         self.stages: dict[int, nn.Module] = {
             stage: module for stages in reversed(by_rank.values()) for stage, module in stages.items()
         }
-        self._held, self._homes = self._find_parameters(by_rank, cut_model)
+        self._held, self._stages_of = self._find_parameters(by_rank, cut_model)
         self._workers = {
             rank: Worker(
                 rank,
@@ -154,7 +154,7 @@ class Pipeline:
         """
         for position, name in enumerate(self.parameter_names):
             for rank, held in self._held.items():
-                if name in held and rank == self._homes[name][0]:
+                if name in held and rank == self._ranks_with(name)[0]:
                     yield position, held[name]
 
     def modules(self) -> Iterator[nn.Module]:
@@ -348,19 +348,22 @@ class Pipeline:
     def _find_parameters(
         self, by_rank: dict[int, dict[int, nn.Module]], cut_model: Stages
     ) -> tuple[dict[int, dict[str, nn.Parameter]], dict[str, tuple[int, ...]]]:
-        """For each rank of this process its parameters by canonical name; for each of those all ranks that hold it."""
+        """For each rank of this process its parameters by canonical name; for each of those all stages that hold it."""
         tied = {parameter.name: parameter.stages for parameter in cut_model.tied}
-        replicas = self.schedule.placement.replicas
         held: dict[int, dict[str, nn.Parameter]] = {}
-        homes: dict[str, tuple[int, ...]] = {}
+        stages_of: dict[str, tuple[int, ...]] = {}
         for rank, stages in by_rank.items():
             held[rank] = {}
             for stage, module in stages.items():
                 for alias, parameter in module.named_parameters():
                     name = cut_model.canonical_names.get(alias, alias)
                     held[rank][name] = parameter
-                    homes[name] = tuple(sorted({r for s in tied.get(name, (stage,)) for r in replicas[s]}))
-        return held, homes
+                    stages_of[name] = tied.get(name, (stage,))
+        return held, stages_of
+
+    def _ranks_with(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a parameter, ascending."""
+        return self._train_program.ranks_of_group(self._stages_of[name])
 
     def _shared_parameters(self, rank: int, stages: dict[int, nn.Module]) -> dict[int, Shared]:
         """What REDUCE_GRAD sums on `rank`: by the stage it stands under, this rank's copies and all ranks with one."""
@@ -368,36 +371,36 @@ class Pipeline:
         for group in self._train_program.gradient_groups:
             lowest = min((stage for stage in group if stage in stages), default=None)
             if lowest is not None:
-                ranks = set(self._train_program.ranks_of_group(group))
                 result[lowest] = {
-                    name: (parameter, self._homes[name])
+                    name: (parameter, self._ranks_with(name))
                     for name, parameter in self._held[rank].items()
-                    if len(self._homes[name]) > 1 and ranks.issuperset(self._homes[name])
+                    if set(group).issuperset(self._stages_of[name]) and len(self._ranks_with(name)) > 1
                 }
         return result
 
 
-def _own_stages(cut_model: Stages, stages: Iterable[int], *, alone: bool) -> dict[int, nn.Module]:
+def _own_stages(cut_model: Stages, placement: Placement, rank: int, *, first: bool) -> dict[int, nn.Module]:
     """The modules of one rank's stages.
 
     The first rank of a process takes the model's own modules. Another rank in the same process may share parameters
     with it (tied, or replicas); it gets copies of those, as it would have in a process of its own.
     """
-    modules = {stage: cut_model.modules[stage] for stage in stages}
-    if alone:
+    modules = {stage: cut_model.modules[stage] for stage in placement.stages_of[rank]}
+    if first:
         return modules
     tied = {name for parameter in cut_model.tied for name in parameter.names}
-    memo: dict[int, Any] = {}
+    kept: dict[int, Any] = {}  # what deepcopy leaves as it is, by identity
     shares = False
-    for module in modules.values():
+    for stage, module in modules.items():
+        replica = len(placement.replicas[stage]) > 1
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if name in tied:
+            if replica or name in tied:
                 shares = True
             else:
-                memo[id(parameter)] = parameter
-        for buffer in module.buffers():
-            memo[id(buffer)] = buffer
-    return {stage: copy.deepcopy(module, memo) for stage, module in modules.items()} if shares else modules
+                kept[id(parameter)] = parameter
+        if not replica:
+            kept.update((id(buffer), buffer) for buffer in module.buffers())
+    return {stage: copy.deepcopy(module, kept) for stage, module in modules.items()} if shares else modules
 
 
 def _take_turns(runs: list[Iterator[None]]) -> None:

@@ -15,39 +15,35 @@ at its end. A full socket never blocks the sender: what does not fit waits in a 
 
 from __future__ import annotations
 
+import errno
 import json
-import mmap
 import os
 import select
 import socket
 import struct
 import time
 import uuid
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeloom.errors import PeerLost
+from pipeloom.runtime.shared_block import SharedBlock
 from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport
 from pipeloom.runtime.values import Layout, decode
 
-_HEAD_BYTES = 64  # of a block: byte 0 says whether the receiver still uses it
 _DATAGRAM = struct.Struct("<IQ")  # block number, block length; then dropped blocks and the layout
 _MAX_DATAGRAM_BYTES = 1 << 16
 _NO_BLOCK = 0xFFFFFFFF
-_FREE, _USED = 0, 1
-_NOTHING_DROPPED = struct.pack("<I", 0)
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _RECEIVE_FLAGS = int(socket.MSG_DONTWAIT)
 
 
 def available() -> bool:
     """Whether this machine has what the transport needs (Linux with memfd and abstract sockets)."""
-    return hasattr(os, "memfd_create") and hasattr(socket, "SOCK_SEQPACKET") and hasattr(socket, "send_fds")
+    return hasattr(os, "memfd_create") and hasattr(socket, "SOCK_SEQPACKET")
 
 
 def host_identity() -> str:
@@ -61,88 +57,63 @@ def host_identity() -> str:
     return "/".join(parts)
 
 
-class _Block:
-    """One piece of shared memory of a sender, mapped by both sides."""
-
-    __slots__ = ("_layout", "_places", "bytes", "capacity", "map", "number")
-
-    def __init__(self, number: int, descriptor: int, capacity: int) -> None:
-        self.number = number
-        self.capacity = capacity
-        self.map = mmap.mmap(descriptor, _HEAD_BYTES + capacity)
-        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
-        self._layout: Layout | None = None
-        self._places: list[Tensor] = []
-
-    def places(self, layout: Layout) -> list[Tensor]:
-        """The block as tensors of this layout; remembered, since most messages of a block are alike."""
-        if layout is not self._layout:
-            self._layout = layout
-            self._places = []
-            for (shape, dtype, _), offset in zip(layout.specs, layout.offsets, strict=True):
-                start = _HEAD_BYTES + offset
-                flat = self.bytes[start : start + shape.numel() * dtype.itemsize]
-                self._places.append(flat.view(dtype).view(shape))
-        return self._places
-
-
 class _Outgoing(Outgoing):
     def __init__(self, connection: socket.socket, backlogged: set[_Outgoing]) -> None:
         self._socket = connection
-        self._blocks: list[_Block] = []
+        self._blocks: list[SharedBlock] = []
         self._num_made = 0
         self._used_in_step: set[int] = set()
         self._dropped: list[int] = []
-        self._backlog: deque[tuple[bytes, int | None]] = deque()
+        self._backlog: deque[tuple[Layout, Sequence[Tensor]]] = deque()
         self._backlogged = backlogged
 
     def send(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
-        descriptor = None
-        if layout.num_bytes == 0:
-            head = _DATAGRAM.pack(_NO_BLOCK, 0)
-        else:
-            block = next((b for b in self._blocks if b.map[0] == _FREE and b.capacity >= layout.num_bytes), None)
-            if block is None:
-                block, descriptor = self._make_block(layout.num_bytes)
-            block.map[0] = _USED
-            self._used_in_step.add(block.number)
-            for place, tensor in zip(block.places(layout), tensors, strict=True):
-                place.copy_(tensor)
-            head = _DATAGRAM.pack(block.number, block.capacity)
-        datagram = head + self._take_dropped() + layout.header
-        if self._backlog or not self._try_send(datagram, descriptor):
-            self._backlog.append((datagram, descriptor))
+        if self._backlog or not self._try_send(layout, tensors):
+            self._backlog.append((layout, tensors))
             self._backlogged.add(self)
 
-    def _take_dropped(self) -> bytes:
-        if not self._dropped:
-            return _NOTHING_DROPPED
-        dropped, self._dropped = self._dropped, []
-        return struct.pack(f"<I{len(dropped)}I", len(dropped), *dropped)
+    def _try_send(self, layout: Layout, tensors: Sequence[Tensor]) -> bool:
+        """Send unless the socket is full."""
+        if layout.num_bytes == 0:
+            return self._try_datagram(_DATAGRAM.pack(_NO_BLOCK, 0) + self._dropped_now() + layout.header, None)
+        block = next((b for b in self._blocks if b.capacity >= layout.num_bytes and b.free), None)
+        descriptor = None
+        if block is None:
+            block, descriptor = SharedBlock.create(self._num_made, layout.num_bytes)
+        block.write(layout, tensors)
+        head = _DATAGRAM.pack(block.number, block.capacity)
+        sent = self._try_datagram(head + self._dropped_now() + layout.header, descriptor)
+        if not sent:
+            block.release()
+        else:
+            self._used_in_step.add(block.number)
+            if descriptor is not None:
+                self._num_made += 1
+                self._blocks.append(block)
+        if descriptor is not None:
+            os.close(descriptor)
+        return sent
 
-    def _make_block(self, num_bytes: int) -> tuple[_Block, int]:
-        capacity = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        descriptor = os.memfd_create("pipeloom", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _HEAD_BYTES + capacity)
-        block = _Block(self._num_made, descriptor, capacity)
-        self._num_made += 1
-        self._blocks.append(block)
-        return block, descriptor
-
-    def _try_send(self, datagram: bytes, descriptor: int | None) -> bool:
+    def _try_datagram(self, datagram: bytes, descriptor: int | None) -> bool:
         try:
             if descriptor is None:
                 self._socket.send(datagram, _SEND_FLAGS)
             else:
-                socket.send_fds(self._socket, [datagram], [descriptor], _SEND_FLAGS)
-                os.close(descriptor)
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))
+                self._socket.sendmsg([datagram], [rights], _SEND_FLAGS)  # socket.send_fds forgets the flags
         except BlockingIOError:
             return False
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:  # too many descriptors on their way: as good as full
+                return False
             # The receiver is gone. Whoever waits for it learns that from its own channel, with a better message.
-            if descriptor is not None:
-                os.close(descriptor)
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET):
+                raise
+        self._dropped.clear()
         return True
+
+    def _dropped_now(self) -> bytes:
+        return struct.pack(f"<I{len(self._dropped)}I", len(self._dropped), *self._dropped)
 
     def flush(self) -> bool:
         """Send what did not fit before; True when nothing is left."""
@@ -155,7 +126,7 @@ class _Outgoing(Outgoing):
 
     def end_step(self) -> None:
         """Unmap blocks that this step did not need."""
-        idle = [b for b in self._blocks if b.number not in self._used_in_step and b.map[0] == _FREE]
+        idle = [b for b in self._blocks if b.number not in self._used_in_step and b.free]
         if idle:
             self._dropped.extend(block.number for block in idle)
             self._blocks = [block for block in self._blocks if block not in idle]
@@ -167,8 +138,7 @@ class _Incoming(Incoming):
         self._socket = connection
         self._channel = channel
         self._transport = transport
-        self._blocks: dict[int, _Block] = {}
-        self._leases: dict[int, weakref.ref[memoryview]] = {}  # one at a time for each block
+        self._blocks: dict[int, SharedBlock] = {}
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -183,32 +153,13 @@ class _Incoming(Incoming):
         if num_dropped:
             for dropped in struct.unpack_from(f"<{num_dropped}I", datagram, _DATAGRAM.size + 4):
                 del self._blocks[dropped]
-                self._leases.pop(dropped, None)
         layout = decode(datagram[start:])
         if number == _NO_BLOCK:
             return layout, [torch.empty(shape, dtype=dtype) for shape, dtype, _ in layout.specs]
         if descriptor is not None:
-            self._blocks[number] = _Block(number, descriptor, capacity)
+            self._blocks[number] = SharedBlock(number, descriptor, capacity)
             os.close(descriptor)
-        return layout, self._lease(self._blocks[number], layout)
-
-    def _lease(self, block: _Block, layout: Layout) -> list[Tensor]:
-        """Views of the block as tensors; the block is free again when the last of them is gone."""
-        view = memoryview(block.map)  # every storage below keeps it alive, and nothing else does
-
-        def release(_: Any, shared: mmap.mmap = block.map) -> None:
-            shared[0] = _FREE
-
-        self._leases[block.number] = weakref.ref(view, release)
-        tensors = []
-        for (shape, dtype, _), offset in zip(layout.specs, layout.offsets, strict=True):
-            count = shape.numel()
-            if count:
-                flat = torch.frombuffer(view, dtype=dtype, count=count, offset=_HEAD_BYTES + offset)
-                tensors.append(flat.view(shape))
-            else:
-                tensors.append(torch.empty(shape, dtype=dtype))
-        return tensors
+        return layout, self._blocks[number].read(layout)
 
     def _next_datagram(self) -> tuple[bytes, int | None]:
         spin_until = time.perf_counter() + self._transport.spin_seconds
@@ -291,12 +242,14 @@ class SharedMemoryTransport(Transport):
                 connection.settimeout(self.timeout_seconds)
                 connection.connect(self._addresses[channel.target]["name"])
                 connection.send(json.dumps(channel).encode())
+                connection.setblocking(False)
                 self._outgoing[channel] = _Outgoing(connection, self._backlogged)
         expected = {c for c in channels if c.target == self._rank} - self._incoming.keys()
         self._listener.settimeout(self.timeout_seconds)
         while expected:
             connection = self._new_socket(self._listener.accept()[0])
             source, target, lane = json.loads(connection.recv(4096))
+            connection.setblocking(False)
             channel = Channel(source, target, Lane(lane))
             self._incoming[channel] = _Incoming(connection, channel, self)
             expected.discard(channel)

@@ -1,0 +1,206 @@
+"""Real processes: every transport against the sequential reference, lost peers, and what is left behind."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import pipeloom as pl
+from pipeloom.errors import InputError, PeerLost, RunError, StageError
+from tests.cpu.ranks import run_ranks
+from tests.cpu.reference import accumulate, language_loss, make_gpt, make_mlp, tokens
+
+mse = nn.functional.mse_loss
+TRANSPORTS = ["shared-memory", "torch"]
+
+
+def _batch(samples: int = 9, width: int = 8):
+    generator = torch.Generator().manual_seed(samples)
+    return tuple(torch.randn(samples, width, generator=generator) for _ in range(2))
+
+
+def _gradients(rank: int, num_ranks: int, transport: str) -> None:
+    inputs, targets = _batch()
+    microbatches = range(1, 10) if transport == "shared-memory" else (1, 2, 4, 9)
+    for name, num_microbatches in itertools.product(("naive", "gpipe", "1f1b"), microbatches):
+        reference = make_mlp()
+        schedule = pl.schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        with pl.Pipeline(make_mlp(), schedule, loss_fn=mse, transport=transport) as pipe:
+            for _ in range(2):
+                expected = accumulate(reference, mse, inputs, targets, num_microbatches)
+                pipe.evaluate(inputs, targets)
+                assert torch.equal(pipe.step(inputs, targets), expected)
+            expected_gradients = dict(reference.named_parameters())
+            for parameter_name, parameter in pipe.named_parameters():
+                assert torch.equal(parameter.grad, expected_gradients[parameter_name].grad), parameter_name
+            assert pipe.peak_live_activations[rank] == pl.check(schedule).live_activations[rank]
+            assert pipe.live_activations == {rank: 0}
+            norm = pl.clip_grad_norm(pipe, 0.01)
+            assert torch.equal(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
+            output = pipe.forward(inputs if pipe.needs_inputs else None)
+            assert (output is not None) == pipe.needs_targets
+            if output is not None:
+                torch.testing.assert_close(output, reference(inputs))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_gradients_in_processes(num_ranks: int, transport: str) -> None:
+    run_ranks(_gradients, num_ranks, num_ranks, transport)
+
+
+def _train(rank: int, num_ranks: int, transport: str, tied: bool) -> list[float]:
+    """20 steps; the losses. Untied: parameters and norms bitwise those of one process."""
+    dtype = torch.float64 if tied else torch.float32
+    reference = make_gpt(tied=tied, dtype=dtype)
+    schedule = pl.schedules.one_f_one_b(num_ranks=num_ranks, num_microbatches=4)
+    # Adam divides by the root of tiny squares, so it blows rounding up; sums of tied gradients differ by rounding.
+    make_optimizer = torch.optim.SGD if tied else torch.optim.AdamW
+    expected_optimizer = make_optimizer(reference.parameters(), lr=1e-2)
+    losses = []
+    with pl.Pipeline(make_gpt(tied=tied, dtype=dtype), schedule, loss_fn=language_loss, transport=transport) as pipe:
+        optimizer = make_optimizer(pipe.parameters(), lr=1e-2)
+        for step in range(20):
+            inputs, targets = tokens(6, length=12 - step % 3, seed=step)
+            expected = accumulate(reference, language_loss, inputs, targets, 4)
+            loss = pipe.step(inputs, targets)
+            norm = pl.clip_grad_norm(pipe, 1.0)
+            expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            if tied:
+                torch.testing.assert_close((loss, norm), (expected, expected_norm), rtol=1e-12, atol=0)
+            else:
+                assert torch.equal(loss, expected)
+                assert torch.equal(norm, expected_norm)
+            for o in (optimizer, expected_optimizer):
+                o.step()
+                o.zero_grad()
+            losses.append(loss.item())
+        parameters = dict(reference.named_parameters())
+        for name, parameter in pipe.named_parameters():
+            if tied:
+                torch.testing.assert_close(parameter, parameters[name], rtol=1e-12, atol=1e-14)
+            else:
+                assert torch.equal(parameter, parameters[name])
+    embedding = dict(pipe.named_parameters()).get("embedding.weight")
+    return [losses, None if embedding is None else embedding.detach().tolist()]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_twenty_steps_in_processes(transport: str, tied: bool) -> None:
+    answers = run_ranks(_train, 2, 2, transport, tied)
+    assert answers[0][0] == answers[1][0]  # every rank has the same losses
+    if tied:  # both ranks hold the embedding, and it has not drifted apart by a bit
+        assert answers[0][1] == answers[1][1]
+
+
+class _Gate(nn.Module):
+    """The first stage opens the gate at its last forward; the last stage computes nothing before that."""
+
+    def __init__(self, gate, opens_after: int | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.gate, self.left = gate, opens_after
+
+    def forward(self, x):
+        if self.left is None:
+            assert self.gate.wait(60), "the first stage could not go on while this one was computing"
+        else:
+            self.left -= 1
+            if self.left == 0:
+                self.gate.set()
+        return x * self.weight
+
+
+def _sends_do_not_wait(rank: int, transport: str, gate) -> None:
+    model = [_Gate(gate, 8), _Gate(gate, None)]
+    schedule = pl.schedules.gpipe(num_ranks=2, num_microbatches=8)
+    with pl.Pipeline(model, schedule, loss_fn=mse, transport=transport) as pipe:
+        batch = torch.ones(8, 1 << 18)  # a megabyte a micro-batch: more than a socket takes
+        assert pipe.step(batch, torch.zeros_like(batch)).item() == 1.0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sends_do_not_wait_for_a_receiver_that_computes(transport: str) -> None:
+    gate = multiprocessing.get_context("fork").Event()
+    run_ranks(_sends_do_not_wait, 2, transport, gate)
+
+
+def _many_small_messages(rank: int, gate) -> None:
+    """More messages than a socket holds, none of them received before the last is sent."""
+    model = [_Gate(gate, 2000), _Gate(gate, None)]
+    schedule = pl.schedules.gpipe(num_ranks=2, num_microbatches=2000)
+    with pl.Pipeline(model, schedule, loss_fn=mse, transport="shared-memory") as pipe:
+        batch = torch.ones(2000, 1)
+        assert abs(pipe.step(batch, torch.zeros_like(batch)).item() - 1.0) < 1e-4
+
+
+def test_a_full_socket_does_not_block_the_sender() -> None:
+    run_ranks(_many_small_messages, 2, multiprocessing.get_context("fork").Event())
+
+
+class _Dies(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.how = how
+
+    def forward(self, x):
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "raise":
+            raise ZeroDivisionError("the user's own fault")
+        return x * self.weight
+
+
+def _neighbour_fails(rank: int, transport: str, how: str, writers) -> None:
+    model = [_Dies(""), _Dies(""), _Dies(how)]
+    schedule = pl.schedules.one_f_one_b(num_ranks=3, num_microbatches=4)
+    pipe = pl.Pipeline(model, schedule, loss_fn=mse, transport=transport)
+    batch = torch.ones(4, 3)
+    try:
+        pipe.step(batch, batch)
+    except (PeerLost, StageError) as error:
+        writers[rank].send(f"{type(error).__name__}: {error}")
+        with pytest.raises(RunError, match="make a new one"):
+            pipe.step(batch, batch)
+    os._exit(0)  # the group is broken; this test is about the message
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_lost_peer_is_named_by_everybody(how: str) -> None:
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
+    with pytest.raises(AssertionError, match="ended without an answer"):
+        run_ranks(_neighbour_fails, 3, "shared-memory", how, [writer for _, writer in pipes])
+    messages = [reader.recv() if reader.poll(1) else "" for reader, _ in pipes]
+    if how == "raise":
+        expected = "StageError: rank 2, stage 2, action 2F0, micro-batch 0: ZeroDivisionError: the user's own fault"
+        assert messages[2] == expected
+    assert "rank 1, stage 1, action 1RECV_B0, micro-batch 0: rank 2 ended" in messages[1]
+    assert "rank 0, stage 0, action 0RECV_B0, micro-batch 0: rank 1 ended" in messages[0]
+    assert all("\n" not in message for message in messages)
+
+
+def _wrong_sizes(rank: int) -> None:
+    model = make_mlp()
+    with pytest.raises(InputError, match="schedule of 3 ranks in a process group of 2"):
+        pl.Pipeline(model, pl.schedules.gpipe(num_ranks=3, num_microbatches=2), loss_fn=mse)
+    with pl.Pipeline(model, pl.schedules.gpipe(num_ranks=2, num_microbatches=4), loss_fn=mse) as pipe:
+        inputs, targets = _batch(3)
+        with pytest.raises(InputError, match="3 samples for 4 micro-batches"):
+            pipe.step(inputs, targets)
+        if rank == 0:
+            with pytest.raises(InputError, match="rank with the first stage"):
+                pipe.step(None, targets)
+        inputs, targets = _batch(5)
+        pipe.step(inputs, targets)  # a refused batch did not put the ranks out of step
+
+
+def test_bad_batches_are_refused_before_communication() -> None:
+    run_ranks(_wrong_sizes, 2)

@@ -1,0 +1,173 @@
+"""Channels: any value arrives as it was sent, in order; memory goes back; nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeloom.errors import InputError, PeerLost
+from pipeloom.runtime import Channel, Lane, Transport, all_gather_bytes
+from pipeloom.runtime.loopback import LoopbackTransport
+from pipeloom.runtime.shared_memory import SharedMemoryTransport
+from pipeloom.runtime.torch_distributed import TorchDistributedTransport
+from pipeloom.runtime.values import decode, flatten, join_batch, split_batch, unflatten
+from tests.cpu.ranks import run_ranks
+
+VALUES = [
+    torch.arange(6.0).reshape(2, 3),
+    torch.tensor(3.5, dtype=torch.float64),
+    torch.zeros(0, 4),
+    torch.randn(3, 5).t(),
+    (torch.tensor([True, False]), torch.arange(3, dtype=torch.int64)),
+    {"x": torch.randn(2, 2, dtype=torch.bfloat16), "mask": torch.ones(3, dtype=torch.bool), "n": 7, "none": None},
+    [torch.randn(2, dtype=torch.complex64), (torch.arange(5, dtype=torch.uint8), {"k": [torch.randn(1)]})],
+    (torch.randn(100_000), torch.randn(3)),
+    (),
+    None,
+    {"only": "text", 3: 1.5, "flag": True},
+]
+
+
+def _same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, tuple | list):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda v: type(v).__name__)
+def test_values_come_apart_and_together_again(value) -> None:
+    layout, tensors = flatten(value)
+    assert decode(layout.header) == layout
+    assert _same(unflatten(decode(layout.header), tensors), value)
+
+
+def test_values_that_cannot_travel_are_refused() -> None:
+    with pytest.raises(InputError, match="a stage returned a set"):
+        flatten((torch.ones(1), {1, 2}))
+
+
+def test_batches_are_cut_evenly_and_joined() -> None:
+    value = {"tokens": torch.arange(18).reshape(9, 2), "weight": torch.randn(9), "name": "batch"}
+    pieces, sizes = split_batch(value, 4, "inputs")
+    assert sizes == [3, 2, 2, 2]
+    assert _same(join_batch(pieces), value)
+    with pytest.raises(InputError, match=r"samples \[2, 9\]|tensors of \[2, 9\] samples"):
+        split_batch((torch.ones(9), torch.ones(2)), 2, "inputs")
+    with pytest.raises(InputError, match="no tensor"):
+        split_batch("text", 2, "inputs")
+
+
+def _connect(kind: str, rank: int) -> Transport:
+    if kind == "shared-memory":
+        return SharedMemoryTransport(rank, all_gather_bytes, timeout_seconds=30)
+    return TorchDistributedTransport(rank, device=torch.device("cpu"), timeout_seconds=30)
+
+
+def _exchange(rank: int, kind: str) -> None:
+    transport = _connect(kind, rank)
+    there, back = Channel(0, 1, Lane.PIPELINE), Channel(1, 0, Lane.PIPELINE)
+    transport.open([there, back, Channel(0, 1, Lane.LOSS)])
+    values = VALUES * 3
+    if rank == 0:
+        for value in values:
+            transport.outgoing(there).send(*flatten(value))
+        transport.outgoing(Channel(0, 1, Lane.LOSS)).send(*flatten(torch.tensor(1.0)))
+        for value in values:
+            assert _same(unflatten(*transport.incoming(back).receive()), value)
+    else:
+        assert transport.incoming(Channel(0, 1, Lane.LOSS)).receive()[1][0] == 1.0  # lanes do not wait for each other
+        for _ in values:
+            transport.outgoing(back).send(*flatten(unflatten(*transport.incoming(there).receive())))
+    transport.end_step()
+    all_gather_bytes(b"")
+    transport.close()
+
+
+@pytest.mark.parametrize("kind", ["shared-memory", "torch"])
+def test_values_go_there_and_back(kind: str) -> None:
+    run_ranks(_exchange, 2, kind)
+
+
+def _maps() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:pipeloom")
+
+
+def _memory_goes_back(rank: int) -> None:
+    transport = SharedMemoryTransport(rank, all_gather_bytes, timeout_seconds=30)
+    channel = Channel(0, 1, Lane.PIPELINE)
+    transport.open([channel])
+
+    def step(count: int, size: int, hold: bool) -> None:
+        """`count` messages that the receiver keeps all at once, or drops one by one."""
+        if rank == 0:
+            for index in range(count):
+                transport.outgoing(channel).send(*flatten(torch.full((size,), float(index))))
+                if not hold:
+                    all_gather_bytes(b"")
+        else:
+            kept = []
+            for index in range(count):
+                (tensor,) = transport.incoming(channel).receive()[1]
+                assert bool((tensor == index).all())
+                if hold:
+                    kept.append(tensor)
+                else:
+                    del tensor
+                    all_gather_bytes(b"")
+            assert all(bool((tensor == index).all()) for index, tensor in enumerate(kept))
+            del kept
+        gc.collect()
+        all_gather_bytes(b"")
+        transport.end_step()
+
+    step(16, 5000, True)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert _maps() == 16  # sixteen messages alive at once need sixteen blocks
+    step(16, 5000, False)
+    step(16, 5000, False)  # the receiver unmaps what it hears of with the next step's messages
+    assert _maps() <= 2, "blocks that a step did not need are kept"
+    for size in (10, 7000, 20, 50_000):
+        step(4, size, False)
+    step(4, 10, False)
+    assert _maps() <= 3
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    transport.close()
+
+
+def test_shared_memory_goes_back_when_it_is_not_needed() -> None:
+    run_ranks(_memory_goes_back, 2)
+
+
+def _times_out(rank: int, kind: str) -> None:
+    transport = SharedMemoryTransport(rank, all_gather_bytes, timeout_seconds=0.2)
+    channel = Channel(0, 1, Lane.PIPELINE)
+    transport.open([channel])
+    if rank == 1:
+        assert not transport.incoming(channel).ready()
+        with pytest.raises(PeerLost, match=r"rank 1 waited 0\.2 s for rank 0"):
+            transport.incoming(channel).receive()
+    all_gather_bytes(b"")
+    transport.close()
+
+
+def test_a_silent_peer_is_reported_after_the_timeout() -> None:
+    run_ranks(_times_out, 2, "shared-memory")
+
+
+def test_loopback_hands_over_references() -> None:
+    transport = LoopbackTransport()
+    channel = Channel(0, 1, Lane.PIPELINE)
+    transport.open([channel])
+    tensor = torch.ones(3)
+    assert not transport.incoming(channel).ready()
+    transport.outgoing(channel).send(*flatten(tensor))
+    assert transport.incoming(channel).ready()
+    assert transport.incoming(channel).receive()[1][0] is tensor
