@@ -104,8 +104,12 @@ def schedules(draw: st.DrawFn, placements: tuple[Placement, ...] = PLACEMENTS, m
 
 def relaxed_times(
     schedule: Schedule, seconds: dict[Op, tuple[float, ...]], latency: float
-) -> dict[Action, tuple[float, float]]:
-    """Start and end of every action by relaxing all constraints until nothing moves: slow, and plainly right."""
+) -> dict[Action, tuple[float, float]] | None:
+    """Start and end of every action by relaxing all constraints until nothing moves: slow, and plainly right.
+
+    None where that never ends: some actions, all of which take time, wait for each other in a circle.
+    """
+    bound = sum(seconds[a.op][a.stage] + latency for _, a in schedule.actions())
     home = {action: rank for rank, action in schedule.actions()}
     before = {second: first for order in schedule.orders for first, second in itertools.pairwise(order)}
     start = dict.fromkeys(home, 0.0)
@@ -120,6 +124,8 @@ def relaxed_times(
             for need in needs_of(action, schedule):
                 arrives = start[need] + seconds[need.op][need.stage]
                 earliest = max(earliest, arrives + (latency if home[need] != home[action] else 0.0))
+            if earliest > bound:
+                return None
             if earliest > start[action]:
                 start[action], moved = earliest, True
     return {action: (at, at + seconds[action.op][action.stage]) for action, at in start.items()}
