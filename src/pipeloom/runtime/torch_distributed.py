@@ -1,14 +1,20 @@
 """Messages over torch.distributed: gloo between CPU ranks of several machines, NCCL between CUDA ranks.
 
 Every channel has a process group of its own, so that messages of two channels never wait for each other and a failure
-stays where it is. A message is three parts: the length of the header, the header (the layout, always by a CPU group),
-and one payload per tensor. On the receiving side one thread a channel takes messages off the wire as they come, which
-is what posting receives early means where sizes are not known beforehand; how far a sender can run ahead is bounded by
-the schedule. Sends are asynchronous; what they hold is dropped as soon as they are done.
+stays where it is. A message starts with an envelope of fixed size, always by a CPU group, since a receiver has to know
+sizes beforehand. It holds the layout, and the tensors too if they are small and on the CPU; else they follow.
+
+    envelope   | kind | length of layout | layout | tensors, each aligned to 64 bytes |
+    payloads   one message a tensor, where the envelope says so
+
+On the receiving side one thread a channel takes messages off the wire as they come, which is what posting receives
+early means where sizes are not known beforehand; how far a sender can run ahead is bounded by the schedule. Sends are
+asynchronous; what they hold is dropped as soon as they are done.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -19,11 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import PeerLost
+from pipeloom.errors import InputError, PeerLost
 from pipeloom.runtime.transport import Channel, Incoming, Outgoing, Transport
 from pipeloom.runtime.values import Layout, decode
 
-_END = 0  # header length that closes a channel
+_ENVELOPE_BYTES = 1 << 14
+_HEAD = struct.Struct("<II")  # kind, length of the layout
+_PAD = 64
+_END, _WHOLE, _FOLLOWED = 0, 1, 2  # kinds: closes the channel; holds all; payloads follow
 
 
 class _Outgoing(Outgoing):
@@ -35,10 +44,14 @@ class _Outgoing(Outgoing):
 
     def send(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
         self.release()
-        header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-        self._post(torch.tensor([header.numel()]), self._control)
-        self._post(header, self._control)
-        for tensor in tensors:
+        start = _payload_start(layout)
+        whole = start + layout.num_bytes <= _ENVELOPE_BYTES and all(t.device.type == "cpu" for t in tensors)
+        envelope = _envelope(_WHOLE if whole else _FOLLOWED, layout.header)
+        if whole:
+            for place, tensor in zip(_places(envelope, layout), tensors, strict=True):
+                place.copy_(tensor)
+        self._post(envelope, self._control)
+        for tensor in () if whole else tensors:
             if tensor.numel():
                 self._post(_wire_form(tensor.detach()), self._data)
 
@@ -58,7 +71,7 @@ class _Outgoing(Outgoing):
     def finish(self) -> None:
         """Close the channel: the other side's thread ends when this arrives."""
         try:
-            self._post(torch.tensor([_END]), self._control)
+            self._post(_envelope(_END, b""), self._control)
             while self._in_flight:
                 self._in_flight.popleft()[0].wait()
         except (RuntimeError, PeerLost):
@@ -102,18 +115,23 @@ class _Incoming(Incoming):
         return message
 
     def _listen(self) -> None:
-        length = torch.zeros(1, dtype=torch.int64)
         try:
             while True:
-                dist.recv(length, self._channel.source, group=self._control)
-                num_bytes = int(length.item())
-                if num_bytes == _END:
+                envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
+                dist.recv(envelope, self._channel.source, group=self._control)
+                view = envelope.numpy().data
+                kind, length = _HEAD.unpack_from(view)
+                if kind == _END:
                     self._messages.put(ConnectionError("it closed the channel"))
                     return
-                header = torch.empty(num_bytes, dtype=torch.uint8)
-                dist.recv(header, self._channel.source, group=self._control)
-                layout = decode(header.numpy().tobytes())
-                self._messages.put((layout, [self._receive_tensor(shape, dtype) for shape, dtype, _ in layout.specs]))
+                if length > _ENVELOPE_BYTES - _HEAD.size:
+                    raise ConnectionError(f"it sent a layout of {length} bytes")
+                layout = decode(bytes(view[_HEAD.size : _HEAD.size + length]))
+                if kind == _WHOLE:
+                    tensors = _places(envelope, layout)
+                else:
+                    tensors = [self._receive_tensor(shape, dtype) for shape, dtype, _ in layout.specs]
+                self._messages.put((layout, tensors))
         except Exception as error:  # handed to the rank's own thread, which raises it with its context
             self._messages.put(error)
 
@@ -168,6 +186,30 @@ class TorchDistributedTransport(Transport):
             incoming.thread.join(timeout=5.0)
         self._outgoing.clear()
         self._incoming.clear()
+
+
+def _envelope(kind: int, header: bytes) -> Tensor:
+    if _HEAD.size + len(header) > _ENVELOPE_BYTES:
+        raise InputError(
+            f"a value between stages has a layout of {len(header)} bytes: over torch.distributed it has room for "
+            f"{_ENVELOPE_BYTES - _HEAD.size}; pass fewer tensors, or stack them"
+        )
+    envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
+    envelope.numpy().data[: _HEAD.size + len(header)] = _HEAD.pack(kind, len(header)) + header
+    return envelope
+
+
+def _payload_start(layout: Layout) -> int:
+    return -(-(_HEAD.size + len(layout.header)) // _PAD) * _PAD
+
+
+def _places(envelope: Tensor, layout: Layout) -> list[Tensor]:
+    """The part of an envelope that holds tensors, as tensors."""
+    first = _payload_start(layout)
+    return [
+        envelope[first + offset : first + offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        for (shape, dtype, _), offset in zip(layout.specs, layout.offsets, strict=True)
+    ]
 
 
 def _wire_form(tensor: Tensor) -> Tensor:
