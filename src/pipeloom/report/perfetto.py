@@ -104,9 +104,11 @@ def _messages(timeline: Timeline) -> Iterator[tuple[int, Span, int, Span]]:
 def _arrow(number: int, source: int, producer: Span, rank: int, consumer: Span) -> list[dict[str, Any]]:
     name = "activation" if consumer.action.op is Op.F else "gradient"
     common = {"name": name, "cat": "message", "id": number, "tid": 0}
-    # An arrow belongs to the slice around its time stamp, and a slice's end is no longer inside it.
+    # An arrow belongs to the slice around its time stamp: a slice's end is no longer inside it, and at its start an
+    # empty send or receive may stand too.
     leaves = max(_nanoseconds(producer.start), _nanoseconds(producer.end) - 1)
+    arrives = min(_nanoseconds(consumer.start) + 1, _nanoseconds(consumer.end))
     return [
         {"ph": "s", "pid": source, "ts": leaves / 1e3, **common},
-        {"ph": "f", "bp": "e", "pid": rank, "ts": _nanoseconds(consumer.start) / 1e3, **common},
+        {"ph": "f", "bp": "e", "pid": rank, "ts": arrives / 1e3, **common},
     ]

@@ -1,0 +1,164 @@
+"""`pipeloom simulate`, `schedules` and `report` as scripts and people call them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pipeloom.cli import main
+from pipeloom.schedules import FAMILIES
+
+KEYS = [
+    "schedule",
+    "ranks",
+    "microbatches",
+    "chunks",
+    "slices",
+    "makespan_seconds",
+    "span_seconds",
+    "ideal_seconds",
+    "bubble_fraction",
+    "bubble_fraction_span",
+    "peak_activations",
+    "weight_versions",
+]
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_numbers_as_json(capsys):
+    code, out, err = run(capsys, "simulate", "1f1b", "--ranks", "4", "--microbatches", "8", "--json")
+    assert (code, err) == (0, "")
+    answer = json.loads(out)
+    assert list(answer) == KEYS
+    assert answer == {
+        "schedule": "1f1b",
+        "ranks": 4,
+        "microbatches": 8,
+        "chunks": 1,
+        "slices": 1,
+        "makespan_seconds": 33.0,
+        "span_seconds": 33.0,
+        "ideal_seconds": 24.0,
+        "bubble_fraction": pytest.approx(3 / 11),
+        "bubble_fraction_span": pytest.approx(3 / 11),
+        "peak_activations": [4, 3, 2, 1],
+        "weight_versions": [1, 1, 1, 1],
+    }
+
+
+def test_times_are_those_of_one_ranks_share(capsys):
+    times = ["--forward", "0.5", "--backward-input", "0.25", "--backward-weight", "1.25", "--latency", "0.125"]
+    code, out, _ = run(capsys, "simulate", "naive", "--ranks", "3", "--microbatches", "2", *times, "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["ideal_seconds"] == 2 * 2.0
+    assert answer["makespan_seconds"] == 2 * (3 * 2.0 + 4 * 0.125)
+
+
+def test_the_picture_and_the_table(capsys):
+    code, out, err = run(capsys, "simulate", "gpipe", "--ranks", "2", "--microbatches", "2", "--backward-weight", "0")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[:2] == ["rank 0  F0 F1       B0 B1", "rank 1     F0 F1 B0 B1"]
+    assert "bubble 33.33 %" in out
+    assert "peak live activations" in out
+
+
+def test_files_are_written(capsys, tmp_path):
+    names = {"--html": "a.html", "--svg": "a.svg", "--trace": "a.json.gz"}
+    words = [word for option, name in names.items() for word in (option, str(tmp_path / name))]
+    code, out, _ = run(capsys, "simulate", "1f1b", "--ranks", "2", "--microbatches", "3", *words, "--json")
+    assert code == 0
+    assert list(json.loads(out)) == KEYS
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+    assert json.loads(gzip.decompress((tmp_path / "a.json.gz").read_bytes()))["traceEvents"]
+    _, out, _ = run(capsys, "simulate", "1f1b", "--ranks", "2", "--microbatches", "3", "--svg", words[3])
+    assert f"wrote {words[3]}" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["1f1", "--ranks", "2", "--microbatches", "2"], "did you mean '1f1b'?"),
+        (["1f1b", "--ranks", "0", "--microbatches", "2"], "0 ranks"),
+        (["1f1b", "--ranks", "2", "--microbatches", "0"], "0 micro-batches"),
+        (["1f1b", "--ranks", "2", "--microbatches", "-2"], "-2 micro-batches"),
+        (["1f1b", "--ranks", "2", "--microbatches", "2", "--chunks", "3"], "leave chunks at 1"),
+        (["1f1b", "--ranks", "two", "--microbatches", "2"], "ranks"),
+        (["1f1b", "--ranks", "2.5", "--microbatches", "2"], "ranks"),
+        (["1f1b", "--ranks", "2"], "microbatches"),
+        (["--ranks", "2", "--microbatches", "2"], "name"),
+        (["1f1b", "--ranks", "2", "--microbatches", "2", "--forward", "-1"], "forward is -1.0"),
+        (["1f1b", "--ranks", "2", "--microbatches", "2", "--backward-input", "nan"], "nan"),
+        (["1f1b", "--ranks", "2", "--microbatches", "2", "--backward-weight", "inf"], "inf"),
+        (["1f1b", "--ranks", "2", "--microbatches", "2", "--latency", "-0.5"], "latency_seconds is -0.5"),
+        (["1f1b", "--ranks", "100000", "--microbatches", "100000"], "ask for fewer"),
+        (["1f1b", "--ranks", "2", "--microbatches", "2", "--svg", "no/such/place.svg"], "--svg no/such/place.svg"),
+        (["1f1b", "--ranks", "2", "--microbatches", "2", "--html", "."], "--html ."),
+        (["1f1b", "--ranks", "2", "--microbatches", "2", "--trace", "no/such/t.json"], "--trace no/such/t.json"),
+        (["1f1b", "--rank", "2", "--microbatches", "2"], "--ranks"),
+        (["1f1b", "--ranks", "2", "--microbatches", "2", "--microbatch", "3"], "did you mean --microbatches?"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "simulate", *words)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_of_schedules(capsys):
+    code, out, _ = run(capsys, "schedules", "--json")
+    assert code == 0
+    rows = json.loads(out)
+    assert [row["name"] for row in rows] == list(FAMILIES)
+    assert set(rows[0]) == {"name", "paper", "constraints", "bubble", "peak"}
+    code, out, _ = run(capsys, "schedules")
+    assert code == 0
+    for name in FAMILIES:
+        assert name in out
+
+
+@pytest.mark.parametrize("command", ["simulate", "schedules", "report"])
+def test_help_has_examples(capsys, command):
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0
+    assert "examples:" in out
+    assert f"pipeloom {command}" in out
+
+
+def test_a_report_is_made_again(capsys, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    code, out, _ = run(capsys, "report", str(tmp_path))
+    assert (code, out) == (0, f"{tmp_path / 'report.html'}\n")
+    assert (tmp_path / "report.html").exists()
+    code, out, err = run(capsys, "report", str(tmp_path / "nowhere"))
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+
+
+def test_the_command_runs_as_a_process_without_a_terminal():
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeloom", "simulate", "1f1b", "--ranks", "2", "--microbatches", "2"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "TERM": "dumb"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("rank 0  F0 F1")
+    assert "\x1b" not in done.stdout

@@ -1,0 +1,113 @@
+"""Imports point one way, and what needs no torch does not load it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipeloom
+
+ROOT = Path(pipeloom.__file__).parent
+
+# What each room may import of pipeloom, beside itself, `errors` and `version`.
+ALLOWED = {
+    "ir": set(),
+    "schedules": {"ir"},
+    "passes": {"ir"},
+    "sim": {"ir"},
+    "split": {"ir"},
+    "models": set(),
+    "runtime": {"ir", "passes", "split"},  # split: `Pipeline` also takes a model that is not cut yet
+    "report": {"ir", "sim"},
+    "train": {"ir", "schedules", "passes", "sim", "split", "runtime", "report", "models", "parallel", "plan"},
+    "cli": {"ir", "schedules", "passes", "sim", "split", "runtime", "report", "train", "models", "parallel", "plan"},
+}
+TORCH_FREE = ("ir", "schedules", "passes", "sim", "report")
+
+
+def imports_of(path: Path) -> set[str]:
+    """The full names of all modules that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} line {node.lineno}: imports are absolute"
+            found.add(node.module)
+            if node.module == "pipeloom":
+                found.update(f"pipeloom.{alias.name}" for alias in node.names)
+    return found
+
+
+def files_of(room: str) -> list[Path]:
+    files = sorted((ROOT / room).rglob("*.py"))
+    assert files, room
+    return files
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_imports_point_one_way(room):
+    for path in files_of(room):
+        for name in imports_of(path):
+            if name.startswith("pipeloom."):
+                target = name.split(".")[1]
+                if not (ROOT / target).is_dir():  # a name of the package itself, or errors and version
+                    continue
+                assert target == room or target in ALLOWED[room], f"{path.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize("room", TORCH_FREE)
+def test_rooms_without_torch_name_it_nowhere(room):
+    for path in files_of(room):
+        loaded = {name.split(".")[0] for name in imports_of(path)}
+        assert not loaded & {"torch", "safetensors", "transformers"}, path
+
+
+@pytest.mark.parametrize("room", ["ir", "schedules", "passes"])
+def test_the_core_needs_the_standard_library_alone(room):
+    for path in files_of(room):
+        loaded = {name.split(".")[0] for name in imports_of(path)} - {"pipeloom"}
+        assert loaded <= set(sys.stdlib_module_names), path
+
+
+def modules_after(code: str, directory: Path) -> set[str]:
+    """The modules that a fresh interpreter has loaded after `code`."""
+    script = f"{code}\nimport sys\nprint('LOADED', *sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=directory, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.rpartition("LOADED ")[2].split())
+
+
+SIMULATE = (
+    "from pipeloom.cli import main\n"
+    "code = main(['simulate', '1f1b', '--ranks', '2', '--microbatches', '4', {}])\n"
+    "assert code == 0, code"
+)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pipeloom; pipeloom.check(pipeloom.schedules.gpipe(num_ranks=2, num_microbatches=2))",
+        "import pipeloom; pipeloom.simulate, pipeloom.Costs, pipeloom.Network, pipeloom.Timeline",
+        "import pipeloom.report",
+        SIMULATE.format("'--json'"),
+        SIMULATE.format("'--html', 'a.html', '--svg', 'a.svg', '--trace', 'a.json.gz'"),
+        "from pipeloom.cli import main; assert main(['schedules', '--json']) == 0",
+        "from pipeloom.cli import main; assert main(['schedules']) == 0",
+        "from pipeloom.cli import main; assert main(['--help']) == 0",
+    ],
+)
+def test_simulating_loads_no_torch(code, tmp_path):
+    assert "torch" not in modules_after(code, tmp_path)
+
+
+def test_numbers_alone_load_neither_templates_nor_terminal_pictures(tmp_path):
+    loaded = modules_after(SIMULATE.format("'--json'"), tmp_path)
+    assert not loaded & {"torch", "numpy", "scipy", "jinja2", "rich.table", "pipeloom.report"}
