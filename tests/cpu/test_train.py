@@ -1,0 +1,291 @@
+"""`pipeloom train` end to end on a tiny model: what it writes, that layouts agree, that resuming is exact."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeloom.cli import main
+
+WORDS = [
+    "the",
+    "loom",
+    "weaves",
+    "micro",
+    "batches",
+    "through",
+    "ranks",
+    "and",
+    "stages",
+    "until",
+    "all",
+    "are",
+    "done",
+]
+STEP_KEYS = {
+    "step", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "bubble_fraction",
+    "predicted_bubble_fraction", "peak_memory_bytes", "live_activations",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("text")
+    draw = random.Random(1)
+    for number in range(8):
+        (directory / f"{number}.txt").write_text(" ".join(draw.choice(WORDS) for _ in range(200)))
+    return directory
+
+
+def words(text: Path, output_dir: Path, *more: str) -> list[str]:
+    """The command line of a tiny run; options given again in `more` count."""
+    base = {
+        "data.path": text, "output_dir": output_dir, "data.validation_fraction": 0.3, "steps": 9, "save_steps": 3,
+        "eval_steps": 3, "eval_batches": 2, "sample_tokens": 8, "log_steps": 1, "model.layers": 4, "model.width": 16,
+        "model.heads": 2, "model.sequence_length": 16, "batch.size": 6, "batch.microbatches": 4,
+        "optimizer.warmup_steps": 2, "save_total_limit": "null",
+    }  # fmt: skip
+    return ["train", *(f"--{key}={value}" for key, value in base.items()), *more]
+
+
+def run(text: Path, output_dir: Path, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [*(launcher or (sys.executable,)), "-m", "pipeloom", *words(text, output_dir, *more)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def local(text: Path, output_dir: Path, *more: str) -> None:
+    assert main(words(text, output_dir, "--local", *more)) == 0
+
+
+def metrics(output_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def story(output_dir: Path) -> list[tuple[Any, ...]]:
+    """What must repeat to the last bit."""
+    return [
+        tuple(row.get(key) for key in ("step", "loss", "grad_norm", "lr", "eval_loss")) for row in metrics(output_dir)
+    ]
+
+
+@pytest.fixture(scope="session")
+def reference(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of a tiny run of two processes that nothing disturbed."""
+    output_dir = tmp_path_factory.mktemp("runs") / "reference"
+    done = run(text, output_dir)
+    assert done.returncode == 0, done.stderr
+    (output_dir / "stdout").write_text(done.stdout)
+    return output_dir
+
+
+def test_a_run_writes_what_it_promises(reference: Path) -> None:
+    rows = metrics(reference)
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 10))
+    assert all(set(row) == STEP_KEYS for row in steps)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [3, 6, 9]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert all(len(row["peak_memory_bytes"]) == 2 for row in steps)
+    assert all(row["live_activations"] == [2, 1] for row in steps)
+    assert all(0 <= row["bubble_fraction"] < 1 and 0 <= row["predicted_bubble_fraction"] < 1 for row in steps)
+    assert {path.name for path in reference.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-6", "checkpoint-9"}
+    assert yaml.safe_load((reference / "config.yaml").read_text())["model"]["width"] == 16
+    trace = json.loads(gzip.decompress((reference / "timeline.json.gz").read_bytes()))
+    assert trace["traceEvents"]
+    assert "<svg" in (reference / "report.html").read_text()
+    timelines = json.loads((reference / "timelines.json").read_text())
+    assert [timelines[kind]["kind"] for kind in ("measured", "predicted")] == ["measured", "simulated"]
+
+
+def test_a_run_says_what_it_does_in_plain_lines(reference: Path) -> None:
+    lines = (reference / "stdout").read_text().splitlines()
+    step = next(line for line in lines if line.startswith("step 9/9"))
+    for part in ("loss", "grad norm", "tokens/s", "bubble", "predicted", "memory"):
+        assert part in step
+    assert any("validation loss" in line for line in lines)
+    sample = lines.index("sample:")
+    assert lines[sample + 1].startswith("def ")
+    assert "\x1b" not in "".join(lines[:sample])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_all_layouts_train_alike_to_the_last_bit(text: Path, reference: Path, tmp_path: Path, ranks: int) -> None:
+    local(text, tmp_path / "out", "--parallel.pipeline", str(ranks))
+    assert story(tmp_path / "out") == story(reference)
+
+
+def test_torch_messages_and_an_uneven_cut_train_alike_to_the_last_bit(
+    text: Path, reference: Path, tmp_path: Path
+) -> None:
+    done = run(text, tmp_path / "out", "--parallel.transport", "torch", "--parallel.cut", "3,1", "--schedule", "gpipe")
+    assert done.returncode == 0, done.stderr
+    assert story(tmp_path / "out") == story(reference)
+
+
+def test_torchrun_trains_alike_to_the_last_bit(text: Path, reference: Path, tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = run(text, tmp_path / "out", launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert story(tmp_path / "out") == story(reference)
+    assert done.stdout.count("step 9/9") == 1
+
+
+def test_one_launched_rank_trains_alike_to_the_last_bit(text: Path, reference: Path, tmp_path: Path) -> None:
+    done = run(text, tmp_path / "out", "--parallel.pipeline=1")
+    assert done.returncode == 0, done.stderr
+    assert story(tmp_path / "out") == story(reference)
+
+
+def test_the_config_repeats_the_run_and_keeps_the_earlier_one(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    local(text, out)
+    first = story(out)
+    assert main(["train", "--config", str(out / "config.yaml")]) == 0
+    assert story(out) == first
+    assert story(out / "previous-1") == first
+    assert (out / "previous-1" / "checkpoint-9").is_dir()
+    assert len(list(out.glob("checkpoint-*"))) == 3
+
+
+@pytest.mark.parametrize("victim", ["launcher", "rank"])
+def test_a_killed_run_goes_on_to_the_last_bit(text: Path, tmp_path: Path, victim: str) -> None:
+    """Also with dropout, where the random states count; the kill comes somewhere behind the second checkpoint."""
+    more = ["--model.dropout", "0.1", "--steps", "120", "--save_steps", "5", "--eval_steps", "40", "--sample_tokens", "0"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run(text, whole, *more).returncode == 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeloom", *words(text, killed, *more)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    wait_for_steps(process, killed, 12)
+    os.kill(process.pid if victim == "launcher" else ranks_of(process)[1], signal.SIGKILL)
+    process.communicate(timeout=30)
+    last = len([row for row in metrics_so_far(killed) if "loss" in row])
+    assert 12 <= last < 120, "the run was over before it was killed"
+    resumed = run(text, killed, *more, "--resume_from_checkpoint", "latest")
+    assert resumed.returncode == 0, resumed.stderr
+    assert story(killed) == story(whole)
+    assert not list(killed.glob("previous-*"))
+
+
+def test_a_checkpoint_goes_on_with_other_numbers_of_ranks(text: Path, reference: Path, tmp_path: Path) -> None:
+    one, four = tmp_path / "one", tmp_path / "four"
+    local(
+        text, one, "--parallel.pipeline=1", f"--resume_from_checkpoint={reference / 'checkpoint-3'}", "--save_steps=6"
+    )
+    assert story(one) == [row for row in story(reference) if row[0] > 3]
+    done = run(text, four, "--parallel.pipeline=4", f"--resume_from_checkpoint={one / 'checkpoint-6'}")
+    assert done.returncode == 0, done.stderr
+    assert story(four) == [row for row in story(reference) if row[0] > 6]
+
+
+def test_resuming_drops_what_came_after_the_checkpoint(text: Path, reference: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    local(text, out)
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "lo')  # as a kill leaves it
+    local(text, out, f"--resume_from_checkpoint={out / 'checkpoint-3'}")
+    assert story(out) == story(reference)
+    assert {path.name for path in (out / "previous-1").iterdir()} == {"checkpoint-6", "checkpoint-9"}
+
+
+def test_a_finished_run_that_is_resumed_stays_as_it_was(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    local(text, out)
+    before = story(out)
+    local(text, out, "--resume_from_checkpoint=latest")
+    assert story(out) == before
+
+
+@pytest.mark.parametrize("more", [["--parallel.cut=time"], ["--parallel.cut=parameters", "--model.positions=learned"]])
+def test_measured_cuts_and_learned_positions_train(text: Path, tmp_path: Path, more: list[str]) -> None:
+    done = run(text, tmp_path / "out", "--steps=2", *more)
+    assert done.returncode == 0, done.stderr
+
+
+def test_tied_embeddings_stay_tied_over_processes(text: Path, tmp_path: Path) -> None:
+    processes, alone = tmp_path / "processes", tmp_path / "alone"
+    done = run(text, processes, "--model.tie_embeddings")
+    assert done.returncode == 0, done.stderr
+    local(text, alone, "--model.tie_embeddings", "--parallel.pipeline=1")
+    for one, other in zip(story(processes), story(alone), strict=True):
+        for here, there in zip(one, other, strict=True):  # the tied matrix's two gradients add up in another order
+            assert here == pytest.approx(there, rel=1e-4) if here is not None else there is None
+    resumed = tmp_path / "resumed"
+    local(text, resumed, "--model.tie_embeddings", f"--resume_from_checkpoint={processes / 'checkpoint-6'}")
+    assert story(resumed) == [row for row in story(processes) if row[0] > 6]
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(text: Path, tmp_path: Path) -> None:
+    """No process is left: the fixture of all tests looks for them."""
+    command = [sys.executable, "-m", "pipeloom", *words(text, tmp_path / "out", "--steps=100000", "--eval_steps=0")]
+    process = subprocess.Popen([*command, "--parallel.pipeline=4"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    wait_for_steps(process, tmp_path / "out", 3)
+    os.kill(ranks_of(process)[2], signal.SIGKILL)
+    _, error = process.communicate(timeout=5)
+    assert process.returncode == 1
+    line = error.decode()
+    assert line.count("\n") == 1, line
+    assert "pipeloom: error: rank 2 was killed by SIGKILL" in line
+    assert " step " in line
+    assert "last action 2" in line
+
+
+def test_a_loss_that_is_not_finite_is_shown_and_ends_the_run(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--optimizer.learning_rate=1e30", "--optimizer.clip_norm=0", "--save_steps=0"]
+    assert main(words(text, tmp_path / "out", "--local", *more)) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "training cannot go on" in error
+    last = metrics(tmp_path / "out")[-1]  # strict JSON, the number is null
+    assert None in (last["loss"], last["grad_norm"])
+
+
+def test_a_damaged_checkpoint_is_refused_before_any_rank_starts(text: Path, reference: Path, tmp_path: Path) -> None:
+    import shutil
+
+    damaged = tmp_path / "checkpoint-9"
+    shutil.copytree(reference / "checkpoint-9", damaged)
+    for file in sorted(damaged.iterdir()):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        done = run(text, tmp_path / "out", f"--resume_from_checkpoint={damaged}")
+        assert done.returncode == 2, file
+        assert done.stderr.count("\n") == 1
+        assert done.stdout == ""
+        file.write_bytes(content)
+    done = run(text, tmp_path / "out", f"--resume_from_checkpoint={damaged}", "--model.width=32")
+    assert done.returncode == 2
+    assert "is of a model with model.width 16, this run has 32" in done.stderr
+
+
+def ranks_of(process: subprocess.Popen[Any]) -> list[int]:
+    """The process ids of a launcher's ranks, by rank."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+def metrics_so_far(output_dir: Path) -> list[dict[str, Any]]:
+    path = output_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def wait_for_steps(process: subprocess.Popen[Any], output_dir: Path, count: int) -> None:
+    while len([row for row in metrics_so_far(output_dir) if "loss" in row]) < count:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
