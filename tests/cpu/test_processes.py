@@ -13,6 +13,7 @@ from torch import nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError, PeerLost, RunError, StageError
+from pipeloom.runtime import shared_memory
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import accumulate, language_loss, make_gpt, make_mlp, tokens
 
@@ -98,6 +99,28 @@ def test_twenty_steps_in_processes(transport: str, tied: bool) -> None:
     assert answers[0][0] == answers[1][0]  # every rank has the same losses
     if tied:  # both ranks hold the embedding, and it has not drifted apart by a bit
         assert answers[0][1] == answers[1][1]
+
+
+def _two_machines(rank: int) -> None:
+    """Ranks 0 and 1 on one machine, 2 and 3 on another: only the identity that hosts tell each other differs."""
+    shared_memory.host_identity = lambda: f"host {rank // 2}"
+    reference = make_gpt(tied=True, dtype=torch.float64)
+    schedule = pl.schedules.one_f_one_b(num_ranks=4, num_microbatches=5)
+    with pl.Pipeline(make_gpt(tied=True, dtype=torch.float64), schedule, loss_fn=language_loss) as pipe:
+        for step in range(3):
+            inputs, targets = tokens(7, length=12 - step, seed=step)
+            expected = accumulate(reference, language_loss, inputs, targets, 5)
+            torch.testing.assert_close(pipe.step(inputs, targets), expected, rtol=1e-12, atol=0)
+        gradients = dict(reference.named_parameters())
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-12, atol=1e-15)
+        neighbours = {0: (False, True), 1: (True, False), 2: (False, True), 3: (True, False)}[rank]
+        before, after = (pipe._transport._near.reaches(peer % 4, of=rank) for peer in (rank - 1, rank + 1))
+        assert (before, after) == neighbours
+
+
+def test_shared_memory_within_and_torch_between_machines() -> None:
+    run_ranks(_two_machines, 4)
 
 
 class _Gate(nn.Module):

@@ -247,12 +247,21 @@ class SharedMemoryTransport(Transport):
         expected = {c for c in channels if c.target == self._rank} - self._incoming.keys()
         self._listener.settimeout(self.timeout_seconds)
         while expected:
-            connection = self._new_socket(self._listener.accept()[0])
+            connection = self._new_socket(self._accept())
             source, target, lane = json.loads(connection.recv(4096))
             connection.setblocking(False)
             channel = Channel(source, target, Lane(lane))
             self._incoming[channel] = _Incoming(connection, channel, self)
             expected.discard(channel)
+
+    def _accept(self) -> socket.socket:
+        """The next connection of a process of this user; anybody on the machine can see the listener's name."""
+        while True:
+            connection = self._listener.accept()[0]
+            _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user == os.getuid():
+                return connection
+            connection.close()
 
     def _new_socket(self, connection: socket.socket) -> socket.socket:
         self._sockets.append(connection)
