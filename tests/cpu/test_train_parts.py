@@ -1,0 +1,219 @@
+"""The parts of the trainer by themselves."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pipeloom import schedules
+from pipeloom.ir import Action, Op, Placement
+from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
+from pipeloom.passes import lower
+from pipeloom.runtime import Pipeline
+from pipeloom.sim import Costs, simulate
+from pipeloom.split import split
+from pipeloom.train.config import OptimizerConfig, TrainConfig
+from pipeloom.train.generate import generate
+from pipeloom.train.group import Group
+from pipeloom.train.metrics import Predictor, StepCost, cost_numbers, message_seconds, read_cost
+from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, set_learning_rate
+from pipeloom.train.output import append_metrics, prepare_output
+from pipeloom.train.progress import describe, display
+from pipeloom.train.tokenize import ByteTokenizer
+
+ROW = {
+    "step": 3, "loss": math.nan, "grad_norm": 1.5, "lr": 1e-3, "tokens_per_second": 12345.6, "step_seconds": 0.5,
+    "bubble_fraction": 0.125, "predicted_bubble_fraction": 0.111, "peak_memory_bytes": [2**30, 2**29],
+}  # fmt: skip
+
+
+def alone() -> Group:
+    return Group(0, 1, torch.device("cpu"))
+
+
+def test_learning_rate_warms_up_and_follows_a_cosine() -> None:
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=10, min_learning_rate_fraction=0.1)
+    rates = [learning_rate(step, 111, config) for step in range(111)]
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert rates[10] == 1.0
+    assert rates[60] == pytest.approx(0.55)  # half-way down
+    assert rates[110] == pytest.approx(0.1)
+    assert all(a >= b for a, b in pairwise(rates[10:]))
+    assert learning_rate(500, 111, config) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("num_steps", "warmup"), [(1, 0), (1, 5), (5, 5), (6, 5)])
+def test_learning_rate_of_short_runs_is_finite(num_steps: int, warmup: int) -> None:
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=warmup)
+    assert all(0 < learning_rate(step, num_steps, config) <= 1 for step in range(num_steps))
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    optimizer = make_optimizer(model.parameters(), OptimizerConfig(weight_decay=0.3))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert [decay[id(p)] for p in model.parameters()] == [0.3, 0.0, 0.0, 0.0]
+    apply_options(optimizer, OptimizerConfig(weight_decay=0.2, beta1=0.5))
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.2, 0.0}
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.5, 0.95)}
+    set_learning_rate(optimizer, 0.7)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.7}
+
+
+def test_what_is_not_finite_is_null_in_metrics_and_shown_to_people(tmp_path: Path) -> None:
+    append_metrics(tmp_path, {**ROW, "grad_norm": math.inf})
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert row["loss"] is None
+    assert row["grad_norm"] is None
+    assert row["peak_memory_bytes"] == ROW["peak_memory_bytes"]
+    assert describe(ROW) == (
+        "loss nan  grad norm 1.500  lr 1.00e-03  12,346 tokens/s  bubble 12.5% (predicted 11.1%)  memory 1024/512 MiB"
+    )
+
+
+def test_plain_lines_come_every_so_many_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    with display(shown=True, num_steps=7, done=1, log_steps=3) as shown:
+        for step in range(2, 8):
+            shown.step({**ROW, "step": step})
+        shown.say("done [brackets] stay")
+    with display(shown=False, num_steps=7, done=0, log_steps=1) as hidden:
+        hidden.step(ROW)
+        hidden.say("nothing")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == ["2/7", "3/7", "6/7", "7/7"]
+    assert lines[-1] == "done [brackets] stay"
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with display(shown=True, num_steps=7, done=0, log_steps=3) as shown:
+        shown.step({**ROW, "step": 7})
+        shown.say("[saved]")
+    text = terminal.getvalue()
+    assert "7/7" in text
+    assert "loss nan" in text
+    assert "[saved]" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h")  # the cursor is back
+
+
+def test_an_earlier_run_is_moved_aside_whole(tmp_path: Path) -> None:
+    config = TrainConfig(output_dir=str(tmp_path))
+    assert prepare_output(config, None, 0) is None
+    append_metrics(tmp_path, {"step": 1})
+    for number in (1, 2):
+        assert prepare_output(config, None, 0) == f"an earlier run was moved to {tmp_path / f'previous-{number}'}"
+        append_metrics(tmp_path, {"step": number + 1})
+    assert json.loads((tmp_path / "previous-2" / "metrics.jsonl").read_text()) == {"step": 2}
+    assert (tmp_path / "previous-1" / "config.yaml").exists()
+
+
+def test_a_resumed_run_keeps_its_metrics_up_to_the_checkpoint(tmp_path: Path) -> None:
+    config = TrainConfig(output_dir=str(tmp_path))
+    rows = [{"step": 1}, {"step": 2}, {"step": 2, "eval_loss": 1.0}, {"step": 3}]
+    for row in rows:
+        append_metrics(tmp_path, row)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "eval')
+    assert prepare_output(config, tmp_path / "checkpoint-2", 2) is None
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == rows[:3]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_a_step_cost_comes_back_from_the_sum(ranks: int) -> None:
+    model = GPT(GPTConfig(layers=3, width=8, heads=2, sequence_length=4))
+    init_parameters(model, seed=0)
+    schedule = schedules.one_f_one_b(num_ranks=ranks, num_microbatches=4)
+    tokens = torch.zeros(4, 4, dtype=torch.long)
+    with Pipeline(model, schedule, loss_fn=loss_fn, transport="loopback") as pipe:
+        pipe.step(tokens, tokens)
+        busy = [
+            sum(end - start for action, start, end in rows if action.op in (Op.F, Op.B)) for _, rows in pipe.records
+        ]
+        cost = read_cost(cost_numbers(pipe, pipe.records, 10.0, 0, 1), schedule, 1)
+    assert cost.live_activations == [min(ranks - rank, 4) for rank in range(ranks)]
+    assert cost.bubble_fraction == pytest.approx(1 - sum(busy) / ranks / 10.0)
+    assert len(cost.peak_memory_bytes) == 1
+    assert bool((cost.stage_seconds[:, :2] > 0).all())
+    assert not cost.stage_seconds[:, 2:].any()
+
+
+def test_the_prediction_is_the_simulation_of_median_times() -> None:
+    schedule = schedules.one_f_one_b(num_ranks=2, num_microbatches=4)
+    predictor = Predictor(lower(schedule))
+    for forward in (1.0, 1.0, 50.0):  # one slow step changes nothing
+        times = torch.tensor([[forward, 2.0, 0, 0], [1.0, 2.0, 0, 0]], dtype=torch.float64)
+        cost = StepCost(bubble_fraction=0.0, peak_memory_bytes=[], live_activations=[], stage_seconds=times)
+        predictor.observe(cost)
+    expected = simulate(lower(schedule), Costs.uniform(forward=1.0, backward=2.0))
+    assert predictor.predict().makespan == pytest.approx(expected.makespan)
+    late = [
+        (0, [(Action(0, Op.F, 0), 0.0, 1.0), (Action(0, Op.RECV_B, 0), 1.0, 4.5)]),
+        (1, [(Action(1, Op.RECV_F, 0), 0.0, 1.5), (Action(1, Op.F, 0), 1.5, 2.0), (Action(1, Op.B, 0), 2.0, 4.0)]),
+    ]
+    assert message_seconds(late) == pytest.approx([0.5, 0.5])
+    predictor.observe_messages(late)
+    assert predictor.predict().makespan > expected.makespan
+
+
+def test_messages_that_waited_say_nothing_about_latency() -> None:
+    records = [
+        (0, [(Action(0, Op.F, 0), 0.0, 1.0)]),
+        (1, [(Action(1, Op.RECV_F, 0), 3.0, 3.1)]),  # the rank came late: the message was there
+    ]
+    assert message_seconds(records) == []
+
+
+@pytest.mark.parametrize("prompt", ["def ", "", "ü" * 40])
+def test_the_likeliest_text_is_that_of_the_uncut_model(prompt: str) -> None:
+    model = GPT(GPTConfig(layers=2, width=16, heads=2, sequence_length=8))
+    init_parameters(model, seed=3)
+    ids = list(prompt.encode()) or [0]
+    with torch.no_grad():
+        for _ in range(12):
+            ids.append(int(model(torch.tensor([ids[-8:]]))[0, -1].argmax()))
+    text = generate(
+        split(model, 2),
+        Placement.loop(2),
+        alone(),
+        ByteTokenizer(),
+        prompt=prompt,
+        num_tokens=12,
+        sequence_length=8,
+        temperature=0.0,
+        seed=0,
+    )
+    assert text == ByteTokenizer().decode(ids)
+
+
+def test_text_repeats_with_its_seed() -> None:
+    model = GPT(GPTConfig(layers=2, width=16, heads=2, sequence_length=8))
+    init_parameters(model, seed=3)
+
+    def draw(seed: int) -> str:
+        return generate(
+            split(model, 2),
+            Placement.loop(2),
+            alone(),
+            ByteTokenizer(),
+            prompt="x",
+            num_tokens=20,
+            sequence_length=8,
+            temperature=1.0,
+            seed=seed,
+        )
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
