@@ -19,6 +19,4 @@ def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     orders = tuple(
         tuple(Action(d, op, b) for op in (Op.F, Op.B) for b in range(num_microbatches)) for d in range(num_ranks)
     )
-    return Schedule(
-        name="gpipe", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=orders
-    )
+    return Schedule(name="gpipe", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=orders)

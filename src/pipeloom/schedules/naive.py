@@ -18,6 +18,4 @@ def naive(*, num_ranks: int, num_microbatches: int) -> Schedule:
     orders = tuple(
         tuple(Action(d, op, b) for b in range(num_microbatches) for op in (Op.F, Op.B)) for d in range(num_ranks)
     )
-    return Schedule(
-        name="naive", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=orders
-    )
+    return Schedule(name="naive", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=orders)
