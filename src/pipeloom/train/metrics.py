@@ -27,7 +27,8 @@ class StepCost:
     """One step on all ranks.
 
     Attributes:
-        bubble_fraction: 1 - mean computing time of the ranks / longest time of a rank in the step.
+        bubble_fraction: 1 - mean computing time of the ranks / longest time from a rank's first to its last
+            computation. Each rank takes it by its own clock, so it holds across machines.
         peak_memory_bytes: for each process, its peak so far.
         live_activations: for each rank, the most held at once.
         stage_seconds: [stages, 4]: median seconds of F, B, I, W of one micro-batch; 0 where a schedule has none.
@@ -39,26 +40,26 @@ class StepCost:
     stage_seconds: Tensor
 
 
-def cost_numbers(pipeline: Pipeline, records: Records, seconds: float, process: int, num_processes: int) -> Tensor:
+def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_processes: int) -> Tensor:
     """This process's share of the sum over processes that `read_cost` reads; float64.
 
     Args:
         pipeline: that just stepped.
         records: its records of that step.
-        seconds: how long the step took here.
+        process, num_processes: which of how many processes this is.
     """
     ranks, stages = pipeline.num_ranks, pipeline.schedule.num_stages
-    by_rank = torch.zeros(ranks, 3, dtype=torch.float64)  # busy seconds, step seconds, live activations
+    by_rank = torch.zeros(ranks, 3, dtype=torch.float64)  # busy seconds, first to last, live activations
     memory = torch.zeros(num_processes, dtype=torch.float64)
     by_stage = torch.zeros(stages, len(_OPS), dtype=torch.float64)
     memory[process] = peak_memory_bytes()
     for rank, rows in records:
         durations: dict[tuple[int, int], list[float]] = {}
-        for action, start, end in rows:
-            if action.op in _OPS:
-                durations.setdefault((action.stage, _OPS.index(action.op)), []).append(end - start)
+        computed = [row for row in rows if row[0].op in _OPS]
+        for action, start, end in computed:
+            durations.setdefault((action.stage, _OPS.index(action.op)), []).append(end - start)
         by_rank[rank, 0] = sum(map(sum, durations.values()))
-        by_rank[rank, 1] = seconds
+        by_rank[rank, 1] = computed[-1][2] - computed[0][1] if computed else 0.0
         by_rank[rank, 2] = pipeline.peak_live_activations[rank]
         for (stage, op), found in durations.items():
             by_stage[stage, op] += statistics.median(found) / len(pipeline.schedule.placement.replicas[stage])
