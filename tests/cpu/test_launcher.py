@@ -15,6 +15,7 @@ import pytest
 
 from pipeloom.errors import InputError
 from pipeloom.runtime import launcher
+from pipeloom.runtime.black_box import BlackBox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher stands on Linux")
 
@@ -71,7 +72,8 @@ def wait_for(files: list[Path]) -> None:
 
 def test_ranks_get_their_place_and_share_the_cores(start: Start) -> None:
     body = "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'GLOO_SOCKET_IFNAME')\n"
-    body += "print(*(os.environ[name] for name in names), member.meeting[:21], flush=True)"
+    body += "line = ' '.join([*(os.environ[name] for name in names), member.meeting[:21]])\n"
+    body += "os.write(1, f'{line}\\n'.encode())"  # in one piece
     code, out, err = finish(start(body, 3))
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [f"{r} {r} 3 lo file:///proc/self/fd/" for r in range(3)]
@@ -81,7 +83,7 @@ def test_the_meeting_place_is_one_file_for_all_ranks(start: Start) -> None:
     body = """
 with open(member.meeting.removeprefix("file://"), "ab", buffering=0) as file: file.write(b"x")
 wait_for_all()
-print(len(open(member.meeting.removeprefix("file://"), "rb").read()))
+os.write(1, f'{len(open(member.meeting.removeprefix("file://"), "rb").read())}\\n'.encode())
 """
     code, out, _ = finish(start(body))
     assert (code, out.split()) == (0, ["2", "2"])
@@ -160,7 +162,7 @@ def test_ranks_end_with_a_killed_launcher(start: Start, tmp_path: Path) -> None:
 def test_a_rank_whose_launcher_is_gone_ends_at_once() -> None:
     descriptors = [os.memfd_create(name) for name in ("meeting", "box")]
     try:
-        os.truncate(descriptors[1], launcher.BlackBox.SIZE)
+        os.truncate(descriptors[1], BlackBox.SIZE)
         place = {"RANK": "0", "WORLD_SIZE": "1", "_PIPELOOM_LAUNCHED": f"1:{descriptors[0]}:{descriptors[1]}"}
         words = "import os; from pipeloom.runtime import launcher; launcher.membership(os.environ); print('alive')"
         done = subprocess.run(
@@ -190,8 +192,8 @@ def test_membership_of_the_environment() -> None:
 def test_the_black_box_cuts_what_is_too_long() -> None:
     descriptor = os.memfd_create("box")
     try:
-        os.truncate(descriptor, launcher.BlackBox.SIZE)
-        box = launcher.BlackBox(descriptor)
+        os.truncate(descriptor, BlackBox.SIZE)
+        box = BlackBox(descriptor)
         box.phase = "evaluation " * 40
         box.last_words = "two\nlines " + "ü" * 5000
         box.action_buffer[:6] = b"12B34\0"

@@ -161,7 +161,7 @@ def test_the_config_repeats_the_run_and_keeps_the_earlier_one(text: Path, tmp_pa
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_a_killed_run_goes_on_to_the_last_bit(text: Path, tmp_path: Path, victim: str) -> None:
     """Also with dropout, where the random states count; the kill comes somewhere behind the second checkpoint."""
-    more = ["--model.dropout", "0.1", "--steps", "120", "--save_steps", "5", "--eval_steps", "40", "--sample_tokens", "0"]
+    more = ["--model.dropout", "0.1", "--steps", "120", "--save_steps", "5", "--eval_steps", "40"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run(text, whole, *more).returncode == 0
     process = subprocess.Popen(
@@ -233,6 +233,9 @@ def test_a_killed_rank_ends_the_run_and_is_named(text: Path, tmp_path: Path) -> 
     command = [sys.executable, "-m", "pipeloom", *words(text, tmp_path / "out", "--steps=100000", "--eval_steps=0")]
     process = subprocess.Popen([*command, "--parallel.pipeline=4"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     wait_for_steps(process, tmp_path / "out", 3)
+    second = run(text, tmp_path / "out")
+    assert (second.returncode, second.stdout) == (2, "")
+    assert "is in use by another run" in second.stderr
     os.kill(ranks_of(process)[2], signal.SIGKILL)
     _, error = process.communicate(timeout=5)
     assert process.returncode == 1

@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 2)
     except PipeloomError as error:
         return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
     except BrokenPipeError:  # `pipeloom schedules | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -40,7 +40,7 @@ class Parser(ArgumentParser):
         unknown = re.match(r"unrecognized arguments: (.*)", message, re.DOTALL)
         if unknown:
             message = self._explain_unknown(unknown.group(1).split())
-        message = re.sub(r"<class '(\w+)'>", r"\1", message).replace("typing.", "")
+        message = re.sub(r"Expected an? <class '(\w+)'>", r"Expected type \1", message).replace("typing.", "")
         sys.stderr.write(f"{self.prog or 'pipeloom'}: error: {one_line(message)}\n")
         raise SystemExit(2)
 

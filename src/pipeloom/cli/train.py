@@ -131,4 +131,6 @@ def main(argv: Sequence[str]) -> int:
         from pipeloom.train.trainer import train
 
         train(config, member)
+        if member is not None:
+            launcher.leave(0)
     return 0

@@ -12,7 +12,6 @@ dies with its launcher. No torch here: a launcher starts in a tenth of a second 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import signal
 import subprocess
@@ -23,8 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 from pipeloom.errors import InputError, PeerLost, PipeloomError
+from pipeloom.runtime.black_box import BlackBox
 
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _PEER_LOST = 3  # exit code by which a rank tells its launcher that another rank is the cause
@@ -32,50 +33,6 @@ _POLL_SECONDS = 0.02
 _CAUSE_SECONDS = 1.0  # how long the launcher waits for the rank that caused the loss that others report
 _GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1
-
-
-class BlackBox:
-    """What a rank was doing, in memory that outlives it: a page shared with the launcher."""
-
-    _ACTION, _PHASE, _WORDS, SIZE = slice(0, 64), slice(64, 192), slice(192, 4096), 4096
-
-    def __init__(self, descriptor: int) -> None:
-        self._map = mmap.mmap(descriptor, self.SIZE)
-
-    @property
-    def action_buffer(self) -> memoryview:
-        """64 bytes into which the executor writes the action that it runs, padded with NULs."""
-        return memoryview(self._map)[self._ACTION]
-
-    def _get(self, place: slice) -> str:
-        return self._map[place].split(b"\0", 1)[0].decode(errors="replace")
-
-    def _set(self, place: slice, text: str) -> None:
-        size = place.stop - place.start
-        self._map[place] = text.encode()[: size - 1].ljust(size, b"\0")
-
-    @property
-    def action(self) -> str:
-        """The last action, such as ``1B3``; empty before the first."""
-        return self._get(self._ACTION)
-
-    @property
-    def phase(self) -> str:
-        """What the rank is about, such as ``step 12``."""
-        return self._get(self._PHASE)
-
-    @phase.setter
-    def phase(self, text: str) -> None:
-        self._set(self._PHASE, text)
-
-    @property
-    def last_words(self) -> str:
-        """The error that ended the rank, in one line."""
-        return self._get(self._WORDS)
-
-    @last_words.setter
-    def last_words(self, text: str) -> None:
-        self._set(self._WORDS, " ".join(text.split()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +104,18 @@ def last_words(member: Membership | None) -> Iterator[None]:
         if not known:
             traceback.print_exc()
         member.black_box.last_words = str(error) if known else f"{type(error).__name__}: {error}"
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Without cleaning up: other ranks may be gone, and nothing here may wait for them.
-        os._exit(2 if isinstance(error, InputError) else _PEER_LOST if isinstance(error, PeerLost) else 1)
+        leave(2 if isinstance(error, InputError) else _PEER_LOST if isinstance(error, PeerLost) else 1)
+
+
+def leave(code: int) -> NoReturn:
+    """End this rank without the interpreter's clean-up.
+
+    After an error, because other ranks may be gone and nothing here may wait for them. After success, because gloo's
+    threads may still let go of tensors while the interpreter shuts down, which aborts the process now and then.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class _Signalled(BaseException):

@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from pipeloom.errors import InputError
 from pipeloom.train.checkpoint_directory import list_checkpoints
 from pipeloom.train.config import TrainConfig, repeatable, to_yaml
 from pipeloom.version import __version__
 
 _FILES = ("metrics.jsonl", "config.yaml", "environment.json", "timelines.json", "timeline.json.gz", "report.html")
+_RELEASE_SECONDS = 2.0  # how long a run that was killed may take to let go of its directory
+
+
+@contextmanager
+def in_use(directory: Path) -> Iterator[None]:
+    """Hold the output directory (flock; the kernel drops it with the process).
+
+    Raises:
+        InputError: another run holds it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    deadline = time.monotonic() + _RELEASE_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise InputError(
+                        f"output_dir {directory} is in use by another run: two runs cannot share it; name another"
+                    ) from None
+                time.sleep(0.02)
+            except OSError:  # a file system without locks
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str | None:
@@ -88,6 +118,8 @@ def append_metrics(directory: Path, row: Mapping[str, Any]) -> None:
 
 
 def _environment() -> dict[str, Any]:
+    import torch  # here, so that the launcher can use this module without it
+
     return {
         "pipeloom": __version__,
         "torch": torch.__version__,

@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 import time
+from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from pipeloom.train.generate import generate
 from pipeloom.train.group import Group, meet
 from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, read_cost
 from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, set_learning_rate
-from pipeloom.train.output import append_metrics, prepare_output
+from pipeloom.train.output import append_metrics, in_use, prepare_output
 from pipeloom.train.progress import Display, display
 from pipeloom.train.validate import make_schedule, open_corpus, resume_path
 
@@ -70,6 +71,7 @@ class Trainer:
         self.group = group
         self.black_box = member.black_box if member else None
         self.output_dir = Path(config.output_dir)
+        self._held = ExitStack()
         self._enter("setup")
         self.schedule = make_schedule(config)
         self.corpus = open_corpus(config)
@@ -98,6 +100,7 @@ class Trainer:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.pipe.close()
+        self._held.close()
 
     def resume(self) -> int:
         """Go on from a checkpoint where one was asked for; returns how many steps are done."""
@@ -125,6 +128,7 @@ class Trainer:
     def open_output(self, shown: Display) -> None:
         """Make the output directory ready and say what is about to run."""
         if self.group.rank == 0:
+            self._held.enter_context(in_use(self.output_dir))
             moved = prepare_output(self.config, self.resumed, self.first_step - 1)
             if moved:
                 shown.say(moved)
@@ -144,14 +148,12 @@ class Trainer:
         rate = learning_rate(step - 1, self.config.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
         inputs, targets = self._next_batch()
-        stepped = time.perf_counter()
         loss = self.pipe.step(inputs, targets)
-        seconds = time.perf_counter() - stepped
         self.records = self.pipe.records
 
         # One collective a step: gradient norms for clipping, and what the step cost.
         norms = gradient_norms(self.pipe)
-        numbers = cost_numbers(self.pipe, self.records, seconds, self.group.rank, self.group.size)
+        numbers = cost_numbers(self.pipe, self.records, self.group.rank, self.group.size)
         summed = self.group.sum(torch.cat([norms.flatten(), numbers]))
         norms = summed[: norms.numel()].view_as(norms)
         self._enter(f"step {step}, update")

@@ -13,6 +13,7 @@ from pipeloom.train import checkpoint_directory
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.data import Corpus, prepare_corpus
 from pipeloom.train.manifest import verify
+from pipeloom.train.output import in_use
 
 CUTS = ("layers", "parameters", "time")
 
@@ -162,7 +163,7 @@ def _check_model(config: TrainConfig) -> None:
 def _check_writable(output_dir: Path) -> None:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output_dir) as file:
+        with in_use(output_dir), tempfile.TemporaryFile(dir=output_dir) as file:
             file.write(b"0")
     except OSError as error:
         raise InputError(

@@ -1,0 +1,49 @@
+"""What a rank leaves for whoever has to say how it ended."""
+
+from __future__ import annotations
+
+import mmap
+
+
+class BlackBox:
+    """What a rank was doing, in memory that outlives it: a page shared with the launcher."""
+
+    _ACTION, _PHASE, _WORDS, SIZE = slice(0, 64), slice(64, 192), slice(192, 4096), 4096
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, self.SIZE)
+
+    @property
+    def action_buffer(self) -> memoryview:
+        """64 bytes into which the executor writes the action that it runs, padded with NULs."""
+        return memoryview(self._map)[self._ACTION]
+
+    def _get(self, place: slice) -> str:
+        return self._map[place].split(b"\0", 1)[0].decode(errors="replace")
+
+    def _set(self, place: slice, text: str) -> None:
+        size = place.stop - place.start
+        self._map[place] = text.encode()[: size - 1].ljust(size, b"\0")
+
+    @property
+    def action(self) -> str:
+        """The last action, such as ``1B3``; empty before the first."""
+        return self._get(self._ACTION)
+
+    @property
+    def phase(self) -> str:
+        """What the rank is about, such as ``step 12``."""
+        return self._get(self._PHASE)
+
+    @phase.setter
+    def phase(self, text: str) -> None:
+        self._set(self._PHASE, text)
+
+    @property
+    def last_words(self) -> str:
+        """The error that ended the rank, in one line."""
+        return self._get(self._WORDS)
+
+    @last_words.setter
+    def last_words(self, text: str) -> None:
+        self._set(self._WORDS, " ".join(text.split()))
