@@ -45,7 +45,7 @@ def insert_communication(schedule: Schedule) -> Program:
     for rank, order in enumerate(schedule.orders):
         lowered: list[Action] = []
         received: set[Action] = set()
-        for action, send in zip(order, sends[rank], strict=True):
+        for action, following in zip(order, sends[rank], strict=True):
             receive = _receive_before(action, last_stage)
             if receive is not None:
                 assert action.microbatch is not None
@@ -56,8 +56,8 @@ def insert_communication(schedule: Schedule) -> Program:
                     received.add(earlier)
                     lowered.append(earlier)
             lowered.append(action)
-            if send is not None:
-                lowered.append(send)
+            if following is not None:
+                lowered.append(following)
         orders.append(tuple(lowered))
     return Program(schedule=schedule, orders=tuple(orders))
 
