@@ -19,7 +19,8 @@ _MOST_ACTIONS = 5_000_000  # beyond it, a simulation takes minutes and gigabytes
 def main(argv: Sequence[str]) -> int:
     """Simulate one schedule and show it; returns the exit code."""
     options = _parser().parse_args(list(argv))
-    ranks, microbatches, chunks = options.ranks, options.microbatches, options.chunks
+    ranks, microbatches = options.ranks, options.microbatches
+    chunks = schedules.find(options.name).default_chunks if options.chunks is None else options.chunks
     if min(ranks, microbatches, chunks) > 0 and 2 * ranks * microbatches * chunks > _MOST_ACTIONS:
         raise InputError(
             f"{ranks} ranks x {microbatches} micro-batches x {chunks} chunks: more than {_MOST_ACTIONS:,} actions are "
@@ -77,7 +78,7 @@ def _parser() -> Parser:
     parser.add_argument("name", type=str, help=f"schedule: {', '.join(schedules.FAMILIES)}")
     parser.add_argument("--ranks", type=int, required=True, help="processes, each driving one device")
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of one step")
-    parser.add_argument("--chunks", type=int, default=1, help="stages a rank")
+    parser.add_argument("--chunks", type=int, help="stages a rank; the schedule's own number if not given")
     parser.add_argument("--forward", type=float, default=1.0, help="seconds of a forward")
     parser.add_argument("--backward-input", type=float, default=1.0, help="seconds of the backward of the inputs")
     parser.add_argument("--backward-weight", type=float, default=1.0, help="seconds of the backward of the weights")

@@ -12,11 +12,29 @@ from dataclasses import dataclass
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.breadth_first import breadth_first
+from pipeloom.schedules.dapple import dapple_pb
 from pipeloom.schedules.gpipe import gpipe
+from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
+from pipeloom.schedules.zb_v import zb_v
+from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
 
-__all__ = ["FAMILIES", "Family", "build", "gpipe", "naive", "one_f_one_b"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "breadth_first",
+    "build",
+    "dapple_pb",
+    "gpipe",
+    "interleaved",
+    "naive",
+    "one_f_one_b",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +45,11 @@ class Family:
         name: as on the command line.
         paper: where it comes from.
         constraints: what p, m and v have to satisfy, in words.
-        bubble: closed form of the idle fraction for uniform stages without latency, in p, m, v.
+        bubble: closed form of the idle fraction of the makespan for uniform stages without latency, in p, m, v and,
+            where the backward is split, for equal times of F, I and W.
         peak: closed form of the peak of live activations on rank d, in rank-shares of one micro-batch.
-        build: the function; takes ``num_ranks`` and ``num_microbatches``, and ``num_chunks`` where `has_chunks`.
-        has_chunks: whether a rank may hold several stages.
+        build: the function; takes ``num_ranks`` and ``num_microbatches``, and ``num_chunks`` where `chunks` is None.
+        chunks: how many stages a rank holds; None where that is free.
     """
 
     name: str
@@ -39,7 +58,11 @@ class Family:
     bubble: str
     peak: str
     build: Callable[..., Schedule]
-    has_chunks: bool = False
+    chunks: int | None = 1
+
+    @property
+    def default_chunks(self) -> int:
+        return 2 if self.chunks is None else self.chunks
 
 
 FAMILIES: dict[str, Family] = {
@@ -69,26 +92,89 @@ FAMILIES: dict[str, Family] = {
             peak="min(p-d, m)",
             build=one_f_one_b,
         ),
+        Family(
+            name="dapple-pb",
+            paper="DAPPLE policy PB, arXiv:2007.01045",
+            constraints="any p >= 1, m >= 1",
+            bubble="(p-1)/(m+p-1)",
+            peak="min(2*(p-d)-1, m)",
+            build=dapple_pb,
+        ),
+        Family(
+            name="interleaved",
+            paper="Megatron-LM, arXiv:2104.04473",
+            constraints="v > 1: m >= p, m % p == 0; other groups of N: p <= N <= m, m % N == 0 or m % N >= p",
+            bubble="(p-1)/(m*v+p-1)",
+            peak="min((v-1)*p + 2*(p-1-d) + 1, m*v)/v if v > 1 else min(p-d, m)",
+            build=interleaved,
+            chunks=None,
+        ),
+        Family(
+            name="bfs",
+            paper="breadth-first, arXiv:2211.05953",
+            constraints="any p >= 1, m >= 1, v >= 1; bubble for m >= p",
+            bubble="(p-1)/(m*v+p-1)",
+            peak="m",
+            build=breadth_first,
+            chunks=None,
+        ),
+        Family(
+            name="zb-h1",
+            paper="Zero Bubble, arXiv:2401.10241",
+            constraints="any p >= 1, m >= 1; bubble and peak for m >= p",
+            bubble="(p-1)/(3*m+p-1)",
+            peak="p",
+            build=zb_h1,
+        ),
+        Family(
+            name="zb-h2",
+            paper="Zero Bubble, arXiv:2401.10241",
+            constraints="any p >= 1, m >= 1; bubble and peak for m >= 2*p-1",
+            bubble="(p-1)/(3*m+p-1)",
+            peak="2*p-1",
+            build=zb_h2,
+        ),
+        Family(
+            name="zb-v",
+            paper="Zero Bubble, arXiv:2401.10241",
+            constraints="v = 2; any p >= 1, m >= 1; bubble and peak for m >= 2*p-1",
+            bubble="(p-1)/(6*m+p-1)",
+            peak="p",
+            build=zb_v,
+            chunks=2,
+        ),
     )
 }
 
 
-def build(name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """The schedule `name` of the table for these sizes.
+def build(name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
+    """The schedule `name` of the table for these sizes; `num_chunks` is the family's own number if not given.
 
     Raises:
         ScheduleError: unknown name, or sizes that the family cannot have.
+    """
+    family = find(name)
+    chunks = family.default_chunks if num_chunks is None else num_chunks
+    for value, what in ((num_ranks, "ranks"), (num_microbatches, "micro-batches"), (chunks, "chunks")):
+        if value < 1:
+            raise ScheduleError(f"{value} {what}: a pipeline needs at least 1; raise it")
+    if family.chunks is None:
+        return family.build(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=chunks)
+    if chunks != family.chunks:
+        held = "one stage" if family.chunks == 1 else f"{family.chunks} stages"
+        raise ScheduleError(f"{chunks} chunks: schedule {name!r} holds {held} a rank; leave chunks at {family.chunks}")
+    return family.build(num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+def find(name: str) -> Family:
+    """The row of the table with this name.
+
+    Raises:
+        ScheduleError: there is none.
     """
     family = FAMILIES.get(name)
     if family is None:
         close = difflib.get_close_matches(name, FAMILIES, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]!r}?" if close else "see `pipeloom schedules`"
         raise ScheduleError(f"schedule {name!r} is unknown: the schedules are {', '.join(FAMILIES)}; {hint}")
-    for value, what in ((num_ranks, "ranks"), (num_microbatches, "micro-batches"), (num_chunks, "chunks")):
-        if value < 1:
-            raise ScheduleError(f"{value} {what}: a pipeline needs at least 1; raise it")
-    if not family.has_chunks:
-        if num_chunks != 1:
-            raise ScheduleError(f"{num_chunks} chunks: schedule {name!r} holds one stage a rank; leave chunks at 1")
-        return family.build(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    return family.build(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    return family

@@ -1,0 +1,201 @@
+"""Makespan, span and peak of every schedule against the closed forms of its paper, over ranges of sizes and times."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from pipeloom import schedules
+from pipeloom.errors import ScheduleError
+from pipeloom.ir import check
+from pipeloom.sim import Costs, Network, simulate
+
+RATIOS = ((1.0, 1.0, 1.0), (1.0, 0.5, 0.5), (2.0, 0.75, 0.25), (0.3, 0.4, 0.31))
+EQUAL = ((1.0, 1.0, 1.0), (0.7, 0.7, 0.7))
+SMALL_W = ((1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (2.0, 2.0, 1.5), (1.0, 2.0, 0.75), (3.0, 2.0, 2.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a paper says, in p, m, v and the seconds f, i, w of F, I and W of one rank's share."""
+
+    sizes: Callable[[int], Iterator[tuple[int, int]]]  # p -> (m, v) for which it is said
+    excess: Callable[..., float]  # makespan beyond m * (f + i + w)
+    peak: Callable[..., float]  # on rank d, in rank-shares of one micro-batch
+    span_excess: Callable[..., float] | None = None  # that of the span, where it is not the makespan's
+    ratios: tuple[tuple[float, float, float], ...] = RATIOS
+
+
+def any_m(p: int) -> Iterator[tuple[int, int]]:
+    yield from ((m, 1) for m in range(1, 33))
+
+
+FORMS = {
+    "naive": Form(
+        sizes=any_m,
+        excess=lambda p, m, v, f, i, w: m * (p - 1) * (f + i + w),
+        peak=lambda p, m, v, d: 1,
+    ),
+    "gpipe": Form(
+        sizes=any_m,
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w),
+        peak=lambda p, m, v, d: m,
+    ),
+    "1f1b": Form(
+        sizes=any_m,
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w),
+        peak=lambda p, m, v, d: min(p - d, m),
+    ),
+    "dapple-pb": Form(
+        sizes=any_m,
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w),
+        peak=lambda p, m, v, d: min(2 * (p - d) - 1, m),
+    ),
+    "interleaved": Form(
+        sizes=lambda p: ((m, v) for v in (1, 2, 3) for m in (range(p, 4 * p + 1, p) if v > 1 else range(1, 9))),
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w) / v,
+        peak=lambda p, m, v, d: min((v - 1) * p + 2 * (p - 1 - d) + 1, m * v) / v if v > 1 else min(p - d, m),
+    ),
+    "bfs": Form(
+        sizes=lambda p: ((m, v) for v in (1, 2, 3) for m in range(p, 3 * p + 1)),
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w) / v,
+        peak=lambda p, m, v, d: m,
+    ),
+    "zb-h1": Form(
+        sizes=lambda p: ((m, 1) for m in range(p, 25)),
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i - w),
+        peak=lambda p, m, v, d: p,
+        ratios=SMALL_W,
+    ),
+    "zb-h2": Form(
+        sizes=lambda p: ((m, 1) for m in range(2 * p - 1, 25)),
+        excess=lambda p, m, v, f, i, w: (p - 1) * max(f, f + i - 2 * w),
+        span_excess=lambda p, m, v, f, i, w: (p - 1) * (f + i - 2 * w),
+        peak=lambda p, m, v, d: 2 * p - 1,
+        ratios=SMALL_W,
+    ),
+    "zb-v": Form(
+        sizes=lambda p: ((m, 2) for m in range(2 * p - 1, 25)),
+        excess=lambda p, m, v, f, i, w: (p - 1) * f / 2,
+        span_excess=lambda p, m, v, f, i, w: 0.0,
+        peak=lambda p, m, v, d: p,
+        ratios=EQUAL,
+    ),
+}
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("name", FORMS)
+def test_makespan_span_and_peak_are_those_of_the_paper(name, p):
+    form = FORMS[name]
+    for m, v in form.sizes(p):
+        schedule = schedules.build(name, num_ranks=p, num_microbatches=m, num_chunks=v)
+        peaks = pytest.approx([form.peak(p, m, v, d) for d in range(p)])
+        assert check(schedule).peak_activations == peaks, (p, m, v)
+        for times in form.ratios if m % 5 == 1 else form.ratios[:1]:
+            forward, backward_input, backward_weight = times
+            costs = Costs.uniform(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
+            timeline = simulate(schedule, costs)
+            ideal = m * sum(times)
+            assert timeline.ideal_seconds == pytest.approx(ideal, rel=1e-12)
+            excess = form.excess(p, m, v, *times)
+            assert timeline.makespan - ideal == pytest.approx(excess, rel=1e-9, abs=1e-9), (p, m, v, times)
+            assert timeline.bubble_fraction == pytest.approx(excess / (ideal + excess), abs=1e-9)
+            if form.span_excess is not None:
+                excess = form.span_excess(p, m, v, *times)
+            elif name.startswith("zb"):
+                assert timeline.span_seconds - ideal == pytest.approx(excess, rel=1e-9, abs=1e-9), (p, m, v, times)
+            assert timeline.peak_activations == peaks
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_closed_forms_in_the_table_are_those_that_are_tested(name):
+    family, form = schedules.FAMILIES[name], FORMS[name]
+    sizes = [(p, m, v) for p in (1, 4, 6) for m, v in form.sizes(p)]
+    for p, m, v in sizes:
+        names = {"p": p, "m": m, "v": v, "min": min, "max": max}
+        excess = form.excess(p, m, v, 1.0, 1.0, 1.0)
+        assert eval(family.bubble, {}, names) == pytest.approx(excess / (3 * m + excess))
+        for d in range(p):
+            assert eval(family.peak, {}, {**names, "d": d}) == pytest.approx(form.peak(p, m, v, d))
+
+
+def test_every_schedule_has_a_closed_form_that_is_tested():
+    assert set(FORMS) == set(schedules.FAMILIES)
+
+
+def test_1f1b_with_latency_takes_what_theory_says():
+    for p in range(2, 9):
+        for m in range(1, 33):
+            for forward, backward, latency in ((1.0, 2.0, 0.25), (1.0, 1.0, 1.0), (0.4, 1.1, 0.7), (2.0, 1.0, 1.5)):
+                schedule = schedules.one_f_one_b(num_ranks=p, num_microbatches=m)
+                timeline = simulate(
+                    schedule, Costs.uniform(forward=forward, backward=backward), Network(latency_seconds=latency)
+                )
+                crossings = p - 1 if m == 1 else m + p - 3 - (m - 2) // p
+                expected = (m + p - 1) * (forward + backward) + 2 * latency * crossings
+                assert timeline.makespan == pytest.approx(expected, rel=1e-9), (p, m, forward, backward, latency)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "dapple-pb"])
+def test_deep_warm_ups_hide_all_latency_but_one_way_down_and_up(name):
+    for p in range(1, 7):
+        for m in range(1, 14):
+            schedule = schedules.build(name, num_ranks=p, num_microbatches=m)
+            for latency in (0.5, 1.5):  # up to half of F and B together
+                timeline = simulate(schedule, Costs.uniform(), Network(latency_seconds=latency))
+                assert timeline.makespan == pytest.approx((m + p - 1) * 3.0 + 2 * latency * (p - 1), rel=1e-12)
+
+
+def test_interleaved_takes_every_legal_group_size_and_refuses_every_other():
+    """Megatron's rule, p <= N <= m and a last group of none or of at least p, is exactly where the forms hold."""
+    legal = illegal = 0
+    for p in range(2, 7):
+        for m in range(1, 3 * p + 1):
+            for n in range(1, m + 2):
+                for v in (2, 3):
+                    sizes = {"num_ranks": p, "num_microbatches": m, "num_chunks": v, "group_size": n}
+                    if p <= n <= m and (m % n == 0 or m % n >= p):
+                        legal += 1
+                        schedule = schedules.interleaved(**sizes)
+                        timeline = simulate(schedule, Costs.uniform(forward=1.0, backward=2.0))
+                        assert timeline.makespan == pytest.approx((m * v + p - 1) * 3.0 / v), sizes
+                        peaks = tuple(min((v - 1) * n + 2 * (p - 1 - d) + 1, m * v) for d in range(p))
+                        assert check(schedule).live_activations == peaks
+                    else:
+                        illegal += 1
+                        with pytest.raises(ScheduleError, match="groups of"):
+                            schedules.interleaved(**sizes)
+    assert legal > 190
+    assert illegal > 790
+
+
+def test_what_interleaved_refuses_would_deadlock_or_be_slower(monkeypatch):
+    module = sys.modules["pipeloom.schedules.interleaved"]
+    monkeypatch.setattr(module, "_check_groups", lambda p, m, n: None)
+    for p in range(2, 6):
+        for m in range(1, 2 * p + 2):
+            for n in range(1, m + 1):
+                if n < p or 0 < m % n < p:
+                    schedule = module.interleaved(num_ranks=p, num_microbatches=m, num_chunks=2, group_size=n)
+                    try:
+                        makespan = simulate(schedule, Costs.uniform(forward=1.0, backward=2.0)).makespan
+                    except ScheduleError:
+                        continue
+                    assert makespan > (m * 2 + p - 1) * 3.0 / 2 + 1e-9, (p, m, n)
+
+
+def test_smaller_steps_than_the_closed_forms_ask_for_are_legal():
+    for name in ("bfs", "zb-h1", "zb-h2", "zb-v"):
+        for p in range(2, 6):
+            for m in range(1, 2 * p):
+                schedule = schedules.build(name, num_ranks=p, num_microbatches=m)
+                assert max(check(schedule).peak_activations) <= m
+
+
+def test_breadth_first_is_slower_below_one_micro_batch_a_rank():
+    schedule = schedules.breadth_first(num_ranks=4, num_microbatches=2, num_chunks=2)
+    assert simulate(schedule, Costs.uniform(forward=2.0, backward=4.0)).makespan == 27.0
