@@ -27,6 +27,7 @@ class Form:
     peak: Callable[..., float]  # on rank d, in rank-shares of one micro-batch
     span_excess: Callable[..., float] | None = None  # that of the span, where it is not the makespan's
     ratios: tuple[tuple[float, float, float], ...] = RATIOS
+    at_most: bool = False  # the forms are bounds; the largest peak of all ranks is exact
 
 
 def any_m(p: int) -> Iterator[tuple[int, int]]:
@@ -84,17 +85,32 @@ FORMS = {
         peak=lambda p, m, v, d: p,
         ratios=EQUAL,
     ),
+    "v-half": Form(
+        sizes=lambda p: ((m, 2) for m in range(2 * p, 2 * p + 5)),
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w) / 2,
+        peak=lambda p, m, v, d: (p + 2) // 2,
+        ratios=EQUAL,
+        at_most=True,
+    ),
+    "v-min": Form(
+        sizes=lambda p: ((m, 2) for m in range(2 * p, 2 * p + 5)),
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w) * 2 / 3,
+        peak=lambda p, m, v, d: (p + 4) // 3,
+        ratios=EQUAL,
+        at_most=True,
+    ),
 }
+V_KINDS = ("zb-v", "v-half", "v-min")
 
 
-@pytest.mark.parametrize("p", range(1, 9))
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("name", "p"), [(name, p) for name in FORMS for p in range(1, 13 if name in V_KINDS else 9)])
 def test_makespan_span_and_peak_are_those_of_the_paper(name, p):
     form = FORMS[name]
     for m, v in form.sizes(p):
         schedule = schedules.build(name, num_ranks=p, num_microbatches=m, num_chunks=v)
-        peaks = pytest.approx([form.peak(p, m, v, d) for d in range(p)])
-        assert check(schedule).peak_activations == peaks, (p, m, v)
+        peaks = check(schedule).peak_activations
+        said = [form.peak(p, m, v, d) for d in range(p)]
+        assert (max(peaks) == max(said)) if form.at_most else (peaks == pytest.approx(said)), (p, m, v)
         for times in form.ratios if m % 5 == 1 else form.ratios[:1]:
             forward, backward_input, backward_weight = times
             costs = Costs.uniform(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
@@ -102,13 +118,16 @@ def test_makespan_span_and_peak_are_those_of_the_paper(name, p):
             ideal = m * sum(times)
             assert timeline.ideal_seconds == pytest.approx(ideal, rel=1e-12)
             excess = form.excess(p, m, v, *times)
+            assert timeline.peak_activations == pytest.approx(peaks)
+            if form.at_most:
+                assert timeline.makespan - ideal <= excess + 1e-9, (p, m, v, times)
+                continue
             assert timeline.makespan - ideal == pytest.approx(excess, rel=1e-9, abs=1e-9), (p, m, v, times)
             assert timeline.bubble_fraction == pytest.approx(excess / (ideal + excess), abs=1e-9)
             if form.span_excess is not None:
                 excess = form.span_excess(p, m, v, *times)
             elif name.startswith("zb"):
                 assert timeline.span_seconds - ideal == pytest.approx(excess, rel=1e-9, abs=1e-9), (p, m, v, times)
-            assert timeline.peak_activations == peaks
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -117,10 +136,11 @@ def test_the_closed_forms_in_the_table_are_those_that_are_tested(name):
     sizes = [(p, m, v) for p in (1, 4, 6) for m, v in form.sizes(p)]
     for p, m, v in sizes:
         names = {"p": p, "m": m, "v": v, "min": min, "max": max}
+        assert family.bubble.startswith("<=") == form.at_most
         excess = form.excess(p, m, v, 1.0, 1.0, 1.0)
-        assert eval(family.bubble, {}, names) == pytest.approx(excess / (3 * m + excess))
+        assert eval(family.bubble.removeprefix("<= "), {}, names) == pytest.approx(excess / (3 * m + excess))
         for d in range(p):
-            assert eval(family.peak, {}, {**names, "d": d}) == pytest.approx(form.peak(p, m, v, d))
+            assert eval(family.peak.removeprefix("<= "), {}, {**names, "d": d}) == pytest.approx(form.peak(p, m, v, d))
 
 
 def test_every_schedule_has_a_closed_form_that_is_tested():
@@ -189,7 +209,7 @@ def test_what_interleaved_refuses_would_deadlock_or_be_slower(monkeypatch):
 
 
 def test_smaller_steps_than_the_closed_forms_ask_for_are_legal():
-    for name in ("bfs", "zb-h1", "zb-h2", "zb-v"):
+    for name in ("bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"):
         for p in range(2, 6):
             for m in range(1, 2 * p):
                 schedule = schedules.build(name, num_ranks=p, num_microbatches=m)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.breadth_first import breadth_first
+from pipeloom.schedules.controllable_memory import v_half, v_min
 from pipeloom.schedules.dapple import dapple_pb
 from pipeloom.schedules.gpipe import gpipe
 from pipeloom.schedules.interleaved import interleaved
@@ -31,6 +32,8 @@ __all__ = [
     "interleaved",
     "naive",
     "one_f_one_b",
+    "v_half",
+    "v_min",
     "zb_h1",
     "zb_h2",
     "zb_v",
@@ -46,7 +49,7 @@ class Family:
         paper: where it comes from.
         constraints: what p, m and v have to satisfy, in words.
         bubble: closed form of the idle fraction of the makespan for uniform stages without latency, in p, m, v and,
-            where the backward is split, for equal times of F, I and W.
+            where the backward is split, for equal times of F, I and W; "<= ..." where it is a bound.
         peak: closed form of the peak of live activations on rank d, in rank-shares of one micro-batch.
         build: the function; takes ``num_ranks`` and ``num_microbatches``, and ``num_chunks`` where `chunks` is None.
         chunks: how many stages a rank holds; None where that is free.
@@ -141,6 +144,24 @@ FAMILIES: dict[str, Family] = {
             bubble="(p-1)/(6*m+p-1)",
             peak="p",
             build=zb_v,
+            chunks=2,
+        ),
+        Family(
+            name="v-half",
+            paper="controllable memory, arXiv:2405.15362",
+            constraints="v = 2; any p >= 1, m >= 1; bubble for m >= 2*p",
+            bubble="<= (p-1)/(2*m+p-1)",
+            peak="<= (p+2)//2",
+            build=v_half,
+            chunks=2,
+        ),
+        Family(
+            name="v-min",
+            paper="controllable memory, arXiv:2405.15362",
+            constraints="v = 2; any p >= 1, m >= 1; bubble for m >= 2*p",
+            bubble="<= (2*p-2)/(3*m+2*p-2)",
+            peak="<= (p+4)//3",
+            build=v_min,
             chunks=2,
         ),
     )
