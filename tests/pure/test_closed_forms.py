@@ -11,6 +11,7 @@ import pytest
 from pipeloom import schedules
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import check
+from pipeloom.passes import lower
 from pipeloom.sim import Costs, Network, simulate
 
 RATIOS = ((1.0, 1.0, 1.0), (1.0, 0.5, 0.5), (2.0, 0.75, 0.25), (0.3, 0.4, 0.31))
@@ -98,6 +99,18 @@ FORMS = {
         peak=lambda p, m, v, d: (p + 4) // 3,
         ratios=EQUAL,
         at_most=True,
+    ),
+    "dualpipe": Form(
+        sizes=lambda p: ((m, 2) for m in (range(2 * p, 3 * p + 5, 2) if p % 2 == 0 else ())),
+        excess=lambda p, m, v, f, i, w: (p / 2 - 1) * (f + i + w + i + w - 3 * w),
+        peak=lambda p, m, v, d: p + 1,
+        ratios=((1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (2.0, 2.0, 1.5)),
+    ),
+    "dualpipev": Form(
+        sizes=lambda p: ((m, 2) for m in range(2 * p, 3 * p + 4)),
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w + i + w - 3 * w) / 2,
+        peak=lambda p, m, v, d: p + 1 / 2,
+        ratios=((1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (2.0, 2.0, 1.5)),
     ),
 }
 V_KINDS = ("zb-v", "v-half", "v-min")
@@ -206,6 +219,27 @@ def test_what_interleaved_refuses_would_deadlock_or_be_slower(monkeypatch):
                     except ScheduleError:
                         continue
                     assert makespan > (m * 2 + p - 1) * 3.0 / 2 + 1e-9, (p, m, n)
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
+def test_overlapped_pairs_save_what_dualpipe_says(name):
+    """No rank idles longer than (stages/2 - 1) * (t_FB + tB - 3 tW), and the rank that idles most idles just that."""
+    for p in (2, 4, 6):
+        for m in (2 * p, 3 * p):
+            schedule = schedules.build(name, num_ranks=p, num_microbatches=m)
+            share = 1 if name == "dualpipe" else 0.5
+            assert len(schedule.overlapped) > 0
+            for forward, weight, overlap in ((1.0, 1.0, 0.8), (2.0, 1.0, 0.9), (1.0, 0.5, 0.75)):
+                costs = Costs(forward=forward, backward_input=forward, backward_weight=weight, overlap=overlap)
+                timeline = simulate(schedule, costs)
+                backward = forward + weight
+                unit = overlap * (forward + backward)
+                claim = (schedule.num_stages / 2 - 1) * (unit + backward - 3 * weight) * share
+                idle = max(timeline.makespan - busy for busy in timeline.busy_seconds)
+                assert idle == pytest.approx(claim), (p, m, forward, weight, overlap)
+                lowered = lower(schedule)
+                assert check(lowered).live_activations == check(schedule).live_activations
+                assert simulate(lowered, costs).compute_spans == timeline.compute_spans
 
 
 def test_smaller_steps_than_the_closed_forms_ask_for_are_legal():

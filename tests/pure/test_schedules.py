@@ -64,6 +64,14 @@ STAIRCASES = {
         ... 1F0 1F1 1F2 4F0 ... ... 4I0 4W0 4F1 1I0 1W0 ... 4I1 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2 ...
         ... ... 2F0 3F0 2F1 3F1 ... ... 3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2 ...
     """,
+    "dualpipe": """
+        0F0 1F1 0F2 1B1 --- 1F3 0B0 --- 1B3 --- 0I2 0W2
+        0F1 1F0 0F3 1B0 --- 1F2 0B1 --- 1B2 --- 0I3 0W3
+    """,
+    "dualpipev": """
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 --- ... 3F2 0B0 --- 3B2 --- ... 3F3 0B1 --- 3B3 --- 0I2 0W2 0I3 0W3
+        ... 1F0 2F0 1F1 2F1 1F2 2B0 --- 2F2 1B0 --- 1F3 2B1 --- 2F3 1B1 --- 2B2 --- 1B2 --- ... 2I3 1I3 2W3 1W3
+    """,
 }
 
 
@@ -125,6 +133,10 @@ def test_the_order_of_1f1b_is_megatrons():
         ("zb-v", {"num_chunks": 3}, "holds 2 stages a rank; leave chunks at 2"),
         ("interleaved", {"num_microbatches": 1}, "at least one micro-batch for each rank.*use 2 micro-batches or more"),
         ("interleaved", {"num_microbatches": 3}, "last group has 1 micro-batches.*use 2 or 4 micro-batches"),
+        ("dualpipe", {"num_ranks": 3, "num_microbatches": 8}, "even number; add a rank, or use dualpipev"),
+        ("dualpipe", {"num_microbatches": 5}, "an even number of at least 4; use 6"),
+        ("dualpipe", {"num_microbatches": 2}, "an even number of at least 4; use 4"),
+        ("dualpipev", {"num_microbatches": 3}, "at least 4; use 4"),
     ],
 )
 def test_impossible_schedules_are_refused_in_one_line(name, sizes, message):

@@ -15,6 +15,7 @@ from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.breadth_first import breadth_first
 from pipeloom.schedules.controllable_memory import v_half, v_min
 from pipeloom.schedules.dapple import dapple_pb
+from pipeloom.schedules.dualpipe import dualpipe, dualpipev
 from pipeloom.schedules.gpipe import gpipe
 from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
@@ -28,6 +29,8 @@ __all__ = [
     "breadth_first",
     "build",
     "dapple_pb",
+    "dualpipe",
+    "dualpipev",
     "gpipe",
     "interleaved",
     "naive",
@@ -162,6 +165,24 @@ FAMILIES: dict[str, Family] = {
             bubble="<= (2*p-2)/(3*m+2*p-2)",
             peak="<= (p+4)//3",
             build=v_min,
+            chunks=2,
+        ),
+        Family(
+            name="dualpipe",
+            paper="DualPipe, arXiv:2412.19437",
+            constraints="every stage twice; p even, m even, m >= 2*p",
+            bubble="(p-2)/(3*m+p-2)",
+            peak="p+1",
+            build=dualpipe,
+            chunks=2,
+        ),
+        Family(
+            name="dualpipev",
+            paper="DualPipeV, arXiv:2412.19437",
+            constraints="v = 2; m >= 2*p",
+            bubble="(p-1)/(3*m+p-1)",
+            peak="p+1/2",
+            build=dualpipev,
             chunks=2,
         ),
     )

@@ -23,6 +23,7 @@ class Costs:
         forward: seconds of F.
         backward_input: seconds of I.
         backward_weight: seconds of W.
+        overlap: seconds of an overlapped unit of F and B (`Schedule.overlapped`) as a fraction of the sum of the two.
         other: seconds of other ops, on any stage (REDUCE_GRAD, STEP, UNSHARD, ...); those not named take none.
         activation_bytes: for each stage, bytes kept from F to the backward of one micro-batch.
         weight_gradient_bytes: for each stage, bytes kept from I to W of one micro-batch.
@@ -34,6 +35,7 @@ class Costs:
     forward: float | tuple[float, ...]
     backward_input: float | tuple[float, ...]
     backward_weight: float | tuple[float, ...]
+    overlap: float = 1.0
     other: Mapping[Op, float] = field(default_factory=dict)
     activation_bytes: tuple[float, ...] | None = None
     weight_gradient_bytes: tuple[float, ...] | None = None
@@ -43,6 +45,7 @@ class Costs:
             value = getattr(self, what)
             for seconds in value if isinstance(value, tuple) else (value,):
                 _check_seconds(what, seconds)
+        _check_seconds("overlap", self.overlap)
         for op, seconds in self.other.items():
             _check_seconds(op.value, seconds)
 
