@@ -112,6 +112,19 @@ FORMS = {
         peak=lambda p, m, v, d: p + 1 / 2,
         ratios=((1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (2.0, 2.0, 1.5)),
     ),
+    "chimera": Form(
+        sizes=lambda p: ((m, 2) for m in (() if p % 2 else (p,))),
+        excess=lambda p, m, v, f, i, w: (p - 2) * (i + w),
+        peak=lambda p, m, v, d: p / 2 + 1 + min(d, p - 1 - d),
+        ratios=((1.0, 1.0, 1.0), (1.0, 0.5, 0.5), (2.0, 1.5, 0.5)),
+    ),
+    "hanayo": Form(
+        sizes=lambda p: ((p, v) for v in (2, 4, 6)),
+        excess=lambda p, m, v, f, i, w: m * (f + i + w) * (2 * p - 2) / (3 * p * v / 2 - p + 1),
+        peak=lambda p, m, v, d: p,
+        ratios=EQUAL,
+        at_most=True,
+    ),
 }
 V_KINDS = ("zb-v", "v-half", "v-min")
 
@@ -242,8 +255,34 @@ def test_overlapped_pairs_save_what_dualpipe_says(name):
                 assert simulate(lowered, costs).compute_spans == timeline.compute_spans
 
 
+def test_chimera_keeps_its_bubble_in_longer_steps():
+    for p in (2, 4, 6, 8):
+        for m in range(p, 3 * p + 3, 2):
+            schedule = schedules.chimera(num_ranks=p, num_microbatches=m)
+            assert max(check(schedule).peak_activations) == p
+            for backward in (1.0, 2.0):
+                timeline = simulate(schedule, Costs.uniform(forward=1.0, backward=backward))
+                assert timeline.makespan == pytest.approx(m * (1 + backward) + (p - 2) * backward)
+
+
+def test_hanayo_stays_near_its_paper_and_gains_from_waves():
+    for p, one_wave in ((2, 1 / 4), (4, 1 / 3), (8, 7 / 19)):
+        bubbles = []
+        for waves in (1, 2, 3):
+            schedule = schedules.hanayo(num_ranks=p, num_microbatches=p, num_chunks=2 * waves)
+            bubbles.append(simulate(schedule, Costs.uniform(forward=1.0, backward=2.0)).bubble_fraction)
+            if waves > 1:
+                assert bubbles[-1] == pytest.approx((2 * p - 2) / (3 * p * waves + p - 1), rel=0.08)
+        assert bubbles[0] == pytest.approx(one_wave)
+        assert bubbles == sorted(bubbles, reverse=True)
+        for m in (2 * p, 4 * p):
+            schedule = schedules.hanayo(num_ranks=p, num_microbatches=m)
+            assert max(check(schedule).peak_activations) <= p
+            assert simulate(schedule, Costs.uniform()).bubble_fraction < one_wave
+
+
 def test_smaller_steps_than_the_closed_forms_ask_for_are_legal():
-    for name in ("bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"):
+    for name in ("bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "hanayo"):
         for p in range(2, 6):
             for m in range(1, 2 * p):
                 schedule = schedules.build(name, num_ranks=p, num_microbatches=m)

@@ -72,6 +72,16 @@ STAIRCASES = {
         0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 --- ... 3F2 0B0 --- 3B2 --- ... 3F3 0B1 --- 3B3 --- 0I2 0W2 0I3 0W3
         ... 1F0 2F0 1F1 2F1 1F2 2B0 --- 2F2 1B0 --- 1F3 2B1 --- 2F3 1B1 --- 2B2 --- 1B2 --- ... 2I3 1I3 2W3 1W3
     """,
+    "chimera": """
+        0F0 0F2 ... 3F1 3B1 3F3 3B3 0B0 ... 0B2
+        ... 1F0 2F1 1F2 2F3 2B1 1B0 2B3 1B2 ...
+        ... 1F1 2F0 1F3 2F2 2B0 1B1 2B2 1B3 ...
+        0F1 0F3 ... 3F0 3B0 3F2 3B2 0B1 ... 0B3
+    """,
+    "hanayo": """
+        0F0 0F1 ... 3F0 3B0 3F1 3B1 0B0 ... 0B1
+        ... 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1 ...
+    """,
 }
 
 
@@ -137,6 +147,8 @@ def test_the_order_of_1f1b_is_megatrons():
         ("dualpipe", {"num_microbatches": 5}, "an even number of at least 4; use 6"),
         ("dualpipe", {"num_microbatches": 2}, "an even number of at least 4; use 4"),
         ("dualpipev", {"num_microbatches": 3}, "at least 4; use 4"),
+        ("chimera", {"num_ranks": 3}, "even number; add a rank"),
+        ("hanayo", {"num_chunks": 3}, "chunks are even; use 4"),
     ],
 )
 def test_impossible_schedules_are_refused_in_one_line(name, sizes, message):

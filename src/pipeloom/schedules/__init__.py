@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.breadth_first import breadth_first
+from pipeloom.schedules.chimera import chimera
 from pipeloom.schedules.controllable_memory import v_half, v_min
 from pipeloom.schedules.dapple import dapple_pb
 from pipeloom.schedules.dualpipe import dualpipe, dualpipev
 from pipeloom.schedules.gpipe import gpipe
+from pipeloom.schedules.hanayo import hanayo
 from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
@@ -28,10 +30,12 @@ __all__ = [
     "Family",
     "breadth_first",
     "build",
+    "chimera",
     "dapple_pb",
     "dualpipe",
     "dualpipev",
     "gpipe",
+    "hanayo",
     "interleaved",
     "naive",
     "one_f_one_b",
@@ -184,6 +188,24 @@ FAMILIES: dict[str, Family] = {
             peak="p+1/2",
             build=dualpipev,
             chunks=2,
+        ),
+        Family(
+            name="chimera",
+            paper="Chimera, arXiv:2107.06925",
+            constraints="every stage twice; p even; bubble and peak for m = p, bubble for even m >= p",
+            bubble="(2*p-4)/(3*m+2*p-4)",
+            peak="p/2 + 1 + min(d, p-1-d)",
+            build=chimera,
+            chunks=2,
+        ),
+        Family(
+            name="hanayo",
+            paper="Hanayo, arXiv:2308.15762",
+            constraints="v even; bubble for m = p",
+            bubble="<= (2*p-2)/(3*p*v/2+p-1)",
+            peak="<= p",
+            build=hanayo,
+            chunks=None,
         ),
     )
 }
