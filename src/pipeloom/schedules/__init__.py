@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.breadth_first import breadth_first
 from pipeloom.schedules.chimera import chimera
+from pipeloom.schedules.conditions import Conditions
 from pipeloom.schedules.controllable_memory import v_half, v_min
 from pipeloom.schedules.dapple import dapple_pb
 from pipeloom.schedules.dualpipe import dualpipe, dualpipev
@@ -22,11 +24,13 @@ from pipeloom.schedules.hanayo import hanayo
 from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
+from pipeloom.schedules.zb_auto import zb_auto
 from pipeloom.schedules.zb_v import zb_v
 from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
     "FAMILIES",
+    "Conditions",
     "Family",
     "breadth_first",
     "build",
@@ -41,6 +45,7 @@ __all__ = [
     "one_f_one_b",
     "v_half",
     "v_min",
+    "zb_auto",
     "zb_h1",
     "zb_h2",
     "zb_v",
@@ -59,6 +64,7 @@ class Family:
             where the backward is split, for equal times of F, I and W; "<= ..." where it is a bound.
         peak: closed form of the peak of live activations on rank d, in rank-shares of one micro-batch.
         build: the function; takes ``num_ranks`` and ``num_microbatches``, and ``num_chunks`` where `chunks` is None.
+        to_measure: whether `build` takes `conditions`: times, latencies and memory that the schedule is made for.
         chunks: how many stages a rank holds; None where that is free.
     """
 
@@ -69,6 +75,7 @@ class Family:
     peak: str
     build: Callable[..., Schedule]
     chunks: int | None = 1
+    to_measure: bool = False
 
     @property
     def default_chunks(self) -> int:
@@ -145,6 +152,15 @@ FAMILIES: dict[str, Family] = {
             build=zb_h2,
         ),
         Family(
+            name="zb-auto",
+            paper="Zero Bubble, arXiv:2401.10241",
+            constraints="any p >= 1, m >= 1, any memory limit of at least 1; bubble for m >= 2*p-1 and no limit",
+            bubble="<= (p-1)/(3*m+p-1)",
+            peak="<= m",
+            build=zb_auto,
+            to_measure=True,
+        ),
+        Family(
             name="zb-v",
             paper="Zero Bubble, arXiv:2401.10241",
             constraints="v = 2; any p >= 1, m >= 1; bubble and peak for m >= 2*p-1",
@@ -211,8 +227,17 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def build(name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
+def build(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int | None = None,
+    conditions: Conditions | None = None,
+) -> Schedule:
     """The schedule `name` of the table for these sizes; `num_chunks` is the family's own number if not given.
+
+    `conditions` matter to the families that are made to measure; the others have one order for all of them.
 
     Raises:
         ScheduleError: unknown name, or sizes that the family cannot have.
@@ -222,12 +247,13 @@ def build(name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int |
     for value, what in ((num_ranks, "ranks"), (num_microbatches, "micro-batches"), (chunks, "chunks")):
         if value < 1:
             raise ScheduleError(f"{value} {what}: a pipeline needs at least 1; raise it")
-    if family.chunks is None:
-        return family.build(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=chunks)
-    if chunks != family.chunks:
+    if family.chunks is not None and chunks != family.chunks:
         held = "one stage" if family.chunks == 1 else f"{family.chunks} stages"
         raise ScheduleError(f"{chunks} chunks: schedule {name!r} holds {held} a rank; leave chunks at {family.chunks}")
-    return family.build(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    options: dict[str, Any] = {"num_chunks": chunks} if family.chunks is None else {}
+    if family.to_measure:
+        options["conditions"] = conditions
+    return family.build(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
 
 
 def find(name: str) -> Family:
