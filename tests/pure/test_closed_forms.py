@@ -132,6 +132,13 @@ FORMS = {
         ratios=EQUAL,
         at_most=True,
     ),
+    "search": Form(
+        sizes=lambda p: ((m, 1) for m in (2 * p - 1, 2 * p + 3)),
+        excess=lambda p, m, v, f, i, w: (p - 1) * f,
+        peak=lambda p, m, v, d: m,
+        ratios=EQUAL,
+        at_most=True,
+    ),
 }
 V_KINDS = ("zb-v", "v-half", "v-min")
 

@@ -1,15 +1,12 @@
 """One file per family of schedules, and the table that lists them.
 
-To add a schedule: write a pure function that returns a `Schedule`, and add one `Family` row below. The checker, the
-simulator, the executor, the pictures and the command line take it from there.
+To add a schedule: write a pure function that returns a `Schedule`, and add one `Family` row to `table.py`. The checker,
+the simulator, the executor, the pictures, the search and the command line take it from there.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
@@ -24,6 +21,8 @@ from pipeloom.schedules.hanayo import hanayo
 from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
+from pipeloom.schedules.search import Found, search, search_loop
+from pipeloom.schedules.table import NAMED, Family
 from pipeloom.schedules.zb_auto import zb_auto
 from pipeloom.schedules.zb_v import zb_v
 from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
@@ -32,6 +31,7 @@ __all__ = [
     "FAMILIES",
     "Conditions",
     "Family",
+    "Found",
     "breadth_first",
     "build",
     "chimera",
@@ -43,6 +43,7 @@ __all__ = [
     "interleaved",
     "naive",
     "one_f_one_b",
+    "search",
     "v_half",
     "v_min",
     "zb_auto",
@@ -52,178 +53,19 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One row of the table of schedules.
-
-    Attributes:
-        name: as on the command line.
-        paper: where it comes from.
-        constraints: what p, m and v have to satisfy, in words.
-        bubble: closed form of the idle fraction of the makespan for uniform stages without latency, in p, m, v and,
-            where the backward is split, for equal times of F, I and W; "<= ..." where it is a bound.
-        peak: closed form of the peak of live activations on rank d, in rank-shares of one micro-batch.
-        build: the function; takes ``num_ranks`` and ``num_microbatches``, and ``num_chunks`` where `chunks` is None.
-        to_measure: whether `build` takes `conditions`: times, latencies and memory that the schedule is made for.
-        chunks: how many stages a rank holds; None where that is free.
-    """
-
-    name: str
-    paper: str
-    constraints: str
-    bubble: str
-    peak: str
-    build: Callable[..., Schedule]
-    chunks: int | None = 1
-    to_measure: bool = False
-
-    @property
-    def default_chunks(self) -> int:
-        return 2 if self.chunks is None else self.chunks
-
-
 FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        Family(
-            name="naive",
-            paper="naive model parallelism",
-            constraints="any p >= 1, m >= 1",
-            bubble="(p-1)/p",
-            peak="1",
-            build=naive,
-        ),
-        Family(
-            name="gpipe",
-            paper="GPipe, arXiv:1811.06965",
-            constraints="any p >= 1, m >= 1",
-            bubble="(p-1)/(m+p-1)",
-            peak="m",
-            build=gpipe,
-        ),
-        Family(
-            name="1f1b",
-            paper="PipeDream-Flush, arXiv:2006.09503",
-            constraints="any p >= 1, m >= 1",
-            bubble="(p-1)/(m+p-1)",
-            peak="min(p-d, m)",
-            build=one_f_one_b,
-        ),
-        Family(
-            name="dapple-pb",
-            paper="DAPPLE policy PB, arXiv:2007.01045",
-            constraints="any p >= 1, m >= 1",
-            bubble="(p-1)/(m+p-1)",
-            peak="min(2*(p-d)-1, m)",
-            build=dapple_pb,
-        ),
-        Family(
-            name="interleaved",
-            paper="Megatron-LM, arXiv:2104.04473",
-            constraints="v > 1: m >= p, m % p == 0; other groups of N: p <= N <= m, m % N == 0 or m % N >= p",
-            bubble="(p-1)/(m*v+p-1)",
-            peak="min((v-1)*p + 2*(p-1-d) + 1, m*v)/v if v > 1 else min(p-d, m)",
-            build=interleaved,
-            chunks=None,
-        ),
-        Family(
-            name="bfs",
-            paper="breadth-first, arXiv:2211.05953",
-            constraints="any p >= 1, m >= 1, v >= 1; bubble for m >= p",
-            bubble="(p-1)/(m*v+p-1)",
-            peak="m",
-            build=breadth_first,
-            chunks=None,
-        ),
-        Family(
-            name="zb-h1",
-            paper="Zero Bubble, arXiv:2401.10241",
-            constraints="any p >= 1, m >= 1; bubble and peak for m >= p",
-            bubble="(p-1)/(3*m+p-1)",
-            peak="p",
-            build=zb_h1,
-        ),
-        Family(
-            name="zb-h2",
-            paper="Zero Bubble, arXiv:2401.10241",
-            constraints="any p >= 1, m >= 1; bubble and peak for m >= 2*p-1",
-            bubble="(p-1)/(3*m+p-1)",
-            peak="2*p-1",
-            build=zb_h2,
-        ),
-        Family(
-            name="zb-auto",
-            paper="Zero Bubble, arXiv:2401.10241",
-            constraints="any p >= 1, m >= 1, any memory limit of at least 1; bubble for m >= 2*p-1 and no limit",
-            bubble="<= (p-1)/(3*m+p-1)",
-            peak="<= m",
-            build=zb_auto,
-            to_measure=True,
-        ),
-        Family(
-            name="zb-v",
-            paper="Zero Bubble, arXiv:2401.10241",
-            constraints="v = 2; any p >= 1, m >= 1; bubble and peak for m >= 2*p-1",
-            bubble="(p-1)/(6*m+p-1)",
-            peak="p",
-            build=zb_v,
-            chunks=2,
-        ),
-        Family(
-            name="v-half",
-            paper="controllable memory, arXiv:2405.15362",
-            constraints="v = 2; any p >= 1, m >= 1; bubble for m >= 2*p",
-            bubble="<= (p-1)/(2*m+p-1)",
-            peak="<= (p+2)//2",
-            build=v_half,
-            chunks=2,
-        ),
-        Family(
-            name="v-min",
-            paper="controllable memory, arXiv:2405.15362",
-            constraints="v = 2; any p >= 1, m >= 1; bubble for m >= 2*p",
-            bubble="<= (2*p-2)/(3*m+2*p-2)",
-            peak="<= (p+4)//3",
-            build=v_min,
-            chunks=2,
-        ),
-        Family(
-            name="dualpipe",
-            paper="DualPipe, arXiv:2412.19437",
-            constraints="every stage twice; p even, m even, m >= 2*p",
-            bubble="(p-2)/(3*m+p-2)",
-            peak="p+1",
-            build=dualpipe,
-            chunks=2,
-        ),
-        Family(
-            name="dualpipev",
-            paper="DualPipeV, arXiv:2412.19437",
-            constraints="v = 2; m >= 2*p",
-            bubble="(p-1)/(3*m+p-1)",
-            peak="p+1/2",
-            build=dualpipev,
-            chunks=2,
-        ),
-        Family(
-            name="chimera",
-            paper="Chimera, arXiv:2107.06925",
-            constraints="every stage twice; p even; bubble and peak for m = p, bubble for even m >= p",
-            bubble="(2*p-4)/(3*m+2*p-4)",
-            peak="p/2 + 1 + min(d, p-1-d)",
-            build=chimera,
-            chunks=2,
-        ),
-        Family(
-            name="hanayo",
-            paper="Hanayo, arXiv:2308.15762",
-            constraints="v even; bubble for m = p",
-            bubble="<= (2*p-2)/(3*p*v/2+p-1)",
-            peak="<= p",
-            build=hanayo,
-            chunks=None,
-        ),
-    )
+    **NAMED,
+    "search": Family(
+        name="search",
+        paper="our own: greedy phases, then moves on the critical path",
+        constraints="any sizes, times, latencies and memory limits; bubble for v = 1, m >= 2*p-1 and no limit",
+        bubble="<= (p-1)/(3*m+p-1)",
+        peak="<= m",
+        build=search_loop,
+        chunks=None,
+        usual_chunks=1,
+        to_measure=True,
+    ),
 }
 
 
@@ -242,18 +84,9 @@ def build(
     Raises:
         ScheduleError: unknown name, or sizes that the family cannot have.
     """
-    family = find(name)
-    chunks = family.default_chunks if num_chunks is None else num_chunks
-    for value, what in ((num_ranks, "ranks"), (num_microbatches, "micro-batches"), (chunks, "chunks")):
-        if value < 1:
-            raise ScheduleError(f"{value} {what}: a pipeline needs at least 1; raise it")
-    if family.chunks is not None and chunks != family.chunks:
-        held = "one stage" if family.chunks == 1 else f"{family.chunks} stages"
-        raise ScheduleError(f"{chunks} chunks: schedule {name!r} holds {held} a rank; leave chunks at {family.chunks}")
-    options: dict[str, Any] = {"num_chunks": chunks} if family.chunks is None else {}
-    if family.to_measure:
-        options["conditions"] = conditions
-    return family.build(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+    return find(name)(
+        num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks, conditions=conditions
+    )
 
 
 def find(name: str) -> Family:
