@@ -281,7 +281,7 @@ def test_impossible_costs_are_refused():
 
 def test_costs_and_latencies_for_another_pipeline_are_refused():
     schedule = schedules.gpipe(num_ranks=3, num_microbatches=1)
-    with pytest.raises(InputError, match="forward has 2 times: schedule 'gpipe' has 3 stages"):
+    with pytest.raises(InputError, match="forward has 2 entries: schedule 'gpipe' has 3 stages"):
         simulate(schedule, Costs.per_stage(forward=[1, 1], backward=[1, 1]))
     with pytest.raises(InputError, match="3 ranks need a 3 x 3 table"):
         simulate(schedule, Costs.uniform(), Network(latency_seconds=((0.0, 1.0), (1.0, 0.0))))

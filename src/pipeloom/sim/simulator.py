@@ -72,7 +72,8 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
         clock[rank] = end
         ended.setdefault(action, (rank, end))
         spans[rank].append(Span(action, ready, end))
-    return build_timeline(schedule, spans, name=pipeline.name, kind="simulated")
+    keeps = costs.bytes_kept(schedule)
+    return build_timeline(schedule, spans, name=pipeline.name, kind="simulated", keeps=keeps)
 
 
 def _meetings(pipeline: Schedule | Program) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
