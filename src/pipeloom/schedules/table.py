@@ -69,9 +69,7 @@ class Family:
             ScheduleError: the family cannot have them.
         """
         chunks = self.default_chunks if num_chunks is None else num_chunks
-        for value, what in ((num_ranks, "ranks"), (num_microbatches, "micro-batches"), (chunks, "chunks")):
-            if value < 1:
-                raise ScheduleError(f"{value} {what}: a pipeline needs at least 1; raise it")
+        check_sizes(num_ranks, num_microbatches, chunks)
         if self.chunks is not None and chunks != self.chunks:
             held = "one stage" if self.chunks == 1 else f"{self.chunks} stages"
             raise ScheduleError(
@@ -81,6 +79,17 @@ class Family:
         if self.to_measure:
             options["conditions"] = conditions
         return self.build(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+
+
+def check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+    """Refuse sizes that no schedule has.
+
+    Raises:
+        ScheduleError: one of them is below 1.
+    """
+    for value, what in ((num_ranks, "ranks"), (num_microbatches, "micro-batches"), (num_chunks, "chunks")):
+        if value < 1:
+            raise ScheduleError(f"{value} {what}: a pipeline needs at least 1; raise it")
 
 
 NAMED: dict[str, Family] = {

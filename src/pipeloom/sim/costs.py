@@ -63,8 +63,8 @@ class Costs:
             for stage, (whole, part) in enumerate(zip(kept, left, strict=True)):
                 if part > whole:
                     raise InputError(
-                        f"stage {stage} keeps {part:g} weight_gradient_bytes of {whole:g} activation_bytes: what is left "
-                        "after I is a part; lower it"
+                        f"stage {stage} keeps {part:g} weight_gradient_bytes of {whole:g} activation_bytes: what is "
+                        "left after I is a part; lower it"
                     )
 
     @classmethod
