@@ -89,9 +89,7 @@ class Schedule:
 
     def actions(self) -> Iterator[tuple[int, Action]]:
         """Every action with its rank, rank after rank."""
-        for rank, order in enumerate(self.orders):
-            for action in order:
-                yield rank, action
+        return ((rank, action) for rank, order in enumerate(self.orders) for action in order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +129,7 @@ class Program:
 
     def actions(self) -> Iterator[tuple[int, Action]]:
         """Every action with its rank, rank after rank."""
-        for rank, order in enumerate(self.orders):
-            for action in order:
-                yield rank, action
+        return ((rank, action) for rank, order in enumerate(self.orders) for action in order)
 
     def ranks_of_group(self, group: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that hold a stage of a gradient group, ascending."""
@@ -177,7 +173,8 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
 
 def _awaited(action: Action, pipeline: Schedule | Program) -> tuple[Action, ...]:
     """`dependencies` of the action, or of both members of the unit that it starts."""
-    partner = (pipeline.schedule if isinstance(pipeline, Program) else pipeline).partners.get(action)
+    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+    partner = schedule.partners.get(action) if schedule.overlapped else None
     return dependencies(action, pipeline) + (() if partner is None else dependencies(partner, pipeline))
 
 
@@ -210,10 +207,10 @@ def dependency_order(pipeline: Schedule | Program) -> Iterator[tuple[int, int, A
     Raises:
         ScheduleError: some actions wait for each other in a circle, or for one that never comes.
     """
-    position = [0] * len(pipeline.orders)
+    at = [0] * len(pipeline.orders)
     for rank, action, _ in walk(pipeline):
-        yield rank, position[rank], action
-        position[rank] += 1
+        yield rank, at[rank], action
+        at[rank] += 1
 
 
 def walk(pipeline: Schedule | Program) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:

@@ -44,7 +44,7 @@ class Found:
         makespan: seconds of its step.
         best_named: the best named schedule of the same placement and under the same caps, with the makespan that it
             has as it is; None if none of them keeps the caps.
-        lower_bound: seconds below which no schedule of this placement can come, whatever its memory.
+        lower_bound: seconds below which no schedule of this placement and within these caps can come.
     """
 
     schedule: Schedule

@@ -159,7 +159,11 @@ class Work:
         return max(clock)
 
     def lower_bound(self) -> float:
-        """No order is shorter: Jackson's preemptive bound of every rank, with heads and tails from the dependencies."""
+        """No order that keeps the caps is shorter.
+
+        Two bounds of every rank: Jackson's preemptive one, with heads and tails from the dependencies; and what the
+        rank holds over time: an activation lives at least as long as its micro-batch is on its way to the end and back.
+        """
         heads = [0.0] * len(self.actions)
         for n, needs in enumerate(self.needs):
             heads[n] = max((heads[need] + self.seconds[need] + lag for need, lag in needs), default=0.0)
@@ -169,8 +173,28 @@ class Work:
         bound = max((h + s + t for h, s, t in zip(heads, self.seconds, tails, strict=True)), default=0.0)
         for rank in range(self.placement.num_ranks):
             jobs = [(heads[n], tails[n], self.seconds[n]) for n, where in enumerate(self.rank) if where == rank]
-            bound = max(bound, _preemptive(jobs))
+            bound = max(bound, _preemptive(jobs), self._memory_bound(rank, heads, tails))
         return bound
+
+    def _memory_bound(self, rank: int, heads: list[float], tails: list[float]) -> float:
+        """Seconds for which the rank's cap makes its micro-batches wait for each other, heads and tails added."""
+        cap, total = self.caps[rank], 0.0
+        first, bound = math.inf, 0.0
+        count: dict[int, int] = {}  # of the micro-batches of each stage so far
+        for n, action in enumerate(self.actions):
+            if self.rank[n] != rank or action.op is not Op.F:
+                continue
+            backward = self.number[action.with_op(Op.I)]
+            weight = self.weight_of[backward]
+            life = heads[backward] + self.seconds[backward] - heads[n]
+            total += self.takes[n] * life + self.frees[weight] * self.seconds[weight]
+            first = min(first, heads[n])
+            count[action.stage] = count.get(action.stage, 0) + 1
+            rest = max(tails[backward], self.seconds[weight])
+            slots = int(cap / self.takes[n]) if self.takes[n] and math.isfinite(cap) else self.num_microbatches
+            rounds = -(-count[action.stage] // max(1, slots))
+            bound = max(bound, heads[n] + rounds * life + rest)
+        return max(bound, first + total / cap) if total and math.isfinite(cap) else bound
 
 
 def _preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:
