@@ -78,6 +78,46 @@ def test_weights_may_wait_while_input_gradients_travel():
     assert simulate(split, costs).memory[1] == ((0.0, 0.0), (1.0, 1.0), (4.0, 0.0))
 
 
+def test_an_overlapped_pair_is_one_unit():
+    """0F1 waits until 0B0 may start too, and what 0F1 yields is there when the pair has ended."""
+    pair = (Action(0, F, 1), Action(0, B, 0))
+    schedule = by_hand("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n", Placement.loop(2), overlapped=frozenset({pair}))
+    costs = Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, overlap=0.5)
+    for pipeline in (schedule, lower(schedule)):
+        timeline = simulate(pipeline, costs)
+        assert [(str(a), start, end) for a, start, end in timeline.compute_spans[0]] == [
+            ("0F0", 0.0, 1.0),
+            ("0F1", 4.0, 4.5),
+            ("0B0", 4.5, 5.5),
+            ("0B1", 8.5, 10.5),
+        ]
+        assert [(start, end) for _, start, end in timeline.compute_spans[1]] == [(1, 2), (2, 4), (5.5, 6.5), (6.5, 8.5)]
+    lowered = " ".join(map(str, lower(schedule).orders[0]))
+    assert lowered == "0F0 0SEND_F0 0RECV_B0 0F1 0B0 0SEND_F1 0RECV_B1 0B1"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (Action(0, F, 0), Action(0, B, 0), "0F0 and 0B0 are no overlapped pair"),
+        (Action(0, B, 0), Action(0, B, 1), "0B0 and 0B1 are no overlapped pair"),
+        (Action(0, F, 1), Action(0, B, 0), "deadlocks.*0F1 for 1B0.*1F1"),
+    ],
+)
+def test_pairs_that_cannot_overlap_are_refused(first, second, message):
+    text = "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n"
+    schedule = by_hand(text, Placement.loop(2), overlapped=frozenset({(first, second)}))
+    with pytest.raises(ScheduleError, match=message):
+        check(schedule)
+
+
+def test_an_action_is_in_one_pair_alone():
+    pairs = {(Action(0, F, 1), Action(0, B, 0)), (Action(0, F, 0), Action(0, B, 0))}
+    schedule = by_hand("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n", Placement.loop(2), overlapped=frozenset(pairs))
+    with pytest.raises(ScheduleError, match="0B0 is in two overlapped pairs"):
+        check(schedule)
+
+
 def test_uneven_stages_are_bound_by_the_slowest():
     """GPipe (A2): the slowest stage sets the pace, the others add their time once."""
     forward, backward = [1.0, 3.0, 2.0], [2.0, 5.0, 1.0]
@@ -241,7 +281,7 @@ def test_impossible_costs_are_refused():
 
 def test_costs_and_latencies_for_another_pipeline_are_refused():
     schedule = schedules.gpipe(num_ranks=3, num_microbatches=1)
-    with pytest.raises(InputError, match="forward has 2 times: schedule 'gpipe' has 3 stages"):
+    with pytest.raises(InputError, match="forward has 2 entries: schedule 'gpipe' has 3 stages"):
         simulate(schedule, Costs.per_stage(forward=[1, 1], backward=[1, 1]))
     with pytest.raises(InputError, match="3 ranks need a 3 x 3 table"):
         simulate(schedule, Costs.uniform(), Network(latency_seconds=((0.0, 1.0), (1.0, 0.0))))

@@ -9,39 +9,95 @@ from typing import Any
 
 from pipeloom import schedules
 from pipeloom.cli.parser import Parser
+from pipeloom.cli.simulate_inputs import Inputs
 from pipeloom.errors import InputError
-from pipeloom.ir import Checked, check
-from pipeloom.sim import Costs, Network, Timeline, simulate
+from pipeloom.ir import Checked, Schedule, check
+from pipeloom.ir.text import to_csv
+from pipeloom.sim import Timeline, simulate
 
-_MOST_ACTIONS = 5_000_000  # beyond it, a simulation takes minutes and gigabytes
+_COMPARE = "compare"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Simulate one schedule and show it; returns the exit code."""
+    """Simulate one schedule, or compare several, and show them; returns the exit code."""
     options = _parser().parse_args(list(argv))
-    ranks, microbatches, chunks = options.ranks, options.microbatches, options.chunks
-    if min(ranks, microbatches, chunks) > 0 and 2 * ranks * microbatches * chunks > _MOST_ACTIONS:
-        raise InputError(
-            f"{ranks} ranks x {microbatches} micro-batches x {chunks} chunks: more than {_MOST_ACTIONS:,} actions are "
-            "not simulated; the bubble and peak follow the closed forms of `pipeloom schedules`: ask for fewer"
-        )
-    costs = Costs.uniform(
-        forward=options.forward, backward_input=options.backward_input, backward_weight=options.backward_weight
-    )
-    network = Network(latency_seconds=options.latency)
-    schedule = schedules.build(options.name, num_ranks=ranks, num_microbatches=microbatches, num_chunks=chunks)
-    checked = check(schedule)
-    timeline = simulate(schedule, costs, network)
-    written = _write_files(timeline, options)
+    names = _names(options)
+    inputs = Inputs.read(options)
+    made = [_simulate(name, inputs) for name in names]
+    timelines = [timeline for timeline, _, _ in made]
+    written = _write_files(timelines, made[0][1], options)
+    answers = [answer for _, _, answer in made]
     if options.json:
-        print(json.dumps(summary(timeline, checked)))
+        print(json.dumps({"schedules": answers} if options.names[0] == _COMPARE else answers[0]))
         return 0
-    from pipeloom.report.terminal import print_timeline
+    from pipeloom.report.terminal import print_comparison, print_timeline
 
-    print_timeline(timeline)
+    if options.names[0] == _COMPARE:
+        print_comparison(timelines)
+    else:
+        print_timeline(timelines[0])
+    for answer in answers:
+        _print_notes(answer)
     for path in written:
         print(f"wrote {path}")
     return 0
+
+
+def _names(options: Any) -> list[str]:
+    """The schedules that are asked for; all known.
+
+    Raises:
+        InputError: none to compare, or several without `compare`.
+    """
+    names: list[str] = options.names
+    if names[0] == _COMPARE:
+        names = names[1:]
+        if not names:
+            raise InputError("simulate compare: no schedule is named; name those to compare, such as 1f1b zb-h1")
+        if options.trace or options.csv:
+            raise InputError(
+                "simulate compare: --trace and --csv are of one schedule; leave out compare, or the option"
+            )
+    elif len(names) > 1:
+        raise InputError(
+            f"argument {names[1]!r} is one too many: to see several, write `simulate compare {' '.join(names)}`"
+        )
+    for name in names:
+        schedules.find(name)
+    return list(dict.fromkeys(names))
+
+
+def _simulate(name: str, inputs: Inputs) -> tuple[Timeline, Schedule, dict[str, Any]]:
+    """The timeline, the schedule and the numbers."""
+    schedule, found = inputs.schedule(name)
+    checked = check(schedule)
+    timeline = simulate(schedule, inputs.costs, inputs.network)
+    answer = summary(timeline, checked) | inputs.memory(schedule)
+    if found is not None:
+        best = found.best_named
+        answer["best_named"] = None if best is None else {"name": best[0], "makespan_seconds": best[1]}
+        answer["lower_bound_seconds"] = found.lower_bound
+    return timeline, schedule, answer
+
+
+def _print_notes(answer: dict[str, Any]) -> None:
+    """What the tables do not say: memory by its parts, and what the search compared with."""
+    name = answer["schedule"]
+    peaks = answer.get("peak_bytes") or answer.get("peak_memory")
+    if peaks:
+        unit = "bytes" if "peak_bytes" in answer else "rank-shares of one micro-batch"
+        over = "" if answer.get("within_memory", True) else ": over the limit"
+        print(f"{name}: holds at most {' '.join(f'{peak:.6g}' for peak in peaks)} {unit}{over}")
+    if "lower_bound_seconds" in answer:
+        best = answer["best_named"]
+        said = (
+            "no named schedule keeps the limits"
+            if best is None
+            else (f"the best named schedule is {best['name']} with {best['makespan_seconds']:.6g} s")
+        )
+        print(
+            f"{name}: {answer['makespan_seconds']:.6g} s; {said}; none is below {answer['lower_bound_seconds']:.6g} s"
+        )
 
 
 def summary(timeline: Timeline, checked: Checked) -> dict[str, Any]:
@@ -65,42 +121,53 @@ def summary(timeline: Timeline, checked: Checked) -> dict[str, Any]:
 def _parser() -> Parser:
     parser = Parser(
         prog="pipeloom simulate",
-        description="Simulate a schedule. Times are seconds of one rank's whole share of the model for one\n"
-        "micro-batch: a chunk takes 1/V of them. A full backward takes backward-input + backward-weight.",
+        description="Simulate a schedule, or compare several. Times are seconds of one rank's whole share of the\n"
+        "model for one micro-batch: a chunk takes 1/V of them. A full backward takes backward-input + backward-weight.",
         examples="""
             pipeloom simulate 1f1b --ranks 4 --microbatches 8
             pipeloom simulate gpipe --ranks 8 --microbatches 32 --forward 1 --backward-input 1.2 --backward-weight 0.8
             pipeloom simulate 1f1b --ranks 4 --microbatches 16 --latency 0.1 --json
             pipeloom simulate 1f1b --ranks 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg --trace 1f1b.json.gz
+            pipeloom simulate zb-auto --ranks 8 --microbatches 24 --memory-limit 12 --weight-gradient-memory 0.4
+            pipeloom simulate search --ranks 4 --microbatches 16 --costs costs.json --csv found.csv
+            pipeloom simulate compare 1f1b interleaved zb-h1 zb-v --ranks 4 --microbatches 8
         """,
     )
-    parser.add_argument("name", type=str, help=f"schedule: {', '.join(schedules.FAMILIES)}")
+    names = ", ".join(schedules.FAMILIES)
+    parser.add_argument("names", type=str, nargs="+", help=f"schedule, or `compare` and several: {names}")
     parser.add_argument("--ranks", type=int, required=True, help="processes, each driving one device")
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of one step")
-    parser.add_argument("--chunks", type=int, default=1, help="stages a rank")
-    parser.add_argument("--forward", type=float, default=1.0, help="seconds of a forward")
-    parser.add_argument("--backward-input", type=float, default=1.0, help="seconds of the backward of the inputs")
-    parser.add_argument("--backward-weight", type=float, default=1.0, help="seconds of the backward of the weights")
-    parser.add_argument("--latency", type=float, default=0.0, help="seconds of a message between two ranks")
+    parser.add_argument("--chunks", type=int, help="stages a rank; the schedule's own number if not given")
+    parser.add_argument("--forward", type=float, help="seconds of a forward (1)")
+    parser.add_argument("--backward-input", type=float, help="seconds of the backward of the inputs (1)")
+    parser.add_argument("--backward-weight", type=float, help="seconds of the backward of the weights (1)")
+    parser.add_argument("--overlap", type=float, default=1.0, help="an overlapped F and B, as a part of their sum")
+    parser.add_argument("--latency", type=float, help="seconds of a message between two ranks (0)")
+    parser.add_argument("--costs", type=str, help="JSON file of what every stage takes and keeps, instead of times")
+    parser.add_argument("--memory-limit", type=float, help="most that a rank may hold, in rank-shares of a micro-batch")
+    parser.add_argument("--weight-gradient-memory", type=float, help="part of it that is left between I and W (1)")
+    parser.add_argument("--placement", choices=("loop", "v"), default="loop", help="of the chunks, for search")
     parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
+    parser.add_argument("--csv", type=str, help="write the orders as torch.distributed.pipelining loads them")
     parser.add_argument("--html", type=str, help="write the picture and the numbers as one offline page")
     parser.add_argument("--svg", type=str, help="write the picture")
     parser.add_argument("--trace", type=str, help="write a trace for https://ui.perfetto.dev (.json or .json.gz)")
     return parser
 
 
-def _write_files(timeline: Timeline, options: Any) -> list[str]:
+def _write_files(timelines: list[Timeline], schedule: Schedule, options: Any) -> list[str]:
     """Write what `options` ask for; returns the paths.
 
     Raises:
         InputError: a file cannot be written.
     """
     written = []
-    for kind, path in (("html", options.html), ("svg", options.svg), ("trace", options.trace)):
+    for kind in ("csv", "html", "svg", "trace"):
+        path = getattr(options, kind)
         if path is None:
             continue
         try:
-            _write(kind, timeline, Path(path))
+            _write(kind, timelines, schedule, Path(path))
         except OSError as error:
             raise InputError(
                 f"--{kind} {path}: {error.strerror or error}: the file must be writable; name another path"
@@ -109,16 +176,18 @@ def _write_files(timeline: Timeline, options: Any) -> list[str]:
     return written
 
 
-def _write(kind: str, timeline: Timeline, path: Path) -> None:
-    if kind == "trace":
+def _write(kind: str, timelines: list[Timeline], schedule: Schedule, path: Path) -> None:
+    if kind == "csv":
+        path.write_text(to_csv(schedule), encoding="utf-8")
+    elif kind == "trace":
         from pipeloom.report.perfetto import write_trace
 
-        write_trace(timeline, path)
+        write_trace(timelines[0], path)
     elif kind == "svg":
         from pipeloom.report.svg import timeline_svg
 
-        path.write_text(timeline_svg([timeline], standalone=True) + "\n", encoding="utf-8")
+        path.write_text(timeline_svg(timelines, standalone=True) + "\n", encoding="utf-8")
     else:
         from pipeloom.report.html import simulation_html
 
-        path.write_text(simulation_html([timeline]), encoding="utf-8")
+        path.write_text(simulation_html(timelines), encoding="utf-8")

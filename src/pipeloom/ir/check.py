@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import product, zip_longest
+from itertools import pairwise, product, zip_longest
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
@@ -31,7 +31,8 @@ def check(pipeline: Schedule | Program) -> Checked:
     """Prove that `pipeline` is legal.
 
     Rules: every computation stands exactly once, on the rank that holds its stage; no actions wait for each other in
-    a circle; in a program, sends and receives match, and messages between two ranks have one order on both sides.
+    a circle; overlapped pairs are neighbours; in a program, sends and receives match, and messages between two ranks
+    have one order on both sides.
 
     Raises:
         ScheduleError: one line with the action, the rule and the fix.
@@ -39,6 +40,7 @@ def check(pipeline: Schedule | Program) -> Checked:
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
     _check_sizes(pipeline, schedule)
     _check_complete(pipeline, schedule)
+    _check_overlapped(pipeline, schedule)
     if isinstance(pipeline, Program):
         _check_messages(pipeline)
         _check_reductions(pipeline)
@@ -148,6 +150,21 @@ def _check_complete(pipeline: Schedule | Program, schedule: Schedule) -> None:
             f"schedule {name!r}: {extra} is one too many: a backward is either B or I and W, and a forward-only "
             "schedule has none; drop it"
         )
+
+
+def _check_overlapped(pipeline: Schedule | Program, schedule: Schedule) -> None:
+    """Every overlapped unit is an F with a backward directly behind it on its rank, each in one unit alone."""
+    members = [action for pair in schedule.overlapped for action in pair]
+    if len(set(members)) != len(members):
+        twice = next(action for action, count in Counter(members).items() if count > 1)
+        raise ScheduleError(f"schedule {schedule.name!r}: {twice} is in two overlapped pairs; take it out of one")
+    behind = {first: second for order in pipeline.orders for first, second in pairwise(order)} if members else {}
+    for first, second in schedule.overlapped:
+        if first.op is not Op.F or second.op not in (Op.B, Op.I) or behind.get(first) != second:
+            raise ScheduleError(
+                f"schedule {schedule.name!r}: {first} and {second} are no overlapped pair: it is an F with a B or I "
+                "directly behind it on the same rank; reorder them or drop the pair"
+            )
 
 
 def _check_messages(program: Program) -> None:

@@ -46,7 +46,8 @@ class Schedule:
         placement: which ranks hold which stage.
         weights: which version of the parameters a micro-batch sees.
         orders: ``orders[rank]`` is that rank's sequence of actions.
-        overlapped: pairs of neighbours in one rank's order that run as one unit (DualPipe's F&B).
+        overlapped: pairs of an F and the B or I directly behind it that run as one unit (DualPipe's F&B); it starts
+            when both are ready, and both end with it.
         forward_only: True for evaluation: there are no backwards, and nothing is kept for them.
     """
 
@@ -77,15 +78,18 @@ class Schedule:
         """``(stage, microbatch, slice)`` of every backward that is split into I and W."""
         return frozenset((a.stage, a.microbatch, a.slice) for order in self.orders for a in order if a.op is I)
 
+    @cached_property
+    def partners(self) -> dict[Action, Action]:
+        """The backward of each F that starts an overlapped unit."""
+        return dict(self.overlapped)
+
     @property
     def lowered(self) -> bool:
         return False
 
     def actions(self) -> Iterator[tuple[int, Action]]:
         """Every action with its rank, rank after rank."""
-        for rank, order in enumerate(self.orders):
-            for action in order:
-                yield rank, action
+        return ((rank, action) for rank, order in enumerate(self.orders) for action in order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +129,7 @@ class Program:
 
     def actions(self) -> Iterator[tuple[int, Action]]:
         """Every action with its rank, rank after rank."""
-        for rank, order in enumerate(self.orders):
-            for action in order:
-                yield rank, action
+        return ((rank, action) for rank, order in enumerate(self.orders) for action in order)
 
     def ranks_of_group(self, group: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that hold a stage of a gradient group, ascending."""
@@ -169,6 +171,13 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
     return tuple(needs)
 
 
+def _awaited(action: Action, pipeline: Schedule | Program) -> tuple[Action, ...]:
+    """`dependencies` of the action, or of both members of the unit that it starts."""
+    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+    partner = schedule.partners.get(action) if schedule.overlapped else None
+    return dependencies(action, pipeline) + (() if partner is None else dependencies(partner, pipeline))
+
+
 def _backward(schedule: Schedule, stage: int, microbatch: int | None, piece: int | None) -> Action:
     """The action that yields the gradient of a stage's input: I where the backward is split, else B."""
     split = (stage, microbatch, piece) in schedule.split_backwards
@@ -198,16 +207,17 @@ def dependency_order(pipeline: Schedule | Program) -> Iterator[tuple[int, int, A
     Raises:
         ScheduleError: some actions wait for each other in a circle, or for one that never comes.
     """
-    position = [0] * len(pipeline.orders)
+    at = [0] * len(pipeline.orders)
     for rank, action, _ in walk(pipeline):
-        yield rank, position[rank], action
-        position[rank] += 1
+        yield rank, at[rank], action
+        at[rank] += 1
 
 
 def walk(pipeline: Schedule | Program) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
     """`dependency_order` as ``(rank, action, dependencies of the action)``, for those who time the actions.
 
-    A REDUCE_GRAD comes only once all members of its group have arrived at theirs.
+    The F of an overlapped unit comes with the dependencies of both members, its partner directly behind it. A
+    REDUCE_GRAD comes only once all members of its group have arrived at theirs.
 
     Raises:
         ScheduleError: some actions wait for each other in a circle, or for one that never comes.
@@ -224,7 +234,7 @@ def walk(pipeline: Schedule | Program) -> Iterator[tuple[int, Action, tuple[Acti
         order = orders[rank]
         for index in range(position[rank], len(order)):
             action = order[index]
-            needs = blocked.pop(rank) if rank in blocked else dependencies(action, pipeline)
+            needs = blocked.pop(rank) if rank in blocked else _awaited(action, pipeline)
             if not done.issuperset(needs):
                 missing = next(need for need in needs if need not in done)
                 waiting.setdefault(missing, []).append(rank)
@@ -273,7 +283,7 @@ def _explain_deadlock(pipeline: Schedule | Program, position: list[int], done: s
     while rank not in seen:
         seen.add(rank)
         action = pipeline.orders[rank][position[rank]]
-        missing = next((need for need in dependencies(action, pipeline) if need not in done), None)
+        missing = next((need for need in _awaited(action, pipeline) if need not in done), None)
         if missing is None:
             chain.append(f"rank {rank} waits at {action} for its group")
             break

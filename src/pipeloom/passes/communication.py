@@ -7,7 +7,7 @@
 Messages from one rank to another travel in one channel, first in, first out. So a rank must list its receives from a
 peer in the order in which that peer sends. Where it needs the second message before the first (chunks of both
 directions on one pair of ranks), the first is received early and waits in memory. That adds no deadlock: the peer
-sends the first before the second anyway.
+sends the first before the second anyway. An overlapped pair stays together: the receives of both, both, their sends.
 """
 
 from __future__ import annotations
@@ -37,27 +37,33 @@ def insert_communication(schedule: Schedule) -> Program:
                 if peer == rank:
                     send = None
                 else:
-                    receive = Action(consumer, _RECEIVE[send.op], action.microbatch, action.slice)
-                    channels.setdefault((rank, peer), deque()).append(receive)
+                    owed = Action(consumer, _RECEIVE[send.op], action.microbatch, action.slice)
+                    channels.setdefault((rank, peer), deque()).append(owed)
             sends[rank].append(send)
 
     orders = []
     for rank, order in enumerate(schedule.orders):
         lowered: list[Action] = []
         received: set[Action] = set()
+        held: list[Action] = []  # the send of an overlapped pair's first member, until the second has run
         for action, following in zip(order, sends[rank], strict=True):
-            needed = _receive_before(action, last_stage)
-            if needed is not None:
-                assert action.microbatch is not None
-                producer = action.stage + (-1 if needed.op is Op.RECV_F else 1)
-                channel = channels.get((place(producer, action.microbatch), rank))
-                while channel and needed not in received:
-                    earlier = channel.popleft()
-                    received.add(earlier)
-                    lowered.append(earlier)
+            partner = schedule.partners.get(action)
+            for computation in (action,) if partner is None else (action, partner):
+                receive = _receive_before(computation, last_stage)
+                if receive is not None:
+                    assert computation.microbatch is not None
+                    producer = computation.stage + (-1 if receive.op is Op.RECV_F else 1)
+                    channel = channels.get((place(producer, computation.microbatch), rank))
+                    while channel and receive not in received:
+                        earlier = channel.popleft()
+                        received.add(earlier)
+                        lowered.append(earlier)
             lowered.append(action)
             if following is not None:
-                lowered.append(following)
+                held.append(following)
+            if partner is None:
+                lowered += held
+                held = []
         orders.append(tuple(lowered))
     return Program(schedule=schedule, orders=tuple(orders))
 

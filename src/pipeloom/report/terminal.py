@@ -7,6 +7,7 @@ rank 1     F0 F1 F2    B0--- F3 B1--- F4 ...
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipeloom.ir.action import Op
@@ -25,13 +26,44 @@ _MOST_RANKS = 32
 def print_timeline(timeline: Timeline, console: Console | None = None) -> None:
     """Print the timeline, one row a rank, and a table of what it comes to."""
     from rich.console import Console
-    from rich.text import Text
 
     console = console or Console(highlight=False)
+    _print_picture(timeline, console, ())
+    _print_table(timeline, console)
+
+
+def print_comparison(timelines: Sequence[Timeline], console: Console | None = None) -> None:
+    """Print timelines one below the other at one scale, and one table of what they come to, best first."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = console or Console(highlight=False)
+    for timeline in timelines:
+        console.print(f"{timeline.name}", markup=False)
+        _print_picture(timeline, console, timelines, legend=timeline is timelines[-1])
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("schedule", "makespan", "bubble", "longest rank", "bubble", "peak live activations"):
+        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    for timeline in sorted(timelines, key=lambda each: each.makespan):
+        table.add_row(
+            timeline.name,
+            seconds_text(timeline.makespan),
+            _percent(timeline.bubble_fraction),
+            seconds_text(timeline.span_seconds),
+            _percent(timeline.bubble_fraction_span),
+            number_text(max(timeline.peak_activations)),
+        )
+    console.print(table)
+
+
+def _print_picture(timeline: Timeline, console: Console, beside: Sequence[Timeline], *, legend: bool = True) -> None:
+    from rich.text import Text
+
     coloured = console.is_terminal and console.color_system is not None and not console.no_color
     margin = len(f"rank {timeline.num_ranks - 1}  ")
     columns = max(8, (console.width if console.is_terminal else _PLAIN_COLUMNS) - margin)
-    rows, numbered = layout(timeline, columns, letters=not coloured)
+    rows, numbered = layout(timeline, columns, letters=not coloured, beside=beside)
     for rank in shown_ranks(timeline.num_ranks):
         if rank is None:
             console.print(f"{'...':<{margin}}{timeline.num_ranks - _MOST_RANKS} more ranks", markup=False)
@@ -42,8 +74,8 @@ def print_timeline(timeline: Timeline, console: Console | None = None) -> None:
         if not coloured:
             line.rstrip()
         console.print(line, soft_wrap=True)
-    _print_legend(timeline, console, coloured, numbered)
-    _print_table(timeline, console)
+    if legend:
+        _print_legend((timeline, *beside), console, coloured, numbered)
 
 
 def shown_ranks(num_ranks: int) -> list[int | None]:
@@ -54,23 +86,29 @@ def shown_ranks(num_ranks: int) -> list[int | None]:
     return [*range(half), None, *range(num_ranks - half, num_ranks)]
 
 
-def layout(timeline: Timeline, columns: int, *, letters: bool) -> tuple[list[list[Cell]], bool]:
+def layout(
+    timeline: Timeline, columns: int, *, letters: bool, beside: Sequence[Timeline] = ()
+) -> tuple[list[list[Cell]], bool]:
     """For each rank, the cells of its row, at most `columns` characters; and whether single actions can be seen.
+
+    All timelines `beside` it, laid out with the same arguments, get the same scale.
 
     With `letters`, an action is written ``F3``, else ``3`` (the colour says the rest). Where actions are narrower than
     a character, each character stands for the op that fills most of its time.
     """
-    shortest = _shortest(timeline)
+    together = (timeline, *beside)
+    shortest = min(filter(None, map(_shortest, together)), default=0.0)
+    makespan = max(each.makespan for each in together)
     if not shortest:
         return [[] for _ in timeline.spans], True
-    widest = max(len(label(span)) for row in timeline.compute_spans for span in row) + letters
-    fitting = columns * shortest / timeline.makespan  # characters of the shortest op if the row is full
+    widest = max(len(label(span)) for each in together for row in each.compute_spans for span in row) + letters
+    fitting = columns * shortest / makespan  # characters of the shortest op if the row is full
     wanted = min(int(fitting), widest + 1)
     if wanted >= (widest + 1 if letters else 1):
         return [_labelled(row, wanted / shortest, letters) for row in timeline.compute_spans], True
     if fitting >= 1:  # a whole number of characters for each action shows every one of them
-        columns = round(timeline.makespan / shortest) * int(fitting)
-    return [_dominant(row, timeline.makespan, columns) for row in timeline.spans], False
+        columns = round(makespan / shortest) * int(fitting)
+    return [_dominant(row, makespan, columns) for row in timeline.spans], False
 
 
 def _shortest(timeline: Timeline) -> float:
@@ -114,10 +152,10 @@ def _dominant(row: tuple[Span, ...], seconds: float, columns: int) -> list[Cell]
     return cells
 
 
-def _print_legend(timeline: Timeline, console: Console, coloured: bool, numbered: bool) -> None:
+def _print_legend(timelines: Sequence[Timeline], console: Console, coloured: bool, numbered: bool) -> None:
     from rich.text import Text
 
-    used = {span.action.op for row in timeline.spans for span in row}
+    used = {span.action.op for timeline in timelines for row in timeline.spans for span in row}
     legend = Text()
     for op in (op for op in COLOURS if op in used):
         legend.append(f" {op.value[0]} ", style=f"black on {COLOURS[op]}" if coloured else None)

@@ -1,94 +1,103 @@
 """One file per family of schedules, and the table that lists them.
 
-To add a schedule: write a pure function that returns a `Schedule`, and add one `Family` row below. The checker, the
-simulator, the executor, the pictures and the command line take it from there.
+To add a schedule: write a pure function that returns a `Schedule`, and add one `Family` row to `table.py`. The checker,
+the simulator, the executor, the pictures, the search and the command line take it from there.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.breadth_first import breadth_first
+from pipeloom.schedules.chimera import chimera
+from pipeloom.schedules.conditions import Conditions
+from pipeloom.schedules.controllable_memory import v_half, v_min
+from pipeloom.schedules.dapple import dapple_pb
+from pipeloom.schedules.dualpipe import dualpipe, dualpipev
 from pipeloom.schedules.gpipe import gpipe
+from pipeloom.schedules.hanayo import hanayo
+from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
+from pipeloom.schedules.search import Found, search, search_loop
+from pipeloom.schedules.table import NAMED, Family
+from pipeloom.schedules.zb_auto import zb_auto
+from pipeloom.schedules.zb_v import zb_v
+from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
 
-__all__ = ["FAMILIES", "Family", "build", "gpipe", "naive", "one_f_one_b"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One row of the table of schedules.
-
-    Attributes:
-        name: as on the command line.
-        paper: where it comes from.
-        constraints: what p, m and v have to satisfy, in words.
-        bubble: closed form of the idle fraction for uniform stages without latency, in p, m, v.
-        peak: closed form of the peak of live activations on rank d, in rank-shares of one micro-batch.
-        build: the function; takes ``num_ranks`` and ``num_microbatches``, and ``num_chunks`` where `has_chunks`.
-        has_chunks: whether a rank may hold several stages.
-    """
-
-    name: str
-    paper: str
-    constraints: str
-    bubble: str
-    peak: str
-    build: Callable[..., Schedule]
-    has_chunks: bool = False
+__all__ = [
+    "FAMILIES",
+    "Conditions",
+    "Family",
+    "Found",
+    "breadth_first",
+    "build",
+    "chimera",
+    "dapple_pb",
+    "dualpipe",
+    "dualpipev",
+    "gpipe",
+    "hanayo",
+    "interleaved",
+    "naive",
+    "one_f_one_b",
+    "search",
+    "v_half",
+    "v_min",
+    "zb_auto",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]
 
 
 FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        Family(
-            name="naive",
-            paper="naive model parallelism",
-            constraints="any p >= 1, m >= 1",
-            bubble="(p-1)/p",
-            peak="1",
-            build=naive,
-        ),
-        Family(
-            name="gpipe",
-            paper="GPipe, arXiv:1811.06965",
-            constraints="any p >= 1, m >= 1",
-            bubble="(p-1)/(m+p-1)",
-            peak="m",
-            build=gpipe,
-        ),
-        Family(
-            name="1f1b",
-            paper="PipeDream-Flush, arXiv:2006.09503",
-            constraints="any p >= 1, m >= 1",
-            bubble="(p-1)/(m+p-1)",
-            peak="min(p-d, m)",
-            build=one_f_one_b,
-        ),
-    )
+    **NAMED,
+    "search": Family(
+        name="search",
+        paper="our own: greedy phases, then moves on the critical path",
+        constraints="any sizes, times, latencies and memory limits; bubble for v = 1, m >= 2*p-1 and no limit",
+        bubble="<= (p-1)/(3*m+p-1)",
+        peak="<= m",
+        build=search_loop,
+        chunks=None,
+        usual_chunks=1,
+        to_measure=True,
+    ),
 }
 
 
-def build(name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """The schedule `name` of the table for these sizes.
+def build(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int | None = None,
+    conditions: Conditions | None = None,
+) -> Schedule:
+    """The schedule `name` of the table for these sizes; `num_chunks` is the family's own number if not given.
+
+    `conditions` matter to the families that are made to measure; the others have one order for all of them.
 
     Raises:
         ScheduleError: unknown name, or sizes that the family cannot have.
+    """
+    return find(name)(
+        num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks, conditions=conditions
+    )
+
+
+def find(name: str) -> Family:
+    """The row of the table with this name.
+
+    Raises:
+        ScheduleError: there is none.
     """
     family = FAMILIES.get(name)
     if family is None:
         close = difflib.get_close_matches(name, FAMILIES, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]!r}?" if close else "see `pipeloom schedules`"
         raise ScheduleError(f"schedule {name!r} is unknown: the schedules are {', '.join(FAMILIES)}; {hint}")
-    for value, what in ((num_ranks, "ranks"), (num_microbatches, "micro-batches"), (num_chunks, "chunks")):
-        if value < 1:
-            raise ScheduleError(f"{value} {what}: a pipeline needs at least 1; raise it")
-    if not family.has_chunks:
-        if num_chunks != 1:
-            raise ScheduleError(f"{num_chunks} chunks: schedule {name!r} holds one stage a rank; leave chunks at 1")
-        return family.build(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    return family.build(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    return family

@@ -1,7 +1,8 @@
 """Naive model parallelism: one micro-batch in the pipeline at a time.
 
-    rank 0  0F0 ... ... 0B0 0F1 ... ... 0B1
-    rank 1  ... 1F0 1B0 ... ... 1F1 1B1 ...
+    rank 0  0F0 ... ... ... ... 0B0 0F1 ... ... ... ... 0B1
+    rank 1  ... 1F0 ... ... 1B0 ... ... 1F1 ... ... 1B1 ...
+    rank 2  ... ... 2F0 2B0 ... ... ... ... 2F1 2B1 ... ...
 
 Every rank but one stands idle at any moment: makespan ``m * p * (tF + tB)``, one live activation a rank.
 """

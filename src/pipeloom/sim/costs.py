@@ -23,17 +23,19 @@ class Costs:
         forward: seconds of F.
         backward_input: seconds of I.
         backward_weight: seconds of W.
+        overlap: seconds of an overlapped unit of F and B (`Schedule.overlapped`) as a fraction of the sum of the two.
         other: seconds of other ops, on any stage (REDUCE_GRAD, STEP, UNSHARD, ...); those not named take none.
-        activation_bytes: for each stage, bytes kept from F to the backward of one micro-batch.
-        weight_gradient_bytes: for each stage, bytes kept from I to W of one micro-batch.
+        activation_bytes: for each stage, bytes that F of one micro-batch keeps for its backward.
+        weight_gradient_bytes: for each stage, bytes of these that are left between I and W; all if not given.
 
     Raises:
-        InputError: a time is negative or not finite, or there is not one for each stage.
+        InputError: a time or size is negative or not finite, or more bytes are left after I than before.
     """
 
     forward: float | tuple[float, ...]
     backward_input: float | tuple[float, ...]
     backward_weight: float | tuple[float, ...]
+    overlap: float = 1.0
     other: Mapping[Op, float] = field(default_factory=dict)
     activation_bytes: tuple[float, ...] | None = None
     weight_gradient_bytes: tuple[float, ...] | None = None
@@ -43,8 +45,27 @@ class Costs:
             value = getattr(self, what)
             for seconds in value if isinstance(value, tuple) else (value,):
                 _check_seconds(what, seconds)
+        _check_seconds("overlap", self.overlap)
         for op, seconds in self.other.items():
             _check_seconds(op.value, seconds)
+
+        self._check_bytes()
+
+    def _check_bytes(self) -> None:
+        kept, left = self.activation_bytes, self.weight_gradient_bytes
+        for what, sizes in (("activation_bytes", kept), ("weight_gradient_bytes", left)):
+            for size in sizes or ():
+                if not (math.isfinite(size) and size >= 0):
+                    raise InputError(f"{what} is {size}: a size is a finite number of bytes, 0 or more; correct it")
+        if left is not None:
+            if kept is None or len(kept) != len(left):
+                raise InputError("weight_gradient_bytes are part of activation_bytes: give both for each stage")
+            for stage, (whole, part) in enumerate(zip(kept, left, strict=True)):
+                if part > whole:
+                    raise InputError(
+                        f"stage {stage} keeps {part:g} weight_gradient_bytes of {whole:g} activation_bytes: what is "
+                        "left after I is a part; lower it"
+                    )
 
     @classmethod
     def uniform(
@@ -92,6 +113,18 @@ class Costs:
             backward_weight=tuple(backward_weight),
             other=other or {},
         )
+
+    def bytes_kept(self, schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """For each stage, what one action keeps from F on and from I on; None where that is not known.
+
+        Raises:
+            InputError: there are sizes for another number of stages.
+        """
+        if self.activation_bytes is None:
+            return None
+        kept = _by_stage("activation_bytes", self.activation_bytes, schedule)
+        left = self.weight_gradient_bytes
+        return kept, kept if left is None else _by_stage("weight_gradient_bytes", left, schedule)
 
     def seconds(self, schedule: Schedule) -> dict[Op, tuple[float, ...]]:
         """For each op that is no communication, the seconds of one action on each stage of `schedule`.
@@ -160,7 +193,7 @@ def _by_stage(what: str, value: float | tuple[float, ...], schedule: Schedule) -
         return (value * schedule.stage_share / schedule.num_slices,) * schedule.num_stages
     if len(value) != schedule.num_stages:
         raise InputError(
-            f"{what} has {len(value)} times: schedule {schedule.name!r} has {schedule.num_stages} stages; "
+            f"{what} has {len(value)} entries: schedule {schedule.name!r} has {schedule.num_stages} stages; "
             "give one time for each"
         )
     return tuple(seconds / schedule.num_slices for seconds in value)

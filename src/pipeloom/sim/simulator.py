@@ -16,6 +16,8 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     * In a `Schedule`, a value that comes from another rank arrives its latency after the computation has ended.
     * In a `Program`, sends keep their rank busy for `Network.send_seconds` and wait for nobody; a receive lasts from
       the moment its rank comes to it until the message, sent `latency_seconds` before, is there.
+    * An overlapped F and B start once both are ready, and both results are there when the unit ends; its time is
+      drawn as F followed by B, in proportion.
     * REDUCE_GRAD lasts from the moment a rank comes to it until all members of its group have come.
 
     Args:
@@ -36,6 +38,8 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     ended: dict[Action, tuple[int, float]] = {}
     meetings = _meetings(pipeline)
     meeting_ends: dict[tuple[int, ...], float] = {}
+    partners = schedule.partners
+    unit_ends: dict[Action, float] = {}  # of the second members that are to come
     for rank, action, needs in walk(pipeline):
         free = ready = clock[rank]
         for need in needs:
@@ -55,12 +59,21 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
             if group not in meeting_ends:
                 meeting_ends[group] = max(clock[member] for member in members) + seconds[op][stage]
             end = meeting_ends[group]
+        elif action in partners:  # the walk lets it through when both are ready
+            partner = partners[action]
+            own = costs.overlap * seconds[op][stage]
+            end = ready + own
+            unit_ends[partner] = end + costs.overlap * seconds[partner.op][partner.stage]
+            ended[action] = (rank, unit_ends[partner])
+        elif action in unit_ends:
+            end = unit_ends.pop(action)
         else:
             end = ready + seconds[op][stage]
         clock[rank] = end
-        ended[action] = (rank, end)
+        ended.setdefault(action, (rank, end))
         spans[rank].append(Span(action, ready, end))
-    return build_timeline(schedule, spans, name=pipeline.name, kind="simulated")
+    keeps = costs.bytes_kept(schedule)
+    return build_timeline(schedule, spans, name=pipeline.name, kind="simulated", keeps=keeps)
 
 
 def _meetings(pipeline: Schedule | Program) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -39,6 +39,7 @@ class Timeline:
         placement: which ranks hold which stage.
         num_microbatches: micro-batches of the step.
         num_slices: slices of a micro-batch.
+        memory_bytes: as `memory`, in bytes, where it is known what a stage keeps; it also falls at the end of an I.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Timeline:
     placement: Placement
     num_microbatches: int
     num_slices: int = 1
+    memory_bytes: tuple[tuple[tuple[float, float], ...], ...] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -94,6 +96,13 @@ class Timeline:
         """For each rank, the most activations alive at once, in rank-shares of one micro-batch."""
         return tuple(max((live for _, live in points), default=0.0) for points in self.memory)
 
+    @property
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        """For each rank, the most bytes of activations and of what waits for a W, where they are known."""
+        if self.memory_bytes is None:
+            return None
+        return tuple(max((held for _, held in points), default=0.0) for points in self.memory_bytes)
+
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule that ran, read back from the computations."""
@@ -118,6 +127,7 @@ class Timeline:
                 "placement": self.placement.replicas,
                 "spans": [[[str(action), start, end] for action, start, end in row] for row in self.spans],
                 "memory": self.memory,
+                "memory_bytes": self.memory_bytes,
             }
         )
 
@@ -141,7 +151,8 @@ class Timeline:
                     tuple(Span(parse_action(action), float(start), float(end)) for action, start, end in row)
                     for row in data["spans"]
                 ),
-                memory=tuple(tuple((float(at), float(live)) for at, live in points) for points in data["memory"]),
+                memory=_curves(data["memory"]),
+                memory_bytes=None if data.get("memory_bytes") is None else _curves(data["memory_bytes"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
@@ -149,10 +160,22 @@ class Timeline:
             ) from error
 
 
+def _curves(data: Sequence[Sequence[Sequence[float]]]) -> tuple[tuple[tuple[float, float], ...], ...]:
+    return tuple(tuple((float(at), float(value)) for at, value in points) for points in data)
+
+
 def build_timeline(
-    schedule: Schedule, spans: Sequence[Sequence[Span]], *, name: str, kind: Literal["simulated", "measured"]
+    schedule: Schedule,
+    spans: Sequence[Sequence[Span]],
+    *,
+    name: str,
+    kind: Literal["simulated", "measured"],
+    keeps: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
 ) -> Timeline:
-    """A timeline from the spans of a run of `schedule`; memory and ideal time follow from them."""
+    """A timeline from the spans of a run of `schedule`; memory and ideal time follow from them.
+
+    `keeps` are, stage by stage, the bytes of one action that are held from F on, and that are left after I.
+    """
     busy = math.fsum(end - start for row in spans for (_, op, _, _), start, end in row if op in COMPUTE_OPS)
     return Timeline(
         name=name,
@@ -163,6 +186,7 @@ def build_timeline(
         placement=schedule.placement,
         num_microbatches=schedule.num_microbatches,
         num_slices=schedule.num_slices,
+        memory_bytes=None if keeps is None else tuple(_memory_bytes(schedule, row, *keeps) for row in spans),
     )
 
 
@@ -229,4 +253,22 @@ def _memory(schedule: Schedule, row: Sequence[Span]) -> tuple[tuple[float, float
         ):
             live -= 1
             points.append((end, live * share))
+    return tuple(points)
+
+
+def _memory_bytes(
+    schedule: Schedule, row: Sequence[Span], activation: tuple[float, ...], left: tuple[float, ...]
+) -> tuple[tuple[float, float], ...]:
+    """Change points of one rank's bytes: F takes all at its start, I gives all but `left` back, W or B the rest."""
+    held, points = 0.0, [(0.0, 0.0)]
+    for (stage, op, _, _), start, end in row:
+        if op is Op.F:
+            held += activation[stage]
+            points.append((start, held))
+        freed = {Op.B: activation[stage], Op.I: activation[stage] - left[stage], Op.W: left[stage]}.get(op, 0.0)
+        if op is Op.F and schedule.forward_only:
+            freed = activation[stage]
+        if freed:
+            held -= freed
+            points.append((end, held))
     return tuple(points)

@@ -1,0 +1,173 @@
+"""What `pipeloom simulate` simulates: schedules, costs, links and memory from the options and the costs file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeloom import schedules
+from pipeloom.errors import InputError
+from pipeloom.ir import Op, Placement, Schedule
+from pipeloom.schedules import Conditions, Found
+from pipeloom.schedules.table import check_sizes
+from pipeloom.sim import Costs, CostsFile, Network, parse_costs
+
+_MOST_ACTIONS = 5_000_000  # beyond it, a simulation takes minutes and gigabytes
+_MOST_SEARCHED = 20_000  # a search times its actions over and over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The options of one call, read and checked.
+
+    Attributes:
+        options: of the command line.
+        costs, network: what computations and messages cost.
+        file: the costs file, if one was named.
+    """
+
+    options: Any
+    costs: Costs
+    network: Network
+    file: CostsFile | None
+
+    @classmethod
+    def read(cls, options: Any) -> Inputs:
+        """From the options.
+
+        Raises:
+            InputError: the costs file cannot be read, or options that exclude each other.
+        """
+        limit, ratio = options.memory_limit, options.weight_gradient_memory
+        if limit is not None and not limit > 0:
+            raise InputError(f"--memory-limit {limit:g}: it is more than 0 rank-shares of one micro-batch; raise it")
+        if ratio is not None and not 0 <= ratio <= 1:
+            raise InputError(
+                f"--weight-gradient-memory {ratio:g}: it is a part, from 0 to 1, of what F keeps; correct it"
+            )
+        if options.costs is None:
+            forward, backward_input, backward_weight = (
+                1.0 if seconds is None else seconds
+                for seconds in (options.forward, options.backward_input, options.backward_weight)
+            )
+            costs = Costs(
+                forward=forward,
+                backward_input=backward_input,
+                backward_weight=backward_weight,
+                overlap=options.overlap,
+            )
+            network = Network(latency_seconds=0.0 if options.latency is None else options.latency)
+            return cls(options=options, costs=costs, network=network, file=None)
+        for what in ("forward", "backward_input", "backward_weight", "latency"):
+            if getattr(options, what) is not None:
+                raise InputError(f"--{what.replace('_', '-')} beside --costs: the file says it; drop one of the two")
+        try:
+            text = Path(options.costs).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise InputError(f"--costs {options.costs}: {reason}; name a readable JSON file") from error
+        file = parse_costs(text)
+        if ratio is not None and file.costs.activation_bytes is not None:
+            raise InputError(
+                "--weight-gradient-memory beside the bytes of --costs: the file says it; drop one of the two"
+            )
+        costs = replace(file.costs, overlap=options.overlap)
+        return cls(options=options, costs=costs, network=file.network, file=file)
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether memory is counted in bytes; else in rank-shares of one micro-batch."""
+        return self.costs.activation_bytes is not None
+
+    def schedule(self, name: str) -> tuple[Schedule, Found | None]:
+        """The schedule `name` under these conditions, and what the search says of it, if that made it.
+
+        Raises:
+            ScheduleError, InputError: unknown name, or sizes and costs that do not fit it.
+        """
+        options, family = self.options, schedules.find(name)
+        ranks, microbatches = options.ranks, options.microbatches
+        chunks = options.chunks
+        if chunks is None and family.chunks is None and self.file is not None and ranks > 0:
+            chunks = max(1, self.file.num_stages // ranks)
+        if chunks is None:
+            chunks = family.default_chunks
+        check_sizes(ranks, microbatches, chunks)
+        most = _MOST_SEARCHED if name == "search" else _MOST_ACTIONS
+        if 2 * ranks * microbatches * chunks > most:
+            raise InputError(
+                f"{ranks} ranks x {microbatches} micro-batches x {chunks} chunks: more than {most:,} actions are not "
+                f"{'searched' if name == 'search' else 'simulated'}; the bubble and peak follow the closed forms of "
+                "`pipeloom schedules`: ask for fewer"
+            )
+        if name == "search":
+            placement = (Placement.v if options.placement == "v" else Placement.loop)(ranks, chunks)
+            conditions = self.conditions(placement)
+            found = schedules.search(placement=placement, num_microbatches=microbatches, conditions=conditions)
+            return found.schedule, found
+        measured = self.conditions(Placement.loop(ranks, chunks)) if family.to_measure else None
+        return family(num_ranks=ranks, num_microbatches=microbatches, num_chunks=chunks, conditions=measured), None
+
+    def conditions(self, placement: Placement) -> Conditions:
+        """What schedules are made for on `placement`; memory in bytes or rank-shares, see `in_bytes`."""
+        plan = Schedule(name="plan", num_microbatches=1, placement=placement, orders=())
+        seconds = self.costs.seconds(plan)
+        ranks, limit = placement.num_ranks, self.options.memory_limit
+        kept = self.costs.bytes_kept(plan)
+        if kept is None:
+            share = (plan.stage_share,) * plan.num_stages
+            ratio = self.options.weight_gradient_memory
+            kept = share, share if ratio is None else tuple(ratio * part for part in share)
+        caps = (self.file.memory_caps if self.file is not None else None) or (math.inf,) * ranks
+        if len(caps) != ranks:
+            raise InputError(
+                f"memory_cap_bytes of the costs has {len(caps)} entries for {ranks} ranks; give one for each"
+            )
+        if limit is not None:
+            whole = sum(kept[0]) / ranks  # one rank-share of one micro-batch
+            caps = tuple(min(cap, limit * whole) for cap in caps)
+        return Conditions(
+            forward=seconds[Op.F],
+            backward_input=seconds[Op.I],
+            backward_weight=seconds[Op.W],
+            latency=self.network.latency(ranks),
+            activation=kept[0],
+            weight_gradient=kept[1],
+            caps=caps,
+        )
+
+    def memory(self, schedule: Schedule) -> dict[str, Any]:
+        """For each rank the most it holds, and whether that is within the caps; empty where nobody asked."""
+        options = self.options
+        asked = options.memory_limit is not None or options.weight_gradient_memory is not None
+        if not asked and not self.in_bytes:
+            return {}
+        conditions = self.conditions(schedule.placement)
+        peaks = peak_held(schedule, conditions)
+        answer: dict[str, Any] = {"peak_bytes" if self.in_bytes else "peak_memory": peaks}
+        if any(math.isfinite(cap) for cap in conditions.caps):
+            answer["within_memory"] = all(
+                peak <= cap * (1 + 1e-9) for peak, cap in zip(peaks, conditions.caps, strict=True)
+            )
+        return answer
+
+
+def peak_held(schedule: Schedule, conditions: Conditions) -> list[float]:
+    """For each rank the most it holds: F keeps the activation, I leaves the weight gradient's part, W or B none."""
+    split = schedule.split_backwards
+    peaks = []
+    for order in schedule.orders:
+        held = peak = 0.0
+        for stage, op, microbatch, piece in order:
+            kept, left = conditions.activation[stage], conditions.weight_gradient[stage]
+            if op is Op.F:
+                held += kept
+                peak = max(peak, held)
+            elif op is Op.W:
+                held -= left
+            else:
+                held -= kept - left if (stage, microbatch, piece) in split else kept
+        peaks.append(peak)
+    return peaks

@@ -1,0 +1,29 @@
+"""Looped breadth-first (Lamy-Poirier, arXiv:2211.05953): all micro-batches through a chunk before the next chunk.
+
+    rank 0  0F0 0F1 0F2 2F0 2F1 2F2 ... ... 2B0 2B1 2B2 0B0 0B1 0B2
+    rank 1  ... 1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2 ...
+
+The makespan of interleaved 1F1B for ``m >= p`` with GPipe's memory (``m`` rank-shares). What it buys: every chunk's
+weights are gathered once a pass and its gradients reduced once, beside the other chunks' computation (ZeRO-2/3).
+"""
+
+from __future__ import annotations
+
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Schedule
+
+
+def breadth_first(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """Chunk after chunk forwards, then chunk after chunk backwards."""
+    orders = tuple(
+        tuple(
+            Action(chunk * num_ranks + d, op, b)
+            for op, chunks in ((Op.F, range(num_chunks)), (Op.B, reversed(range(num_chunks))))
+            for chunk in chunks
+            for b in range(num_microbatches)
+        )
+        for d in range(num_ranks)
+    )
+    placement = Placement.loop(num_ranks, num_chunks)
+    return Schedule(name="bfs", num_microbatches=num_microbatches, placement=placement, orders=orders)

@@ -1,0 +1,165 @@
+"""V-Min and V-Half: a third and half of 1F1B's memory (Qi et al., arXiv:2405.15362).
+
+Two chunks a rank in a V, and split backwards. One micro-batch is laid out by hand (the building block: when each rank
+runs F and I of its two chunks), and repeated every six chunk times. What a micro-batch holds on a rank is how long it
+lives there, so the block decides the memory. Then everything moves to the front: W fills waits, and where a rank would
+still wait, it takes a forward or backward that comes later and is ready, as long as the peak does not rise.
+
+    V-Half, p=2, m=4
+    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 0F3 3W1 3F2 0I1 3I2 0W1 3W2 3F3 3I3 0I2 3W3 0I3 0W2 0W3 ...
+    rank 1  ... 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2W1 1F3 1W1 2F3 2I2 1I2 2I3 1I3 2W2 1W2 2W3 1W3
+
+    V-Min, p=3, m=3
+    rank 0  0F0 0F1 0F2 ... ... 5F0 5I0 5W0 ... ... 5F1 0I0 5I1 0W0 5W1 5F2 5I2 0I1 5W2 0W1 ... 0I2 0W2
+    rank 1  ... 1F0 1F1 1F2 4F0 ... ... 4I0 4W0 4F1 1I0 1W0 ... 4I1 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2 ...
+    rank 2  ... ... 2F0 3F0 2F1 3F1 ... ... 3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2 ...
+
+In chunk times of F, I and W alike, for enough micro-batches (1F1B idles 6(p-1) of them and peaks at p rank-shares):
+
+    V-Half   idle at most 3(p-1)   peak floor((p+2)/2) rank-shares
+    V-Min    idle at most 4(p-1)   peak floor((p+4)/3) rank-shares
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Orders, Schedule
+
+_PERIOD = 6  # F, I and W of two chunks
+_HORIZON = 2 * _PERIOD  # how far ahead a waiting rank looks
+
+
+def v_half(*, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Half of 1F1B's memory, half of its bubble."""
+    p, delta = num_ranks, 3 if num_ranks % 2 == 0 else 0
+    blocks = [(2 * d, 3 * p - 2 - d, 3 * p - 1 + delta + 2 * d, 6 * p - 2 + delta - d) for d in range(p)]
+    return _build("v-half", blocks, num_microbatches)
+
+
+def v_min(*, num_ranks: int, num_microbatches: int) -> Schedule:
+    """A third of 1F1B's memory, two thirds of its bubble."""
+    p, delta = num_ranks, 2 if num_ranks % 3 == 0 else 0
+    blocks = [(d, 2 * p - 1 - d, 2 * p + delta + d, 4 * p + delta - 1 - d) for d in range(p)]
+    return _build("v-min", blocks, num_microbatches)
+
+
+def _build(name: str, blocks: list[tuple[int, int, int, int]], m: int) -> Schedule:
+    """`blocks`: for each rank, the times of F down, F up, I up and I down of micro-batch 0."""
+    repeated = [_repeat(d, len(blocks), block, m) for d, block in enumerate(blocks)]
+    cap = max(_peak(order) for order in repeated)
+    candidates = [_squeeze(repeated, cap, horizon) for horizon in (_HORIZON, 1)]
+    candidates.append((_makespan(repeated), tuple(map(tuple, repeated))))
+    _, orders = min(candidates, key=lambda candidate: candidate[0])
+    return Schedule(name=name, num_microbatches=m, placement=Placement.v(len(blocks)), orders=orders)
+
+
+def _repeat(d: int, p: int, block: tuple[int, int, int, int], m: int) -> list[Action]:
+    """One rank's order of the repeated block; each W takes the first slot of the period that is free after its I."""
+    down, up = d, 2 * p - 1 - d
+    taken = {time % _PERIOD for time in block}
+    timed = list(zip(block, (down, up, up, down), (Op.F, Op.F, Op.I, Op.I), strict=True))
+    for stage, after in ((up, block[2]), (down, block[3])):
+        time = next(t for t in range(after + 1, after + _PERIOD) if t % _PERIOD not in taken)
+        taken.add(time % _PERIOD)
+        timed.append((time, stage, Op.W))
+    moments = sorted((time + _PERIOD * b, stage, op, b) for b in range(m) for time, stage, op in timed)
+    return [Action(stage, op, b) for _, stage, op, b in moments]
+
+
+def _peak(order: list[Action]) -> int:
+    live = peak = 0
+    for action in order:
+        live += {Op.F: 1, Op.I: 0, Op.W: -1}[action.op]
+        peak = max(peak, live)
+    return peak
+
+
+class _Clock:
+    """Which forwards and backwards have ended, when every action takes one unit of time."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._last = num_stages - 1
+        self._ended: dict[tuple[int, Op, int | None], int] = {}
+
+    def run(self, action: Action, now: int) -> None:
+        self._ended[action.stage, action.op, action.microbatch] = now + 1
+
+    def start(self, action: Action) -> float:
+        """The first moment at which `action` could start, infinity while that is unknown."""
+        stage, op, b, _ = action
+        if op is Op.F:
+            return self._end(stage - 1, Op.F, b) if stage else 0
+        here = self._end(stage, Op.I if op is Op.W else Op.F, b)
+        return here if op is Op.W or stage == self._last else max(here, self._end(stage + 1, Op.I, b))
+
+    def _end(self, stage: int, op: Op, b: int | None) -> float:
+        return self._ended.get((stage, op, b), float("inf"))
+
+
+def _makespan(orders: list[list[Action]]) -> int:
+    clock, position, now = _Clock(2 * len(orders)), [0] * len(orders), 0
+    while any(at < len(order) for at, order in zip(position, orders, strict=True)):
+        ready = [
+            d for d, order in enumerate(orders) if position[d] < len(order) and clock.start(order[position[d]]) <= now
+        ]
+        for d in ready:
+            clock.run(orders[d][position[d]], now)
+            position[d] += 1
+        now += 1
+    return now
+
+
+def _squeeze(orders: list[list[Action]], cap: int, horizon: int) -> tuple[int, Orders]:
+    """The makespan and the orders when every rank starts what it can, in time order, without more than `cap` live.
+
+    A rank takes the next F or I of its order if it is ready; else a ready one of the next `horizon` that leaves room
+    for those it overtakes; else a W. An F without room waits for a W. Each W is due at once after its I, so the
+    room that an order needs is there whenever it is needed, and nothing can block.
+    """
+    clock = _Clock(2 * len(orders))
+    todo = [[action for action in order if action.op is not Op.W] for order in orders]
+    weights: list[deque[Action]] = [deque() for _ in orders]  # W that may run
+    live, now = [0] * len(orders), 0
+    done: list[list[Action]] = [[] for _ in orders]
+    while any(todo) or any(weights):
+        chosen = [_choose(todo[d], weights[d], live[d], cap, horizon, clock, now) for d in range(len(orders))]
+        for d, action in enumerate(chosen):
+            if action is None:
+                continue
+            if action.op is Op.W:
+                weights[d].popleft()
+                live[d] -= 1
+            else:
+                todo[d].remove(action)
+                clock.run(action, now)
+                live[d] += action.op is Op.F
+                if action.op is Op.I:
+                    weights[d].append(action.with_op(Op.W))
+            done[d].append(action)
+        now += 1
+    return now, tuple(map(tuple, done))
+
+
+def _choose(
+    todo: list[Action], weights: deque[Action], live: int, cap: int, horizon: int, clock: _Clock, now: int
+) -> Action | None:
+    planned = highest = live - len(weights)  # what would be live if no W were pending
+    forward: Action | None = None
+    for place, action in enumerate(todo[:horizon]):
+        if clock.start(action) <= now:
+            if action.op is Op.I:
+                return action
+            if live == cap and place == 0:
+                return weights[0]
+            if place == 0:
+                return action
+            if forward is None and highest < cap and live < cap:
+                forward = action
+        planned += 1 if action.op is Op.F else -1
+        highest = max(highest, planned)
+    if forward is not None:
+        return forward
+    return weights[0] if weights else None

@@ -1,0 +1,155 @@
+"""DualPipe and DualPipeV (DeepSeek-V3, arXiv:2412.19437): forwards of one direction run beside backwards of the other.
+
+DualPipe holds every stage twice: even micro-batches go down the ranks, odd ones up. DualPipeV gives each rank two
+chunks in a V instead, so the second half of the way up meets the first on the way down. In the steady state a rank runs
+F of one direction and B of the other as one unit, which hides the communication of both (`Schedule.overlapped`).
+
+    DualPipe, p=2, m=4 (B takes two columns, an overlapped pair three)
+    rank 0  0F0 1F1 0F2 1B1 --- 1F3 0B0 --- 1B3 --- 0I2 0W2
+    rank 1  0F1 1F0 0F3 1B0 --- 1F2 0B1 --- 1B2 --- 0I3 0W3
+
+    DualPipeV, p=2, m=4
+    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 --- ... 3F2 0B0 --- 3B2 --- ... 3F3 0B1 --- 3B3 --- 0I2 0W2 0I3 0W3
+    rank 1  ... 1F0 2F0 1F1 2F1 1F2 2B0 --- 2F2 1B0 --- 1F3 2B1 --- 2F3 1B1 --- 2B2 --- 1B2 --- ... 2I3 1I3 2W3 1W3
+
+With F = I, W <= F and an overlapped pair of t_FB, no rank of DualPipe idles longer than ``(p/2-1)(t_FB + tB - 3*tW)``,
+and it holds ``p + 1`` activations. DualPipeV on p ranks has the bubble of DualPipe on 2p in chunk times, and holds
+``2p + 1`` chunks. On rank 0 of either, and in the middle, eight phases follow each other:
+
+    1 F of the near direction   2 F of both in turn   3 I, W, F of the far one   4 overlapped pairs, both ways
+    5 B, then an overlapped pair   6 B of both, the later ones split   7 a W, then I   8 the W that are left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Schedule
+
+_Pair = tuple[Action, Action]
+
+
+def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Bidirectional: stage s on ranks s and p-1-s.
+
+    Raises:
+        ScheduleError: an odd number of ranks or micro-batches, or fewer micro-batches than 2p.
+    """
+    p, m = num_ranks, num_microbatches
+    if p % 2:
+        raise ScheduleError(f"dualpipe on {p} ranks: two directions need an even number; add a rank, or use dualpipev")
+    if m % 2 or m < 2 * p:
+        raise ScheduleError(
+            f"dualpipe with {m} micro-batches: {p} ranks need an even number of at least {2 * p}; "
+            f"use {max(2 * p, m + m % 2)}"
+        )
+
+    def place(d: int) -> Callable[[int, int], tuple[int, int]]:
+        def at(phase: int, number: int) -> tuple[int, int]:
+            up = phase if d < p // 2 else 1 - phase  # phase 0 is the direction that enters at the nearer end
+            return (p - 1 - d if up else d), 2 * number + up
+
+        return at
+
+    lanes = [_Lane(min(d, p - 1 - d), p // 2, m // 2, place(d)) for d in range(p)]
+    return _schedule("dualpipe", m, Placement.bidirectional(p), lanes)
+
+
+def dualpipev(*, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Two chunks a rank in a V.
+
+    Raises:
+        ScheduleError: fewer micro-batches than 2p.
+    """
+    p, m = num_ranks, num_microbatches
+    if m < 2 * p:
+        raise ScheduleError(f"dualpipev with {m} micro-batches: {p} ranks need at least {2 * p}; use {2 * p}")
+
+    def place(d: int) -> Callable[[int, int], tuple[int, int]]:
+        return lambda phase, number: (d if phase == 0 else 2 * p - 1 - d, number)
+
+    return _schedule("dualpipev", m, Placement.v(p), [_Lane(d, p, m, place(d)) for d in range(p)])
+
+
+def _schedule(name: str, m: int, placement: Placement, lanes: list[_Lane]) -> Schedule:
+    return Schedule(
+        name=name,
+        num_microbatches=m,
+        placement=placement,
+        orders=tuple(tuple(lane.order) for lane in lanes),
+        overlapped=frozenset(pair for lane in lanes for pair in lane.overlapped),
+    )
+
+
+class _Lane:
+    """One rank's order.
+
+    Args:
+        h: distance of the rank from its nearer end.
+        half: ranks from an end to the middle.
+        count: micro-batches of each of the two phases.
+        place: ``(phase, number)`` -> stage and micro-batch of the number-th action of this phase.
+    """
+
+    def __init__(self, h: int, half: int, count: int, place: Callable[[int, int], tuple[int, int]]) -> None:
+        self.order: list[Action] = []
+        self.overlapped: list[_Pair] = []
+        self._place = place
+        self._done = {(op, phase): 0 for op in (Op.F, Op.B) for phase in (0, 1)}
+        self._weights: list[Action] = []  # W that are due, first in, first out
+        self._fill(h, half, count)
+
+    def _fill(self, h: int, half: int, count: int) -> None:
+        outer = half - h - 1
+        for _ in range(2 * outer):
+            self._forward(0)
+        for _ in range(h + 1):
+            self._forward(0)
+            self._forward(1)
+        for _ in range(outer):
+            self._backward(1, split=True)
+            self._weight()
+            self._forward(1)
+        for i in range(count - 2 * half + h + 1):
+            if i == 0 and outer == 0:  # in the middle the first B waits for this very F
+                self._forward(0)
+                self._backward(1)
+            else:
+                self._both(0, 1)
+            self._both(1, 0)
+        for _ in range(outer):
+            self._backward(1)
+            self._both(1, 0)
+        for i in range(2 * (h + 1)):  # B1, B0, B1, B0, ...: the second half is split
+            self._backward(1 - i % 2, split=i >= h + 1)
+        for _ in range(outer):
+            self._weight()
+            self._backward(0, split=True)
+        while self._weights:
+            self._weight()
+
+    def _next(self, op: Op, phase: int) -> Action:
+        pass_ = Op.F if op is Op.F else Op.B
+        stage, microbatch = self._place(phase, self._done[pass_, phase])
+        self._done[pass_, phase] += 1
+        return Action(stage, op, microbatch)
+
+    def _forward(self, phase: int) -> None:
+        self.order.append(self._next(Op.F, phase))
+
+    def _backward(self, phase: int, split: bool = False) -> None:
+        action = self._next(Op.I if split else Op.B, phase)
+        self.order.append(action)
+        if split:
+            self._weights.append(action.with_op(Op.W))
+
+    def _weight(self) -> None:
+        self.order.append(self._weights.pop(0))
+
+    def _both(self, forward: int, backward: int) -> None:
+        pair = (self._next(Op.F, forward), self._next(Op.B, backward))
+        self.order += pair
+        self.overlapped.append(pair)

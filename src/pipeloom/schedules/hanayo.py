@@ -1,0 +1,54 @@
+"""Hanayo (Liu et al., arXiv:2308.15762): W waves go down and up the ranks, each stage held once.
+
+A rank holds 2W chunks: the stages zig-zag through the ranks, so a micro-batch turns round at the ends without a
+message. Whenever a rank is free it takes what is ready; backwards first or deepest forwards first, and with how many
+micro-batches in the pipeline at once, whichever ends first without holding more than 1F1B's p rank-shares.
+
+    p=2, m=2, one wave
+    rank 0  0F0 0F1 ... 3F0 3B0 3F1 3B1 0B0 ... 0B1
+    rank 1  ... 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1 ...
+
+The paper gives an idle fraction of ``(2p-2) / (3*p*W + p - 1)`` for m = p and tB = 2*tF; ours is never above it.
+"""
+
+from __future__ import annotations
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.check import live_activations
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.merging import merge
+
+
+def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """Waves over a zig-zag placement; two chunks make one wave.
+
+    Raises:
+        ScheduleError: an odd number of chunks.
+    """
+    p, m, v = num_ranks, num_microbatches, num_chunks
+    if v % 2:
+        raise ScheduleError(f"hanayo with {v} chunks: a wave goes down and up, so chunks are even; use {v + 1}")
+    placement = Placement.v(p, v)
+    streams = [
+        [[Action(s, op, b) for b in range(m)] for s in stages for op in (Op.F, Op.B)] for stages in placement.stages_of
+    ]
+    candidates: list[tuple[int, int, Schedule]] = []
+    for first in (Op.B, Op.F):
+        for in_flight in sorted({p, p + p // 2, 2 * p}):
+            schedule, makespan = merge(
+                "hanayo",
+                placement,
+                m,
+                streams,
+                units={Op.F: 1, Op.B: 2},
+                preference=lambda action, first=first: (  # type: ignore[misc]
+                    action.op is not first,
+                    -action.stage if action.op is Op.F else action.stage,
+                ),
+                most_in_flight=in_flight,
+            )
+            if max(live_activations(schedule)) <= p * v:
+                candidates.append((makespan, len(candidates), schedule))
+    return min(candidates)[2]

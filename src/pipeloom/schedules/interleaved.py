@@ -1,0 +1,59 @@
+"""Megatron-LM's interleaved 1F1B (Narayanan et al., arXiv:2104.04473): several chunks a rank, a bubble V times smaller.
+
+    rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 ... 2B2 ... 2B3 0B2 0B3
+    rank 1  ... 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 ...
+
+Micro-batches go through a chunk in groups of N (`group_size`, by default p): N of chunk 0, the same N of chunk 1, and
+so on. Makespan ``(m*v + p - 1) * (tF + tB) / v``; peak on rank d ``min((v-1)*N + 2*(p-1-d) + 1, m*v)`` chunks.
+"""
+
+from __future__ import annotations
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Schedule
+
+
+def interleaved(
+    *, num_ranks: int, num_microbatches: int, num_chunks: int = 2, group_size: int | None = None
+) -> Schedule:
+    """1F1B over the virtual order of (micro-batch, chunk) pairs.
+
+    Args:
+        num_ranks: p.
+        num_microbatches: m.
+        num_chunks: v, stages a rank.
+        group_size: N, micro-batches that pass one chunk before the next one's turn.
+
+    Raises:
+        ScheduleError: N outside p..m, or a rest of the last group smaller than p: it would run slower or deadlock.
+    """
+    p, m, v = num_ranks, num_microbatches, num_chunks
+    n = p if group_size is None else group_size
+    if v > 1:
+        _check_groups(p, m, n)
+    table = [(b, chunk) for first in range(0, m, n) for chunk in range(v) for b in range(first, min(first + n, m))]
+    orders = []
+    for d in range(p):
+        warmup = min(2 * (p - 1 - d) + (v - 1) * n, m * v) if v > 1 else min(p - 1 - d, m)
+        order = [Action(chunk * p + d, Op.F, b) for b, chunk in table[:warmup]]
+        for index, (b, chunk) in enumerate(table):
+            if warmup + index < m * v:
+                forward_b, forward_chunk = table[warmup + index]
+                order.append(Action(forward_chunk * p + d, Op.F, forward_b))
+            order.append(Action((v - 1 - chunk) * p + d, Op.B, b))
+        orders.append(tuple(order))
+    return Schedule(name="interleaved", num_microbatches=m, placement=Placement.loop(p, v), orders=tuple(orders))
+
+
+def _check_groups(p: int, m: int, n: int) -> None:
+    what = f"interleaved with {p} ranks, {m} micro-batches and groups of {n}"
+    if not p <= n <= m:
+        fix = f"use {p} micro-batches or more" if m < p else f"use groups of {p}"
+        raise ScheduleError(f"{what}: a group has at least one micro-batch for each rank and at most all; {fix}")
+    if 0 < m % n < p:
+        raise ScheduleError(
+            f"{what}: the last group has {m % n} micro-batches and needs at least {p}; use {m - m % n} or "
+            f"{m - m % n + p} micro-batches"
+        )

@@ -1,0 +1,237 @@
+"""The table of schedules with a name, all but the search: their papers, legal sizes and closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.breadth_first import breadth_first
+from pipeloom.schedules.chimera import chimera
+from pipeloom.schedules.conditions import Conditions
+from pipeloom.schedules.controllable_memory import v_half, v_min
+from pipeloom.schedules.dapple import dapple_pb
+from pipeloom.schedules.dualpipe import dualpipe, dualpipev
+from pipeloom.schedules.gpipe import gpipe
+from pipeloom.schedules.hanayo import hanayo
+from pipeloom.schedules.interleaved import interleaved
+from pipeloom.schedules.naive import naive
+from pipeloom.schedules.one_f_one_b import one_f_one_b
+from pipeloom.schedules.zb_auto import zb_auto
+from pipeloom.schedules.zb_v import zb_v
+from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One row of the table of schedules.
+
+    Attributes:
+        name: as on the command line.
+        paper: where it comes from.
+        constraints: what p, m and v have to satisfy, in words.
+        bubble: closed form of the idle fraction of the makespan for uniform stages without latency, in p, m, v and,
+            where the backward is split, for equal times of F, I and W; "<= ..." where it is a bound.
+        peak: closed form of the peak of live activations on rank d, in rank-shares of one micro-batch.
+        build: the function; takes ``num_ranks`` and ``num_microbatches``, and ``num_chunks`` where `chunks` is None.
+        to_measure: whether `build` takes `conditions`: times, latencies and memory that the schedule is made for.
+        chunks: how many stages a rank holds; None where that is free.
+        usual_chunks: how many if nothing is said where it is free.
+    """
+
+    name: str
+    paper: str
+    constraints: str
+    bubble: str
+    peak: str
+    build: Callable[..., Schedule]
+    chunks: int | None = 1
+    usual_chunks: int = 2
+    to_measure: bool = False
+
+    @property
+    def default_chunks(self) -> int:
+        return self.chunks or self.usual_chunks
+
+    def __call__(
+        self,
+        *,
+        num_ranks: int,
+        num_microbatches: int,
+        num_chunks: int | None = None,
+        conditions: Conditions | None = None,
+    ) -> Schedule:
+        """The schedule for these sizes.
+
+        Raises:
+            ScheduleError: the family cannot have them.
+        """
+        chunks = self.default_chunks if num_chunks is None else num_chunks
+        check_sizes(num_ranks, num_microbatches, chunks)
+        if self.chunks is not None and chunks != self.chunks:
+            held = "one stage" if self.chunks == 1 else f"{self.chunks} stages"
+            raise ScheduleError(
+                f"{chunks} chunks: schedule {self.name!r} holds {held} a rank; leave chunks at {self.chunks}"
+            )
+        options: dict[str, Any] = {"num_chunks": chunks} if self.chunks is None else {}
+        if self.to_measure:
+            options["conditions"] = conditions
+        return self.build(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+
+
+def check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+    """Refuse sizes that no schedule has.
+
+    Raises:
+        ScheduleError: one of them is below 1.
+    """
+    for value, what in ((num_ranks, "ranks"), (num_microbatches, "micro-batches"), (num_chunks, "chunks")):
+        if value < 1:
+            raise ScheduleError(f"{value} {what}: a pipeline needs at least 1; raise it")
+
+
+NAMED: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family(
+            name="naive",
+            paper="naive model parallelism",
+            constraints="any p >= 1, m >= 1",
+            bubble="(p-1)/p",
+            peak="1",
+            build=naive,
+        ),
+        Family(
+            name="gpipe",
+            paper="GPipe, arXiv:1811.06965",
+            constraints="any p >= 1, m >= 1",
+            bubble="(p-1)/(m+p-1)",
+            peak="m",
+            build=gpipe,
+        ),
+        Family(
+            name="1f1b",
+            paper="PipeDream-Flush, arXiv:2006.09503",
+            constraints="any p >= 1, m >= 1",
+            bubble="(p-1)/(m+p-1)",
+            peak="min(p-d, m)",
+            build=one_f_one_b,
+        ),
+        Family(
+            name="dapple-pb",
+            paper="DAPPLE policy PB, arXiv:2007.01045",
+            constraints="any p >= 1, m >= 1",
+            bubble="(p-1)/(m+p-1)",
+            peak="min(2*(p-d)-1, m)",
+            build=dapple_pb,
+        ),
+        Family(
+            name="interleaved",
+            paper="Megatron-LM, arXiv:2104.04473",
+            constraints="v > 1: m >= p, m % p == 0; other groups of N: p <= N <= m, m % N == 0 or m % N >= p",
+            bubble="(p-1)/(m*v+p-1)",
+            peak="min((v-1)*p + 2*(p-1-d) + 1, m*v)/v if v > 1 else min(p-d, m)",
+            build=interleaved,
+            chunks=None,
+        ),
+        Family(
+            name="bfs",
+            paper="breadth-first, arXiv:2211.05953",
+            constraints="any p >= 1, m >= 1, v >= 1; bubble for m >= p",
+            bubble="(p-1)/(m*v+p-1)",
+            peak="m",
+            build=breadth_first,
+            chunks=None,
+        ),
+        Family(
+            name="zb-h1",
+            paper="Zero Bubble, arXiv:2401.10241",
+            constraints="any p >= 1, m >= 1; bubble and peak for m >= p",
+            bubble="(p-1)/(3*m+p-1)",
+            peak="p",
+            build=zb_h1,
+        ),
+        Family(
+            name="zb-h2",
+            paper="Zero Bubble, arXiv:2401.10241",
+            constraints="any p >= 1, m >= 1; bubble and peak for m >= 2*p-1",
+            bubble="(p-1)/(3*m+p-1)",
+            peak="2*p-1",
+            build=zb_h2,
+        ),
+        Family(
+            name="zb-auto",
+            paper="Zero Bubble, arXiv:2401.10241",
+            constraints="any p >= 1, m >= 1, any memory limit of at least 1; bubble for m >= 2*p-1 and no limit",
+            bubble="<= (p-1)/(3*m+p-1)",
+            peak="<= m",
+            build=zb_auto,
+            to_measure=True,
+        ),
+        Family(
+            name="zb-v",
+            paper="Zero Bubble, arXiv:2401.10241",
+            constraints="v = 2; any p >= 1, m >= 1; bubble and peak for m >= 2*p-1",
+            bubble="(p-1)/(6*m+p-1)",
+            peak="p",
+            build=zb_v,
+            chunks=2,
+        ),
+        Family(
+            name="v-half",
+            paper="controllable memory, arXiv:2405.15362",
+            constraints="v = 2; any p >= 1, m >= 1; bubble for m >= 2*p",
+            bubble="<= (p-1)/(2*m+p-1)",
+            peak="<= (p+2)//2",
+            build=v_half,
+            chunks=2,
+        ),
+        Family(
+            name="v-min",
+            paper="controllable memory, arXiv:2405.15362",
+            constraints="v = 2; any p >= 1, m >= 1; bubble for m >= 2*p",
+            bubble="<= (2*p-2)/(3*m+2*p-2)",
+            peak="<= (p+4)//3",
+            build=v_min,
+            chunks=2,
+        ),
+        Family(
+            name="dualpipe",
+            paper="DualPipe, arXiv:2412.19437",
+            constraints="every stage twice; p even, m even, m >= 2*p",
+            bubble="(p-2)/(3*m+p-2)",
+            peak="p+1",
+            build=dualpipe,
+            chunks=2,
+        ),
+        Family(
+            name="dualpipev",
+            paper="DualPipeV, arXiv:2412.19437",
+            constraints="v = 2; m >= 2*p",
+            bubble="(p-1)/(3*m+p-1)",
+            peak="p+1/2",
+            build=dualpipev,
+            chunks=2,
+        ),
+        Family(
+            name="chimera",
+            paper="Chimera, arXiv:2107.06925",
+            constraints="every stage twice; p even; bubble and peak for m = p, bubble for even m >= p",
+            bubble="(2*p-4)/(3*m+2*p-4)",
+            peak="p/2 + 1 + min(d, p-1-d)",
+            build=chimera,
+            chunks=2,
+        ),
+        Family(
+            name="hanayo",
+            paper="Hanayo, arXiv:2308.15762",
+            constraints="v even; bubble for m = p",
+            bubble="<= (2*p-2)/(3*p*v/2+p-1)",
+            peak="<= p",
+            build=hanayo,
+            chunks=None,
+        ),
+    )
+}

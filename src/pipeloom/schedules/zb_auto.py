@@ -1,0 +1,184 @@
+"""Zero Bubble's automatic scheduler (Qi et al., arXiv:2401.10241): the best of eight greedy runs under a memory limit.
+
+    p=3, m=5, equal times, no limit
+    rank 0  0F0 0F1 0F2 0F3 0F4 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 ... ...
+    rank 1  ... 1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1I3 1W1 1I4 1W2 1W3 1W4 ...
+    rank 2  ... ... 2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
+
+Warm-up: every rank takes as many forwards as its memory holds and fit before its first I. Then, round by round, each
+rank runs at most one F and one I, and W where it would wait or needs the memory. Three yes-or-no choices (may a rank
+wait before its first I for the sake of another F; may a rank leave out an F that would delay its I; does a W start
+that does not fit into a wait) are all tried; the order with the shortest span wins. What is held is counted as the
+paper does: F keeps M_B, I leaves M_W of it, W frees the rest.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.conditions import Conditions
+
+
+def zb_auto(*, num_ranks: int, num_microbatches: int, conditions: Conditions | None = None) -> Schedule:
+    """Split backwards, placed for these times, latencies and memory.
+
+    Args:
+        num_ranks: p; rank d holds stage d.
+        num_microbatches: m.
+        conditions: for p stages; equal times, no latency and no limit if not given.
+
+    Raises:
+        ScheduleError: conditions for another number of stages or ranks, or a cap below what one micro-batch holds.
+    """
+    placement = Placement.loop(num_ranks)
+    conditions = conditions or Conditions.uniform(placement)
+    if conditions.num_stages != num_ranks or conditions.num_ranks != num_ranks:
+        raise ScheduleError(
+            f"zb-auto on {num_ranks} ranks: conditions are for {conditions.num_stages} stages and "
+            f"{conditions.num_ranks} ranks; give one stage for each rank"
+        )
+    for rank, (cap, kept) in enumerate(zip(conditions.caps, conditions.activation, strict=True)):
+        if kept > cap * (1 + 1e-9):
+            raise ScheduleError(
+                f"zb-auto: rank {rank} may hold {cap:g}, but one micro-batch keeps {kept:g} there; raise the limit"
+            )
+    attempts = [_Attempt(conditions, num_microbatches, *choices) for choices in product((True, False), repeat=3)]
+    best = min(attempts, key=lambda attempt: attempt.span)
+    orders = tuple(map(tuple, best.orders))
+    return Schedule(name="zb-auto", num_microbatches=num_microbatches, placement=placement, orders=orders)
+
+
+class _Attempt:
+    """One greedy run; afterwards `orders` and `span` (the longest rank, first start to last end) are there."""
+
+    def __init__(self, conditions: Conditions, m: int, fits_only: bool, may_skip: bool, stretch: bool) -> None:
+        p = conditions.num_ranks
+        self._conditions, self._p, self._m = conditions, p, m
+        self._seconds = {
+            Op.F: conditions.forward,
+            Op.I: conditions.backward_input,
+            Op.W: conditions.backward_weight,
+        }
+        self._may_skip, self._stretch = may_skip, stretch
+        self._clock = [0.0] * p
+        self._first = [0.0] * p
+        self._held = [0.0] * p
+        self._idle = [0.0] * p  # after the first F
+        self._count = {op: [0] * p for op in (Op.F, Op.I, Op.W)}
+        self._ends: dict[tuple[Op, int, int], float] = {}
+        self.orders: list[list[Action]] = [[] for _ in range(p)]
+        self._warm_up(fits_only)
+        for _ in range(1, m):
+            self._round()
+        for d in range(p):
+            self._flush(d)
+        self.span = max(self._clock[d] - self._first[d] for d in range(p))
+
+    def _arrival(self, op: Op, d: int, b: int) -> float:
+        """When the value that `op` of micro-batch b needs from the neighbouring rank is there."""
+        source = d - 1 if op is Op.F else d + 1
+        if op is Op.W or not 0 <= source < self._p:
+            return 0.0
+        return self._ends[op, source, b] + self._conditions.latency[source][d]
+
+    def _put(self, op: Op, d: int) -> None:
+        b = self._count[op][d]
+        start = max(self._clock[d], self._arrival(op, d, b))
+        if self._count[Op.F][d] == 0:
+            self._first[d] = start
+        else:
+            self._idle[d] += start - self._clock[d]
+        self._clock[d] = self._ends[op, d, b] = start + self._seconds[op][d]
+        kept, left = self._conditions.activation[d], self._conditions.weight_gradient[d]
+        self._held[d] += {Op.F: kept, Op.I: left - kept, Op.W: -left}[op]
+        self._count[op][d] += 1
+        self.orders[d].append(Action(d, op, b))
+
+    def _room(self, d: int, more: float = 0.0) -> bool:
+        """Whether rank d can hold one more activation, beside `more`."""
+        cap = self._conditions.caps[d]
+        return self._held[d] + more + self._conditions.activation[d] <= cap * (1 + 1e-9)
+
+    def _pending(self, d: int) -> bool:
+        return self._count[Op.W][d] < self._count[Op.I][d]
+
+    def _flush(self, d: int) -> None:
+        while self._pending(d):
+            self._put(Op.W, d)
+
+    def _fill(self, d: int, until: float) -> None:
+        """W while rank d waits; one that does not fit if the rank idles most already, or by choice."""
+        seconds = self._seconds[Op.W][d]
+        while self._pending(d) and self._clock[d] + seconds <= until:
+            self._put(Op.W, d)
+        gap = until - self._clock[d]
+        if self._pending(d) and gap > 0 and (gap > max(self._idle) - self._idle[d] or self._stretch):
+            self._put(Op.W, d)
+
+    def _warm_up(self, fits_only: bool) -> None:
+        p, forward = self._p, self._seconds[Op.F]
+        for d in range(p):
+            self._put(Op.F, d)
+        extra = [0] * p
+        arrival = 0.0  # of the first I's input
+        for d in reversed(range(p)):
+            clock = self._clock[d]
+            if d < p - 1:
+                arrival += self._conditions.latency[d + 1][d]
+                kept = self._conditions.activation[d]
+                while (
+                    1 + extra[d] < self._m
+                    and self._room(d, extra[d] * kept)
+                    and (clock + forward[d] <= arrival if fits_only else clock < arrival)
+                ):
+                    clock += forward[d]
+                    extra[d] += 1
+            arrival = max(clock, arrival) + self._seconds[Op.I][d]
+        for d in range(p):
+            if d:
+                extra[d] = max(0, min(extra[d], extra[d - 1] - 1))
+            for _ in range(extra[d]):
+                self._put(Op.F, d)
+        for d in reversed(range(p)):
+            self._put(Op.I, d)
+
+    def _round(self) -> None:
+        """At most one F on every rank, top down, then one I, bottom up."""
+        go = [self._wants_forward(d) for d in range(self._p)]
+        for d in reversed(range(self._p - 1)):
+            go[d] = go[d] and (go[d + 1] or self._count[Op.F][d] == self._count[Op.I][d])
+        for d in range(self._p):
+            if not go[d]:
+                continue
+            while not self._room(d):
+                self._put(Op.W, d)
+            self._fill(d, self._arrival(Op.F, d, self._count[Op.F][d]))
+            self._put(Op.F, d)
+        for d in reversed(range(self._p)):
+            if d == 0 and self._count[Op.F][0] == self._m:
+                self._flush(0)
+            self._fill(d, self._arrival(Op.I, d, self._count[Op.I][d]))
+            self._put(Op.I, d)
+
+    def _wants_forward(self, d: int) -> bool:
+        """Whether rank d runs an F in this round; the rank behind it may be so far back that it can wait."""
+        done = self._count[Op.F]
+        if done[d] == self._m:
+            return False
+        if not self._may_skip or d == self._p - 1 or done[d] < done[d + 1] + 2:
+            return True
+        limit = self._clock[d + 1] + self._seconds[Op.F][d + 1] + self._seconds[Op.I][d + 1]
+        limit += self._conditions.latency[d + 1][d]
+        if self._clock[d] >= limit:
+            return False
+        needed, freed = 0.0, 0.0
+        while not self._room(d, -freed):
+            needed += self._seconds[Op.W][d]
+            freed += self._conditions.weight_gradient[d]
+        if self._clock[d] + self._seconds[Op.F][d] + needed <= limit:
+            return True
+        return limit - self._clock[d] > max(self._idle) - self._idle[d]

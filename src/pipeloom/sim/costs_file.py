@@ -1,0 +1,107 @@
+"""The costs file: what was measured of a model, as JSON.
+
+    {"stages": [{"forward": 0.01, "backward_input": 0.01, "backward_weight": 0.008,
+                 "activation_bytes": 1000000, "weight_gradient_bytes": 400000}, ...],
+     "latency": 0.0005,
+     "memory_cap_bytes": [8000000, 8000000]}
+
+Times are seconds of one micro-batch on one stage. `latency` is one number or a table with a row for each source rank,
+and 0 if left out. `memory_cap_bytes` has one number a rank, or is null or left out. The bytes may be left out of all
+stages.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pipeloom.errors import InputError
+from pipeloom.sim.costs import Costs, Network
+
+_TIMES = ("forward", "backward_input", "backward_weight")
+_BYTES = ("activation_bytes", "weight_gradient_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostsFile:
+    """A costs file that was read.
+
+    Attributes:
+        costs: of every stage.
+        network: latencies.
+        memory_caps: bytes that each rank may hold; None if nothing limits them.
+    """
+
+    costs: Costs
+    network: Network
+    memory_caps: tuple[float, ...] | None
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.costs.forward) if isinstance(self.costs.forward, tuple) else 1
+
+
+def parse_costs(text: str) -> CostsFile:
+    """Read the JSON of a costs file.
+
+    Raises:
+        InputError: it is not one; the message names the entry and the rule.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise InputError(
+            f"costs are no JSON ({error}): write an object with stages, latency, memory_cap_bytes"
+        ) from error
+    if not isinstance(data, dict) or not isinstance(data.get("stages"), list) or not data["stages"]:
+        raise InputError('costs have no list of stages: write {"stages": [{"forward": ..., ...}, ...], ...}')
+    unknown = sorted(set(data) - {"stages", "latency", "memory_cap_bytes"})
+    if unknown:
+        raise InputError(
+            f"costs have an entry {unknown[0]!r}: the entries are stages, latency, memory_cap_bytes; drop it"
+        )
+    stages = data["stages"]
+    for number, stage in enumerate(stages):
+        if not isinstance(stage, dict) or (
+            odd := sorted(set(stage) ^ {*_TIMES, *(k for k in _BYTES if k in stages[0])})
+        ):
+            what = f"entry {odd[0]!r} is missing or odd" if isinstance(stage, dict) else "it is no object"
+            raise InputError(
+                f"stage {number} of the costs: {what}; each stage has {', '.join(_TIMES)}, and all or none have "
+                f"{' and '.join(_BYTES)}"
+            )
+    columns = {
+        what: tuple(_number(f"{what} of stage {number}", stage[what]) for number, stage in enumerate(stages))
+        for what in (*_TIMES, *_BYTES)
+        if what in stages[0]
+    }
+    caps = data.get("memory_cap_bytes")
+    if caps is not None:
+        if not isinstance(caps, list):
+            raise InputError("memory_cap_bytes of the costs is no list: give one number a rank, or null")
+        if "activation_bytes" not in columns:
+            raise InputError(
+                "memory_cap_bytes limit nothing without activation_bytes of the stages; add them, or drop it"
+            )
+        caps = tuple(_number(f"memory_cap_bytes of rank {rank}", cap) for rank, cap in enumerate(caps))
+    return CostsFile(costs=Costs(**columns), network=_network(data.get("latency", 0.0)), memory_caps=caps)  # type: ignore[arg-type]
+
+
+def _network(latency: Any) -> Network:
+    if not isinstance(latency, list):
+        return Network(latency_seconds=_number("latency", latency))
+    if not all(isinstance(row, list) for row in latency):
+        raise InputError("latency of the costs is neither a number nor a table: give a row for each source rank")
+    return Network(
+        latency_seconds=tuple(
+            tuple(_number(f"latency from rank {source} to {target}", seconds) for target, seconds in enumerate(row))
+            for source, row in enumerate(latency)
+        )
+    )
+
+
+def _number(what: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise InputError(f"{what} of the costs is {value!r}: it is a finite number, 0 or more; correct it")
+    return float(value)

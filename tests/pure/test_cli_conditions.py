@@ -1,0 +1,227 @@
+"""`pipeloom simulate` with costs files, memory limits and several schedules at once."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from pipeloom import schedules
+from pipeloom.ir import check
+from pipeloom.ir.text import from_csv
+from pipeloom.report.terminal import layout
+from pipeloom.sim import Costs, simulate
+from tests.pure.test_cli_simulate import KEYS, run
+
+STAGE = {
+    "forward": 0.5,
+    "backward_input": 0.25,
+    "backward_weight": 0.125,
+    "activation_bytes": 1000,
+    "weight_gradient_bytes": 400,
+}
+
+
+@pytest.fixture
+def costs_file(tmp_path):
+    def write(*, stages=4, **changes):
+        data = {"stages": [dict(STAGE) for _ in range(stages)], "latency": 0.0, "memory_cap_bytes": None} | changes
+        path = tmp_path / "costs.json"
+        path.write_text(json.dumps(data))
+        return str(path)
+
+    return write
+
+
+def answer_of(capsys, *words):
+    code, out, err = run(capsys, "simulate", *words, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_costs_files_give_times_links_and_bytes(capsys, costs_file):
+    path = costs_file(latency=[[0.0, 0.5, 9, 9], [0.25, 0, 0, 9], [9, 0, 0, 0], [9, 9, 0, 0]])
+    answer = answer_of(capsys, "1f1b", "--ranks", "4", "--microbatches", "1", "--costs", path)
+    assert list(answer) == [*KEYS, "peak_bytes"]
+    assert answer["makespan_seconds"] == 4 * 0.875 + 0.75
+    assert answer["peak_bytes"] == [1000.0] * 4
+
+
+def test_bytes_are_freed_by_i_and_by_w(capsys, costs_file):
+    answer = answer_of(capsys, "zb-h1", "--ranks", "4", "--microbatches", "8", "--costs", costs_file())
+    # rank d holds p-d whole activations and what d delayed W hold
+    assert answer["peak_bytes"] == [(4 - d) * 1000.0 + d * 400.0 for d in range(4)]
+    schedule = schedules.zb_h1(num_ranks=4, num_microbatches=8)
+    costs = Costs(
+        forward=1.0,
+        backward_input=1.0,
+        backward_weight=1.0,
+        activation_bytes=(1000.0,) * 4,
+        weight_gradient_bytes=(400.0,) * 4,
+    )
+    timeline = simulate(schedule, costs)
+    assert list(timeline.peak_bytes) == answer["peak_bytes"]
+    assert all(curve[-1][1] == 0.0 for curve in timeline.memory_bytes)
+    assert timeline.memory_bytes[0][:4] == ((0.0, 0.0), (0.0, 1000.0), (1.0, 2000.0), (2.0, 3000.0))
+    assert type(timeline).from_json(timeline.to_json()) == timeline
+    assert simulate(schedule, Costs.uniform()).peak_bytes is None
+
+
+def test_memory_in_rank_shares(capsys):
+    words = ["--ranks", "4", "--microbatches", "12", "--memory-limit", "5", "--weight-gradient-memory", "0.5"]
+    answer = answer_of(capsys, "zb-auto", *words)
+    assert list(answer) == [*KEYS, "peak_memory", "within_memory"]
+    assert max(answer["peak_memory"]) <= 5.0
+    assert answer["within_memory"] is True
+    answer = answer_of(capsys, "gpipe", *words)
+    assert (answer["peak_memory"], answer["within_memory"]) == ([12.0] * 4, False)
+    code, out, _ = run(capsys, "simulate", "gpipe", *words)
+    assert code == 0
+    assert "gpipe: holds at most 12 12 12 12 rank-shares of one micro-batch: over the limit" in out
+
+
+def test_search_says_what_it_beat_and_what_nobody_beats(capsys, costs_file):
+    path = costs_file(memory_cap_bytes=[3000, 3000, 2500, 2000])
+    words = ["--ranks", "4", "--microbatches", "6", "--costs", path]
+    answer = answer_of(capsys, "search", *words)
+    assert list(answer) == [*KEYS, "peak_bytes", "within_memory", "best_named", "lower_bound_seconds"]
+    assert answer["within_memory"] is True
+    assert answer["lower_bound_seconds"] <= answer["makespan_seconds"] <= answer["best_named"]["makespan_seconds"]
+    named = answer_of(capsys, answer["best_named"]["name"], *words)
+    assert named["makespan_seconds"] == pytest.approx(answer["best_named"]["makespan_seconds"])
+    assert all(peak <= cap for peak, cap in zip(named["peak_bytes"], [3000, 3000, 2500, 2000], strict=True))
+    code, out, _ = run(capsys, "simulate", "search", *words)
+    assert code == 0
+    assert "the best named schedule is" in out
+
+
+def test_the_number_of_chunks_follows_the_file_and_the_placement_is_a_choice(capsys, costs_file):
+    words = ["--ranks", "2", "--microbatches", "4", "--costs", costs_file()]
+    assert answer_of(capsys, "interleaved", *words)["chunks"] == 2
+    answer = answer_of(capsys, "search", *words, "--placement", "v")
+    assert answer["chunks"] == 2
+    assert answer["best_named"]["name"] in ("zb-v", "v-half", "v-min", "hanayo", "dualpipev")
+    assert answer_of(capsys, "search", *words)["best_named"]["name"] in ("interleaved", "bfs")
+
+
+def test_csv_reads_back(capsys, tmp_path):
+    path = tmp_path / "orders.csv"
+    code, out, _ = run(capsys, "simulate", "zb-v", "--ranks", "2", "--microbatches", "4", "--csv", str(path))
+    assert code == 0
+    assert f"wrote {path}" in out
+    schedule = from_csv(path.read_text(), name="zb-v")
+    assert schedule == schedules.zb_v(num_ranks=2, num_microbatches=4)
+    check(schedule)
+
+
+def test_several_schedules_in_one_table_and_one_picture(capsys, tmp_path):
+    words = ["compare", "1f1b", "zb-v", "gpipe", "--ranks", "3", "--microbatches", "5"]
+    code, out, err = run(
+        capsys, "simulate", *words, "--svg", str(tmp_path / "a.svg"), "--html", str(tmp_path / "a.html")
+    )
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert [line for line in lines if line in ("1f1b", "zb-v", "gpipe")] == ["1f1b", "zb-v", "gpipe"]
+    assert sum(line.startswith("rank ") for line in lines) == 9
+    table = [line.split()[0] for line in lines if "%" in line]
+    assert table[0] == "zb-v"
+    assert sorted(table) == ["1f1b", "gpipe", "zb-v"]
+    assert (tmp_path / "a.svg").read_text().count('class="title"') == 3
+    assert "zb-v, simulated" in (tmp_path / "a.html").read_text()
+    answer = answer_of(capsys, *words)
+    assert [each["schedule"] for each in answer["schedules"]] == ["1f1b", "zb-v", "gpipe"]
+    assert list(answer["schedules"][0]) == KEYS
+
+
+def test_timelines_that_are_compared_have_one_scale():
+    timelines = [
+        simulate(schedules.build(name, num_ranks=2, num_microbatches=4), Costs.uniform()) for name in ("naive", "gpipe")
+    ]
+    for columns in (40, 80, 400):
+        ends = []
+        for timeline in timelines:
+            rows, _ = layout(timeline, columns, letters=True, beside=timelines)
+            ends.append(max(len("".join(text for text, _ in row).rstrip(" .")) for row in rows))
+        assert ends[0] / ends[1] == pytest.approx(timelines[0].makespan / timelines[1].makespan, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compare"], "no schedule is named"),
+        (["compare", "1f1b", "gpip"], "did you mean 'gpipe'?"),
+        (["compare", "1f1b", "--csv", "x.csv"], "--trace and --csv are of one schedule"),
+        (["1f1b", "gpipe"], "write `simulate compare 1f1b gpipe`"),
+        (["1f1b", "--memory-limit", "0"], "--memory-limit 0"),
+        (["1f1b", "--weight-gradient-memory", "1.5"], "--weight-gradient-memory 1.5"),
+        (["zb-auto", "--memory-limit", "0.5"], "raise the limit"),
+        (["search", "--memory-limit", "0.5"], "raise the limit"),
+        (["search", "--microbatches", "100000"], "are not searched"),
+        (["1f1b", "--overlap", "-1"], "overlap is -1.0"),
+        (["1f1b", "--costs", "nowhere.json"], "--costs nowhere.json: No such file"),
+        (["1f1b", "--placement", "ring"], "placement"),
+        (["dualpipe", "--microbatches", "3"], "use 4"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--ranks", "2"] + ([] if "--microbatches" in words else ["--microbatches", "4"])
+    code, out, err = run(capsys, "simulate", *words, *sizes)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def broken(change):
+    data = {"stages": [copy.deepcopy(STAGE) for _ in range(2)], "latency": 0.0, "memory_cap_bytes": [1e6, 1e6]}
+    change(data)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.pop("stages"), "no list of stages"),
+        (lambda d: d.update(stages=[]), "no list of stages"),
+        (lambda d: d.update(memory=3), "entry 'memory'"),
+        (lambda d: d["stages"][1].pop("forward"), "stage 1 of the costs: entry 'forward'"),
+        (lambda d: d["stages"][1].pop("activation_bytes"), "stage 1 of the costs: entry 'activation_bytes'"),
+        (lambda d: d["stages"][0].update(forward="1"), "forward of stage 0 of the costs is '1'"),
+        (lambda d: d["stages"][0].update(forward=True), "forward of stage 0 of the costs is True"),
+        (lambda d: d["stages"][0].update(forward=-1), "forward of stage 0 of the costs is -1"),
+        (lambda d: d["stages"][0].update(backward_input=float("nan")), "backward_input of stage 0 of the costs is nan"),
+        (lambda d: d["stages"][0].update(weight_gradient_bytes=2000), "2000 weight_gradient_bytes of 1000"),
+        (lambda d: d["stages"].append(5), "it is no object"),
+        (lambda d: d["stages"].append(dict(STAGE)), "forward has 3 entries: schedule '1f1b' has 2 stages"),
+        (lambda d: d.update(latency="fast"), "latency of the costs is 'fast'"),
+        (lambda d: d.update(latency=[1, 2]), "neither a number nor a table"),
+        (lambda d: d.update(latency=[[0, 1], [1, -1]]), "latency from rank 1 to 1 of the costs is -1"),
+        (lambda d: d.update(latency=[[0, 1, 2]] * 3), "2 ranks need a 2 x 2 table"),
+        (lambda d: d.update(memory_cap_bytes=5), "memory_cap_bytes of the costs is no list"),
+        (lambda d: d.update(memory_cap_bytes=[5]), "memory_cap_bytes of the costs has 1 entries for 2 ranks"),
+        (lambda d: d.update(memory_cap_bytes=[5, None]), "memory_cap_bytes of rank 1 of the costs is None"),
+    ],
+)
+def test_broken_costs_files_are_refused_in_one_line(capsys, tmp_path, change, message):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(broken(change)))
+    code, out, err = run(capsys, "simulate", "1f1b", "--ranks", "2", "--microbatches", "2", "--costs", str(path))
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_what_the_file_says_is_not_said_twice(capsys, costs_file, tmp_path):
+    path = costs_file()
+    for words in (["--forward", "1"], ["--latency", "0"], ["--weight-gradient-memory", "0.5"]):
+        code, _, err = run(capsys, "simulate", "1f1b", "--ranks", "4", "--microbatches", "2", "--costs", path, *words)
+        assert code == 2
+        assert "the file says it" in err
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    code, _, err = run(
+        capsys, "simulate", "1f1b", "--ranks", "4", "--microbatches", "2", "--costs", str(tmp_path / "binary.json")
+    )
+    assert code == 2
+    assert "it is no text" in err

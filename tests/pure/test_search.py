@@ -1,0 +1,145 @@
+"""The search: within every cap, never above the best named schedule, never below the bound, best on tiny cases."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from pipeloom import schedules
+from pipeloom.errors import ScheduleError
+from pipeloom.ir import Placement, check
+from pipeloom.schedules import Conditions
+from pipeloom.schedules.search_work import Work
+from pipeloom.sim import Costs, Network, simulate
+from tests.pure.test_zb_auto import most_held
+
+
+def instance(rng: random.Random, placement: Placement, looseness: float) -> Conditions:
+    """Uneven stages, links and caps; at `looseness` 1 the caps hold one micro-batch."""
+    stages, ranks = placement.num_stages, placement.num_ranks
+
+    def some(low, high, count=stages):
+        return tuple(rng.uniform(low, high) for _ in range(count))
+
+    activation = some(0.5, 1.5)
+    return Conditions(
+        forward=some(0.5, 1.5),
+        backward_input=some(0.5, 1.5),
+        backward_weight=some(0.3, 1.2),
+        latency=tuple(some(0.0, 0.2, ranks) for _ in range(ranks)),
+        activation=activation,
+        weight_gradient=tuple(kept * rng.uniform(0.2, 0.8) for kept in activation),
+        caps=tuple(looseness * sum(activation[s] for s in held) for held in placement.stages_of),
+    )
+
+
+def simulated(schedule, conditions: Conditions):
+    costs = Costs.per_stage(
+        forward=conditions.forward,
+        backward_input=conditions.backward_input,
+        backward_weight=conditions.backward_weight,
+    )
+    return simulate(schedule, costs, Network(latency_seconds=conditions.latency))
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [Placement.loop(1), Placement.loop(4), Placement.loop(2, 2), Placement.v(3), Placement.bidirectional(4)],
+    ids=["one", "loop", "chunks", "v", "bidirectional"],
+)
+@pytest.mark.parametrize("looseness", [1.0, 1.6, 3.0, math.inf])
+def test_never_above_the_best_named_schedule_nor_any_cap(placement, looseness):
+    rng = random.Random(f"{placement}{looseness}")
+    for m in (1, 4, 8):
+        conditions = instance(rng, placement, looseness)
+        found = schedules.search(placement=placement, num_microbatches=m, conditions=conditions, effort=60_000)
+        check(found.schedule)
+        assert simulated(found.schedule, conditions).makespan == pytest.approx(found.makespan)
+        assert found.lower_bound <= found.makespan * (1 + 1e-9)
+        for held, cap in zip(most_held(found.schedule, conditions), conditions.caps, strict=True):
+            assert held <= cap * (1 + 1e-6)
+        if looseness == math.inf or looseness * len(placement.replicas) > 4 * m * placement.num_chunks:
+            assert found.best_named is not None
+        if found.best_named is not None:
+            assert found.makespan <= found.best_named[1] * (1 + 1e-9)
+
+
+def test_the_best_named_is_the_best_of_the_table_under_the_caps():
+    placement = Placement.loop(4)
+    conditions = instance(random.Random(5), placement, 3.0)
+    found = schedules.search(placement=placement, num_microbatches=8, conditions=conditions, effort=0)
+    best = {}
+    for name, family in schedules.FAMILIES.items():
+        if name == "search" or family.chunks == 2 or name == "hanayo":
+            continue
+        schedule = schedules.build(name, num_ranks=4, num_microbatches=8, num_chunks=1, conditions=conditions)
+        if all(h <= c * (1 + 1e-9) for h, c in zip(most_held(schedule, conditions), conditions.caps, strict=True)):
+            best[name] = simulated(schedule, conditions).makespan
+    name = min(best, key=best.get)
+    assert found.best_named == (name, pytest.approx(best[name]))
+
+
+def test_a_fat_last_stage_gains():
+    """The last stage takes twice as long: the order that fits all ranks alike is far from the best."""
+    placement = Placement.loop(4)
+    conditions = Conditions.uniform(placement, memory_limit=4, weight_gradient=0.5)
+    conditions = replace(conditions, forward=(1, 1, 1, 2), backward_input=(1, 1, 1, 2), backward_weight=(1, 1, 1, 2))
+    found = schedules.search(placement=placement, num_microbatches=12, conditions=conditions)
+    assert found.makespan == pytest.approx(found.lower_bound)
+    assert found.makespan <= found.best_named[1]
+
+
+def test_the_same_seed_finds_the_same():
+    conditions = instance(random.Random(3), Placement.v(3), 2.0)
+    first, second = (
+        schedules.search(placement=Placement.v(3), num_microbatches=5, conditions=conditions, effort=30_000, seed=7)
+        for _ in range(2)
+    )
+    assert first == second
+
+
+def rank_orders(rank_actions):
+    """Every order of one rank's actions in which F, I and W of a micro-batch and each op's micro-batches ascend."""
+    for order in itertools.permutations(rank_actions):
+        place = {(a.op, a.microbatch): at for at, a in enumerate(order)}
+        if all(
+            place["F", b] < place["I", b] < place["W", b] and all(place[op, 0] < place[op, 1] for op in "FIW")
+            for b in (0, 1)
+        ):
+            yield order
+
+
+def test_tiny_steps_are_solved_to_the_optimum():
+    for seed in range(6):
+        rng = random.Random(seed)
+        placement = Placement.loop(2)
+        conditions = instance(rng, placement, rng.choice((1.0, 1.5, 2.0)))
+        work = Work(placement, 2, conditions)
+        numbered = [[work.number[a] for a in sorted(work.actions) if a.stage == rank] for rank in (0, 1)]
+        choices = []
+        for rank in (0, 1):
+            orders = rank_orders([work.actions[n] for n in numbered[rank]])
+            orders = [[work.number[a] for a in order] for order in orders]
+            choices.append([order for order in orders if work.fits(rank, order)])
+        optimum = min(work.makespan([a, b]) for a in choices[0] for b in choices[1])
+        found = schedules.search(placement=placement, num_microbatches=2, conditions=conditions, effort=200_000)
+        assert found.lower_bound <= optimum + 1e-9
+        assert found.makespan == pytest.approx(optimum)
+
+
+def test_caps_that_hold_no_micro_batch_and_foreign_conditions_are_refused():
+    placement = Placement.v(2)
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 may hold 0\.9, but one micro-batch keeps 1 there; raise the limit"
+    ):
+        schedules.search(
+            placement=placement, num_microbatches=2, conditions=Conditions.uniform(placement, memory_limit=0.9)
+        )
+    with pytest.raises(ScheduleError, match="the conditions are for 4 and 2"):
+        schedules.search(
+            placement=Placement.loop(2), num_microbatches=2, conditions=Conditions.uniform(placement, memory_limit=2)
+        )
