@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, Op, Placement, Program, Schedule, check, peer_of
-from pipeloom.passes import forward_only, lower
+from pipeloom.passes import forward_only, lower, merge_backwards
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.gradient_sum import GradientSum, Shared
 from pipeloom.runtime.loopback import LoopbackTransport
@@ -64,6 +64,7 @@ class Pipeline:
         timeout_seconds: float = 1800.0,
     ) -> None:
         check(schedule)
+        schedule = merge_backwards(schedule)
         cut_model = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
         if len(cut_model.modules) != schedule.num_stages:
             raise InputError(
