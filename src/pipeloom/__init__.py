@@ -43,6 +43,7 @@ __all__ = [
     "Program",
     "Schedule",
     "Timeline",
+    "__version__",
     "check",
     "clip_grad_norm",
     "ir",

@@ -48,5 +48,5 @@ class StageError(RunError):
     """The user's module, loss function or autograd raised inside an action."""
 
 
-class PeerLost(RunError):
+class PeerLost(RunError):  # noqa: N818  # reads as what happened, like KeyboardInterrupt
     """A rank that this rank exchanges messages with went away."""

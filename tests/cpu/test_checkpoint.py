@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from pipeloom.cli import checkpoint as cli
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train import checkpoint as ck
-from pipeloom.train import checkpoint_directory, tensor_file
-from pipeloom.train.exchange import ThreadExchange
-from pipeloom.train.manifest import MANIFEST_NAME, SEAL_NAME, seal
+from pipeloom.train.checkpoint import directory as checkpoint_directory
+from pipeloom.train.checkpoint import tensor_file
+from pipeloom.train.checkpoint.exchange import ThreadExchange
+from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, seal
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
@@ -510,7 +511,7 @@ import json, os, signal, sys
 from pathlib import Path
 import torch
 from pipeloom.train import checkpoint as ck
-from pipeloom.train.tensor_file import HashingFile
+from pipeloom.train.checkpoint.tensor_file import HashingFile
 
 base, overwrite = Path(sys.argv[1]), sys.argv[2] == "overwrite"
 
@@ -686,7 +687,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from pipeloom.errors import CheckpointError
 from pipeloom.train import checkpoint as ck
-from pipeloom.train.exchange import DistributedExchange
+from pipeloom.train.checkpoint.exchange import DistributedExchange
 
 rank, size, base = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 dist.init_process_group("gloo", store=dist.FileStore(str(base / "store"), size), rank=rank, world_size=size)

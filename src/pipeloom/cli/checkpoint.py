@@ -8,9 +8,9 @@ from typing import Any
 
 from pipeloom.cli.parser import Parser, did_you_mean
 from pipeloom.errors import CheckpointError, InputError
-from pipeloom.train.checkpoint_convert import convert, model_tensors
-from pipeloom.train.checkpoint_directory import Listed, list_checkpoints, resolve
-from pipeloom.train.manifest import MANIFEST_NAME, missing_or_cut, read_manifest, verify
+from pipeloom.train.checkpoint.convert import convert, model_tensors
+from pipeloom.train.checkpoint.directory import Listed, list_checkpoints, resolve
+from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, missing_or_cut, read_manifest, verify
 
 _EXAMPLES = """\
 pipeloom checkpoint ls runs/corpus                       the checkpoints of a run

@@ -45,19 +45,19 @@ def insert_communication(schedule: Schedule) -> Program:
     for rank, order in enumerate(schedule.orders):
         lowered: list[Action] = []
         received: set[Action] = set()
-        for action, send in zip(order, sends[rank], strict=True):
-            receive = _receive_before(action, last_stage)
-            if receive is not None:
+        for action, following in zip(order, sends[rank], strict=True):
+            needed = _receive_before(action, last_stage)
+            if needed is not None:
                 assert action.microbatch is not None
-                producer = action.stage + (-1 if receive.op is Op.RECV_F else 1)
+                producer = action.stage + (-1 if needed.op is Op.RECV_F else 1)
                 channel = channels.get((place(producer, action.microbatch), rank))
-                while channel and receive not in received:
+                while channel and needed not in received:
                     earlier = channel.popleft()
                     received.add(earlier)
                     lowered.append(earlier)
             lowered.append(action)
-            if send is not None:
-                lowered.append(send)
+            if following is not None:
+                lowered.append(following)
         orders.append(tuple(lowered))
     return Program(schedule=schedule, orders=tuple(orders))
 

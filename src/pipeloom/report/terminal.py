@@ -86,7 +86,8 @@ def _labelled(row: tuple[Span, ...], scale: float, letters: bool) -> list[Cell]:
     cells: list[Cell] = []
     column = 0
     for span in row:
-        first, last = max(column, round(span.start * scale)), round(span.end * scale)
+        # Halves go up; round() takes them to the even side, and equal spans would differ in width.
+        first, last = max(column, int(span.start * scale + 0.501)), int(span.end * scale + 0.501)
         if last <= first:
             continue
         width = last - first

@@ -6,16 +6,22 @@ import torch
 import torch.distributed as dist
 
 
-def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's bytes, in order of rank, on every rank."""
-    size = dist.get_world_size(group)
-    length = torch.tensor([len(payload)])
-    lengths = [torch.zeros_like(length) for _ in range(size)]
+def all_gather_bytes(
+    payload: bytes, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> list[bytes]:
+    """Every rank's bytes, in order of rank, on every rank.
+
+    Two all-gathers: the lengths, then the bytes padded to the longest. `device` is where the group's backend wants its
+    tensors.
+    """
+    length = torch.tensor([len(payload)], device=device)
+    lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
-    longest = max(1, int(max(lengths)))
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    sizes = [int(size) for size in lengths]
+    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
     if payload:
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    gathered = [torch.empty_like(padded) for _ in range(size)]
+    padded = padded.to(device)
+    gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded, group=group)
-    return [row[: int(n)].numpy().tobytes() for row, n in zip(gathered, lengths, strict=True)]
+    return [row[:size].cpu().numpy().tobytes() for row, size in zip(gathered, sizes, strict=True)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from dataclasses import dataclass
 
 import torch
@@ -61,10 +63,21 @@ def connect(num_ranks: int, transport: str | Transport, timeout_seconds: float) 
             f"a schedule of {num_ranks} ranks in a process group of {dist.get_world_size()}: the numbers must be "
             f"equal; start {num_ranks} processes, or make a schedule of {dist.get_world_size()} ranks"
         )
+    atexit.unregister(_let_gloo_finish)  # once, however many pipelines there are
+    atexit.register(_let_gloo_finish)
     rank = dist.get_rank()
     if not isinstance(transport, Transport):
         transport = _between_processes(transport, rank, timeout_seconds)
     return Connection(rank, transport, dist.group.WORLD)
+
+
+def _let_gloo_finish() -> None:
+    """Before the interpreter shuts down, let gloo's threads have it once more.
+
+    They let go of tensors a moment after a collective has returned, and need the interpreter for that. One that asks for
+    it during the shutdown is ended inside C++ code, which aborts a process whose work is done.
+    """
+    time.sleep(0.1)
 
 
 def _between_processes(name: str, rank: int, timeout_seconds: float) -> Transport:

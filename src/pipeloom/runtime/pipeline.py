@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError, RunError
-from pipeloom.ir import Action, Op, Placement, Program, Schedule, check, peer_of
+from pipeloom.ir import Action, Op, Placement, Program, Schedule, WeightPolicy, check, peer_of
 from pipeloom.passes import forward_only, lower, merge_backwards
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.gradient_sum import GradientSum, Shared
@@ -32,7 +32,8 @@ class Pipeline:
     Args:
         model: an nn.Sequential, a block model with `layers`, a list of modules (one a stage), or `Stages` already cut.
             Every rank passes the same model and keeps its own stages.
-        schedule: who computes what in which order; its micro-batches are those of every step.
+        schedule: who computes what in which order; its micro-batches are those of every step. What runs, the
+            `schedule` attribute, has B for an I and W that stand together where no other rank waits for the I.
         loss_fn: ``loss_fn(output, targets)`` of one micro-batch: a scalar, the mean over its samples. Not needed for
             `forward` alone.
         layers, cut: how to cut `model`; see `pipeloom.split.split`.
@@ -64,6 +65,7 @@ class Pipeline:
         timeout_seconds: float = 1800.0,
     ) -> None:
         check(schedule)
+        _check_runnable(schedule)
         schedule = merge_backwards(schedule)
         cut_model = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
         if len(cut_model.modules) != schedule.num_stages:
@@ -378,6 +380,20 @@ class Pipeline:
                     if set(group).issuperset(self._stages_of[name]) and len(self._ranks_with(name)) > 1
                 }
         return result
+
+
+def _check_runnable(schedule: Schedule) -> None:
+    """Refuse what the checker and the simulator know but the executor would run as something else."""
+    if schedule.num_slices != 1:
+        raise InputError(
+            f"schedule {schedule.name!r} has {schedule.num_slices} slices a micro-batch: the executor runs whole "
+            "micro-batches; take a schedule without slices"
+        )
+    if schedule.weights is not WeightPolicy.FLUSH:
+        raise InputError(
+            f"schedule {schedule.name!r} has weight policy {schedule.weights.value!r}: the executor runs 'flush', one "
+            "version of the weights; take a synchronous schedule"
+        )
 
 
 def _own_stages(cut_model: Stages, placement: Placement, rank: int, *, first: bool) -> dict[int, nn.Module]:

@@ -9,9 +9,9 @@ import torch
 from pipeloom.ir import Schedule
 from pipeloom.models import GPT, GPTConfig, loss_fn, materialize
 from pipeloom.split import Stages, split
+from pipeloom.train.checkpoint.exchange import Exchange
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.data import Corpus
-from pipeloom.train.exchange import Exchange
 from pipeloom.train.validate import parse_cut
 
 

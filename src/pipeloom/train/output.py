@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.train.checkpoint_directory import list_checkpoints
+from pipeloom.train.checkpoint.directory import list_checkpoints
 from pipeloom.train.config import TrainConfig, repeatable, to_yaml
 from pipeloom.version import __version__
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.errors import RunError
+from pipeloom.errors import InputError, RunError
 from pipeloom.ir.text import parse_action
 from pipeloom.models import loss_fn
 from pipeloom.passes import lower
@@ -43,17 +43,20 @@ def train(config: TrainConfig, member: Membership | None) -> None:
     """
     with meet(member) as group, Trainer(config, group, member) as trainer:
         done = trainer.resume()
-        with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
-            trainer.open_output(shown)
-            for step in range(done + 1, config.steps + 1):
-                shown.step(trainer.step(step))
-                if _is_due(step, config.eval_steps, config.steps):
-                    shown.say(f"step {step}  validation loss {trainer.evaluate(step):.4f}")
-                if _is_due(step, config.save_steps, config.steps):
-                    shown.say(f"step {step}  saved {trainer.save(step)}")
-        trainer.report(shown)
-        if config.sample_tokens:
-            shown.say(f"sample:\n{trainer.sample()}")
+        try:
+            with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
+                trainer.open_output(shown)
+                for step in range(done + 1, config.steps + 1):
+                    shown.step(trainer.step(step))
+                    if _is_due(step, config.eval_steps, config.steps):
+                        shown.say(f"step {step}  validation loss {trainer.evaluate(step):.4f}")
+                    if _is_due(step, config.save_steps, config.steps):
+                        shown.say(f"step {step}  saved {trainer.save(step)}")
+            trainer.report(shown)
+            if config.sample_tokens:
+                shown.say(f"sample:\n{trainer.sample()}")
+        except InputError as error:  # the input passed: now it is a failure, such as a disk that is full
+            raise RunError(str(error)) from error
 
 
 def _is_due(step: int, every: int, last: int) -> bool:
@@ -89,7 +92,7 @@ class Trainer:
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.pipe.named_parameters()}
         self.optimizer = make_optimizer(self.pipe.parameters(), config.optimizer)
         tied = tuple(parameter.stages for parameter in self.stages.tied)
-        self.predictor = Predictor(lower(self.schedule, tied_stages=tied))
+        self.predictor = Predictor(lower(self.pipe.schedule, tied_stages=tied))
         self.records: Records = []  # of the last training step on this process's ranks
         self.steps_here = 0
         self.resumed: Path | None = None

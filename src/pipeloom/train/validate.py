@@ -9,10 +9,10 @@ from pathlib import Path
 from pipeloom import schedules
 from pipeloom.errors import CheckpointError, DataError, InputError
 from pipeloom.ir import Schedule, check
-from pipeloom.train import checkpoint_directory
+from pipeloom.train.checkpoint import directory as checkpoint_directory
+from pipeloom.train.checkpoint.manifest import verify
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.data import Corpus, prepare_corpus
-from pipeloom.train.manifest import verify
 from pipeloom.train.output import in_use
 
 CUTS = ("layers", "parameters", "time")

@@ -12,9 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError
-from pipeloom.train.checkpoint_directory import resolve
-from pipeloom.train.checkpoint_state import SAFETENSORS_TYPES, RandomState, load_optimizer_state
-from pipeloom.train.manifest import (
+from pipeloom.train.checkpoint.directory import resolve
+from pipeloom.train.checkpoint.manifest import (
     INDEX_NAME,
     Manifest,
     read_manifest,
@@ -22,6 +21,7 @@ from pipeloom.train.manifest import (
     root_name,
     verify_file,
 )
+from pipeloom.train.checkpoint.state import SAFETENSORS_TYPES, RandomState, load_optimizer_state
 
 
 def load(path: Path, *, verify_files: bool = True) -> Checkpoint:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import CheckpointError
-from pipeloom.train.tensor_file import FileRecord
+from pipeloom.train.checkpoint.tensor_file import FileRecord
 
 FORMAT = "pipeloom-checkpoint"
 VERSION = 1

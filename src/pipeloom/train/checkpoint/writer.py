@@ -1,12 +1,4 @@
-"""Checkpoints: safetensors by fully qualified name, put in place whole or not at all, loaded into any layout.
-
-    save(output_dir, step, exchange=..., model=..., optimizer=..., random=..., state=..., layout=...)   # every rank
-    checkpoint = load(output_dir / "checkpoint-500")                                                  # every rank
-    checkpoint.load_model(tensors); checkpoint.load_optimizer(optimizer, names); checkpoint.random(rank, size)
-
-All names are those of the uncut model, so a checkpoint of two ranks loads into one or four. Nothing is ever unpickled.
-The files are described in `manifest.py`, the directories in `checkpoint_directory.py`.
-"""
+"""`save`: every rank writes its part aside, rank 0 seals the manifest, one rename puts the checkpoint in place."""
 
 from __future__ import annotations
 
@@ -21,25 +13,13 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError
-from pipeloom.train.checkpoint_directory import (
+from pipeloom.train.checkpoint.directory import (
     keep_at_most,
-    latest,
-    list_checkpoints,
     partial_directory,
     put_in_place,
-    resolve,
 )
-from pipeloom.train.checkpoint_reader import Checkpoint, load
-from pipeloom.train.checkpoint_state import (
-    SAFETENSORS_TYPES,
-    OptimizerState,
-    RandomState,
-    optimizer_state,
-    random_state,
-    restore_random_state,
-)
-from pipeloom.train.exchange import Exchange, LocalExchange
-from pipeloom.train.manifest import (
+from pipeloom.train.checkpoint.exchange import Exchange, LocalExchange
+from pipeloom.train.checkpoint.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
     SEAL_NAME,
@@ -48,24 +28,13 @@ from pipeloom.train.manifest import (
     json_bytes,
     root_name,
     seal,
-    verify,
 )
-from pipeloom.train.tensor_file import FileRecord, TensorSource, write_bytes, write_tensors
-
-__all__ = [
-    "Checkpoint",
-    "OptimizerState",
-    "RandomState",
-    "latest",
-    "list_checkpoints",
-    "load",
-    "optimizer_state",
-    "random_state",
-    "resolve",
-    "restore_random_state",
-    "save",
-    "verify",
-]
+from pipeloom.train.checkpoint.state import (
+    SAFETENSORS_TYPES,
+    OptimizerState,
+    RandomState,
+)
+from pipeloom.train.checkpoint.tensor_file import FileRecord, TensorSource, write_bytes, write_tensors
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeloom.errors import CheckpointError
-from pipeloom.train.manifest import MANIFEST_NAME, SEAL_NAME
+from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME
 
 _VISIBLE = re.compile(r"checkpoint-(\d+)")
 _HIDDEN = re.compile(r"\.checkpoint-(\d+)\.(partial|old|deleted)-[0-9a-f]+")

@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 from pipeloom.errors import CheckpointError, InputError
-from pipeloom.train.checkpoint_directory import fsync_directory
-from pipeloom.train.manifest import INDEX_NAME, json_bytes, read_manifest, read_weight_map, verify_file
-from pipeloom.train.tensor_file import TensorSource, tensor_sources, write_bytes, write_tensors
+from pipeloom.train.checkpoint.directory import fsync_directory
+from pipeloom.train.checkpoint.manifest import INDEX_NAME, json_bytes, read_manifest, read_weight_map, verify_file
+from pipeloom.train.checkpoint.tensor_file import TensorSource, tensor_sources, write_bytes, write_tensors
 
 
 def model_tensors(checkpoint: Path, *, verify_files: bool = True) -> dict[str, tuple[str, TensorSource]]:

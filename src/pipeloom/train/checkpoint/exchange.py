@@ -69,8 +69,7 @@ class ThreadExchange:
 class DistributedExchange:
     """The exchange of the processes of a torch.distributed group.
 
-    Two all-gathers: the lengths, then the bytes padded to the longest. `device` is where the group's backend wants its
-    tensors: the CPU for gloo, the rank's own CUDA device for NCCL.
+    `device` is where the group's backend wants its tensors: the CPU for gloo, the rank's own CUDA device for NCCL.
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
@@ -82,17 +81,6 @@ class DistributedExchange:
         self.size: int = dist.get_world_size(group)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        import torch
-        import torch.distributed as dist
+        from pipeloom.runtime.collectives import all_gather_bytes
 
-        length = torch.tensor([len(payload)], dtype=torch.int64, device=self._device)
-        lengths = [torch.empty_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length, group=self._group)
-        sizes = [int(size.item()) for size in lengths]
-        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-        if payload:
-            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        padded = padded.to(self._device)
-        gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(gathered, padded, group=self._group)
-        return [row[:size].cpu().numpy().tobytes() for row, size in zip(gathered, sizes, strict=True)]
+        return all_gather_bytes(payload, self._group, self._device)

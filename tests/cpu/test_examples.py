@@ -1,0 +1,116 @@
+"""Examples and the code in the documentation run as they are printed, in one process and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+Capture = pytest.CaptureFixture[str]
+EXAMPLES = {
+    "train_mlp.py": ["--steps", "3", "--width", "16"],
+    "train_gpt.py": ["--steps", "3", "--layers", "2", "--width", "16"],
+}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+CODE = re.compile(r"(<!-- not run -->\n)?```python\n(.*?)```", re.DOTALL)
+
+
+def _here(script: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a script prints in this process."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", [str(script), *options])
+        runpy.run_path(str(script), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def _torchrun(script: Path, options: list[str], directory: Path) -> str:
+    """What a script prints as two processes."""
+    done = subprocess.run(
+        [*TORCHRUN, str(script), *options],
+        cwd=directory,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _blocks(page: str) -> list[str]:
+    """The Python code of a page, but for what says that it does not run."""
+    found = CODE.findall((ROOT / page).read_text())
+    return [code for skipped, code in found if not skipped]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_print_the_same_in_one_process_and_under_torchrun(name: str, tmp_path: Path, capsys: Capture) -> None:
+    script = ROOT / "examples" / name
+    alone = _here(script, EXAMPLES[name], capsys)
+    assert re.search(r"^step 3  loss \d", alone, re.MULTILINE)
+    assert _torchrun(script, EXAMPLES[name], tmp_path) == alone
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
+
+
+def test_train_gpt_takes_a_text(tmp_path: Path, capsys: Capture) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    options = [
+        "--text",
+        str(text),
+        "--ranks",
+        "4",
+        "--layers",
+        "4",
+        "--width",
+        "16",
+        "--schedule",
+        "gpipe",
+        "--steps",
+        "2",
+    ]
+    assert "step 2  loss" in _here(ROOT / "examples" / "train_gpt.py", options, capsys)
+
+
+def test_the_readme_example_runs_as_printed(tmp_path: Path, capsys: Capture) -> None:
+    (code,) = _blocks("README.md")
+    script = tmp_path / "mine.py"
+    script.write_text(code)
+    alone = _here(script, [], capsys)
+    assert re.fullmatch(r"loss 0\.\d{4}\n", alone)
+    both = _torchrun(script, [], tmp_path)  # each of the two ranks prints, perhaps at once
+    assert re.findall(r"loss 0\.\d{4}", both) == [alone.strip()] * 2
+
+
+@pytest.mark.parametrize("page", ["docs/own-model.md", "docs/new-schedule.md"])
+def test_code_in_the_documentation_runs_as_printed(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """What a comment says is printed, behind a print or at the end of a block, is printed."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names: dict[str, object] = {}
+    for code in _blocks(page):
+        exec(compile(code, page, "exec"), names)
+        printed = capsys.readouterr().out
+        for expected in re.findall(r"print\(.*\)  # (.*)$", code, re.MULTILINE):
+            assert expected in printed.splitlines()
+        at_end = re.search(r"(?:^# .*\n)+\Z", code, re.MULTILINE)
+        if at_end:
+            assert " ".join(printed.split()).endswith(" ".join(at_end[0].replace("# ", "").split()))
+
+
+def test_all_code_that_is_not_run_says_so() -> None:
+    run = {"README.md", "docs/own-model.md", "docs/new-schedule.md"}
+    for page in (ROOT / "docs").glob("*.md"):
+        name = f"docs/{page.name}"
+        assert name in run or not _blocks(name), name

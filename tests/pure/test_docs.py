@@ -1,0 +1,198 @@
+"""The documentation says what is so: pictures and tables are drawn anew, links lead somewhere, commands parse."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pipeloom import cli
+from pipeloom.cli.parser import Parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+@pytest.fixture(scope="module")
+def draw() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "draw.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_are_what_is_drawn_now(draw, tmp_path):
+    drawn = {path.name: path.read_text() for path in draw.draw(tmp_path)}
+    committed = {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert committed.keys() == drawn.keys()
+    stale = [name for name in drawn if drawn[name] != committed[name]]
+    assert not stale, f"run python docs/draw.py: {stale}"
+
+
+def test_tables_are_what_is_generated_now(draw):
+    for page in draw.TABLES_IN:
+        text = page.read_text()
+        assert "<!-- table: " in text
+        assert draw.fill_tables(text) == text, f"run python docs/draw.py: {page.name}"
+
+
+# --- links ----------------------------------------------------------------------------------------------------------
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _without_code(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_relative_links_lead_somewhere(name):
+    page = ROOT / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", _without_code(page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = urllib.parse.unquote(target).partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{name}: {target}"
+        assert not anchor or anchor in _anchors(found), f"{name}: {target}"
+
+
+def test_every_page_and_picture_is_reachable():
+    text = "\n".join(page.read_text() for page in PAGES)
+    for path in (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "pictures").glob("*.svg")):
+        assert path.name in text, path
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+class _ParsedError(Exception):
+    """A command line was parsed; nothing shall run."""
+
+
+def _commands(text: str) -> Iterator[str]:
+    """The lines after ``$`` in blocks of console."""
+    for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                yield line[2:]
+
+
+def _pipeloom_words(command: str) -> list[str] | None:
+    """What the command gives to pipeloom; None if it is another program."""
+    words = [word.split("/")[-1] if word.endswith("/pipeloom") else word for word in shlex.split(command)]
+    if words[0] == "pipeloom":
+        return words[1:]
+    for index in range(len(words) - 1):
+        if words[index : index + 2] == ["-m", "pipeloom"]:
+            return words[index + 2 :]
+    return None
+
+
+def _refusal(words: list[str], monkeypatch, capsys) -> str | None:
+    """What pipeloom's own parser says against a command line."""
+    original = Parser.parse_args
+
+    def parse_only(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        raise _ParsedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Parser, "parse_args", parse_only)
+        try:
+            code = cli.main(words)
+        except _ParsedError:
+            return None
+    said = capsys.readouterr()
+    return None if code == 0 else said.err
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_parse(name, monkeypatch, capsys, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("steps: 1\n")
+    for command in _commands((ROOT / name).read_text()):
+        words = _pipeloom_words(command)
+        if words is not None:
+            words = [str(config) if word.endswith(".yaml") else word for word in words]
+            assert _refusal(words, monkeypatch, capsys) is None, f"{name}: {command}"
+
+
+def test_the_check_of_commands_would_notice(monkeypatch, capsys):
+    assert "did you mean --steps?" in _refusal(["train", "--stpes", "1"], monkeypatch, capsys)
+    assert "unknown" in _refusal(["trian"], monkeypatch, capsys)
+    assert _refusal(["simulate", "1f1b"], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_commands_name_files_that_exist(name):
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in _commands((ROOT / name).read_text()):
+        words = shlex.split(command)
+        if words[0] == "make":
+            assert words[1] in targets, command
+        for word in words:
+            if word.startswith(("examples/", "docs/", "benchmarks.")):
+                path = ROOT / word.replace(".", "/") if word.startswith("benchmarks.") else ROOT / word
+                assert path.exists(), command
+
+
+def test_the_reference_has_every_option(monkeypatch, capsys):
+    reference = (ROOT / "docs" / "cli.md").read_text()
+    seen: list[Parser] = []
+
+    def remember(self, *args, **kwargs):
+        seen.append(self)
+        raise _ParsedError
+
+    lines = ["simulate", "schedules", "report", "doctor", "checkpoint ls", "checkpoint verify", "checkpoint convert"]
+    for line in lines:
+        with monkeypatch.context() as patched:
+            patched.setattr(Parser, "parse_args", remember)
+            with pytest.raises(_ParsedError):
+                cli.main(line.split())
+    assert len(seen) == len(lines)
+    for parser in seen:
+        for option in (o for action in parser._actions for o in action.option_strings if o.startswith("--")):
+            assert option == "--help" or f"`{option}" in reference or f"{option}`" in reference, (parser.prog, option)
+    for command in cli.COMMANDS:
+        assert f"## {command}\n" in reference
+
+
+def test_json_keys_of_simulate_are_in_the_reference(capsys):
+    import json
+
+    reference = (ROOT / "docs" / "cli.md").read_text()
+    line = "pipeloom simulate 1f1b --ranks 4 --microbatches 8 --json"
+    assert cli.main(line.split()[1:]) == 0
+    printed = capsys.readouterr().out
+    assert f"$ {line}\n{printed}```" in reference
+    for key in json.loads(printed):
+        assert f"`{key}`" in reference
+
+
+def test_printed_timelines_are_what_is_printed_now(capsys):
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    command = "pipeloom simulate 1f1b --ranks 4 --microbatches 8"
+    shown = re.search(rf"\$ {command}\n(.*?)\n\.\.\.", page, re.DOTALL)[1]
+    assert cli.main(command.split()[1:]) == 0
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert printed.startswith(shown)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "examples/train_mlp.py", "examples/train_gpt.py"])
+def test_the_project_speaks_of_itself_alone(name):
+    text = (ROOT / name).read_text()
+    assert not re.search(r"(?<![\w.])/(work|tmp|root|home)/", text)
+    assert not re.search(r"\bissue #?\d|#\d+\b", text)
