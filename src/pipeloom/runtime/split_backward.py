@@ -40,7 +40,7 @@ Root = Tensor | GradientEdge
 run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 # W hands weight gradients to autograd in groups of about this size: few calls, and what is added is still in a cache.
-_GROUP_BYTES = 2**18
+_GROUP_ELEMENTS = 2**16
 
 # What may stand between a parameter and the product that it enters: all of these cost next to nothing.
 _LIGHT = frozenset(
@@ -76,7 +76,7 @@ class WeightGradients:
         """Add to every parameter's ``.grad`` what B would have added. To be called once."""
         heads = [head for head, _ in self._ready]
         values = [gradient for _, gradient in self._ready]
-        formulas, gradients, num_bytes = self._formulas, self._gradients, 0
+        formulas, gradients, size = self._formulas, self._gradients, 0
         self._ready = []
         for index, (edges, complete) in enumerate(self._heads):
             formula, gradient = formulas[index], gradients[index]
@@ -85,11 +85,11 @@ class WeightGradients:
                 for edge, value in zip(edges, formula(gradient), strict=True):
                     heads.append(edge)
                     values.append(value)
-                    num_bytes += value.nbytes
+                    size += value.numel()
             # A parameter's contributions from several products are added up before they go to .grad, as in B.
-            if complete and num_bytes >= _GROUP_BYTES:
+            if complete and size >= _GROUP_ELEMENTS:
                 run_backward(tuple(heads), tuple(values), False, False, (), True, True)
-                heads, values, num_bytes = [], [], 0
+                heads, values, size = [], [], 0
         self._heads = []
         if heads:
             run_backward(tuple(heads), tuple(values), False, False, (), True, True)
