@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from pipeloom.models import GPTConfig
 from pipeloom.models.gpt import Block
@@ -422,6 +423,50 @@ def test_hooks_on_parameters_run_in_w_with_the_whole_gradient(name: str) -> None
     assert sorted(seen) == sorted([f"before {label}" for label in labels] + [f"after {label}" for label in labels])
     others = dict(reference.named_parameters())
     assert all(torch.equal(p.grad, others[label].grad) for label, p in module.named_parameters())
+
+
+@pytest.mark.parametrize("where", ["result", "node", "module"])
+@pytest.mark.parametrize("wants_input", [False, True])
+def test_hooks_on_results_of_layers_change_their_gradients(where: str, wants_input: bool) -> None:
+    """A linear layer of a matrix is one node: its hooks stand between what arrives there and what W needs."""
+    calls = []
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+            if where == "module":
+                self.first.register_full_backward_hook(lambda module, inputs, outputs: calls.append(1))
+
+        def forward(self, x):
+            y = self.first(x if wants_input else x.detach())
+            if where == "result":
+                y.register_hook(lambda gradient: (calls.append(1), gradient * 3)[1])
+                y.retain_grad()
+            if where == "node" and wants_input:
+                y.grad_fn.register_prehook(lambda gradients: (calls.append(1), (gradients[0] * 3,))[1])
+            return self.second(y.tanh())
+
+    compare(Hooked, ((S, D),))
+    assert len(calls) == (0 if where == "node" and not wants_input else 6)
+
+
+@pytest.mark.parametrize("policy", [[torch.ops.aten.addmm.default], [torch.ops.aten.mm.default]])
+def test_selective_checkpointing(policy: list[Any]) -> None:
+    class Selective(Checkpointed):
+        def forward(self, x):
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+
+    compare(lambda: nn.Sequential(Selective(mlp()), Selective(mlp(bias=False))), STATES)
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    """It accumulates gradients from within; autograd says what to do."""
+    x = make_inputs(STATES, 0)[0]
+    edge = get_gradient_edge(checkpoint(mlp(), x, use_reentrant=True))
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        backward_input([edge], [torch.ones(B, S, D)], [x])
 
 
 def test_a_saved_tensor_that_was_overwritten_is_an_error() -> None:

@@ -22,9 +22,8 @@ be another graph each time. What this builds on beside public functions: autogra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -118,30 +117,51 @@ def backward_input(
     wanted: list[Any] = list(leaves)
     heads: list[tuple[list[GradientEdge], bool]] = []
     formulas: list[Formula | None] = []
+    caught: list[tuple[Tensor | None] | None] = [None] * len(products)
     prehooks = []
-    for product in products:
+    for index, product in enumerate(products):
         node = nodes[product.position]
         edges = node.next_functions
         wanted.append(GradientEdge(node, 0))
         heads.append(([GradientEdge(*edges[operand]) for operand in product.operands], product.complete))
+        formula = PRODUCTS[product.name].formula
         if product.checkpointed:
-            prehooks.append(_read_when_executed(node, product, formulas, len(formulas)))
             formulas.append(None)
+            prehooks.append(_read_when_executed(node, formula, product.operands, formulas, caught, index))
         else:
-            formulas.append(PRODUCTS[product.name].formula(node, product.operands))
+            formulas.append(formula(node, product.operands))
+            if product.executed:  # what is found at `wanted` is the gradient before the hooks of an executed node
+                node.register_prehook(partial(caught.__setitem__, index))
     ready = [GradientEdge(nodes[position], 0) for position in plan.ready]
     wanted += ready
-    found: Sequence[Tensor | None] = ()
+    found = _run(roots, gradients, wanted, hooked, prehooks) if wanted else ()
+    start, end = len(leaves), len(leaves) + len(products)
+    results = [late[0] if late else early for late, early in zip(caught, found[start:end], strict=True)]
+    kept = [(edge, gradient) for edge, gradient in zip(ready, found[end:], strict=True) if gradient is not None]
+    return list(found[:start]), WeightGradients(heads, formulas, results, kept)
+
+
+def _run(
+    roots: Sequence[Root], gradients: Sequence[Tensor], wanted: Sequence[Any], hooked: list[Tensor], prehooks: list[Any]
+) -> Sequence[Tensor | None]:
+    """The gradients at `wanted`.
+
+    Hooks on parameters do not run: they are for the whole gradient, in W; not for what the engine finds of it here.
+    """
+    hooks: list[Any] = [leaf._backward_hooks for leaf in hooked]
+    own = [dict(group) for group in hooks]
+    for group in hooks:
+        group.clear()
     try:
-        if wanted:
-            with _without_hooks(hooked):
-                found = run_backward(tuple(roots), tuple(gradients), False, False, tuple(wanted), True, False)
+        found: Sequence[Tensor | None] = run_backward(
+            tuple(roots), tuple(gradients), False, False, tuple(wanted), True, False
+        )
     finally:
+        for group, content in zip(hooks, own, strict=True):
+            group.update(content)
         for prehook in prehooks:
             prehook.remove()
-    start, end = len(leaves), len(leaves) + len(formulas)
-    kept = [(edge, gradient) for edge, gradient in zip(ready, found[end:], strict=True) if gradient is not None]
-    return list(found[:start]), WeightGradients(heads, formulas, list(found[start:end]), kept)
+    return found
 
 
 def _survey(roots: Sequence[Root], leaves: Sequence[Tensor]) -> tuple[list[Any], tuple[Any, ...], list[Tensor]]:
@@ -160,27 +180,28 @@ def _survey(roots: Sequence[Root], leaves: Sequence[Tensor]) -> tuple[list[Any],
     nodes = list(places)
     shape: list[Any] = [len(nodes)]
     hooked = []
+    append, place_of = shape.append, places.get  # this loop is most of what a split costs
     for node in nodes:  # grows while it is walked along
         kind = type(node)
-        shape.append(kind)
+        append(kind)
         for child, _ in node.next_functions:
             if child is None:
-                shape.append(-1)
-            elif child in places:
-                shape.append(places[child])
-            else:
-                shape.append(len(nodes))
-                places[child] = len(nodes)
+                append(-1)
+                continue
+            place = place_of(child)
+            if place is None:
+                place = places[child] = len(nodes)
                 nodes.append(child)
+            append(place)
         name = kind.__name__
         if name == _LEAF:
             variable = node.variable
             own = id(variable) in inputs
-            shape.append(own)
+            append(own)
             if not own and variable._backward_hooks:
                 hooked.append(variable)
         elif name in PRODUCTS:
-            shape.append(_checkpointed(node, PRODUCTS[name].factors))
+            append(_checkpointed(node, PRODUCTS[name].factors))
     return nodes, tuple(shape), hooked
 
 
@@ -192,6 +213,7 @@ class _Deferred(NamedTuple):
         name: of its node's type.
         operands: those which are weights, by the number of the node's edge.
         checkpointed: its factors can be read only while the engine executes the node.
+        executed: the engine executes the node in I, because more hangs on it than weights.
         complete: no product before this one has a weight in common with one after it.
     """
 
@@ -199,6 +221,7 @@ class _Deferred(NamedTuple):
     name: str
     operands: tuple[int, ...]
     checkpointed: bool
+    executed: bool
     complete: bool
 
 
@@ -216,7 +239,7 @@ class _Plan(NamedTuple):
     reused: bool
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _plan(shape: tuple[Any, ...]) -> _Plan:
     """Which weight gradients wait.
 
@@ -257,8 +280,11 @@ def _plan(shape: tuple[Any, ...]) -> _Plan:
     products, horizon = [], 0
     for index, (position, operands) in enumerate(taken):
         horizon = max(horizon, *(last[leaf] for leaf in operands.values()))
+        executed = any(child >= 0 and operand not in operands for operand, child in enumerate(edges[position]))
         complete = not reused and index >= horizon
-        products.append(_Deferred(position, names[position], tuple(operands), bool(marks[position]), complete))
+        products.append(
+            _Deferred(position, names[position], tuple(operands), bool(marks[position]), executed, complete)
+        )
     return _Plan(products, ready, reused)
 
 
@@ -318,24 +344,17 @@ def _checkpointed(node: Any, factors: Sequence[str]) -> bool | None:
     return found
 
 
-def _read_when_executed(node: Any, product: _Deferred, formulas: list[Formula | None], index: int) -> Any:
+def _read_when_executed(
+    node: Any,
+    formula: Callable[[Any, tuple[int, ...]], Formula],
+    operands: tuple[int, ...],
+    formulas: list[Formula | None],
+    caught: list[tuple[Tensor | None] | None],
+    index: int,
+) -> Any:
     """Read a node's factors when the engine comes to it: then a checkpoint recomputes once for it and for us."""
 
-    def read(_: object) -> None:
-        formulas[index] = PRODUCTS[product.name].formula(node, product.operands)
+    def read(gradients: tuple[Tensor | None]) -> None:
+        formulas[index], caught[index] = formula(node, operands), gradients
 
     return node.register_prehook(read)
-
-
-@contextmanager
-def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Hooks on parameters are for the whole gradient, in W; not for what the engine finds of it in I."""
-    hooks: list[Any] = [leaf._backward_hooks for leaf in leaves]
-    own = [dict(group) for group in hooks]
-    for group in hooks:
-        group.clear()
-    try:
-        yield
-    finally:
-        for group, content in zip(hooks, own, strict=True):
-            group.update(content)
