@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
 from pipeloom.ir import Action, Op, Placement, Schedule
+from pipeloom.runtime.split_backward import backward_input
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import accumulate, language_loss, make_gpt, make_mlp, tokens
 from tests.pure.handmade import random_schedule
@@ -227,6 +231,28 @@ def test_a_failure_names_the_action() -> None:
     pipe = pl.Pipeline(model, zb_h1(2, 2), loss_fn=mse)
     with pytest.raises(pl.errors.StageError, match=r"rank 1, stage 1, action 1I0.*no gradient today"):
         pipe.step(torch.randn(4, 8), torch.randn(4, 8))
+
+
+def _with_ddp(rank: int) -> None:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8))
+    reference = copy.deepcopy(module)
+    everything = torch.randn(2, 3, 4, 8)
+    for x in everything.flatten(0, 1):
+        (reference(x).square().sum() / 2).backward()
+    wrapped = nn.parallel.DistributedDataParallel(module)
+    for k, x in enumerate(everything[rank]):
+        leaf = x.clone().requires_grad_()
+        with nullcontext() if k == 2 else wrapped.no_sync():
+            graph = [get_gradient_edge(wrapped(leaf).square().sum())]
+            _, rest = backward_input(graph, [torch.ones(())], [leaf])
+            rest.accumulate()
+    for parameter, other in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+def test_data_parallel_hooks_reduce_in_w() -> None:
+    run_ranks(_with_ddp, 2)
 
 
 def _in_processes(rank: int, num_ranks: int, transport: str) -> None:
