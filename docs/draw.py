@@ -60,7 +60,10 @@ def _run() -> str:
     """The step of a real run, measured over predicted: timelines.json of `pipeloom train`."""
     kinds = json.loads((PICTURES / "run.json").read_text(encoding="utf-8"))
     timelines = [Timeline.from_json(json.dumps(kinds[kind])) for kind in ("measured", "predicted")]
-    titles = [f"{t.kind}: {seconds_text(t.makespan)}, bubble {100 * t.bubble_fraction:.1f} %" for t in timelines]
+    titles = [
+        f"{kind}: {seconds_text(timeline.makespan)}, bubble {100 * timeline.bubble_fraction:.1f} %"
+        for kind, timeline in zip(("measured", "predicted"), timelines, strict=True)
+    ]
     return timeline_svg(timelines, titles=titles, standalone=True)
 
 

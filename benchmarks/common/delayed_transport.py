@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from benchmarks.common.links import EmulatedLinks
-from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport
+from pipeloom.runtime.transport import Channel, Incoming, Lane, Message, Outgoing, Transport
 from pipeloom.runtime.values import Layout
 
 _LANES = list(Lane)
@@ -18,9 +18,9 @@ class _Outgoing(Outgoing):
         self._inner, self._links = inner, links
         self._target, self._lane = channel.target, _LANES.index(channel.lane)
 
-    def send(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
+    def send(self, layout: Layout, tensors: Sequence[Tensor], call: int = 0) -> None:
         self._links.note_send(self._target, self._lane)
-        self._inner.send(layout, tensors)
+        self._inner.send(layout, tensors, call)
 
 
 class _Incoming(Incoming):
@@ -37,7 +37,7 @@ class _Incoming(Incoming):
     def ready(self) -> bool:
         return self._inner.ready() and self._links.remaining_seconds(self._head()) <= 0
 
-    def receive(self) -> tuple[Layout, list[Tensor]]:
+    def receive(self) -> Message:
         message = self._inner.receive()
         self._links.wait(self._head())
         self._slot = None

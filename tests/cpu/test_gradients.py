@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
+from pipeloom.errors import InputError, RunError, StageError
 from pipeloom.ir import Action, Op, Orders, Schedule
+from pipeloom.runtime import RUNNABLE_OPS
 from tests.cpu.reference import accumulate, language_loss, make_gpt, make_mlp, tokens
 
 mse = nn.functional.mse_loss
@@ -245,6 +248,121 @@ def test_in_place_operations_at_a_cut() -> None:
     with pl.Pipeline(model, schedule, loss_fn=mse, cut=[2, 2]) as pipe:
         assert torch.equal(pipe.step(inputs, targets), expected)
         _assert_equal_gradients(pipe, reference)
+
+
+class _InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x.mul_(2)
+        x += 1
+        return self.linear(x)
+
+
+def test_functional_in_place_operations_at_a_cut() -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(8, 8), _InPlace())
+
+    inputs, targets = _batch(8)
+    reference, model = build(), build()
+    with pl.Pipeline(model, pl.schedules.gpipe(num_ranks=2, num_microbatches=4), loss_fn=mse) as pipe:
+        for _ in range(2):
+            expected = accumulate(reference, mse, inputs, targets, 4)
+            assert torch.equal(pipe.step(inputs, targets), expected)
+        _assert_equal_gradients(pipe, reference)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "threads"])
+def test_autocast_reaches_every_rank(transport: str) -> None:
+    inputs, targets = _batch(8)
+    seen = []
+
+    def loss_fn(output, target):
+        seen.append(output.dtype)
+        return mse(output.float(), target)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    schedule = pl.schedules.gpipe(num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(model, schedule, loss_fn=loss_fn, transport=transport) as pipe:
+        with torch.autocast("cpu", torch.bfloat16):
+            pipe.step(inputs, targets)
+        assert seen == [torch.bfloat16] * 2
+
+
+def test_what_a_step_cannot_do_is_refused_at_once() -> None:
+    inputs, targets = _batch(8)
+    schedule = pl.schedules.gpipe(num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(make_mlp(), schedule, loss_fn=mse) as pipe:
+        with torch.no_grad(), pytest.raises(InputError, match="gradients are switched off"):
+            pipe.step(inputs, targets)
+        with pytest.raises(InputError, match="8 samples and targets 6"):
+            pipe.step(inputs, targets[:6])
+        pipe.step(inputs, targets)
+    with pytest.raises(InputError, match="loss_fn is a module with parameters"):
+        pl.Pipeline(make_mlp(), schedule, loss_fn=nn.Linear(1, 1))
+    split_orders = tuple(
+        tuple(a.with_op(op) for a in order for op in ((Op.I, Op.W) if a.op is Op.B else (a.op,)))
+        for order in schedule.orders
+    )
+    if not {Op.I, Op.W} <= RUNNABLE_OPS:
+        with pytest.raises(InputError, match="0I0"):
+            pl.Pipeline(make_mlp(), replace(schedule, orders=split_orders), loss_fn=mse)
+
+
+def test_a_failed_step_lets_go_of_its_activations() -> None:
+    inputs, targets = _batch(8)
+
+    def loss_fn(output, target):
+        raise ValueError("no loss today")
+
+    schedule = pl.schedules.gpipe(num_ranks=3, num_microbatches=4)
+    pipe = pl.Pipeline(make_mlp(), schedule, loss_fn=loss_fn)
+    with pytest.raises(StageError, match="rank 2, stage 2, action 2F0, micro-batch 0: ValueError: no loss today"):
+        pipe.step(inputs, targets)
+    assert set(pipe.live_activations.values()) == {0}
+    with pytest.raises(RunError, match="no loss today"):
+        pipe.step(inputs, targets)
+
+
+class _Merging(nn.Linear):
+    """Changes its weight in evaluation mode and back, as LoRA layers do."""
+
+    merged = False
+
+    def train(self, mode: bool = True):
+        with torch.no_grad():
+            if not mode and not self.merged:
+                self.weight.add_(1.0)
+            if mode and self.merged:
+                self.weight.sub_(1.0)
+        self.merged = not mode
+        return super().train(mode)
+
+
+def test_evaluation_restores_modules_that_do_more_than_set_a_flag() -> None:
+    inputs, targets = _batch(8)
+    model = nn.Sequential(*[_Merging(8, 8) for _ in range(4)])
+    before = [layer.weight.clone() for layer in model]
+    with pl.Pipeline(model, pl.schedules.gpipe(num_ranks=2, num_microbatches=4), loss_fn=mse) as pipe:
+        pipe.evaluate(inputs, targets)
+    assert all(layer.training and not layer.merged for layer in model)
+    for layer, weight in zip(model, before, strict=True):
+        torch.testing.assert_close(layer.weight, weight)
+
+
+def test_a_tied_model_is_the_one_that_trains() -> None:
+    """With all ranks in one process the user's own modules run, so the model can be saved and used as it is."""
+    model = make_gpt(tied=True)
+    with pl.Pipeline(model, pl.schedules.gpipe(num_ranks=2, num_microbatches=2), loss_fn=language_loss) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        inputs, targets = tokens(4)
+        pipe.step(inputs, targets)
+        optimizer.step()
+        torch.testing.assert_close(language_loss(model(inputs), targets), pipe.evaluate(inputs, targets))
+        assert torch.equal(model.head.weight, model.embedding.weight)
 
 
 def test_frozen_stages() -> None:

@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -121,6 +122,95 @@ def _two_machines(rank: int) -> None:
 
 def test_shared_memory_within_and_torch_between_machines() -> None:
     run_ranks(_two_machines, 4)
+
+
+def _out_of_step(rank: int, transport: str) -> str:
+    inputs, targets = _batch(4)
+    pipe = pl.Pipeline(
+        make_mlp(), pl.schedules.gpipe(num_ranks=2, num_microbatches=2), loss_fn=mse, transport=transport
+    )
+    pipe.step(inputs, targets)
+    with pytest.raises(RunError) as caught:
+        (pipe.step if rank else pipe.evaluate)(inputs, targets)
+    pipe.close()
+    pipe.close()
+    with pytest.raises(RunError, match="cannot run any more"):
+        pipe.step(inputs, targets)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_make_different_calls_are_told(transport: str) -> None:
+    answers = run_ranks(_out_of_step, 2, transport)
+    assert "rank 0 is in call 2 of this Pipeline, evaluate or forward, and this rank in call 2" in answers[1]
+
+
+def _many_copies(rank: int, transport: str) -> None:
+    """One stage on both ranks, with more parameters than fit into the head of a message."""
+    model = [nn.Sequential(*[nn.Linear(2, 2) for _ in range(800)])]
+    for parameter in model[0].parameters():
+        nn.init.zeros_(parameter)
+    placement = pl.Placement(((0, 1),))
+    orders = tuple(tuple(pl.Action(0, op, b) for op in (pl.Op.F, pl.Op.B)) for b in range(2))
+    schedule = pl.Schedule(name="replicas", num_microbatches=2, placement=placement, orders=orders)
+    with pl.Pipeline(
+        model,
+        schedule,
+        loss_fn=lambda o, t: o.mean() * 0 + sum(p.sum() for p in model[0].parameters()),
+        transport=transport,
+    ) as pipe:
+        pipe.step(torch.ones(2, 2), torch.ones(2, 2))
+        assert all(bool((p.grad == 1.0).all()) for p in pipe.parameters())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gradient_sums_of_many_parameters(transport: str) -> None:
+    run_ranks(_many_copies, 2, transport)
+
+
+def _left_open(rank: int, transport: str) -> None:
+    """A program that forgets to close: what it sent still arrives."""
+    inputs, targets = _batch(64)
+    pipe = pl.Pipeline(
+        make_mlp(), pl.schedules.gpipe(num_ranks=2, num_microbatches=64), loss_fn=mse, transport=transport
+    )
+    for _ in range(2):
+        pipe.step(inputs, targets)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_pipeline_that_is_never_closed(transport: str) -> None:
+    for _ in range(3):
+        run_ranks(_left_open, 2, transport)
+
+
+def _idle(rank: int, transport: str) -> None:
+    inputs, targets = _batch(4)
+    schedule = pl.schedules.gpipe(num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(make_mlp(), schedule, loss_fn=mse, transport=transport, timeout_seconds=0.5) as pipe:
+        pipe.step(inputs, targets)
+        time.sleep(1.0)  # longer than a rank may wait: nobody is waiting
+        pipe.step(inputs, targets)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_timeout_counts_only_while_a_rank_waits(transport: str) -> None:
+    run_ranks(_idle, 2, transport)
+
+
+def _does_not_receive(rank: int, gate) -> None:
+    schedule = pl.schedules.gpipe(num_ranks=2, num_microbatches=600)
+    pipe = pl.Pipeline([_Dies(""), _Dies("")], schedule, loss_fn=mse, timeout_seconds=0.5)
+    if rank == 0:
+        with pytest.raises(PeerLost, match=r"ranks \[1\] took nothing"), pipe:
+            pipe.forward(torch.ones(600, 1))
+        gate.set()
+    else:
+        assert gate.wait(60)
+
+
+def test_a_peer_that_takes_nothing_is_reported_after_the_timeout() -> None:
+    run_ranks(_does_not_receive, 2, multiprocessing.get_context("fork").Event())
 
 
 class _Gate(nn.Module):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -66,29 +68,35 @@ def connect(num_ranks: int, transport: str | Transport, timeout_seconds: float) 
     atexit.unregister(_let_gloo_finish)  # once, however many pipelines there are
     atexit.register(_let_gloo_finish)
     rank = dist.get_rank()
+    # Small numbers on the CPU go around beside the pipeline's messages.
+    group = dist.group.WORLD if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
     if not isinstance(transport, Transport):
-        transport = _between_processes(transport, rank, timeout_seconds)
-    return Connection(rank, transport, dist.group.WORLD)
+        transport = _between_processes(transport, rank, group, timeout_seconds)
+    return Connection(rank, transport, group)
 
 
 def _let_gloo_finish() -> None:
     """Before the interpreter shuts down, let gloo's threads have it once more.
 
-    They let go of tensors a moment after a collective has returned, and need the interpreter for that. One that asks for
-    it during the shutdown is ended inside C++ code, which aborts a process whose work is done.
+    They let go of tensors a moment after a collective has returned, and need the interpreter for that. One that asks
+    for it during the shutdown is ended inside C++ code, which aborts a process whose work is done.
     """
     time.sleep(0.1)
 
 
-def _between_processes(name: str, rank: int, timeout_seconds: float) -> Transport:
+def _between_processes(name: str, rank: int, group: dist.ProcessGroup | None, timeout_seconds: float) -> Transport:
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
-    far = TorchDistributedTransport(rank, device=device, timeout_seconds=timeout_seconds)
+
+    def make_far(idle: Callable[[], bool] = lambda: True) -> TorchDistributedTransport:
+        return TorchDistributedTransport(rank, device=device, timeout_seconds=timeout_seconds, idle=idle)
+
     if name == "torch" or (name == "auto" and (device.type != "cpu" or not shared_memory.available())):
-        return far
+        return make_far()
     if not shared_memory.available():
         raise InputError("transport 'shared-memory' on this system: it needs Linux; use transport='torch'")
-    near = shared_memory.SharedMemoryTransport(rank, all_gather_bytes, timeout_seconds=timeout_seconds)
+    exchange = functools.partial(all_gather_bytes, group=group)
+    near = shared_memory.SharedMemoryTransport(rank, exchange, timeout_seconds=timeout_seconds)
     if name == "shared-memory":
         strangers = [peer for peer in range(dist.get_world_size()) if not near.reaches(peer, of=rank)]
         if strangers:
@@ -97,7 +105,7 @@ def _between_processes(name: str, rank: int, timeout_seconds: float) -> Transpor
                 "use transport='auto'"
             )
         return near
-    return MixedTransport(near, far, lambda channel: near.reaches(channel.source, of=channel.target))
+    return MixedTransport(near, make_far(near.flush), lambda channel: near.reaches(channel.source, of=channel.target))
 
 
 def num_local_cores() -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from pipeloom.runtime.transport import Channel, Lane, Transport
+from pipeloom.runtime.transport import Channel, Lane, Message, Transport
 from pipeloom.runtime.values import flatten, unflatten
 
 Shared = Mapping[str, tuple[nn.Parameter, tuple[int, ...]]]  # canonical name -> this rank's copy, ranks that hold it
@@ -44,20 +44,24 @@ class GradientSum:
         shared = self._groups[stage]
         peers = sorted({rank for _, ranks in shared.values() for rank in ranks} - {self._rank})
         received: dict[int, dict[str, Tensor | None]] = {}
+        # Both sides know the names and list them alike, so only the gradients travel.
+        names = {
+            rank: sorted(name for name, (_, ranks) in shared.items() if rank in ranks) for rank in (self._rank, *peers)
+        }
         outgoing = [self._transport.outgoing(Channel(self._rank, peer, Lane.GRADIENT)) for peer in peers]
 
         def send() -> None:
-            own = {name: parameter.grad for name, (parameter, _) in shared.items()}
-            received[self._rank] = own
-            for end in outgoing:
-                end.send(*flatten(own))
+            received[self._rank] = {name: shared[name][0].grad for name in names[self._rank]}
+            for peer, end in zip(peers, outgoing, strict=True):
+                end.send(*flatten(tuple(received[self._rank][name] for name in names[peer])))
 
         steps: list[tuple[Callable[[], None], Callable[[], bool] | None]] = [(send, None)]
         for peer in peers:
             incoming = self._transport.incoming(Channel(peer, self._rank, Lane.GRADIENT))
 
-            def receive(peer: int = peer, take: Callable[[], tuple[object, list[Tensor]]] = incoming.receive) -> None:
-                received[peer] = unflatten(*take())  # type: ignore[arg-type]
+            def receive(peer: int = peer, take: Callable[[], Message] = incoming.receive) -> None:
+                message = take()
+                received[peer] = dict(zip(names[peer], unflatten(message.layout, message.tensors), strict=True))
 
             steps.append((receive, incoming.ready))
 

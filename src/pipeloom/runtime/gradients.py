@@ -26,10 +26,8 @@ def gradient_norms(pipeline: Pipeline) -> Tensor:
 
 def clip_by_norms(pipeline: Pipeline, norms: Tensor, max_norm: float) -> Tensor:
     """The second half of `clip_grad_norm`: clip by the sum over processes of their `gradient_norms`."""
-    gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
-    dtype = gradients[0].dtype if gradients else torch.get_default_dtype()
     # Parameters without a gradient are left out, not zero: they would change the order in which the others add up.
-    norm: Tensor = torch.linalg.vector_norm(norms[0, norms[1] > 0].to(dtype))
+    norm: Tensor = torch.linalg.vector_norm(norms[0, norms[1] > 0].to(pipeline.norm_dtype))
     torch.nn.utils.clip_grads_with_norm_(list(pipeline.parameters()), max_norm, norm)
     return norm
 

@@ -12,10 +12,8 @@ from queue import Empty, SimpleQueue
 from torch import Tensor
 
 from pipeloom.errors import PeerLost
-from pipeloom.runtime.transport import Channel, Incoming, Outgoing, Transport
+from pipeloom.runtime.transport import Channel, Incoming, Message, Outgoing, Transport
 from pipeloom.runtime.values import Layout
-
-_Message = tuple[Layout, list[Tensor]]
 
 
 class _Queue(Outgoing, Incoming):
@@ -24,15 +22,15 @@ class _Queue(Outgoing, Incoming):
     def __init__(self, channel: Channel, timeout_seconds: float) -> None:
         self._channel = channel
         self._timeout_seconds = timeout_seconds
-        self._messages: SimpleQueue[_Message | None] = SimpleQueue()
+        self._messages: SimpleQueue[Message | None] = SimpleQueue()
 
-    def send(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
-        self._messages.put((layout, list(tensors)))
+    def send(self, layout: Layout, tensors: Sequence[Tensor], call: int = 0) -> None:
+        self._messages.put(Message(layout, list(tensors), call))
 
     def ready(self) -> bool:
         return not self._messages.empty()
 
-    def receive(self) -> _Message:
+    def receive(self) -> Message:
         try:
             message = self._messages.get(timeout=self._timeout_seconds)
         except Empty:
@@ -46,10 +44,6 @@ class _Queue(Outgoing, Incoming):
     def interrupt(self) -> None:
         """Wake a waiting receiver with PeerLost."""
         self._messages.put(None)
-
-    def clear(self) -> None:
-        while not self._messages.empty():
-            self._messages.get()
 
 
 class LoopbackTransport(Transport):
@@ -83,11 +77,6 @@ class LoopbackTransport(Transport):
         for channel, queue in self._queues.items():
             if channel.source == source:
                 queue.interrupt()
-
-    def clear(self) -> None:
-        """Drop undelivered messages, after a step that failed."""
-        for queue in self._queues.values():
-            queue.clear()
 
     def close(self) -> None:
         self._queues.clear()

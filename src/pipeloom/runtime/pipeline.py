@@ -5,9 +5,7 @@ every rank:   split -> own stages -> bind programs (step, evaluate, forward) -> 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -15,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError, RunError
-from pipeloom.ir import Action, Op, Placement, Program, Schedule, WeightPolicy, check, peer_of
+from pipeloom.ir import Action, Op, Program, Schedule, WeightPolicy, check, peer_of
 from pipeloom.passes import forward_only, lower, merge_backwards
 from pipeloom.runtime.connect import connect
-from pipeloom.runtime.gradient_sum import GradientSum, Shared
-from pipeloom.runtime.loopback import LoopbackTransport
+from pipeloom.runtime.gradient_sum import GradientSum
+from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
+from pipeloom.runtime.threads import RankThreads
 from pipeloom.runtime.transport import Channel, Lane, Transport
 from pipeloom.runtime.values import Value, flatten, join_batch, split_batch
-from pipeloom.runtime.worker import Batch, Bound, LossFn, Worker
+from pipeloom.runtime.worker import RUNNABLE_OPS, Batch, Bound, LossFn, Worker, call_number
 from pipeloom.split import Stages, split
 
 
@@ -66,6 +65,7 @@ class Pipeline:
     ) -> None:
         check(schedule)
         _check_runnable(schedule)
+        _check_loss(loss_fn)
         schedule = merge_backwards(schedule)
         cut_model = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
         if len(cut_model.modules) != schedule.num_stages:
@@ -75,6 +75,7 @@ class Pipeline:
             )
         self.schedule = schedule
         self.parameter_names = cut_model.parameter_names
+        self.norm_dtype = common_dtype(cut_model)
         tied = tuple(parameter.stages for parameter in cut_model.tied)
         self._train_program = lower(schedule, tied_stages=tied)
         self._forward_program = lower(forward_only(schedule))
@@ -88,21 +89,18 @@ class Pipeline:
         self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
         self._transport.open(self._channels())
 
-        by_rank = {
-            rank: _own_stages(cut_model, schedule.placement, rank, first=rank == self.local_ranks[0])
-            for rank in self.local_ranks
-        }
+        by_rank = own_stages(cut_model, self._train_program, self.local_ranks)
         self.stages: dict[int, nn.Module] = {
             stage: module for stages in reversed(by_rank.values()) for stage, module in stages.items()
         }
-        self._held, self._stages_of = self._find_parameters(by_rank, cut_model)
+        self._ownership = Ownership.find(by_rank, cut_model, self._train_program)
         self._workers = {
             rank: Worker(
                 rank,
                 stages,
                 loss_fn=loss_fn,
                 transport=self._transport,
-                gradient_sum=GradientSum(rank, self._shared_parameters(rank, stages), self._transport),
+                gradient_sum=GradientSum(rank, self._ownership.shared(rank), self._transport),
                 blackbox=blackbox,
             )
             for rank, stages in by_rank.items()
@@ -110,14 +108,10 @@ class Pipeline:
         self._loss_fn = loss_fn
         self._bound: dict[tuple[int, bool], Bound] = {}
         self._last_run: dict[int, Bound] = {}
-        self._failed: BaseException | None = None
-        self._threads = (
-            ThreadPoolExecutor(
-                self.num_ranks, "rank", initializer=_share_cores, initargs=(self.num_ranks, torch.get_num_threads())
-            )
-            if self.rank is None and self._transport.blocking and self.num_ranks > 1
-            else None
-        )
+        self._num_calls = 0
+        self._ended: str | None = None  # why this pipeline cannot run any more
+        in_threads = self.rank is None and self._transport.blocking and self.num_ranks > 1
+        self._threads = RankThreads(self.num_ranks, self._transport) if in_threads else None  # type: ignore[arg-type]
 
     # What this process holds
 
@@ -141,7 +135,7 @@ class Pipeline:
         A parameter that several ranks of this process hold comes once for each of them.
         """
         for name in self.parameter_names:
-            for held in self._held.values():
+            for held in self._ownership.held.values():
                 if name in held:
                     yield name, held[name]
 
@@ -156,8 +150,8 @@ class Pipeline:
         Over all processes these are the model's parameters, each once: for norms and checkpoints.
         """
         for position, name in enumerate(self.parameter_names):
-            for rank, held in self._held.items():
-                if name in held and rank == self._ranks_with(name)[0]:
+            for rank, held in self._ownership.held.items():
+                if name in held and rank == self._ownership.ranks_with(name)[0]:
                     yield position, held[name]
 
     def modules(self) -> Iterator[nn.Module]:
@@ -193,6 +187,8 @@ class Pipeline:
         """
         if self._loss_fn is None:
             raise InputError("step() on a Pipeline without loss_fn: a step needs a loss; pass loss_fn to Pipeline")
+        if not torch.is_grad_enabled():
+            raise InputError("step() where gradients are switched off: it computes them; leave torch.no_grad() first")
         return self._loss(self._run(self._train_program, inputs, targets, with_loss=True))
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
@@ -205,6 +201,9 @@ class Pipeline:
             with torch.no_grad():
                 return self._loss(self._run(self._forward_program, inputs, targets, with_loss=True))
         finally:
+            for module, training in modes:  # parents first; a module may do more in train() than set the flag
+                if module.training != training:
+                    module.train(training)
             for module, training in modes:
                 module.training = training
 
@@ -230,9 +229,10 @@ class Pipeline:
         return {rank: worker.live_activations for rank, worker in self._workers.items()}
 
     def close(self) -> None:
-        """Close the channels. The parameters stay usable."""
+        """Close the channels. The parameters stay usable. Closing twice does nothing."""
+        self._ended = self._ended or "it was closed"
         if self._threads is not None:
-            self._threads.shutdown()
+            self._threads.close()
         self._transport.close()
 
     def __enter__(self) -> Pipeline:
@@ -247,43 +247,28 @@ class Pipeline:
 
     def _run(self, program: Program, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
         """Run `program` on all ranks of this process."""
-        if self._failed is not None:
-            raise RunError(f"this Pipeline failed before ({self._failed}): its ranks are out of step; make a new one")
+        if self._ended is not None:
+            raise RunError(f"this Pipeline cannot run any more ({self._ended}); make a new one")
         batch = self._cut_batch(inputs, targets, with_loss)
         bound = {rank: self._bind(rank, program) for rank in self.local_ranks}
-        runs = {rank: self._workers[rank].run(bound[rank], batch) for rank in self.local_ranks}
+        self._num_calls += 1
+        call = call_number(self._num_calls, not program.schedule.forward_only)
+        runs = {rank: self._workers[rank].run(bound[rank], batch, call) for rank in self.local_ranks}
         self._last_run = bound
         try:
             if self._threads is not None:
-                self._run_threads(runs)
+                self._threads.run(runs)
             else:
                 _take_turns(list(runs.values()))
-            self._transport.end_step()
             self._share_losses(batch, with_loss)
+            self._transport.end_step()
         except BaseException as error:
-            self._failed = error
+            self._ended = f"it failed: {type(error).__name__}: {error}"
+            for run in runs.values():  # the ranks that were waiting let go of what they hold
+                run.close()  # type: ignore[attr-defined]
             self.close()
             raise
         return batch
-
-    def _run_threads(self, runs: dict[int, Iterator[None]]) -> None:
-        assert self._threads is not None
-        assert isinstance(self._transport, LoopbackTransport)
-        transport, grad = self._transport, torch.is_grad_enabled()
-
-        def drive(rank: int) -> None:
-            try:
-                with torch.set_grad_enabled(grad):
-                    for _ in runs[rank]:
-                        pass
-            except BaseException:
-                transport.interrupt(rank)
-                raise
-
-        futures = [self._threads.submit(drive, rank) for rank in runs]
-        errors = [error for error in (future.exception() for future in futures) if error is not None]
-        if errors:  # the first cause, rather than those who lost their peer through it
-            raise min(errors, key=lambda error: type(error).__name__ == "PeerLost")
 
     def _bind(self, rank: int, program: Program) -> Bound:
         key = (rank, program.schedule.forward_only)
@@ -297,12 +282,17 @@ class Pipeline:
         if self.needs_inputs:
             if inputs is None:
                 raise InputError("inputs are None on the rank with the first stage: it reads them; pass the batch")
-            batch.inputs, sizes = split_batch(inputs, count, "inputs")
+            batch.inputs, input_sizes = split_batch(inputs, count, "inputs")
         if self.needs_targets and with_loss:
             if targets is None:
                 raise InputError("targets are None on the rank with the last stage: it reads them; pass the batch")
             batch.targets, sizes = split_batch(targets, count, "targets")
             batch.weights = [size / sum(sizes) for size in sizes]
+            if self.needs_inputs and sizes != input_sizes:
+                raise InputError(
+                    f"inputs hold {sum(input_sizes)} samples and targets {sum(sizes)}: every sample has its target; "
+                    "pass batches of one length"
+                )
         return batch
 
     def _share_losses(self, batch: Batch, with_loss: bool) -> None:
@@ -317,8 +307,8 @@ class Pipeline:
                     self._transport.outgoing(Channel(self.rank, peer, Lane.LOSS)).send(*own)
         for holder in holders:
             if holder != self.rank:
-                _, losses = self._transport.incoming(Channel(holder, self.rank, Lane.LOSS)).receive()
-                batch.losses.update(zip(self._microbatches_of(holder), losses, strict=True))
+                message = self._transport.incoming(Channel(holder, self.rank, Lane.LOSS)).receive()
+                batch.losses.update(zip(self._microbatches_of(holder), message.tensors, strict=True))
 
     def _microbatches_of(self, holder: int) -> list[int]:
         """The micro-batches whose last stage runs on rank `holder`."""
@@ -348,39 +338,6 @@ class Pipeline:
                 channels.update(Channel(holder, peer, Lane.LOSS) for peer in range(self.num_ranks) if peer != holder)
         return sorted(channels)
 
-    def _find_parameters(
-        self, by_rank: dict[int, dict[int, nn.Module]], cut_model: Stages
-    ) -> tuple[dict[int, dict[str, nn.Parameter]], dict[str, tuple[int, ...]]]:
-        """For each rank of this process its parameters by canonical name; for each of those all stages that hold it."""
-        tied = {parameter.name: parameter.stages for parameter in cut_model.tied}
-        held: dict[int, dict[str, nn.Parameter]] = {}
-        stages_of: dict[str, tuple[int, ...]] = {}
-        for rank, stages in by_rank.items():
-            held[rank] = {}
-            for stage, module in stages.items():
-                for alias, parameter in module.named_parameters():
-                    name = cut_model.canonical_names.get(alias, alias)
-                    held[rank][name] = parameter
-                    stages_of[name] = tied.get(name, (stage,))
-        return held, stages_of
-
-    def _ranks_with(self, name: str) -> tuple[int, ...]:
-        """The ranks that hold a parameter, ascending."""
-        return self._train_program.ranks_of_group(self._stages_of[name])
-
-    def _shared_parameters(self, rank: int, stages: dict[int, nn.Module]) -> dict[int, Shared]:
-        """What REDUCE_GRAD sums on `rank`: by the stage it stands under, this rank's copies and all ranks with one."""
-        result: dict[int, Shared] = {}
-        for group in self._train_program.gradient_groups:
-            lowest = min((stage for stage in group if stage in stages), default=None)
-            if lowest is not None:
-                result[lowest] = {
-                    name: (parameter, self._ranks_with(name))
-                    for name, parameter in self._held[rank].items()
-                    if set(group).issuperset(self._stages_of[name]) and len(self._ranks_with(name)) > 1
-                }
-        return result
-
 
 def _check_runnable(schedule: Schedule) -> None:
     """Refuse what the checker and the simulator know but the executor would run as something else."""
@@ -394,37 +351,23 @@ def _check_runnable(schedule: Schedule) -> None:
             f"schedule {schedule.name!r} has weight policy {schedule.weights.value!r}: the executor runs 'flush', one "
             "version of the weights; take a synchronous schedule"
         )
+    unknown = next((action for _, action in schedule.actions() if action.op not in RUNNABLE_OPS), None)
+    if unknown is not None:
+        raise InputError(
+            f"schedule {schedule.name!r} has {unknown}: the executor runs {', '.join(sorted(RUNNABLE_OPS))}; take a "
+            f"schedule without {unknown.op}"
+        )
 
 
-def _own_stages(cut_model: Stages, placement: Placement, rank: int, *, first: bool) -> dict[int, nn.Module]:
-    """The modules of one rank's stages.
-
-    The first rank of a process takes the model's own modules. Another rank in the same process may share parameters
-    with it (tied, or replicas); it gets copies of those, as it would have in a process of its own.
-    """
-    modules = {stage: cut_model.modules[stage] for stage in placement.stages_of[rank]}
-    if first:
-        return modules
-    tied = {name for parameter in cut_model.tied for name in parameter.names}
-    kept: dict[int, Any] = {}  # what deepcopy leaves as it is, by identity
-    shares = False
-    for stage, module in modules.items():
-        replica = len(placement.replicas[stage]) > 1
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if replica or name in tied:
-                shares = True
-            else:
-                kept[id(parameter)] = parameter
-        if not replica:
-            kept.update((id(buffer), buffer) for buffer in module.buffers())
-    return {stage: copy.deepcopy(module, kept) for stage, module in modules.items()} if shares else modules
+def _check_loss(loss_fn: LossFn | None) -> None:
+    if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+        raise InputError(
+            "loss_fn is a module with parameters: they would be in no stage; put it at the end of the model, and leave "
+            "to loss_fn what has none"
+        )
 
 
 def _take_turns(runs: list[Iterator[None]]) -> None:
     """One thread drives all runs: each goes on until it has to wait for another."""
     while runs:
         runs = [run for run in runs if next(run, runs) is not runs]
-
-
-def _share_cores(num_ranks: int, num_threads: int) -> None:
-    torch.set_num_threads(max(1, num_threads // num_ranks))

@@ -71,9 +71,11 @@ class SharedBlock:
         """Whether the sender may write to it."""
         return self._memory[0] == _FREE
 
-    def write(self, layout: Layout, tensors: Any) -> None:
-        """Sender: copy a message's tensors into the block and mark it used."""
+    def write(self, layout: Layout, tensors: Any, tail: bytes = b"") -> None:
+        """Sender: copy a message's tensors, and `tail` to the end of the block, and mark it used."""
         self._memory[0] = _USED
+        if tail:
+            memoryview(self._memory).cast("B")[-len(tail) :] = tail
         if layout is not self._layout:  # most messages of a block are alike: where their tensors go is remembered
             self._layout = layout
             self._places = []
@@ -84,9 +86,9 @@ class SharedBlock:
         for place, tensor in zip(self._places, tensors, strict=True):
             place.copy_(tensor)
 
-    def release(self) -> None:
-        """Sender: take a written message back, if nobody was told of it."""
-        self._memory[0] = _FREE
+    def tail(self, num_bytes: int) -> bytes:
+        """Receiver: the last bytes of the block."""
+        return bytes(memoryview(self._memory).cast("B")[-num_bytes:])
 
     def read(self, layout: Layout) -> list[Tensor]:
         """Receiver: the message's tensors, as views; the block is free again when the last of them is gone."""

@@ -25,17 +25,22 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from pipeloom.errors import PeerLost
 from pipeloom.runtime.shared_block import SharedBlock
-from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport
+from pipeloom.runtime.transport import Channel, Incoming, Lane, Message, Outgoing, Transport
 from pipeloom.runtime.values import Layout, decode
 
-_DATAGRAM = struct.Struct("<IQ")  # block number, block length; then dropped blocks and the layout
+# Block number, block capacity, call, length of a layout that is in the block and not here, number of dropped blocks;
+# then the numbers of the dropped blocks and the layout.
+_DATAGRAM = struct.Struct("<IQQII")
 _MAX_DATAGRAM_BYTES = 1 << 16
+_MAX_LAYOUT_BYTES = 1 << 14  # a longer one goes into the block
+_MAX_DROPPED = 1 << 12  # blocks named in one datagram
 _NO_BLOCK = 0xFFFFFFFF
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _RECEIVE_FLAGS = int(socket.MSG_DONTWAIT)
@@ -58,43 +63,48 @@ def host_identity() -> str:
 
 
 class _Outgoing(Outgoing):
-    def __init__(self, connection: socket.socket, backlogged: set[_Outgoing]) -> None:
+    def __init__(self, connection: socket.socket, channel: Channel, backlogged: set[_Outgoing]) -> None:
         self._socket = connection
+        self._channel = channel
         self._blocks: list[SharedBlock] = []
         self._num_made = 0
         self._used_in_step: set[int] = set()
         self._dropped: list[int] = []
-        self._backlog: deque[tuple[Layout, Sequence[Tensor]]] = deque()
+        self._unsent: tuple[bytes, int | None] | None = None  # the datagram that the socket would not take
+        self._backlog: deque[tuple[Layout, Sequence[Tensor], int]] = deque()  # what is to follow it
         self._backlogged = backlogged
+        self._lost = False
 
-    def send(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
-        if self._backlog or not self._try_send(layout, tensors):
-            self._backlog.append((layout, tensors))
+    def send(self, layout: Layout, tensors: Sequence[Tensor], call: int = 0) -> None:
+        if self._unsent is not None and not self.flush():
+            self._backlog.append((layout, tensors, call))
+        elif not self._put(layout, tensors, call):
             self._backlogged.add(self)
 
-    def _try_send(self, layout: Layout, tensors: Sequence[Tensor]) -> bool:
-        """Send unless the socket is full."""
-        if layout.num_bytes == 0:
-            return self._try_datagram(_DATAGRAM.pack(_NO_BLOCK, 0) + self._dropped_now() + layout.header, None)
-        block = next((b for b in self._blocks if b.capacity >= layout.num_bytes and b.free), None)
-        descriptor = None
-        if block is None:
-            block, descriptor = SharedBlock.create(self._num_made, layout.num_bytes)
-        block.write(layout, tensors)
-        head = _DATAGRAM.pack(block.number, block.capacity)
-        sent = self._try_datagram(head + self._dropped_now() + layout.header, descriptor)
-        if not sent:
-            block.release()
-        else:
-            self._used_in_step.add(block.number)
-            if descriptor is not None:
+    def _put(self, layout: Layout, tensors: Sequence[Tensor], call: int) -> bool:
+        """Copy a message into a block and send its datagram, or keep that until the socket has room."""
+        dropped, self._dropped = self._dropped[:_MAX_DROPPED], self._dropped[_MAX_DROPPED:]
+        long = layout.header if len(layout.header) > _MAX_LAYOUT_BYTES else b""
+        number, capacity, descriptor = _NO_BLOCK, 0, None
+        if layout.num_bytes or long:
+            need = layout.num_bytes + len(long)
+            block = next((b for b in self._blocks if b.capacity >= need and b.free), None)
+            if block is None:
+                block, descriptor = SharedBlock.create(self._num_made, need)
                 self._num_made += 1
                 self._blocks.append(block)
-        if descriptor is not None:
-            os.close(descriptor)
-        return sent
+            block.write(layout, tensors, long)
+            self._used_in_step.add(block.number)
+            number, capacity = block.number, block.capacity
+        head = _DATAGRAM.pack(number, capacity, call, len(long), len(dropped))
+        names = struct.pack(f"<{len(dropped)}I", *dropped) if dropped else b""
+        self._unsent = (head + names + (b"" if long else layout.header), descriptor)
+        return self._push()
 
-    def _try_datagram(self, datagram: bytes, descriptor: int | None) -> bool:
+    def _push(self) -> bool:
+        """Send the waiting datagram; False if the socket is full."""
+        assert self._unsent is not None
+        datagram, descriptor = self._unsent
         try:
             if descriptor is None:
                 self._socket.send(datagram, _SEND_FLAGS)
@@ -106,31 +116,48 @@ class _Outgoing(Outgoing):
         except OSError as error:
             if error.errno == errno.ETOOMANYREFS:  # too many descriptors on their way: as good as full
                 return False
-            # The receiver is gone. Whoever waits for it learns that from its own channel, with a better message.
             if error.errno not in (errno.EPIPE, errno.ECONNRESET):
                 raise
-        self._dropped.clear()
+            # The receiver is gone. Whoever waits for it learns that from its own channel; end_step tells all others.
+            self._lost = True
+        self._unsent = None
+        if descriptor is not None:
+            os.close(descriptor)
         return True
-
-    def _dropped_now(self) -> bytes:
-        return struct.pack(f"<I{len(self._dropped)}I", len(self._dropped), *self._dropped)
 
     def flush(self) -> bool:
         """Send what did not fit before; True when nothing is left."""
-        while self._backlog and self._try_send(*self._backlog[0]):
-            self._backlog.popleft()
-        return not self._backlog
+        while self._unsent is None or self._push():
+            if not self._backlog:
+                return True
+            if not self._put(*self._backlog.popleft()):
+                return False
+        return False
+
+    @property
+    def channel(self) -> Channel:
+        return self._channel
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def end_step(self) -> None:
         """Unmap blocks that this step did not need."""
-        idle = [b for b in self._blocks if b.number not in self._used_in_step and b.free]
-        if idle:
+        if self._lost:
+            raise PeerLost(f"rank {self._channel.target} ended before it had taken what this rank sent")
+        if len(self._blocks) > len(self._used_in_step):
+            idle = [b for b in self._blocks if b.number not in self._used_in_step and b.free]
             self._dropped.extend(block.number for block in idle)
             self._blocks = [block for block in self._blocks if block not in idle]
         self._used_in_step.clear()
+
+    def discard(self) -> None:
+        """Forget what was never sent."""
+        if self._unsent is not None and self._unsent[1] is not None:
+            os.close(self._unsent[1])
+        self._unsent = None
+        self._backlog.clear()
+        self._backlogged.discard(self)
 
 
 class _Incoming(Incoming):
@@ -145,21 +172,21 @@ class _Incoming(Incoming):
     def ready(self) -> bool:
         return bool(self._poll.poll(0))
 
-    def receive(self) -> tuple[Layout, list[Tensor]]:
+    def receive(self) -> Message:
         datagram, descriptor = self._next_datagram()
-        number, capacity = _DATAGRAM.unpack_from(datagram)
-        (num_dropped,) = struct.unpack_from("<I", datagram, _DATAGRAM.size)
-        start = _DATAGRAM.size + 4 * (1 + num_dropped)
-        if num_dropped:
-            for dropped in struct.unpack_from(f"<{num_dropped}I", datagram, _DATAGRAM.size + 4):
-                del self._blocks[dropped]
-        layout = decode(datagram[start:])
-        if number == _NO_BLOCK:
-            return layout, [torch.empty(shape, dtype=dtype) for shape, dtype, _ in layout.specs]
+        number, capacity, call, long, num_dropped = _DATAGRAM.unpack_from(datagram)
+        start = _DATAGRAM.size + 4 * num_dropped
+        for dropped in struct.unpack_from(f"<{num_dropped}I", datagram, _DATAGRAM.size) if num_dropped else ():
+            del self._blocks[dropped]
         if descriptor is not None:
             self._blocks[number] = SharedBlock(number, descriptor, capacity)
             os.close(descriptor)
-        return layout, self._blocks[number].read(layout)
+        if number == _NO_BLOCK:
+            layout = decode(datagram[start:])
+            return Message(layout, [torch.empty(shape, dtype=dtype) for shape, dtype, _ in layout.specs], call)
+        block = self._blocks[number]
+        layout = decode(block.tail(long) if long else datagram[start:])
+        return Message(layout, block.read(layout), call)
 
     def _next_datagram(self) -> tuple[bytes, int | None]:
         spin_until = time.perf_counter() + self._transport.spin_seconds
@@ -243,7 +270,7 @@ class SharedMemoryTransport(Transport):
                 connection.connect(self._addresses[channel.target]["name"])
                 connection.send(json.dumps(channel).encode())
                 connection.setblocking(False)
-                self._outgoing[channel] = _Outgoing(connection, self._backlogged)
+                self._outgoing[channel] = _Outgoing(connection, channel, self._backlogged)
         expected = {c for c in channels if c.target == self._rank} - self._incoming.keys()
         self._listener.settimeout(self.timeout_seconds)
         while expected:
@@ -281,16 +308,33 @@ class SharedMemoryTransport(Transport):
         return not self._backlogged
 
     def end_step(self) -> None:
-        while not self.flush():
-            select.select([], list(self._backlogged), [], 0.1)
+        self._drain(self.timeout_seconds)
         for end in self._outgoing.values():
             end.end_step()
 
+    def _drain(self, seconds: float) -> None:
+        """Wait until all that was sent is in the sockets."""
+        deadline = time.perf_counter() + seconds
+        while not self.flush():
+            if time.perf_counter() > deadline:
+                targets = sorted({end.channel.target for end in self._backlogged})
+                raise PeerLost(
+                    f"ranks {targets} took nothing for {seconds:g} s: they run but do not receive what this rank sent"
+                )
+            poll = select.poll()
+            for end in self._backlogged:
+                poll.register(end, select.POLLOUT)
+            poll.poll(100)
+
     def close(self) -> None:
-        deadline = time.perf_counter() + 5.0
-        while not self.flush() and time.perf_counter() < deadline:
-            select.select([], list(self._backlogged), [], 0.1)
+        if not self._sockets and self._listener.fileno() < 0:
+            return
+        with suppress(PeerLost):
+            self._drain(5.0)
+        for end in self._outgoing.values():
+            end.discard()
         for connection in (*self._sockets, self._listener):
             connection.close()
+        self._sockets.clear()
         self._outgoing.clear()
         self._incoming.clear()

@@ -4,7 +4,8 @@ Every channel has a process group of its own, so that messages of two channels n
 stays where it is. A message starts with an envelope of fixed size, always by a CPU group, since a receiver has to know
 sizes beforehand. It holds the layout, and the tensors too if they are small and on the CPU; else they follow.
 
-    envelope   | kind | length of layout | layout | tensors, each aligned to 64 bytes |
+    envelope   | kind | length of layout | call | layout | tensors, each aligned to 64 bytes |
+    layout     a message of its own, where it is too long for the envelope
     payloads   one message a tensor, where the envelope says so
 
 On the receiving side one thread a channel takes messages off the wire as they come, which is what posting receives
@@ -14,10 +15,12 @@ asynchronous; what they hold is dropped as soon as they are done.
 
 from __future__ import annotations
 
+import atexit
 import struct
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 
@@ -25,55 +28,83 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import InputError, PeerLost
-from pipeloom.runtime.transport import Channel, Incoming, Outgoing, Transport
+from pipeloom.errors import PeerLost
+from pipeloom.runtime.transport import Channel, Incoming, Message, Outgoing, Transport
 from pipeloom.runtime.values import Layout, decode
 
 _ENVELOPE_BYTES = 1 << 14
-_HEAD = struct.Struct("<II")  # kind, length of the layout
+_HEAD = struct.Struct("<IIQ")  # kind, length of the layout, call
+_FOR_EVER = timedelta(days=365)  # of a group: its receives wait while nobody has anything to send
+_CLOSING_SECONDS = 5.0
 _PAD = 64
 _END, _WHOLE, _FOLLOWED = 0, 1, 2  # kinds: closes the channel; holds all; payloads follow
 
 
+class _Link:
+    """One of the two process groups of a channel, as one of its two ranks sees it."""
+
+    def __init__(self, group: dist.ProcessGroup, channel: Channel, peer: int) -> None:
+        self._group = group  # kept: the group serves until it is closed, also after destroy_process_group
+        self._peer = sorted((channel.source, channel.target)).index(peer)
+
+    def send(self, tensor: Tensor) -> dist.Work:
+        return self._group.send([tensor], self._peer, 0)
+
+    def receive(self, tensor: Tensor) -> None:
+        self._group.recv([tensor], self._peer, 0).wait()
+
+
 class _Outgoing(Outgoing):
-    def __init__(self, channel: Channel, control: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
+    def __init__(self, channel: Channel, control: _Link, data: _Link, timeout_seconds: float) -> None:
         self._channel = channel
         self._control = control
         self._data = data
+        self._timeout = timedelta(seconds=timeout_seconds)
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def send(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
+    def send(self, layout: Layout, tensors: Sequence[Tensor], call: int = 0) -> None:
         self.release()
         start = _payload_start(layout)
         whole = start + layout.num_bytes <= _ENVELOPE_BYTES and all(t.device.type == "cpu" for t in tensors)
-        envelope = _envelope(_WHOLE if whole else _FOLLOWED, layout.header)
+        envelope = _envelope(_WHOLE if whole else _FOLLOWED, layout.header, call)
         if whole:
             for place, tensor in zip(_places(envelope, layout), tensors, strict=True):
                 place.copy_(tensor)
+        payloads = [] if whole else [_wire_form(tensor.detach()) for tensor in tensors if tensor.numel()]
         self._post(envelope, self._control)
-        for tensor in () if whole else tensors:
-            if tensor.numel():
-                self._post(_wire_form(tensor.detach()), self._data)
+        if not _fits(layout.header):
+            self._post(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), self._control)
+        for payload in payloads:
+            self._post(payload, self._data)
 
-    def _post(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    def _post(self, tensor: Tensor, link: _Link) -> None:
         try:
-            work = dist.isend(tensor, self._channel.target, group=group)
+            self._in_flight.append((link.send(tensor), tensor))
         except RuntimeError as error:
             raise PeerLost(f"rank {self._channel.target} cannot be reached ({_first_line(error)})") from error
-        if work is not None:
-            self._in_flight.append((work, tensor))
 
     def release(self) -> None:
         """Forget sends that are done."""
         while self._in_flight and self._in_flight[0][0].is_completed():
             self._in_flight.popleft()
 
+    def end_step(self) -> None:
+        """Wait until everything is on its way."""
+        try:
+            while self._in_flight:
+                self._in_flight[0][0].wait(self._timeout)
+                self._in_flight.popleft()
+        except RuntimeError as error:
+            raise PeerLost(
+                f"rank {self._channel.target} did not take what this rank sent ({_first_line(error)})"
+            ) from error
+
     def finish(self) -> None:
         """Close the channel: the other side's thread ends when this arrives."""
         try:
-            self._post(_envelope(_END, b""), self._control)
+            self._post(_envelope(_END, b"", 0), self._control)
             while self._in_flight:
-                self._in_flight.popleft()[0].wait()
+                self._in_flight.popleft()[0].wait(timedelta(seconds=_CLOSING_SECONDS))
         except (RuntimeError, PeerLost):
             self._in_flight.clear()  # the peer is gone: nobody is left to tell
 
@@ -82,24 +113,28 @@ class _Incoming(Incoming):
     def __init__(
         self,
         channel: Channel,
-        control: dist.ProcessGroup,
-        data: dist.ProcessGroup,
+        control: _Link,
+        data: _Link,
         device: torch.device,
         timeout_seconds: float,
+        idle: Callable[[], bool],
     ) -> None:
         self._channel = channel
         self._control = control
         self._data = data
         self._device = device
         self._timeout_seconds = timeout_seconds
-        self._messages: SimpleQueue[tuple[Layout, list[Tensor]] | Exception] = SimpleQueue()
+        self._idle = idle
+        self._messages: SimpleQueue[Message | Exception] = SimpleQueue()
         self.thread = threading.Thread(target=self._listen, name=f"receive-{channel.source}", daemon=True)
         self.thread.start()
 
     def ready(self) -> bool:
         return not self._messages.empty()
 
-    def receive(self) -> tuple[Layout, list[Tensor]]:
+    def receive(self) -> Message:
+        while not self._idle() and self._messages.empty():  # somebody may wait for what this rank still has to send
+            time.sleep(0.001)
         try:
             message = self._messages.get(timeout=self._timeout_seconds)
         except Empty:
@@ -118,27 +153,30 @@ class _Incoming(Incoming):
         try:
             while True:
                 envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
-                dist.recv(envelope, self._channel.source, group=self._control)
+                self._control.receive(envelope)
                 view = envelope.numpy().data
-                kind, length = _HEAD.unpack_from(view)
+                kind, length, call = _HEAD.unpack_from(view)
                 if kind == _END:
                     self._messages.put(ConnectionError("it closed the channel"))
                     return
-                if length > _ENVELOPE_BYTES - _HEAD.size:
-                    raise ConnectionError(f"it sent a layout of {length} bytes")
-                layout = decode(bytes(view[_HEAD.size : _HEAD.size + length]))
+                if _HEAD.size + length <= _ENVELOPE_BYTES:
+                    layout = decode(bytes(view[_HEAD.size : _HEAD.size + length]))
+                else:
+                    header = torch.empty(length, dtype=torch.uint8)
+                    self._control.receive(header)
+                    layout = decode(header.numpy().tobytes())
                 if kind == _WHOLE:
                     tensors = _places(envelope, layout)
                 else:
                     tensors = [self._receive_tensor(shape, dtype) for shape, dtype, _ in layout.specs]
-                self._messages.put((layout, tensors))
+                self._messages.put(Message(layout, tensors, call))
         except Exception as error:  # handed to the rank's own thread, which raises it with its context
             self._messages.put(error)
 
     def _receive_tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         if tensor.numel():
-            dist.recv(_wire_form(tensor), self._channel.source, group=self._data)
+            self._data.receive(_wire_form(tensor))
         return tensor
 
 
@@ -149,25 +187,36 @@ class TorchDistributedTransport(Transport):
         rank: this process's rank in the default group.
         device: where received tensors are to lie.
         timeout_seconds: how long a receive may wait.
+        idle: asked while a receive waits, and again until it says that this process has nothing left to send.
     """
 
-    def __init__(self, rank: int, *, device: torch.device, timeout_seconds: float = 1800.0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        *,
+        device: torch.device,
+        timeout_seconds: float = 1800.0,
+        idle: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._rank = rank
         self._device = device
         self._timeout_seconds = timeout_seconds
+        self._idle = idle
         self._outgoing: dict[Channel, _Outgoing] = {}
         self._incoming: dict[Channel, _Incoming] = {}
 
     def open(self, channels: Iterable[Channel]) -> None:
-        timeout = timedelta(seconds=self._timeout_seconds)
+        atexit.register(self.close)  # a thread that still listens when the interpreter ends would abort the process
         for channel in channels:  # every rank makes every group: torch.distributed wants that
             members = sorted((channel.source, channel.target))
-            control = dist.new_group(members, timeout=timeout, backend="gloo")
-            data = control if self._device.type == "cpu" else dist.new_group(members, timeout=timeout)
+            control = dist.new_group(members, timeout=_FOR_EVER, backend="gloo")
+            data = control if self._device.type == "cpu" else dist.new_group(members, timeout=_FOR_EVER)
             if channel.source == self._rank:
-                self._outgoing[channel] = _Outgoing(channel, control, data)
+                links = _Link(control, channel, channel.target), _Link(data, channel, channel.target)
+                self._outgoing[channel] = _Outgoing(channel, *links, self._timeout_seconds)
             elif channel.target == self._rank:
-                self._incoming[channel] = _Incoming(channel, control, data, self._device, self._timeout_seconds)
+                links = _Link(control, channel, channel.source), _Link(data, channel, channel.source)
+                self._incoming[channel] = _Incoming(channel, *links, self._device, self._timeout_seconds, self._idle)
 
     def outgoing(self, channel: Channel) -> Outgoing:
         return self._outgoing[channel]
@@ -177,25 +226,27 @@ class TorchDistributedTransport(Transport):
 
     def end_step(self) -> None:
         for end in self._outgoing.values():
-            end.release()
+            end.end_step()
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         for outgoing in self._outgoing.values():
             outgoing.finish()
+        deadline = time.monotonic() + _CLOSING_SECONDS
         for incoming in self._incoming.values():
-            incoming.thread.join(timeout=5.0)
+            incoming.thread.join(timeout=max(0.0, deadline - time.monotonic()))
         self._outgoing.clear()
         self._incoming.clear()
 
 
-def _envelope(kind: int, header: bytes) -> Tensor:
-    if _HEAD.size + len(header) > _ENVELOPE_BYTES:
-        raise InputError(
-            f"a value between stages has a layout of {len(header)} bytes: over torch.distributed it has room for "
-            f"{_ENVELOPE_BYTES - _HEAD.size}; pass fewer tensors, or stack them"
-        )
+def _fits(header: bytes) -> bool:
+    return _HEAD.size + len(header) <= _ENVELOPE_BYTES
+
+
+def _envelope(kind: int, header: bytes, call: int) -> Tensor:
     envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
-    envelope.numpy().data[: _HEAD.size + len(header)] = _HEAD.pack(kind, len(header)) + header
+    head = _HEAD.pack(kind, len(header), call) + (header if _fits(header) else b"")
+    envelope.numpy().data[: len(head)] = head
     return envelope
 
 
@@ -214,7 +265,7 @@ def _places(envelope: Tensor, layout: Layout) -> list[Tensor]:
 
 def _wire_form(tensor: Tensor) -> Tensor:
     """Contiguous, and as bytes where a backend has no such dtype; on a fresh contiguous tensor a view of it."""
-    tensor = tensor.contiguous()
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
     return tensor.view(-1).view(torch.uint8) if tensor.device.type == "cpu" else tensor
 
 

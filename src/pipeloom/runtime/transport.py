@@ -36,11 +36,24 @@ class Channel(NamedTuple):
     lane: Lane
 
 
+class Message(NamedTuple):
+    """What comes out of a channel.
+
+    Attributes:
+        layout, tensors: the value; `pipeloom.runtime.values.unflatten` puts it together.
+        call: the number that the sender gave, by which a receiver notices that ranks are out of step.
+    """
+
+    layout: Layout
+    tensors: list[Tensor]
+    call: int = 0
+
+
 class Outgoing(ABC):
     """The sending end of a channel."""
 
     @abstractmethod
-    def send(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
+    def send(self, layout: Layout, tensors: Sequence[Tensor], call: int = 0) -> None:
         """Send a message; returns without waiting for the receiver. Nobody may change the tensors afterwards."""
 
 
@@ -52,7 +65,7 @@ class Incoming(ABC):
         """Whether `receive` would return at once."""
 
     @abstractmethod
-    def receive(self) -> tuple[Layout, list[Tensor]]:
+    def receive(self) -> Message:
         """The next message; waits for it. The tensors belong to the caller.
 
         Raises:
@@ -79,8 +92,12 @@ class Transport(ABC):
 
     @abstractmethod
     def end_step(self) -> None:
-        """Called after every step: give back what finished sends still hold."""
+        """Called after every step: what was sent is on its way without this process when it returns.
+
+        Raises:
+            PeerLost: a receiver went away before it had taken all.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Close all channels; messages already sent still arrive."""
+        """Close all channels; messages already sent still arrive. Closing twice does nothing."""

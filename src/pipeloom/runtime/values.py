@@ -84,15 +84,15 @@ def _strip(value: Value, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return _TENSOR
-    if isinstance(value, tuple | list):
-        return {type(value).__name__ if type(value) in (tuple, list) else "tuple": [_strip(v, tensors) for v in value]}
-    if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+    if type(value) in (tuple, list):  # a named tuple would come out as another type, so it does not go in
+        return {type(value).__name__: [_strip(v, tensors) for v in value]}
+    if type(value) is dict and all(isinstance(key, str | int) for key in value):
         return {"dict": [[key, _strip(item, tensors)] for key, item in value.items()]}
     if value is None or isinstance(value, bool | int | float | str):
         return {"constant": value}
     raise InputError(
-        f"a stage returned a {type(value).__name__}: between stages may stand tensors, tuples, lists and dicts of them "
-        "and plain constants; return one of these"
+        f"a stage returned a {type(value).__name__}: between stages may stand tensors, plain tuples, lists and dicts "
+        "of them and plain constants; return one of these"
     )
 
 

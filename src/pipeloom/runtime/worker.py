@@ -108,6 +108,7 @@ class Worker:
         self.stages = stages
         self.batch = Batch()
         self.peak_live_activations = 0
+        self._call = 0
         self._loss_fn = loss_fn
         self._transport = transport
         self._gradient_sum = gradient_sum
@@ -149,8 +150,13 @@ class Worker:
         times = len(instructions)
         return Bound(tuple(instructions), not program.schedule.forward_only, [0.0] * times, [0.0] * times)
 
-    def run(self, bound: Bound, batch: Batch) -> Iterator[None]:
+    def run(self, bound: Bound, batch: Batch, call: int) -> Iterator[None]:
         """Run a bound program; yields whenever it has to wait and the transport does not block.
+
+        Args:
+            bound: the program.
+            batch: what it reads and writes.
+            call: a number that is the same on all ranks if they make the same calls; it goes with every message.
 
         Raises:
             StageError: the module, the loss or autograd raised.
@@ -158,6 +164,7 @@ class Worker:
         """
         self.batch = batch
         self.peak_live_activations = 0
+        self._call = call
         starts, ends, blackbox = bound.starts, bound.ends, self._blackbox
         if bound.training:
             self._gradient_sum.begin()
@@ -190,6 +197,12 @@ class Worker:
             return RunError(f"{where}: {text}")
         return StageError(f"{where}: {type(error).__name__}: {text}")
 
+    def _out_of_step(self, source: int, call: int) -> RunError:
+        return RunError(
+            f"rank {source} is in {_call_name(call)}, and this rank in {_call_name(self._call)}: every rank makes the "
+            "same calls in the same order"
+        )
+
     # Binding: each method returns the function of one action, and what to ask before running it without blocking.
 
     def _bind_forward(self, action: Action, program: Program) -> tuple[Callable[[], None], None]:
@@ -207,7 +220,12 @@ class Worker:
             saved[key] = None
             if len(saved) > self.peak_live_activations:
                 self.peak_live_activations = len(saved)
-            output = module(value)
+            try:
+                output = module(value)
+            except RuntimeError as error:
+                if not leaves or "a leaf Variable that requires grad" not in str(error):
+                    raise
+                output = module(self._copied(stage, value))
             if deliver is not None:
                 roots = deliver(output)
             else:
@@ -219,6 +237,12 @@ class Worker:
                 del saved[key]
 
         return forward, None
+
+    def _copied(self, stage: int, value: Value) -> Value:
+        """A copy of a stage's input, which the stage changes in place; from now on it always gets one."""
+        self._copies_input[stage] = True
+        layout, tensors = flatten(value)
+        return unflatten(layout, [tensor.clone() for tensor in tensors])
 
     def _bind_loss(self, microbatch: int) -> Callable[[Value], list[Root]]:
         """What the last stage does with its output: the loss, or keeping it for the caller."""
@@ -232,6 +256,8 @@ class Worker:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
                 raise RunError(f"loss_fn returned {shape}: it returns one number, the mean over the micro-batch")
+            if not loss.dtype.is_floating_point:
+                raise RunError(f"loss_fn returned a {loss.dtype}: a mean is a floating-point number; convert it")
             batch.losses[microbatch] = loss.detach() * self._seed(batch.weights[microbatch], loss)
             return [_root(loss)] if loss.requires_grad else []
 
@@ -260,13 +286,13 @@ class Worker:
 
     def _bind_entry(self, stage: int, training: bool) -> Callable[[Layout, list[Tensor]], tuple[Value, list[Tensor]]]:
         """How a value enters a stage: its tensors that want a gradient become leaves of a new graph."""
-        copies = self._copies_input.get(stage, False)
+        copies_input = self._copies_input
 
         def enter(layout: Layout, tensors: list[Tensor]) -> tuple[Value, list[Tensor]]:
             if not training:
                 return unflatten(layout, tensors), []
             leaves = [t.requires_grad_() for t, (_, _, wants) in zip(tensors, layout.specs, strict=True) if wants]
-            if copies:
+            if copies_input[stage]:
                 tensors = [tensor.clone() for tensor in tensors]
             return unflatten(layout, tensors), leaves
 
@@ -369,7 +395,8 @@ class Worker:
         end, departing = self._transport.outgoing(channel).send, self._departing
 
         def send() -> None:
-            end(*departing.pop(action))
+            layout, tensors = departing.pop(action)
+            end(layout, tensors, self._call)
 
         return send, None
 
@@ -383,14 +410,29 @@ class Worker:
             enter = self._bind_entry(stage, not program.schedule.forward_only)
 
             def receive() -> None:
-                arrived[key] = enter(*next_message())
+                layout, tensors, call = next_message()
+                if call != self._call:
+                    raise self._out_of_step(channel.source, call)
+                arrived[key] = enter(layout, tensors)
         else:
 
             def receive() -> None:
-                value = unflatten(*next_message())
+                layout, tensors, call = next_message()
+                if call != self._call:
+                    raise self._out_of_step(channel.source, call)
+                value = unflatten(layout, tensors)
                 gradients[key] = value if isinstance(value, tuple) else (value,)
 
         return receive, end.ready
+
+
+def call_number(count: int, training: bool) -> int:
+    """What goes with every message of a pipeline's `count`-th call."""
+    return 2 * count + training
+
+
+def _call_name(call: int) -> str:
+    return f"call {call // 2} of this Pipeline, {'step' if call % 2 else 'evaluate or forward'}"
 
 
 def _root(tensor: Tensor) -> Root:

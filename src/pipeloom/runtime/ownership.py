@@ -1,0 +1,114 @@
+"""Which parameters a rank holds, and which other ranks hold them too.
+
+Ranks that are processes each have a model of their own. Ranks that share a process are made to look the same: what
+several of them hold (tied parameters, replicas of a stage) exists once for each.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeloom.ir import Program
+from pipeloom.runtime.gradient_sum import Shared
+from pipeloom.split import Stages
+
+
+def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dict[int, dict[int, nn.Module]]:
+    """For each of a process's ranks, the modules of its stages.
+
+    The modules are the model's own. Where a parameter belongs to an earlier rank already, the module gets a copy of
+    that parameter; a module that an earlier rank runs itself is copied whole.
+    """
+    taken_modules: set[int] = set()
+    taken_parameters: set[int] = set()
+    result: dict[int, dict[int, nn.Module]] = {}
+    for rank in ranks:
+        modules = {stage: cut_model.modules[stage] for stage in program.placement.stages_of[rank]}
+        copies: dict[int, nn.Parameter] = {}  # of this rank, by the identity of what they are copies of
+        for module in modules.values():
+            for parameter in module.parameters():
+                if id(parameter) in taken_parameters:
+                    same = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                    copies[id(parameter)] = copies.get(id(parameter), same)
+        result[rank] = {
+            stage: _with_parameters(module, copies, whole=any(id(m) in taken_modules for m in module.modules()))
+            for stage, module in modules.items()
+        }
+        for module in result[rank].values():
+            taken_modules.update(map(id, module.modules()))
+            taken_parameters.update(map(id, module.parameters()))
+    return result
+
+
+def _with_parameters(module: nn.Module, copies: dict[int, nn.Parameter], *, whole: bool) -> nn.Module:
+    """`module`, or a copy of it, with some parameters replaced."""
+    if whole:
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
+        return copy.deepcopy(module, memo | copies)
+    for part in module.modules() if copies else ():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) in copies:
+                part._parameters[name] = copies[id(parameter)]
+    return module
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The parameters of a process's ranks.
+
+    Attributes:
+        names: canonical names of all parameters of the model, in its order.
+        held: for each rank of this process, its parameters by canonical name.
+    """
+
+    names: tuple[str, ...]
+    held: dict[int, dict[str, nn.Parameter]]
+    _stages_of: dict[str, tuple[int, ...]]
+    _program: Program
+
+    @classmethod
+    def find(cls, by_rank: dict[int, dict[int, nn.Module]], cut_model: Stages, program: Program) -> Ownership:
+        tied = {parameter.name: parameter.stages for parameter in cut_model.tied}
+        held: dict[int, dict[str, nn.Parameter]] = {}
+        stages_of: dict[str, tuple[int, ...]] = {}
+        for rank, stages in by_rank.items():
+            held[rank] = {}
+            for stage, module in stages.items():
+                for alias, parameter in module.named_parameters():
+                    name = cut_model.canonical_names.get(alias, alias)
+                    held[rank][name] = parameter
+                    stages_of[name] = tied.get(name, (stage,))
+        return cls(cut_model.parameter_names, held, stages_of, program)
+
+    def ranks_with(self, name: str) -> tuple[int, ...]:
+        """All ranks that hold a parameter, ascending."""
+        return self._program.ranks_of_group(self._stages_of[name])
+
+    def shared(self, rank: int) -> dict[int, Shared]:
+        """What REDUCE_GRAD sums on `rank`: by the stage it stands under, this rank's copies and all ranks with one."""
+        result: dict[int, Shared] = {}
+        stages = self._program.placement.stages_of[rank]
+        for group in self._program.gradient_groups:
+            lowest = min((stage for stage in group if stage in stages), default=None)
+            if lowest is not None:
+                result[lowest] = {
+                    name: (parameter, self.ranks_with(name))
+                    for name, parameter in self.held[rank].items()
+                    if set(group).issuperset(self._stages_of[name]) and len(self.ranks_with(name)) > 1
+                }
+        return result
+
+
+def common_dtype(cut_model: Stages) -> torch.dtype:
+    """The type in which norms of all parameters add up, the same on every rank."""
+    dtype: torch.dtype | None = None
+    for module in cut_model.modules:
+        for parameter in module.parameters():
+            dtype = parameter.dtype if dtype is None else torch.promote_types(dtype, parameter.dtype)
+    return dtype or torch.get_default_dtype()

@@ -1,0 +1,63 @@
+"""Drive the ranks of one process by a thread each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+
+from pipeloom.errors import PeerLost
+from pipeloom.runtime.loopback import LoopbackTransport
+
+
+class RankThreads:
+    """A thread for each rank; the cores are shared among them."""
+
+    def __init__(self, num_ranks: int, transport: LoopbackTransport) -> None:
+        self._transport = transport
+        cores = max(1, torch.get_num_threads() // num_ranks)
+        self._pool = ThreadPoolExecutor(num_ranks, "rank", initializer=torch.set_num_threads, initargs=(cores,))
+
+    def run(self, runs: dict[int, Iterator[None]]) -> None:
+        """Run all ranks to their ends; raises what went wrong first."""
+        modes = _thread_modes()
+
+        def drive(rank: int) -> None:
+            try:
+                with ExitStack() as stack:
+                    for mode in modes:
+                        stack.enter_context(mode())
+                    for _ in runs[rank]:
+                        pass
+            except BaseException:
+                self._transport.interrupt(rank)
+                raise
+
+        futures = [self._pool.submit(drive, rank) for rank in runs]
+        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        if errors:  # the cause, rather than those who lost their peer through it
+            raise min(errors, key=lambda error: isinstance(error, PeerLost))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def _thread_modes() -> list[Callable[[], AbstractContextManager[Any]]]:
+    """The caller's modes that torch keeps for each thread: gradients on or off, autocast. Not saved-tensor hooks."""
+    modes: list[Callable[[], AbstractContextManager[Any]]] = [
+        functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())
+    ]
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            autocast = functools.partial(
+                torch.autocast,
+                device,
+                dtype=torch.get_autocast_dtype(device),
+                cache_enabled=torch.is_autocast_cache_enabled(),
+            )
+            modes.append(autocast)
+    return modes
