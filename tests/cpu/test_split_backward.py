@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -643,3 +644,55 @@ def test_what_is_computed_when(name: str, in_i: dict[str, int], in_w: dict[str, 
         rest.accumulate()
     assert Counter(early.names) == in_i
     assert Counter(late.names) == in_w
+
+
+class Chance(nn.Module):
+    """Operations drawn by chance on a growing list of values; weights enter products, sums, checkpoints, each other."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.draw = random.Random(seed)
+        self.weights = nn.ParameterList(torch.randn(D, D) / D**0.5 for _ in range(3))
+        self.biases = nn.ParameterList(torch.randn(D) for _ in range(2))
+        for parameter in self.parameters():
+            parameter.requires_grad_(self.draw.random() < 0.85)
+        self.steps = [(self.draw.choice(OPERATIONS), self.draw.random(), self.draw.random()) for _ in range(9)]
+        self.wanted = self.draw.sample(range(1, 10), 2)
+
+    def forward(self, x):
+        values = [x]
+        for operation, here, there in self.steps:
+            pick = values[int(here * len(values))], values[int(there * len(values))]
+            w, v = self.weights[int(here * 3)], self.weights[int(there * 3)]
+            values.append(operation(*pick, w, v, self.biases[int(there * 2)]).tanh())
+        return tuple(values[k] for k in self.wanted)
+
+
+OPERATIONS = [
+    lambda x, y, w, v, b: F.linear(x, w, b),
+    lambda x, y, w, v, b: F.linear(x, w),
+    lambda x, y, w, v, b: x @ w,
+    lambda x, y, w, v, b: F.linear(x, w, b) + y @ v,
+    lambda x, y, w, v, b: (x.flatten(0, 1) @ w).view(x.shape),
+    lambda x, y, w, v, b: torch.addmm(b, y.flatten(0, 1), w, alpha=0.5).view(x.shape),
+    lambda x, y, w, v, b: x @ (w @ v),
+    lambda x, y, w, v, b: x @ w.tanh() + y,
+    lambda x, y, w, v, b: F.linear(x, w[torch.arange(D - 1, -1, -1)]),
+    lambda x, y, w, v, b: torch.cat([F.linear(x, part) for part in w.chunk(2)], -1),
+    lambda x, y, w, v, b: x * y + w.sum(0),
+    lambda x, y, w, v, b: F.layer_norm(x, (D,), b, v[0]),
+    lambda x, y, w, v, b: checkpoint(lambda x, y: F.gelu(F.linear(x, w, b)) @ v + y, x, y, use_reentrant=False),
+    lambda x, y, w, v, b: checkpoint(lambda x: (x @ w) * (x @ w.t()), x, use_reentrant=False),
+    lambda x, y, w, v, b: Square.apply(x, w),
+    lambda x, y, w, v, b: torch.bmm(x, torch.stack([w, v, w])),
+    lambda x, y, w, v, b: F.linear(x, w).mul_(2).relu_() + y,
+    lambda x, y, w, v, b: F.scaled_dot_product_attention(x @ w, y @ w, y @ v),
+    lambda x, y, w, v, b: torch.einsum("bsd,de->bse", x.detach(), w),
+]
+
+
+@pytest.mark.usefixtures("_float64")
+@pytest.mark.parametrize("block", range(4))
+def test_graphs_made_by_chance(block: int) -> None:
+    for seed in range(25 * block, 25 * block + 25):
+        compare(partial(Chance, seed), STATES, close=True)
