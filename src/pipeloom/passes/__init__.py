@@ -1,4 +1,4 @@
-"""Schedule -> Program, one concern a file: communication, gradient reduction."""
+"""Schedule -> Program, one concern a file: merged backwards, communication, gradient reduction."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.passes.communication import insert_communication
 from pipeloom.passes.gradient_reduction import insert_gradient_reduction
 
-__all__ = ["forward_only", "insert_communication", "insert_gradient_reduction", "lower"]
+__all__ = ["forward_only", "insert_communication", "insert_gradient_reduction", "lower", "merge_backwards"]
 
 from pipeloom.passes.forward_only import forward_only
+from pipeloom.passes.merge_backwards import merge_backwards
 
 
 def lower(schedule: Schedule, *, tied_stages: tuple[tuple[int, ...], ...] = ()) -> Program:

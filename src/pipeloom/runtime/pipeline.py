@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, Op, Program, Schedule, WeightPolicy, check, peer_of
-from pipeloom.passes import forward_only, lower
+from pipeloom.passes import forward_only, lower, merge_backwards
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
@@ -31,7 +31,8 @@ class Pipeline:
     Args:
         model: an nn.Sequential, a block model with `layers`, a list of modules (one a stage), or `Stages` already cut.
             Every rank passes the same model and keeps its own stages.
-        schedule: who computes what in which order; its micro-batches are those of every step.
+        schedule: who computes what in which order; its micro-batches are those of every step. What runs, the
+            `schedule` attribute, has B for an I and W that stand together where no other rank waits for the I.
         loss_fn: ``loss_fn(output, targets)`` of one micro-batch: a scalar, the mean over its samples. Not needed for
             `forward` alone.
         layers, cut: how to cut `model`; see `pipeloom.split.split`.
@@ -65,6 +66,7 @@ class Pipeline:
         check(schedule)
         _check_runnable(schedule)
         _check_loss(loss_fn)
+        schedule = merge_backwards(schedule)
         cut_model = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
         if len(cut_model.modules) != schedule.num_stages:
             raise InputError(

@@ -6,8 +6,9 @@ place in the worker's stores at hand. A step then is one loop over those functio
 What lives where during a step, and until when:
 
     arrived[stage, b]    input of a forward, from RECV_F or the chunk before on this rank      until F
-    saved[stage, b]      input leaves and roots of the autograd graph: one live activation      F to B
-    gradients[stage, b]  gradient of a stage's output, from RECV_B or the chunk after            until B
+    saved[stage, b]      input leaves and roots of the autograd graph: one live activation      F to B or I
+                         after a split backward's I, what its W needs: still the same one       I to W
+    gradients[stage, b]  gradient of a stage's output, from RECV_B or the chunk after            until B or I
     departing[action]    a result on its way to another rank                                    until its SEND
 
 Of a stage's output only the graph is kept, not the numbers: after it is sent nobody here reads them.
@@ -27,17 +28,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeloom.errors import InputError, PeerLost, PipeloomError, RunError, StageError
 from pipeloom.ir import Action, Op, Program, peer_of
 from pipeloom.runtime.gradient_sum import GradientSum
+from pipeloom.runtime.split_backward import Root, WeightGradients, backward_input, run_backward
 from pipeloom.runtime.transport import Channel, Lane, Transport
 from pipeloom.runtime.values import Layout, Value, flatten, unflatten
 
 LossFn = Callable[[Any, Any], Tensor]
 _Key = tuple[int, int | None, int | None]  # stage, micro-batch, slice
-_Root = Tensor | GradientEdge
 
 BLACKBOX_BYTES = 64  # how much of a blackbox the label of the running action takes
-
-# What torch.autograd.backward calls after checks that cost as much as a small stage's whole backward.
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 @dataclass
@@ -116,7 +114,7 @@ class Worker:
         self._gradient_sum = gradient_sum
         self._blackbox = blackbox
         self._arrived: dict[_Key, tuple[Value, list[Tensor]]] = {}
-        self._saved: dict[_Key, tuple[list[Tensor], list[_Root]] | None] = {}
+        self._saved: dict[_Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = {}
         self._gradients: dict[_Key, Sequence[Tensor | None]] = {}
         self._departing: dict[Action, tuple[Layout, list[Tensor]]] = {}
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
@@ -246,10 +244,10 @@ class Worker:
         layout, tensors = flatten(value)
         return unflatten(layout, [tensor.clone() for tensor in tensors])
 
-    def _bind_loss(self, microbatch: int) -> Callable[[Value], list[_Root]]:
+    def _bind_loss(self, microbatch: int) -> Callable[[Value], list[Root]]:
         """What the last stage does with its output: the loss, or keeping it for the caller."""
 
-        def finish(output: Value) -> list[_Root]:
+        def finish(output: Value) -> list[Root]:
             batch = self.batch
             if batch.targets is None or self._loss_fn is None:
                 batch.outputs[microbatch] = output
@@ -265,7 +263,7 @@ class Worker:
 
         return finish
 
-    def _bind_delivery(self, action: Action, program: Program) -> Callable[[Value], list[_Root]]:
+    def _bind_delivery(self, action: Action, program: Program) -> Callable[[Value], list[Root]]:
         """What a stage does with its output: hand it to the next stage here, or lay it out for its SEND."""
         stage, _, microbatch, piece = action
         assert microbatch is not None
@@ -275,7 +273,7 @@ class Worker:
         departing, arrived = self._departing, self._arrived
         enter = self._bind_entry(stage + 1, not program.schedule.forward_only) if here else None
 
-        def deliver(output: Value) -> list[_Root]:
+        def deliver(output: Value) -> list[Root]:
             layout, tensors = flatten(output)
             detached = [tensor.detach() for tensor in tensors]
             if enter is not None:
@@ -301,33 +299,88 @@ class Worker:
         return enter
 
     def _bind_backward(self, action: Action, program: Program) -> tuple[Callable[[], None], None]:
-        stage, _, microbatch, piece = action
-        assert microbatch is not None
-        key, before = (stage, microbatch, piece), (stage - 1, microbatch, piece)
-        last = stage == program.schedule.num_stages - 1
-        here = stage > 0 and program.placement.rank_of(stage - 1, microbatch) == self.rank
-        send = action.with_op(Op.SEND_B)
-        saved, gradients, departing = self._saved, self._gradients, self._departing
+        key = (action.stage, action.microbatch, action.slice)
+        begin, deliver = self._bind_graph(action, program), self._bind_gradient_delivery(action, program)
+        saved = self._saved
+
+        def backward() -> None:
+            leaves, roots, gradients = begin()
+            if roots:
+                run_backward(tuple(roots), tuple(gradients), False, False, (), True, True)
+            if deliver is not None:
+                deliver([leaf.grad for leaf in leaves])
+            del saved[key]
+
+        return backward, None
+
+    def _bind_input_backward(self, action: Action, program: Program) -> tuple[Callable[[], None], None]:
+        key = (action.stage, action.microbatch, action.slice)
+        begin, deliver = self._bind_graph(action, program), self._bind_gradient_delivery(action, program)
+        saved = self._saved
+
+        def backward() -> None:
+            leaves, roots, gradients = begin()
+            input_gradients, saved[key] = backward_input(roots, gradients, leaves)
+            if deliver is not None:
+                deliver(input_gradients)
+
+        return backward, None
+
+    def _bind_weight_backward(self, action: Action, program: Program) -> tuple[Callable[[], None], None]:
+        key = (action.stage, action.microbatch, action.slice)
+        saved = self._saved
 
         def backward() -> None:
             held = saved[key]
-            assert held is not None
+            assert isinstance(held, WeightGradients)
+            held.accumulate()
+            del saved[key]
+
+        return backward, None
+
+    def _bind_graph(
+        self, action: Action, program: Program
+    ) -> Callable[[], tuple[list[Tensor], list[Root], list[Tensor]]]:
+        """Where a backward ends and starts: input leaves, roots, and a gradient for each root."""
+        stage, _, microbatch, piece = action
+        assert microbatch is not None
+        key = (stage, microbatch, piece)
+        last = stage == program.schedule.num_stages - 1
+        saved, arrived = self._saved, self._gradients
+
+        def begin() -> tuple[list[Tensor], list[Root], list[Tensor]]:
+            held = saved[key]
+            assert isinstance(held, tuple)
             leaves, roots = held
             given: Sequence[Tensor | None]
             if last:
                 given = [self._seed(self.batch.weights[microbatch], self.batch.losses[microbatch])] if roots else ()
             else:
-                given = gradients.pop(key)
-            pairs = [(root, g) for root, g in zip(roots, given, strict=True) if g is not None]
-            if pairs:
-                _run_backward(tuple(r for r, _ in pairs), tuple(g for _, g in pairs), False, False, (), True, True)
-            if here:
-                gradients[before] = [leaf.grad for leaf in leaves]
-            elif stage > 0:
-                departing[send] = flatten(leaves[0].grad if len(leaves) == 1 else tuple(leaf.grad for leaf in leaves))
-            del saved[key]
+                given = arrived.pop(key)
+            pairs = [(root, gradient) for root, gradient in zip(roots, given, strict=True) if gradient is not None]
+            return leaves, [root for root, _ in pairs], [gradient for _, gradient in pairs]
 
-        return backward, None
+        return begin
+
+    def _bind_gradient_delivery(
+        self, action: Action, program: Program
+    ) -> Callable[[Sequence[Tensor | None]], None] | None:
+        """What a stage does with the gradients of its inputs: hand them to the stage before, or lay them out."""
+        stage, _, microbatch, piece = action
+        assert microbatch is not None
+        if stage == 0:
+            return None
+        gradients, departing = self._gradients, self._departing
+        before, send = (stage - 1, microbatch, piece), action.with_op(Op.SEND_B)
+        here = program.placement.rank_of(stage - 1, microbatch) == self.rank
+
+        def deliver(found: Sequence[Tensor | None]) -> None:
+            if here:
+                gradients[before] = found
+            else:
+                departing[send] = flatten(found[0] if len(found) == 1 else tuple(found))
+
+        return deliver
 
     def _seed(self, weight: float, like: Tensor) -> Tensor:
         """The gradient of the whole step's loss by one micro-batch's loss."""
@@ -382,7 +435,7 @@ def _call_name(call: int) -> str:
     return f"call {call // 2} of this Pipeline, {'step' if call % 2 else 'evaluate or forward'}"
 
 
-def _root(tensor: Tensor) -> _Root:
+def _root(tensor: Tensor) -> Root:
     """Where a backward starts. The edge of the graph keeps no numbers alive, unlike the tensor."""
     node = tensor.grad_fn
     if node is None:
@@ -395,6 +448,8 @@ def _root(tensor: Tensor) -> _Root:
 _BINDERS: dict[Op, Callable[[Worker, Action, Program], tuple[Callable[[], None], Callable[[], bool] | None]]] = {
     Op.F: Worker._bind_forward,
     Op.B: Worker._bind_backward,
+    Op.I: Worker._bind_input_backward,
+    Op.W: Worker._bind_weight_backward,
     Op.SEND_F: Worker._bind_send,
     Op.SEND_B: Worker._bind_send,
     Op.RECV_F: Worker._bind_receive,

@@ -92,7 +92,7 @@ class Trainer:
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.pipe.named_parameters()}
         self.optimizer = make_optimizer(self.pipe.parameters(), config.optimizer)
         tied = tuple(parameter.stages for parameter in self.stages.tied)
-        self.predictor = Predictor(lower(self.schedule, tied_stages=tied))
+        self.predictor = Predictor(lower(self.pipe.schedule, tied_stages=tied))
         self.records: Records = []  # of the last training step on this process's ranks
         self.steps_here = 0
         self.resumed: Path | None = None

@@ -1,0 +1,360 @@
+"""The two halves of a backward: I, the gradients of a stage's inputs, and W, those of its weights.
+
+I is one run of autograd's engine that frees the graph behind it, as B does. What makes it cheaper than B: where a
+weight enters a product (a linear layer, a convolution, a batched product, an embedding), the engine is not asked for
+the product's weight gradient, and autograd's nodes skip what nobody asks for. In its place the product's other factor
+and the gradient of its result are kept, and W computes the weight gradient from these two with autograd's own formula.
+
+    y = x @ w.T + b        AddmmBackward ──> b            I: dx = dy @ w      keeps x and dy
+                             │    └──> TBackward ──> w    W: dw = dy.T @ x    goes into TBackward, dy.sum(0) into b
+                             └──> graph of x
+
+All other gradients (norms, biases that are added elsewhere, compiled blocks, custom Functions: what autograd computes
+along with the gradient of the input, or too little to matter) are computed in I, set aside, and added in W. So nothing
+is computed twice, blocks under activation checkpointing are recomputed once, and ``.grad`` changes in W alone. Both
+kinds reach ``.grad`` through the parameter's own node of the graph: hooks on parameters run in W, once.
+
+Which products a graph has is read off the graph after every forward: no module has to be prepared or known, and it may
+be another graph each time. What this builds on beside public functions: autograd's nodes show what they saved as
+``_saved_*``, and non-reentrant checkpointing gives every saved tensor out once for each handle of its holder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils import checkpoint
+
+from pipeloom.runtime.products import PRODUCTS, Formula
+
+Root = Tensor | GradientEdge
+
+# What torch.autograd.backward and torch.autograd.grad call after checks that cost as much as a small stage's backward.
+run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+# W hands weight gradients to autograd in groups of about this size: few calls, and what is added is still in a cache.
+_GROUP_ELEMENTS = 2**16
+
+# What may stand between a parameter and the product that it enters: all of these cost next to nothing.
+_LIGHT = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "ToCopy", "Clone", "Expand"),
+        *("Squeeze", "Unsqueeze", "Slice", "Select", "Narrow", "Split", "SplitWithSizes", "Unbind"),
+    )
+    for number in (0, 1)
+)
+_LEAF = "AccumulateGrad"
+_HOLDER = getattr(checkpoint, "_Holder", ())  # what stands for a saved tensor under checkpointing
+
+
+class WeightGradients:
+    """What I leaves for W: enough to add the weights' gradients, and nothing else of the graph."""
+
+    __slots__ = ("_formulas", "_gradients", "_heads", "_ready")
+
+    def __init__(
+        self,
+        heads: list[tuple[list[GradientEdge], bool]],
+        formulas: list[Formula | None],
+        gradients: list[Tensor | None],
+        ready: list[tuple[GradientEdge, Tensor]],
+    ) -> None:
+        self._heads = heads
+        self._formulas = formulas
+        self._gradients = gradients
+        self._ready = ready
+
+    def accumulate(self) -> None:
+        """Add to every parameter's ``.grad`` what B would have added. To be called once."""
+        heads = [head for head, _ in self._ready]
+        values = [gradient for _, gradient in self._ready]
+        formulas, gradients, size = self._formulas, self._gradients, 0
+        self._ready = []
+        for index, (edges, complete) in enumerate(self._heads):
+            formula, gradient = formulas[index], gradients[index]
+            formulas[index] = gradients[index] = None  # what they hold is free as soon as it is used
+            if formula is not None and gradient is not None:
+                for edge, value in zip(edges, formula(gradient), strict=True):
+                    heads.append(edge)
+                    values.append(value)
+                    size += value.numel()
+            # A parameter's contributions from several products are added up before they go to .grad, as in B.
+            if complete and size >= _GROUP_ELEMENTS:
+                run_backward(tuple(heads), tuple(values), False, False, (), True, True)
+                heads, values, size = [], [], 0
+        self._heads = []
+        if heads:
+            run_backward(tuple(heads), tuple(values), False, False, (), True, True)
+
+
+def backward_input(
+    roots: Sequence[Root], gradients: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> tuple[list[Tensor | None], WeightGradients]:
+    """Run I: backward from `roots` to `leaves`. The graph is freed; nothing is added to any ``.grad``.
+
+    Args:
+        roots: where the backward starts.
+        gradients: one for each root.
+        leaves: the stage's inputs that want a gradient; leaves of the graph, each once.
+
+    Returns:
+        The gradient of each of `leaves`, None where nothing depends on it; and what W needs.
+    """
+    if not roots:
+        return [None] * len(leaves), WeightGradients([], [], [], [])
+    nodes, shape, hooked = _survey(roots, leaves)
+    plan = _plan(shape)
+    products = plan.products
+    if plan.reused:  # the engine meets what was computed last first
+        products = sorted(products, key=lambda product: -nodes[product.position]._sequence_nr())
+    wanted: list[Any] = list(leaves)
+    heads: list[tuple[list[GradientEdge], bool]] = []
+    formulas: list[Formula | None] = []
+    caught: list[tuple[Tensor | None] | None] = [None] * len(products)
+    prehooks = []
+    for index, product in enumerate(products):
+        node = nodes[product.position]
+        edges = node.next_functions
+        wanted.append(GradientEdge(node, 0))
+        heads.append(([GradientEdge(*edges[operand]) for operand in product.operands], product.complete))
+        formula = PRODUCTS[product.name].formula
+        if product.checkpointed:
+            formulas.append(None)
+            prehooks.append(_read_when_executed(node, formula, product.operands, formulas, caught, index))
+        else:
+            formulas.append(formula(node, product.operands))
+            if product.executed:  # what is found at `wanted` is the gradient before the hooks of an executed node
+                node.register_prehook(partial(caught.__setitem__, index))
+    ready = [GradientEdge(nodes[position], 0) for position in plan.ready]
+    wanted += ready
+    found = _run(roots, gradients, wanted, hooked, prehooks) if wanted else ()
+    start, end = len(leaves), len(leaves) + len(products)
+    results = [late[0] if late else early for late, early in zip(caught, found[start:end], strict=True)]
+    kept = [(edge, gradient) for edge, gradient in zip(ready, found[end:], strict=True) if gradient is not None]
+    return list(found[:start]), WeightGradients(heads, formulas, results, kept)
+
+
+def _run(
+    roots: Sequence[Root], gradients: Sequence[Tensor], wanted: Sequence[Any], hooked: list[Tensor], prehooks: list[Any]
+) -> Sequence[Tensor | None]:
+    """The gradients at `wanted`.
+
+    Hooks on parameters do not run: they are for the whole gradient, in W; not for what the engine finds of it here.
+    """
+    hooks: list[Any] = [leaf._backward_hooks for leaf in hooked]
+    own = [dict(group) for group in hooks]
+    for group in hooks:
+        group.clear()
+    try:
+        found: Sequence[Tensor | None] = run_backward(
+            tuple(roots), tuple(gradients), False, False, tuple(wanted), True, False
+        )
+    finally:
+        for group, content in zip(hooks, own, strict=True):
+            group.update(content)
+        for prehook in prehooks:
+            prehook.remove()
+    return found
+
+
+def _survey(roots: Sequence[Root], leaves: Sequence[Tensor]) -> tuple[list[Any], tuple[Any, ...], list[Tensor]]:
+    """All nodes of a graph, breadth first; its shape; and the leaves with hooks, inputs of the stage aside.
+
+    The shape is the number of roots and then, for every node, its type, where its edges lead (-1: nowhere), and
+
+    * for a product, whether its factors are `_checkpointed`,
+    * for a leaf's node, whether the leaf is one of `leaves`.
+    """
+    inputs = set(map(id, leaves))
+    places: dict[Any, int] = {}
+    for root in roots:
+        if isinstance(root, GradientEdge):  # else a leaf that is an output
+            places.setdefault(root.node, len(places))
+    nodes = list(places)
+    shape: list[Any] = [len(nodes)]
+    hooked = []
+    append, place_of = shape.append, places.get  # this loop is most of what a split costs
+    for node in nodes:  # grows while it is walked along
+        kind = type(node)
+        append(kind)
+        for child, _ in node.next_functions:
+            if child is None:
+                append(-1)
+                continue
+            place = place_of(child)
+            if place is None:
+                place = places[child] = len(nodes)
+                nodes.append(child)
+            append(place)
+        name = kind.__name__
+        if name == _LEAF:
+            variable = node.variable
+            own = id(variable) in inputs
+            append(own)
+            if not own and variable._backward_hooks:
+                hooked.append(variable)
+        elif name in PRODUCTS:
+            append(_checkpointed(node, PRODUCTS[name].factors))
+    return nodes, tuple(shape), hooked
+
+
+class _Deferred(NamedTuple):
+    """A product whose weight gradients wait for W.
+
+    Attributes:
+        position: its node's.
+        name: of its node's type.
+        operands: those which are weights, by the number of the node's edge.
+        checkpointed: its factors can be read only while the engine executes the node.
+        executed: the engine executes the node in I, because more hangs on it than weights.
+        complete: no product before this one has a weight in common with one after it.
+    """
+
+    position: int
+    name: str
+    operands: tuple[int, ...]
+    checkpointed: bool
+    executed: bool
+    complete: bool
+
+
+class _Plan(NamedTuple):
+    """What to do with graphs of one shape; nodes are named by their position in the survey.
+
+    Attributes:
+        products: whose weight gradients wait.
+        ready: nodes of the leaves whose gradients are computed in I.
+        reused: whether a weight enters so many products that the order of summation shows.
+    """
+
+    products: Sequence[_Deferred]
+    ready: Sequence[int]
+    reused: bool
+
+
+@lru_cache(maxsize=64)
+def _plan(shape: tuple[Any, ...]) -> _Plan:
+    """Which weight gradients wait.
+
+    A weight's gradient waits only if all uses of the weight are products that can. Otherwise asking autograd for the
+    rest of the gradient would make it compute all of it.
+    """
+    names, edges, marks = _decode(shape)
+    entries = [0] * len(names)  # how many edges lead to a node
+    for position in [*range(shape[0]), *(child for children in edges for child in children if child >= 0)]:
+        entries[position] += 1
+    covered = [0] * len(names)  # how many of these nobody follows if all offers are taken
+    leaf_of: dict[int, int] = {}  # for the nodes from a product's weight to the leaf, that leaf
+    offers: list[tuple[int, dict[int, int]]] = []
+    for position, name in enumerate(names):
+        if name not in PRODUCTS or marks[position] is None:
+            continue
+        paths = {operand: _path(edges[position][operand], names, edges, marks) for operand in PRODUCTS[name].operands}
+        paths = {operand: path for operand, path in paths.items() if path}
+        executed = any(child >= 0 and operand not in paths for operand, child in enumerate(edges[position]))
+        if not paths or (marks[position] and not executed):
+            continue
+        offers.append((position, {operand: path[-1] for operand, path in paths.items()}))
+        for path in paths.values():
+            covered[path[0]] += 1
+            for place, link in enumerate(path):
+                if link not in leaf_of:
+                    leaf_of[link] = path[-1]
+                    if place < len(path) - 1:
+                        covered[path[place + 1]] += 1
+    mixed = {leaf for link, leaf in leaf_of.items() if entries[link] != covered[link]}
+    waiting = {leaf for leaf in leaf_of.values() if leaf not in mixed}
+    ready = [p for p, name in enumerate(names) if name == _LEAF and not marks[p] and p not in waiting]
+    taken = [(p, {k: leaf for k, leaf in operands.items() if leaf in waiting}) for p, operands in offers]
+    taken = [(position, operands) for position, operands in taken if operands]
+    uses = Counter(leaf for _, operands in taken for leaf in operands.values())
+    last = {leaf: index for index, (_, operands) in enumerate(taken) for leaf in operands.values()}
+    reused = max(uses.values(), default=0) > 2
+    products, horizon = [], 0
+    for index, (position, operands) in enumerate(taken):
+        horizon = max(horizon, *(last[leaf] for leaf in operands.values()))
+        executed = any(child >= 0 and operand not in operands for operand, child in enumerate(edges[position]))
+        complete = not reused and index >= horizon
+        products.append(
+            _Deferred(position, names[position], tuple(operands), bool(marks[position]), executed, complete)
+        )
+    return _Plan(products, ready, reused)
+
+
+def _decode(shape: tuple[Any, ...]) -> tuple[list[str], list[list[int]], list[Any]]:
+    """Names, edges and marks of the nodes of a shape."""
+    names: list[str] = []
+    edges: list[list[int]] = []
+    for item in shape[1:]:
+        if isinstance(item, type):
+            names.append(item.__name__)
+            edges.append([])
+        else:
+            edges[-1].append(item)
+    marks = [
+        children.pop() if name == _LEAF or name in PRODUCTS else None
+        for name, children in zip(names, edges, strict=True)
+    ]
+    return names, edges, marks
+
+
+def _path(position: int, names: list[str], edges: list[list[int]], marks: list[Any]) -> list[int]:
+    """The nodes from an edge's end to a leaf that is not an input, if nothing of weight lies between; else none."""
+    path = []
+    while position >= 0:
+        path.append(position)
+        if names[position] == _LEAF:
+            return [] if marks[position] else path
+        if names[position] not in _LIGHT or len(edges[position]) != 1:
+            return []
+        position = edges[position][0]
+    return []
+
+
+class _Handles(dict[Any, Any]):
+    """The handles of a checkpoint's holder, which withdraws them after it gave its tensor out once."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if value is not None:
+            super().__setitem__(key, value)
+
+
+def _checkpointed(node: Any, factors: Sequence[str]) -> bool | None:
+    """Whether the saved tensors of a node will be recomputed by a checkpoint; None if they must not be read.
+
+    What other hooks on saved tensors do when they are asked twice (the node asks too) is not known.
+    """
+    found = False
+    for factor in factors:
+        saved = getattr(node, factor)
+        if saved.unpack_hook is not None:
+            holder = saved.data
+            if not isinstance(holder, _HOLDER):
+                return None
+            if not isinstance(holder.handles, _Handles):
+                holder.handles = _Handles(holder.handles)
+            found = True
+    return found
+
+
+def _read_when_executed(
+    node: Any,
+    formula: Callable[[Any, tuple[int, ...]], Formula],
+    operands: tuple[int, ...],
+    formulas: list[Formula | None],
+    caught: list[tuple[Tensor | None] | None],
+    index: int,
+) -> Any:
+    """Read a node's factors when the engine comes to it: then a checkpoint recomputes once for it and for us."""
+
+    def read(gradients: tuple[Tensor | None]) -> None:
+        formulas[index], caught[index] = formula(node, operands), gradients
+
+    return node.register_prehook(read)
