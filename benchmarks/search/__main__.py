@@ -53,7 +53,7 @@ def instance(seed: int) -> tuple[str, str, Placement, int, Conditions]:
 
 
 def answer(seed: int) -> dict[str, Any]:
-    """Search one instance, and check what comes back: legal, within the caps, as long as it says, never above the best."""
+    """Search one instance and check the answer: legal, within the caps, as long as it says, never above the best."""
     kind, caps, placement, microbatches, conditions = instance(seed)
     start = time.perf_counter()
     found = schedules.search(placement=placement, num_microbatches=microbatches, conditions=conditions)
