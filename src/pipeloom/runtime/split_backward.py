@@ -14,6 +14,9 @@ along with the gradient of the input, or too little to matter) are computed in I
 is computed twice, blocks under activation checkpointing are recomputed once, and ``.grad`` changes in W alone. Both
 kinds reach ``.grad`` through the parameter's own node of the graph: hooks on parameters run in W, once.
 
+The first stage has no input that wants a gradient. Its I goes as far as its first product: it costs and frees what the
+I of every other stage does.
+
 Which products a graph has is read off the graph after every forward: no module has to be prepared or known, and it may
 be another graph each time. What this builds on beside public functions: autograd's nodes show what they saved as
 ``_saved_*``, and non-reentrant checkpointing gives every saved tensor out once for each handle of its holder.
