@@ -584,6 +584,29 @@ def test_a_save_killed_anywhere_leaves_a_good_checkpoint(mode: str, tmp_path: Pa
     assert leftovers > 5, "the kills did not hit the save"
 
 
+@pytest.mark.parametrize("before_the_lock", [0, 1, 2])
+def test_a_reader_that_cleans_while_a_save_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_the_lock: int
+) -> None:
+    made = 0
+    mkdir = Path.mkdir
+
+    def then_clean(path: Path, *args: Any, **kwargs: Any) -> None:
+        nonlocal made
+        mkdir(path, *args, **kwargs)
+        made += ".partial-" in path.name
+        if made <= before_the_lock:
+            checkpoint_directory.clean(tmp_path)
+
+    monkeypatch.setattr(Path, "mkdir", then_clean)
+    with checkpoint_directory.partial_directory(tmp_path, 2) as partial:
+        checkpoint_directory.clean(tmp_path)
+        assert partial.is_dir()
+        assert [path.name for path in tmp_path.iterdir()] == [partial.name]
+    assert made == before_the_lock + 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_running_save_is_not_cleaned_away(tmp_path: Path) -> None:
     ck.save(tmp_path, 1, model={})
     with checkpoint_directory.partial_directory(tmp_path, 2) as partial:

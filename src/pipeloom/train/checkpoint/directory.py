@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,13 +99,23 @@ def partial_directory(output_dir: Path, step: int) -> Iterator[Path]:
     """A fresh hidden directory for a save; it is gone afterwards, either put in place or deleted. Raises OSError."""
     output_dir.mkdir(parents=True, exist_ok=True)
     clean(output_dir)
-    path = _hidden(output_dir, step, "partial")
-    path.mkdir()
-    try:
-        with _locked(path):
-            yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    with ExitStack() as stack:
+        path = _make_locked(output_dir, step, stack)
+        yield path
+
+
+def _make_locked(output_dir: Path, step: int, stack: ExitStack) -> Path:
+    """Make a partial directory and lock it until `stack` closes, which deletes it."""
+    while True:
+        path = _hidden(output_dir, step, "partial")
+        path.mkdir()
+        with ExitStack() as attempt:
+            attempt.callback(shutil.rmtree, path, ignore_errors=True)
+            # Until it is locked, a reader that cleans up takes the new directory for one of a dead process.
+            with suppress(FileNotFoundError):
+                if attempt.enter_context(_locked(path)) and path.is_dir():
+                    stack.enter_context(attempt.pop_all())
+                    return path
 
 
 def put_in_place(partial: Path, output_dir: Path, step: int) -> Path:
