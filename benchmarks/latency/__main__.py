@@ -19,7 +19,7 @@ TORCH = {f"torch {name}": System(kind="torch", schedule=name) for name in ("1f1b
 
 
 def num_chunks(family: str) -> int:
-    return pl.schedules.FAMILIES[family].usual_chunks
+    return pl.schedules.FAMILIES[family].default_chunks
 
 
 def pipeloom_systems() -> dict[str, System]:
