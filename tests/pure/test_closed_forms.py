@@ -132,6 +132,22 @@ FORMS = {
         ratios=EQUAL,
         at_most=True,
     ),
+    # With slices: test_slices.py.
+    "terapipe": Form(
+        sizes=any_m,
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w),
+        peak=lambda p, m, v, d: m,
+    ),
+    "seq1f1b": Form(
+        sizes=any_m,
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w),
+        peak=lambda p, m, v, d: min(p - d, m),
+    ),
+    "seq1f1b-interleaved": Form(
+        sizes=lambda p: ((m, v) for v in (1, 2, 3) for m in range(p, 4 * p + 1, p)),
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w) / v,
+        peak=lambda p, m, v, d: min((v - 1) * p + 2 * (p - 1 - d) + 1, m * v) / v if v > 1 else min(p - d, m),
+    ),
     "search": Form(
         sizes=lambda p: ((m, 1) for m in (2 * p - 1, 2 * p + 3)),
         excess=lambda p, m, v, f, i, w: (p - 1) * f,
@@ -175,7 +191,7 @@ def test_the_closed_forms_in_the_table_are_those_that_are_tested(name):
     family, form = schedules.FAMILIES[name], FORMS[name]
     sizes = [(p, m, v) for p in (1, 4, 6) for m, v in form.sizes(p)]
     for p, m, v in sizes:
-        names = {"p": p, "m": m, "v": v, "min": min, "max": max}
+        names = {"p": p, "m": m, "v": v, "k": 1, "min": min, "max": max}
         assert family.bubble.startswith("<=") == form.at_most
         excess = form.excess(p, m, v, 1.0, 1.0, 1.0)
         assert eval(family.bubble.removeprefix("<= "), {}, names) == pytest.approx(excess / (3 * m + excess))

@@ -87,6 +87,19 @@ STAIRCASES = {
         ... 1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1I3 1W1 1I4 1W2 1W3 1W4 ...
         ... ... 2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
     """,
+    "terapipe": """
+        0F0.0 0F0.1 0F0.2 ..... ..... ..... ..... 0B0.2 0B0.1 0B0.0
+        ..... 1F0.0 1F0.1 1F0.2 ..... ..... 1B0.2 1B0.1 1B0.0 .....
+        ..... ..... 2F0.0 2F0.1 2F0.2 2B0.2 2B0.1 2B0.0 ..... .....
+    """,
+    "seq1f1b": """
+        0F0.0 0F0.1 0F1.0 ..... 0B0.1 0F1.1 0B0.0 ..... 0B1.1 0B1.0
+        ..... 1F0.0 1F0.1 1B0.1 1F1.0 1B0.0 1F1.1 1B1.1 1B1.0 .....
+    """,
+    "seq1f1b-interleaved": """
+        0F0.0 0F0.1 2F0.0 2F0.1 0F1.0 0F1.1 2B0.1 2F1.0 2B0.0 2F1.1 0B0.1 ..... 0B0.0 ..... 2B1.1 2B1.0 0B1.1 0B1.0
+        ..... 1F0.0 1F0.1 3F0.0 3F0.1 3B0.1 1F1.0 3B0.0 1F1.1 1B0.1 3F1.0 1B0.0 3F1.1 3B1.1 3B1.0 1B1.1 1B1.0 .....
+    """,
     "search": """
         0F0 0F1 0F2 ... ... 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
         ... 1F0 1F1 ... 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
@@ -95,15 +108,17 @@ STAIRCASES = {
 }
 
 
-def staircase(name: str, *, num_ranks: int, num_microbatches: int) -> str:
+def staircase(name: str, *, num_ranks: int, num_microbatches: int, num_slices: int = 1) -> str:
     """The simulated schedule drawn as above: F, I and W take one column; B one where no backward is split, else two."""
-    schedule = schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    schedule = schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=num_slices)
     half = [1.0 if schedule.split_backwards else 0.5] * schedule.num_stages
-    costs = Costs.per_stage(forward=[1.0] * schedule.num_stages, backward_input=half, backward_weight=half)
+    forward, half = [1.0 * num_slices] * schedule.num_stages, [num_slices * seconds for seconds in half]
+    costs = Costs.per_stage(forward=forward, backward_input=half, backward_weight=half)
     timeline = simulate(schedule, costs)
+    idle = "..." if num_slices == 1 else "....."
     rows = []
     for row in timeline.spans:
-        cells = ["..."] * round(timeline.makespan)
+        cells = [idle] * round(timeline.makespan)
         for action, start, end in row:
             first, last = round(start), round(end)
             cells[first:last] = [str(action)] + ["---"] * (last - first - 1)
@@ -114,8 +129,10 @@ def staircase(name: str, *, num_ranks: int, num_microbatches: int) -> str:
 @pytest.mark.parametrize("name", schedules.FAMILIES)
 def test_every_schedule_has_its_staircase(name):
     expected = [line.strip() for line in STAIRCASES[name].strip().splitlines()]
-    num_microbatches = 1 + max(parse_action(c).microbatch for c in expected[0].split() if c not in ("...", "---"))
-    drawn = staircase(name, num_ranks=len(expected), num_microbatches=num_microbatches)
+    actions = [parse_action(cell) for cell in expected[0].split() if cell.strip(".-")]
+    num_microbatches = 1 + max(action.microbatch for action in actions)
+    num_slices = 1 + max(action.slice or 0 for action in actions)
+    drawn = staircase(name, num_ranks=len(expected), num_microbatches=num_microbatches, num_slices=num_slices)
     assert drawn.splitlines() == expected
 
 

@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
         prog="pipeloom schedules",
         description="Every schedule: its paper, what its sizes have to satisfy, and the closed forms of its bubble\n"
         "(idle fraction for uniform stages without latency) and of its peak of live activations on rank d,\n"
-        "for p ranks, m micro-batches and v chunks a rank.",
+        "for p ranks, m micro-batches, v chunks a rank and k slices of a sequence.",
         examples="""
             pipeloom schedules
             pipeloom schedules --json
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("name", "paper", "constraints", "bubble", "peak on rank d"):
-        table.add_column(column, style="bold" if column == "name" else None)
+        table.add_column(column, style="bold" if column == "name" else None, no_wrap=column == "name", overflow="fold")
     for row in rows:
         table.add_row(*row.values())
     Console(highlight=False, markup=False).print(table)

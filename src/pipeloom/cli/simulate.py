@@ -122,7 +122,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="pipeloom simulate",
         description="Simulate a schedule, or compare several. Times are seconds of one rank's whole share of the\n"
-        "model for one micro-batch: a chunk takes 1/V of them. A full backward takes backward-input + backward-weight.",
+        "model for one micro-batch: a chunk takes 1/V of them, a slice 1/K. A full backward takes backward-input +\n"
+        "backward-weight.",
         examples="""
             pipeloom simulate 1f1b --ranks 4 --microbatches 8
             pipeloom simulate gpipe --ranks 8 --microbatches 32 --forward 1 --backward-input 1.2 --backward-weight 0.8
@@ -130,6 +131,7 @@ def _parser() -> Parser:
             pipeloom simulate 1f1b --ranks 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg --trace 1f1b.json.gz
             pipeloom simulate zb-auto --ranks 8 --microbatches 24 --memory-limit 12 --weight-gradient-memory 0.4
             pipeloom simulate search --ranks 4 --microbatches 16 --costs costs.json --csv found.csv
+            pipeloom simulate seq1f1b --ranks 4 --microbatches 1 --slices 8
             pipeloom simulate compare 1f1b interleaved zb-h1 zb-v --ranks 4 --microbatches 8
         """,
     )
@@ -138,6 +140,7 @@ def _parser() -> Parser:
     parser.add_argument("--ranks", type=int, required=True, help="processes, each driving one device")
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of one step")
     parser.add_argument("--chunks", type=int, help="stages a rank; the schedule's own number if not given")
+    parser.add_argument("--slices", type=int, default=1, help="pieces of a micro-batch along the sequence (1)")
     parser.add_argument("--forward", type=float, help="seconds of a forward (1)")
     parser.add_argument("--backward-input", type=float, help="seconds of the backward of the inputs (1)")
     parser.add_argument("--backward-weight", type=float, help="seconds of the backward of the weights (1)")

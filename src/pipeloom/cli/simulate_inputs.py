@@ -94,13 +94,14 @@ class Inputs:
             chunks = max(1, self.file.num_stages // ranks)
         if chunks is None:
             chunks = family.default_chunks
-        check_sizes(ranks, microbatches, chunks)
+        slices = options.slices if family.sliced or options.names[0] != "compare" else 1
+        check_sizes(ranks, microbatches, chunks, slices)
         most = _MOST_SEARCHED if name == "search" else _MOST_ACTIONS
-        if 2 * ranks * microbatches * chunks > most:
+        if 2 * ranks * microbatches * chunks * slices > most:
             raise InputError(
-                f"{ranks} ranks x {microbatches} micro-batches x {chunks} chunks: more than {most:,} actions are not "
-                f"{'searched' if name == 'search' else 'simulated'}; the bubble and peak follow the closed forms of "
-                "`pipeloom schedules`: ask for fewer"
+                f"{ranks} ranks x {microbatches} micro-batches x {chunks} chunks x {slices} slices: more than {most:,} "
+                f"actions are not {'searched' if name == 'search' else 'simulated'}; the bubble and peak follow the closed "
+                "forms of `pipeloom schedules`: ask for fewer"
             )
         if name == "search":
             placement = (Placement.v if options.placement == "v" else Placement.loop)(ranks, chunks)
@@ -108,7 +109,14 @@ class Inputs:
             found = schedules.search(placement=placement, num_microbatches=microbatches, conditions=conditions)
             return found.schedule, found
         measured = self.conditions(Placement.loop(ranks, chunks)) if family.to_measure else None
-        return family(num_ranks=ranks, num_microbatches=microbatches, num_chunks=chunks, conditions=measured), None
+        schedule = family(
+            num_ranks=ranks,
+            num_microbatches=microbatches,
+            num_chunks=chunks,
+            num_slices=slices,
+            conditions=measured,
+        )
+        return schedule, None
 
     def conditions(self, placement: Placement) -> Conditions:
         """What schedules are made for on `placement`; memory in bytes or rank-shares, see `in_bytes`."""
@@ -139,13 +147,16 @@ class Inputs:
         )
 
     def memory(self, schedule: Schedule) -> dict[str, Any]:
-        """For each rank the most it holds, and whether that is within the caps; empty where nobody asked."""
+        """For each rank the most it holds, and whether that is within the caps; empty where nobody asked.
+
+        A slice keeps 1/K of what its micro-batch keeps.
+        """
         options = self.options
         asked = options.memory_limit is not None or options.weight_gradient_memory is not None
         if not asked and not self.in_bytes:
             return {}
         conditions = self.conditions(schedule.placement)
-        peaks = peak_held(schedule, conditions)
+        peaks = [peak / schedule.num_slices for peak in peak_held(schedule, conditions)]
         answer: dict[str, Any] = {"peak_bytes" if self.in_bytes else "peak_memory": peaks}
         if any(math.isfinite(cap) for cap in conditions.caps):
             answer["within_memory"] = all(

@@ -22,7 +22,9 @@ from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
 from pipeloom.schedules.search import Found, search, search_loop
+from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
 from pipeloom.schedules.table import NAMED, Family
+from pipeloom.schedules.terapipe import terapipe
 from pipeloom.schedules.zb_auto import zb_auto
 from pipeloom.schedules.zb_v import zb_v
 from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
@@ -44,6 +46,9 @@ __all__ = [
     "naive",
     "one_f_one_b",
     "search",
+    "seq1f1b",
+    "seq1f1b_interleaved",
+    "terapipe",
     "v_half",
     "v_min",
     "zb_auto",
@@ -75,6 +80,7 @@ def build(
     num_ranks: int,
     num_microbatches: int,
     num_chunks: int | None = None,
+    num_slices: int = 1,
     conditions: Conditions | None = None,
 ) -> Schedule:
     """The schedule `name` of the table for these sizes; `num_chunks` is the family's own number if not given.
@@ -85,7 +91,11 @@ def build(
         ScheduleError: unknown name, or sizes that the family cannot have.
     """
     return find(name)(
-        num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks, conditions=conditions
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        num_slices=num_slices,
+        conditions=conditions,
     )
 
 

@@ -19,6 +19,8 @@ from pipeloom.schedules.hanayo import hanayo
 from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
+from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
+from pipeloom.schedules.terapipe import terapipe
 from pipeloom.schedules.zb_auto import zb_auto
 from pipeloom.schedules.zb_v import zb_v
 from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
@@ -31,11 +33,12 @@ class Family:
     Attributes:
         name: as on the command line.
         paper: where it comes from.
-        constraints: what p, m and v have to satisfy, in words.
-        bubble: closed form of the idle fraction of the makespan for uniform stages without latency, in p, m, v and,
+        constraints: what p, m, v and k have to satisfy, in words.
+        bubble: closed form of the idle fraction of the makespan for uniform stages without latency, in p, m, v, k and,
             where the backward is split, for equal times of F, I and W; "<= ..." where it is a bound.
         peak: closed form of the peak of live activations on rank d, in rank-shares of one micro-batch.
         build: the function; takes ``num_ranks`` and ``num_microbatches``, and ``num_chunks`` where `chunks` is None.
+        sliced: whether `build` takes ``num_slices``, pieces of a micro-batch along the sequence; others have one.
         to_measure: whether `build` takes `conditions`: times, latencies and memory that the schedule is made for.
         chunks: how many stages a rank holds; None where that is free.
         usual_chunks: how many if nothing is said where it is free.
@@ -49,6 +52,7 @@ class Family:
     build: Callable[..., Schedule]
     chunks: int | None = 1
     usual_chunks: int = 2
+    sliced: bool = False
     to_measure: bool = False
 
     @property
@@ -61,6 +65,7 @@ class Family:
         num_ranks: int,
         num_microbatches: int,
         num_chunks: int | None = None,
+        num_slices: int = 1,
         conditions: Conditions | None = None,
     ) -> Schedule:
         """The schedule for these sizes.
@@ -69,25 +74,33 @@ class Family:
             ScheduleError: the family cannot have them.
         """
         chunks = self.default_chunks if num_chunks is None else num_chunks
-        check_sizes(num_ranks, num_microbatches, chunks)
+        check_sizes(num_ranks, num_microbatches, chunks, num_slices)
+        if num_slices > 1 and not self.sliced:
+            raise ScheduleError(
+                f"{num_slices} slices: schedule {self.name!r} does not cut sequences; leave slices at 1, or use "
+                f"{', '.join(family.name for family in NAMED.values() if family.sliced)}"
+            )
         if self.chunks is not None and chunks != self.chunks:
             held = "one stage" if self.chunks == 1 else f"{self.chunks} stages"
             raise ScheduleError(
                 f"{chunks} chunks: schedule {self.name!r} holds {held} a rank; leave chunks at {self.chunks}"
             )
         options: dict[str, Any] = {"num_chunks": chunks} if self.chunks is None else {}
+        if self.sliced:
+            options["num_slices"] = num_slices
         if self.to_measure:
             options["conditions"] = conditions
         return self.build(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
 
 
-def check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+def check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int, num_slices: int = 1) -> None:
     """Refuse sizes that no schedule has.
 
     Raises:
         ScheduleError: one of them is below 1.
     """
-    for value, what in ((num_ranks, "ranks"), (num_microbatches, "micro-batches"), (num_chunks, "chunks")):
+    sizes = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks": num_chunks, "slices": num_slices}
+    for what, value in sizes.items():
         if value < 1:
             raise ScheduleError(f"{value} {what}: a pipeline needs at least 1; raise it")
 
@@ -232,6 +245,34 @@ NAMED: dict[str, Family] = {
             peak="<= p",
             build=hanayo,
             chunks=None,
+        ),
+        Family(
+            name="terapipe",
+            paper="TeraPipe, arXiv:2102.07988",
+            constraints="k slices of each sequence; any p >= 1, m >= 1, k >= 1",
+            bubble="(p-1)/(m*k+p-1)",
+            peak="m",
+            build=terapipe,
+            sliced=True,
+        ),
+        Family(
+            name="seq1f1b",
+            paper="Seq1F1B, arXiv:2406.03488",
+            constraints="k slices of each sequence; any p >= 1, m >= 1, k >= 1",
+            bubble="(p-1)/(m*k+p-1)",
+            peak="min(p-d+k-1, m*k)/k",
+            build=seq1f1b,
+            sliced=True,
+        ),
+        Family(
+            name="seq1f1b-interleaved",
+            paper="Seq1F1B, arXiv:2406.03488",
+            constraints="k slices of each sequence; v > 1: p % k == 0, m*k % p == 0",
+            bubble="(p-1)/(m*k*v+p-1)",
+            peak="min((v-1)*p + 2*(p-1-d) + k, m*k*v)/(k*v) if v > 1 else min(p-d+k-1, m*k)/k",
+            build=seq1f1b_interleaved,
+            chunks=None,
+            sliced=True,
         ),
     )
 }
