@@ -100,8 +100,8 @@ class Inputs:
         if 2 * ranks * microbatches * chunks * slices > most:
             raise InputError(
                 f"{ranks} ranks x {microbatches} micro-batches x {chunks} chunks x {slices} slices: more than {most:,} "
-                f"actions are not {'searched' if name == 'search' else 'simulated'}; the bubble and peak follow the closed "
-                "forms of `pipeloom schedules`: ask for fewer"
+                f"actions are not {'searched' if name == 'search' else 'simulated'}; the bubble and peak follow the "
+                "closed forms of `pipeloom schedules`: ask for fewer"
             )
         if name == "search":
             placement = (Placement.v if options.placement == "v" else Placement.loop)(ranks, chunks)
