@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pipeloom.ir import Op, Program, peer_of
 from pipeloom.runtime.values import Layout
 
 
@@ -34,6 +35,19 @@ class Channel(NamedTuple):
     source: int
     target: int
     lane: Lane
+
+
+def program_channels(program: Program) -> set[Channel]:
+    """The channels of all messages and gradient sums of a program, on all ranks."""
+    channels = {
+        Channel(rank, peer_of(action, program.placement), Lane.PIPELINE)
+        for rank, action in program.actions()
+        if action.op in (Op.SEND_F, Op.SEND_B)
+    }
+    for group in program.gradient_groups:
+        ranks = program.ranks_of_group(group)
+        channels.update(Channel(a, b, Lane.GRADIENT) for a in ranks for b in ranks if a != b)
+    return channels
 
 
 class Message(NamedTuple):
