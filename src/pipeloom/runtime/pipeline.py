@@ -17,9 +17,9 @@ from pipeloom.ir import Action, Program, Schedule, check
 from pipeloom.passes import forward_only, lower, merge_backwards
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.gradient_sum import GradientSum
-from pipeloom.runtime.losses import LossExchange
 from pipeloom.runtime.messages import call_number
 from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
+from pipeloom.runtime.results import ResultExchange, total
 from pipeloom.runtime.runnable import check_loss, check_runnable
 from pipeloom.runtime.state import Batch, LossFn
 from pipeloom.runtime.threads import RankThreads
@@ -91,9 +91,9 @@ class Pipeline:
         self.process_group = connection.process_group
         self._transport = connection.transport
         self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
-        self._losses = LossExchange(self.rank, schedule, self._transport)
+        self._results = ResultExchange(self.rank, schedule, self._transport)
         # In an order that every rank agrees on.
-        self._transport.open(sorted({*program_channels(self._train_program), *self._losses.channels()}))
+        self._transport.open(sorted({*program_channels(self._train_program), *self._results.channels()}))
 
         by_rank = own_stages(cut_model, self._train_program, self.local_ranks)
         self.stages: dict[int, nn.Module] = {
@@ -197,7 +197,7 @@ class Pipeline:
             raise InputError("step() on a Pipeline without loss_fn: a step needs a loss; pass loss_fn to Pipeline")
         if not torch.is_grad_enabled():
             raise InputError("step() where gradients are switched off: it computes them; leave torch.no_grad() first")
-        return self._losses.total(self._run(self._train_program, inputs, targets, with_loss=True))
+        return total(self._run(self._train_program, inputs, targets, with_loss=True).losses)
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
         """The loss of one batch in evaluation mode, on every rank; gradients and modes stay as they are."""
@@ -207,7 +207,7 @@ class Pipeline:
         self.eval()
         try:
             with torch.no_grad():
-                return self._losses.total(self._run(self._forward_program, inputs, targets, with_loss=True))
+                return total(self._run(self._forward_program, inputs, targets, with_loss=True).losses)
         finally:
             for module, training in modes:  # parents first; a module may do more in train() than set the flag
                 if module.training != training:
@@ -274,8 +274,7 @@ class Pipeline:
                 self._threads.run(runs)
             else:
                 _take_turns(list(runs.values()))
-            if with_loss:
-                self._losses.share(batch)
+            self._results.share(batch.losses if with_loss else batch.outputs, everywhere=with_loss)
             self._transport.end_step()
         except BaseException as error:
             self._ended = f"it failed: {type(error).__name__}: {error}"
