@@ -68,8 +68,8 @@ def _check_for_torch(schedule: Schedule) -> None:
     if replicated is not None:
         ranks = schedule.placement.replicas[replicated]
         raise ScheduleError(
-            f"schedule {schedule.name!r} holds stage {replicated} on ranks {ranks}: torch.distributed.pipelining has one "
-            "rank for each stage; write it as JSON, or take a schedule without replicas, such as dualpipev"
+            f"schedule {schedule.name!r} holds stage {replicated} on ranks {ranks}: torch.distributed.pipelining has "
+            "one rank for each stage; write it as JSON, or take a schedule without replicas, such as dualpipev"
         )
     for is_so, what, fix in (
         (schedule.num_slices > 1, "slices of micro-batches", "take one without slices"),

@@ -41,8 +41,8 @@ def from_orders(orders: Rows, *, name: str = "own", overlapped: Iterable[tuple[A
         parsed = tuple(tuple(map(_action, row.split() if isinstance(row, str) else row)) for row in rows)
     except TypeError as error:
         raise ScheduleError(
-            f"the orders of schedule {name!r} are no sequence of rows of actions ({error}): give one row a rank, such as "
-            "'0F0 0B0'"
+            f"the orders of schedule {name!r} are no sequence of rows of actions ({error}): give one row a rank, such "
+            "as '0F0 0B0'"
         ) from error
     schedule = schedule_from_orders(parsed, name=name, overlapped=frozenset(overlapped))
     check(schedule)
@@ -77,7 +77,7 @@ def from_function(
     Raises:
         ScheduleError: the function takes or returns something else, raises, or what it makes is not legal.
     """
-    called = name or getattr(function, "__name__", "own")
+    called = name or str(getattr(function, "__name__", "own"))
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
     if num_chunks is not None:
         sizes["num_chunks"] = num_chunks
@@ -85,8 +85,8 @@ def from_function(
         inspect.signature(function).bind(**sizes)
     except (TypeError, ValueError) as error:
         raise ScheduleError(
-            f"function {called!r} cannot be called with {', '.join(sizes)} ({error}): a schedule's function takes these "
-            "by name; change its parameters" + ("" if num_chunks is None else ", or leave the chunks out")
+            f"function {called!r} cannot be called with {', '.join(sizes)} ({error}): a schedule's function takes "
+            "these by name; change its parameters" + ("" if num_chunks is None else ", or leave the chunks out")
         ) from error
     try:
         made = function(**sizes)

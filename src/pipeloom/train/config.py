@@ -15,7 +15,7 @@ from typing import Any, Literal, get_type_hints
 
 import yaml
 
-from pipeloom.schedules import own
+from pipeloom.schedules import own as own_schedule
 
 
 def _option(default: Any, text: str) -> Any:
@@ -136,7 +136,7 @@ def repeatable(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(
         config,
         data=data,
-        schedule=own.absolute(config.schedule),
+        schedule=own_schedule.absolute(config.schedule),
         output_dir=str(Path(config.output_dir).absolute()),
         resume_from_checkpoint=resume,
     )
