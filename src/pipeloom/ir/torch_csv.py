@@ -41,7 +41,8 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
     """Read a compute-only or lowered CSV, such as torch's ``_dump_csv`` writes.
 
     What is no computation is dropped, since the passes put it back; so are torch's empty cells. Placement and sizes
-    are read off the forwards: see `schedule_from_orders`.
+    are read off the forwards: see `schedule_from_orders`. torch (2.13) prints its 1F1B with the forwards of the last
+    stage counted from 1, which is not what it runs; here they count from 0.
 
     Raises:
         ScheduleError: a cell is no action, or the stages are not numbered without gaps.
@@ -59,8 +60,18 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
             order += members
             if len(members) == 2 and members[0].op is Op.F:
                 overlapped.add((members[0], members[1]))
-        orders.append(tuple(action for action in order if action.op in COMPUTE_OPS))
+        orders.append(_counted_from_zero([action for action in order if action.op in COMPUTE_OPS]))
     return schedule_from_orders(tuple(orders), name=name, overlapped=frozenset(overlapped))
+
+
+def _counted_from_zero(order: list[Action]) -> tuple[Action, ...]:
+    """A rank's order; where its only stage has forwards 1..M and backwards 0..M-1, with forwards 0..M-1."""
+    forwards = [action for action in order if action.op is Op.F]
+    backwards = [action for action in order if action.op is not Op.F]
+    ahead = [action._replace(microbatch=(action.microbatch or 0) + 1, op=Op.F) for action in backwards]
+    if not forwards or sorted(forwards) != sorted(ahead):
+        return tuple(order)
+    return tuple(a._replace(microbatch=(a.microbatch or 0) - 1) if a.op is Op.F else a for a in order)
 
 
 def _check_for_torch(schedule: Schedule) -> None:
