@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program
+from pipeloom.runtime.slices import Extent, cut_slice, join_slices, sliced_module
 from pipeloom.runtime.split_backward import Root
 from pipeloom.runtime.state import RankState, Step
 from pipeloom.runtime.values import Layout, Value, flatten, unflatten
@@ -20,9 +21,10 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     assert microbatch is not None
     key = (stage, microbatch, piece)
     training = not program.schedule.forward_only
-    module, arrived, saved = state.stages[stage], state.arrived, state.saved
+    arrived, saved = state.arrived, state.saved
+    module = state.stages[stage] if piece is None else sliced_module(state, action, program)
     deliver = _bind_delivery(state, action, program) if stage < program.schedule.num_stages - 1 else None
-    loss = _bind_loss(state, microbatch) if deliver is None else None
+    loss = _bind_loss(state, action, program) if deliver is None else None
     first = stage == 0
 
     def forward() -> None:
@@ -56,24 +58,48 @@ def _copied(state: RankState, stage: int, value: Value) -> Value:
     return unflatten(layout, [tensor.clone() for tensor in tensors])
 
 
-def _bind_loss(state: RankState, microbatch: int) -> Callable[[Value], list[Root]]:
+def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:
     """What the last stage does with its output: the loss, or keeping it for the caller."""
+    stage, _, microbatch, piece = action
+    assert microbatch is not None
+    key = (stage, microbatch, piece)
 
     def finish(output: Value) -> list[Root]:
         batch = state.batch
         if batch.targets is None or state.loss_fn is None:
             batch.outputs[microbatch] = output
             return []
-        loss = state.loss_fn(output, batch.targets[microbatch])
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise RunError(f"loss_fn returned {shape}: it returns one number, the mean over the micro-batch")
-        if not loss.dtype.is_floating_point:
-            raise RunError(f"loss_fn returned a {loss.dtype}: a mean is a floating-point number; convert it")
-        batch.losses[microbatch] = loss.detach() * state.seed(batch.weights[microbatch], loss)
+        loss = _checked(state.loss_fn(output, batch.targets[microbatch]))
+        weight = state.loss_weights[key] = batch.weights[microbatch]
+        batch.losses[microbatch] = loss.detach() * state.seed(weight, loss)
         return [_root(loss)] if loss.requires_grad else []
 
-    return finish
+    def finish_slice(value: Value) -> list[Root]:
+        (output, mark), batch = value, state.batch
+        if batch.targets is None or state.loss_fn is None:
+            pieces = batch.outputs.setdefault(microbatch, [])
+            pieces.append(output)
+            if len(pieces) == program.schedule.num_slices:
+                batch.outputs[microbatch] = join_slices(pieces)
+            return []
+        extent = Extent(*mark.tolist())
+        loss = _checked(state.loss_fn(output, cut_slice(batch.targets[microbatch], extent)))
+        weight = state.loss_weights[key] = batch.weights[microbatch] * extent.share
+        weighed = loss.detach() * state.seed(weight, loss)
+        earlier = batch.losses.get(microbatch)
+        batch.losses[microbatch] = weighed if earlier is None else earlier + weighed
+        return [_root(loss)] if loss.requires_grad else []
+
+    return finish if piece is None else finish_slice
+
+
+def _checked(loss: Tensor) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise RunError(f"loss_fn returned {shape}: it returns one number, the mean over the micro-batch")
+    if not loss.dtype.is_floating_point:
+        raise RunError(f"loss_fn returned a {loss.dtype}: a mean is a floating-point number; convert it")
+    return loss
 
 
 def _bind_delivery(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:

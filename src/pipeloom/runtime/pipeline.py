@@ -21,7 +21,7 @@ from pipeloom.runtime.host_memory import keep_freed_memory
 from pipeloom.runtime.messages import call_number
 from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
 from pipeloom.runtime.results import ResultExchange, total
-from pipeloom.runtime.runnable import check_loss, check_runnable
+from pipeloom.runtime.runnable import check_loss, check_runnable, check_slices
 from pipeloom.runtime.state import Batch, LossFn
 from pipeloom.runtime.threads import RankThreads
 from pipeloom.runtime.transport import Transport, program_channels
@@ -45,6 +45,9 @@ class Pipeline:
             process, one thread each), "shared-memory" (ranks are processes of one machine), "torch"
             (torch.distributed), or a `Transport`. "auto" is shared memory between CPU ranks of one machine and torch
             between all others where a process group exists, and loopback where none does.
+        slices: where the schedule has slices, how many tokens each has; sequences of another length are cut in
+            proportion. None: evenly. Inputs and targets then hold sequences along dimension 1, and `loss_fn` is the
+            mean over the tokens of a slice.
         blackbox: a writable buffer of 64 bytes into which the label of the running action is written.
         timeout_seconds: how long a rank may wait for a message.
 
@@ -66,12 +69,14 @@ class Pipeline:
         layers: Sequence[str] | None = None,
         cut: str | Sequence[int] = "layers",
         transport: str | Transport = "auto",
+        slices: Sequence[int] | None = None,
         blackbox: Any = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
         check(schedule)
         check_runnable(schedule)
         check_loss(loss_fn)
+        check_slices(schedule, slices)
         schedule = merge_backwards(schedule)
         cut_model = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
         if len(cut_model.modules) != schedule.num_stages:
@@ -113,6 +118,7 @@ class Pipeline:
                 gradient_sum=GradientSum(
                     rank, self._ownership.shared(rank), self._ownership.shared_buffers(rank), self._transport
                 ),
+                slice_lengths=slices,
                 blackbox=blackbox,
             )
             for rank, stages in by_rank.items()

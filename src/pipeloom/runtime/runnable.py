@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from pipeloom.errors import InputError
@@ -12,11 +14,6 @@ from pipeloom.runtime.worker import RUNNABLE_OPS
 
 def check_runnable(schedule: Schedule) -> None:
     """Raises InputError where a legal schedule is more than the executor can do."""
-    if schedule.num_slices != 1:
-        raise InputError(
-            f"schedule {schedule.name!r} has {schedule.num_slices} slices a micro-batch: the executor runs whole "
-            "micro-batches; take a schedule without slices"
-        )
     if schedule.weights is not WeightPolicy.FLUSH:
         raise InputError(
             f"schedule {schedule.name!r} has weight policy {schedule.weights.value!r}: the executor runs 'flush', one "
@@ -37,3 +34,16 @@ def check_loss(loss_fn: LossFn | None) -> None:
             "loss_fn is a module with parameters: they would be in no stage; put it at the end of the model, and leave "
             "to loss_fn what has none"
         )
+
+
+def check_slices(schedule: Schedule, lengths: Sequence[int] | None) -> None:
+    """Raises InputError where the lengths of slices are not those of the schedule's."""
+    if lengths is None:
+        return
+    if len(lengths) != schedule.num_slices:
+        raise InputError(
+            f"slices have {len(lengths)} lengths: schedule {schedule.name!r} cuts a sequence into "
+            f"{schedule.num_slices}; give one length for each slice, or build the schedule with num_slices"
+        )
+    if any(length < 1 for length in lengths):
+        raise InputError(f"slices of {list(lengths)} tokens: each has at least one; correct them")

@@ -5,6 +5,7 @@
                          after a split backward's I, what its W needs: still the same one       I to W
     gradients[stage, b]  gradient of a stage's output, from RECV_B or the chunk after            until B or I
     departing[action]    a result on its way to another rank                                    until its SEND
+    contexts[stage, b]   keys and values of a micro-batch in slices                              F to B of its slice 0
 
 Of a stage's output only the graph is kept, not the numbers: after it is sent nobody here reads them.
 """
@@ -23,6 +24,7 @@ from pipeloom.ir import Action, Program
 from pipeloom.runtime.split_backward import Root, WeightGradients
 from pipeloom.runtime.transport import Transport
 from pipeloom.runtime.values import Layout, Value, split_batch
+from pipeloom.slicing import SliceContext
 
 LossFn = Callable[[Any, Any], Tensor]
 Key = tuple[int, int | None, int | None]  # stage, micro-batch, slice
@@ -40,8 +42,8 @@ class Batch:
         inputs: of every micro-batch, on ranks with the first stage.
         targets: of every micro-batch, on ranks with the last stage; None where no loss is asked for.
         weights: the share of each micro-batch in the loss.
-        losses: of the micro-batches whose last stage ran here, each times its weight.
-        outputs: of the last stage, where no loss is asked for.
+        losses: of the micro-batches whose last stage ran here, each times its weight; of slices, their sum.
+        outputs: of the last stage, where no loss is asked for; of slices, a list until all are there.
     """
 
     inputs: Sequence[Value] = ()
@@ -86,6 +88,7 @@ class RankState:
         stages: the modules of the stages that this rank holds.
         loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
         transport: with all channels of the programs open.
+        slice_lengths: how sequences are cut where the schedule has slices; None: evenly.
         batch, call: of the running step.
         peak_live_activations: the most entries that `saved` had in the last run.
     """
@@ -94,6 +97,7 @@ class RankState:
     stages: dict[int, nn.Module]
     loss_fn: LossFn | None
     transport: Transport
+    slice_lengths: Sequence[int] | None = None
     batch: Batch = field(default_factory=Batch)
     call: int = 0
     peak_live_activations: int = 0
@@ -101,6 +105,9 @@ class RankState:
     saved: dict[Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = field(default_factory=dict)
     gradients: dict[Key, Sequence[Tensor | None]] = field(default_factory=dict)
     departing: dict[Action, tuple[Layout, list[Tensor]]] = field(default_factory=dict)
+    contexts: dict[tuple[int, int], SliceContext] = field(default_factory=dict)
+    extents: dict[Key, tuple[int, int, int]] = field(default_factory=dict)
+    loss_weights: dict[Key, float] = field(default_factory=dict)
     copies_input: dict[int, bool] = field(init=False)
     seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
@@ -117,8 +124,11 @@ class RankState:
 
     def clear(self) -> None:
         """Let go of everything, also after an error."""
-        for store in (self.arrived, self.saved, self.gradients, self.departing):
-            store.clear()
+        for store in (self.arrived, self.saved, self.gradients, self.departing, self.extents, self.loss_weights):
+            store.clear()  # type: ignore[attr-defined]
+        for context in self.contexts.values():
+            context.close()
+        self.contexts.clear()
         self.batch = Batch()
 
     def seed(self, weight: float, like: Tensor) -> Tensor:

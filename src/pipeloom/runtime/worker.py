@@ -20,6 +20,7 @@ from pipeloom.runtime.backward import bind_backward, bind_input_backward, bind_w
 from pipeloom.runtime.forward import bind_forward
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.messages import bind_receive, bind_send
+from pipeloom.runtime.slices import in_slice
 from pipeloom.runtime.state import Batch, Binder, LossFn, RankState, Step
 from pipeloom.runtime.transport import Transport
 
@@ -71,6 +72,7 @@ class Worker:
         loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
         transport: with all channels of the programs open.
         gradient_sum: the parameters that other ranks hold too.
+        slice_lengths: tokens of each slice, where schedules have slices; None: cut evenly.
         blackbox: a buffer of at least `BLACKBOX_BYTES` bytes into which the running action is written, for whoever
             has to say after a crash what this rank was doing.
     """
@@ -83,11 +85,12 @@ class Worker:
         loss_fn: LossFn | None,
         transport: Transport,
         gradient_sum: GradientSum,
+        slice_lengths: Sequence[int] | None = None,
         blackbox: Any = None,
     ) -> None:
         self.rank = rank
         self.stages = stages
-        self._state = RankState(rank, stages, loss_fn, transport)
+        self._state = RankState(rank, stages, loss_fn, transport, slice_lengths)
         self._gradient_sum = gradient_sum
         self._blackbox = blackbox
 
@@ -116,6 +119,8 @@ class Worker:
                         f"{', '.join(op.value for op in _BINDERS)} and REDUCE_GRAD; take a schedule without {action.op}"
                     )
                 steps = [binder(self._state, action, program)]
+                if action.slice is not None and action.op in (Op.B, Op.I):
+                    steps = [in_slice(self._state, action, step) for step in steps]
             label = f"{action}".encode().ljust(BLACKBOX_BYTES, b"\0")[:BLACKBOX_BYTES]
             blocking = self._state.transport.blocking
             for run, ready in steps:

@@ -1,0 +1,139 @@
+"""Slices of a sequence in the executor: what a binder wraps around the stage it calls.
+
+    stage 0        cut the slice from its micro-batch
+    other stages   a value comes as (value, extent): where the slice starts and ends in a sequence of which length
+    F, B, I        run inside the slice's context, in which attention finds the keys and values of earlier slices
+    last stage     the targets are cut by the same extent; a slice's loss counts by its share of the sequence
+
+A context belongs to one stage and micro-batch. It lives from the forward of slice 0 to the backward of slice 0, which
+comes last; in evaluation to the forward of the last slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import InputError
+from pipeloom.ir import Action, Op, Program
+from pipeloom.runtime.state import RankState, Step
+from pipeloom.runtime.values import Value, flatten, unflatten
+from pipeloom.slicing import SliceContext
+
+
+class Extent(NamedTuple):
+    """Tokens `start` to `end` of a sequence of `length`."""
+
+    start: int
+    end: int
+    length: int
+
+    @property
+    def share(self) -> float:
+        """Of the sequence."""
+        return (self.end - self.start) / self.length
+
+
+def slice_extents(length: int, num_slices: int, lengths: Sequence[int] | None) -> list[Extent]:
+    """Cut a sequence: by `lengths` where they add up to it, in proportion where not, else evenly, longer ones first.
+
+    Raises:
+        InputError: fewer tokens than slices.
+    """
+    if length < num_slices:
+        raise InputError(
+            f"a sequence of {length} tokens for {num_slices} slices: each needs at least one; use longer sequences, or "
+            f"a schedule of {max(1, length)} slices"
+        )
+    if lengths is None:
+        small, larger = divmod(length, num_slices)
+        ends = list(accumulate([small + 1] * larger + [small] * (num_slices - larger)))
+    else:
+        whole = sum(lengths)
+        ends = [round(end * length / whole) for end in accumulate(lengths)]
+        for index in range(num_slices):  # every slice keeps a token however short the sequence is
+            ends[index] = max(ends[index], index + 1)
+            ends[index] = min(ends[index], length - (num_slices - 1 - index))
+    return [Extent(start, end, length) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def sequence_length(value: Value, what: str) -> int:
+    """The length of dimension 1 of the tensors that have one.
+
+    Raises:
+        InputError: there is none, or they differ.
+    """
+    _, tensors = flatten(value)
+    found = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
+    if len(found) != 1:
+        seen = f"tensors of {sorted(found)} tokens" if found else "no tensor of two dimensions or more"
+        raise InputError(f"{what} hold {seen}: slices are cut along dimension 1, which all share; reshape, or pad")
+    return found.pop()
+
+
+def cut_slice(value: Value, extent: Extent) -> Value:
+    """The slice of a micro-batch; tensors of one dimension go with every slice."""
+    layout, tensors = flatten(value)
+    start, end, _ = extent
+    return unflatten(layout, [t[:, start:end] if t.dim() > 1 else t for t in tensors])
+
+
+def join_slices(values: Sequence[Value]) -> Value:
+    """Put the outputs of the slices of a micro-batch together along dimension 1; others are those of the last slice."""
+    layouts, tensors = zip(*map(flatten, values), strict=True)
+    joined = [torch.cat(column, 1) if column[0].dim() > 1 else column[-1] for column in zip(*tensors, strict=True)]
+    return unflatten(layouts[-1], joined)
+
+
+def sliced_module(state: RankState, action: Action, program: Program) -> Callable[[Value], Value]:
+    """The stage as F of a slice calls it: (value, extent) -> (value, extent), on the first stage from a micro-batch."""
+    stage, _, microbatch, piece = action
+    assert microbatch is not None
+    assert piece is not None
+    module, contexts, extents = state.stages[stage], state.contexts, state.extents
+    key, context_key, num_slices = (stage, microbatch, piece), (stage, microbatch), program.schedule.num_slices
+    lengths, first, last_slice = state.slice_lengths, stage == 0, piece == num_slices - 1
+    forward_only = program.schedule.forward_only
+
+    def run(value: Value) -> tuple[Value, Tensor]:
+        if first:
+            extent = slice_extents(sequence_length(value, "inputs"), num_slices, lengths)[piece]
+            value, mark = cut_slice(value, extent), torch.tensor(extent)
+        else:
+            value, mark = value
+            extent = Extent(*mark.tolist())
+        extents[key] = extent
+        if piece == 0:
+            contexts[context_key] = SliceContext()
+        with contexts[context_key].slice(piece, *extent):
+            output = module(value)
+        if forward_only:
+            del extents[key]
+            if last_slice:
+                contexts.pop(context_key).close()
+        return output, mark
+
+    return run
+
+
+def in_slice(state: RankState, action: Action, step: Step) -> Step:
+    """A backward inside its slice's context, where recomputed blocks find the same keys and values again."""
+    stage, op, microbatch, piece = action
+    assert microbatch is not None
+    assert piece is not None
+    assert op in (Op.B, Op.I)
+    run, ready = step
+    contexts, extents, key = state.contexts, state.extents, (stage, microbatch, piece)
+
+    def backward() -> None:
+        context = contexts[stage, microbatch]
+        with context.slice(piece, *extents.pop(key)):
+            run()
+        if piece == 0:
+            contexts.pop((stage, microbatch)).close()
+
+    return backward, ready
