@@ -281,6 +281,9 @@ def test_a_fit_recovers_the_form_and_says_how_far_off_it_is():
     off = [float(fitted(1, n, c)) / t - 1 for n, c, t in noisy if c]
     assert error == pytest.approx(math.sqrt(sum(e * e for e in off) / len(off)))
     assert 0.005 < error < 0.1
+    falling = [Sample(8, 0, 1.0), *(Sample(8, c, 1.0 - c / 16) for c in (1, 2, 4))]
+    assert min(fit(falling)[0].context) < 0
+    assert min(fit(falling, nonnegative=True)[0].context) >= 0
     with pytest.raises(InputError, match="without context"):
         fit([Sample(8, 8, 1.0)])
     with pytest.raises(InputError, match="measure it again"):

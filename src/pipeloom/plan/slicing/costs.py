@@ -98,11 +98,16 @@ class Sample(NamedTuple):
     seconds: float
 
 
-def fit(samples: Sequence[Sample]) -> tuple[LinearTime, float]:
+def fit(samples: Sequence[Sample], *, nonnegative: bool = False) -> tuple[LinearTime, float]:
     """The linear form of measurements, and how far it is from them.
 
     The base is the median of what was measured at each length without context. The context part is fitted to the rest
     by least squares of relative errors, for long slices would drown short ones otherwise.
+
+    Args:
+        samples: measurements.
+        nonnegative: no coefficient is below 0, as context takes no time away; noisy measurements would say so else,
+            and the form would fall below 0 between them.
 
     Returns:
         The form, and the root mean square of the relative error over the samples with context (0 if there are none).
@@ -125,7 +130,13 @@ def fit(samples: Sequence[Sample]) -> tuple[LinearTime, float]:
     length, context, seconds = np.array(behind, dtype=np.float64).T
     terms = np.stack([np.ones_like(length), length, context, length * context], axis=1)
     scale = terms.max(axis=0)  # lengths squared beside ones: without it the fit loses digits
-    solved = np.linalg.lstsq(terms / scale / seconds[:, None], 1 - base(1, length, context) / seconds, rcond=None)[0]
+    matrix, wanted = terms / scale / seconds[:, None], 1 - base(1, length, context) / seconds
+    if nonnegative:
+        from scipy.optimize import nnls  # costs that are read from a file need no scipy
+
+        solved = nnls(matrix, wanted)[0]
+    else:
+        solved = np.linalg.lstsq(matrix, wanted, rcond=None)[0]
     a0, a1, a2, a3 = (float(a) for a in solved / scale)
     fitted = LinearTime(base=base.base, context=(a0, a1, a2, a3))
     error = fitted(1, length, context) / seconds - 1

@@ -103,7 +103,7 @@ def measure_slices(
         raise InputError(f"{num_ranks} ranks share {config.layers} blocks: each has one at least; ask for fewer ranks")
     share = share or Share(replace(config, layers=-(-config.layers // num_ranks)))
     samples: dict[str, list[Sample]] = {"forward": [], "backward": []}
-    with _threads_of_a_rank(num_ranks):
+    with _threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
         for length, context in _points(config.sequence_length, grid):
             [time] = profile_layers(
                 [("slice", share)],
@@ -114,8 +114,8 @@ def measure_slices(
             samples["forward"].append(Sample(length, context, time.forward_seconds))
             samples["backward"].append(Sample(length, context, time.backward_seconds))
         latency, per_token = _message(config.width, config.sequence_length)
-    forward, forward_error = fit(samples["forward"])
-    backward, backward_error = fit(samples["backward"])
+    forward, forward_error = fit(samples["forward"], nonnegative=True)
+    backward, backward_error = fit(samples["backward"], nonnegative=True)
     costs = SliceCosts(forward=forward, backward=backward, latency=latency, seconds_per_token_sent=per_token)
     return Measured(costs, forward_error, backward_error)
 
