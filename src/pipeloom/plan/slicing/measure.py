@@ -101,9 +101,9 @@ def measure_slices(
     """
     if num_ranks > config.layers:
         raise InputError(f"{num_ranks} ranks share {config.layers} blocks: each has one at least; ask for fewer ranks")
-    share = share or Share(replace(config, layers=-(-config.layers // num_ranks)))
     samples: dict[str, list[Sample]] = {"forward": [], "backward": []}
     with _threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
+        share = share or Share(replace(config, layers=-(-config.layers // num_ranks)))
         for length, context in _points(config.sequence_length, grid):
             [time] = profile_layers(
                 [("slice", share)],

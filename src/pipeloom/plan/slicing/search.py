@@ -18,6 +18,8 @@ import numpy as np
 
 from pipeloom.plan.slicing.costs import Array
 
+_MOST_ENTRIES = 2**22  # of the tables that are worked on at once
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
@@ -90,24 +92,26 @@ def _search(
     order = itertools.count()
     start = tuple(len(each) - 1 for each in values)
     boxes = [(0.0, next(order), (0,) * len(values), start)]
+    at_once = max(1, min(8, _MOST_ENTRIES // tables.cost.size))
     while boxes:
-        bound, _, low, high = heapq.heappop(boxes)
-        if bound >= least * (1 - tolerance):
-            return best, min(bound, least)
-        answer = _under(tables, [float(each[h]) for each, h in zip(values, high, strict=True)])
-        if answer is None:
-            continue
-        measured = measure(measured_by, answer)
-        if best is None or measured.objective < best.objective:
-            best = measured
-        least = min(least, answer.objective)
-        # All limits between the reached and the highest have this answer; the others have one limit below it.
-        reached = tuple(int(np.searchsorted(each, v)) for each, v in zip(values, answer.largest, strict=True))
-        for part_low, part_high in _below(reached, low, high):
-            for low_, high_ in _halves(values, part_low, part_high):
-                floor = answer.total + sum(float(each[i]) for each, i in zip(values, low_, strict=True))
-                if floor < least:
-                    heapq.heappush(boxes, (floor, next(order), low_, high_))
+        if boxes[0][0] >= least * (1 - tolerance):
+            return best, min(boxes[0][0], least)
+        taken = [heapq.heappop(boxes) for _ in range(min(at_once, len(boxes)))]
+        limits = [[float(each[h]) for each, h in zip(values, high, strict=True)] for _, _, _, high in taken]
+        for (_, _, low, high), answer in zip(taken, _under(tables, limits), strict=True):
+            if answer is None:
+                continue
+            measured = measure(measured_by, answer)
+            if best is None or measured.objective < best.objective:
+                best = measured
+            least = min(least, answer.objective)
+            # All limits between the reached and the highest have this answer; the others have one limit below it.
+            reached = tuple(int(np.searchsorted(each, v)) for each, v in zip(values, answer.largest, strict=True))
+            for part in _below(reached, low, high):
+                for low_, high_ in _halves(values, *part):
+                    floor = answer.total + sum(float(each[i]) for each, i in zip(values, low_, strict=True))
+                    if floor < least:
+                        heapq.heappush(boxes, (floor, next(order), low_, high_))
     return best, least
 
 
@@ -160,30 +164,37 @@ def measure(tables: Tables, answer: Answer) -> Answer:
     )
 
 
-def _under(tables: Tables, limits: Sequence[float]) -> Answer | None:
-    """The least sum with no slice above the limits; None if there is none."""
-    allowed = tables.largest[0] <= limits[0]
-    for table, limit in zip(tables.largest[1:], limits[1:], strict=True):
-        allowed &= table <= limit
-    cost = np.where(allowed, tables.cost, np.inf)
+def _under(tables: Tables, limits: Sequence[Sequence[float]]) -> list[Answer | None]:
+    """For each list of limits, the least sum with no slice above them; None if there is none.
+
+    Several at once, as small tables take less time than Python does to go through them.
+    """
+    cost = np.empty((len(limits), *tables.cost.shape))
+    for own, each in zip(cost, limits, strict=True):
+        allowed = np.logical_and.reduce([t <= limit for t, limit in zip(tables.largest, each, strict=True)])
+        own[:] = np.where(allowed, tables.cost, np.inf)
     best = _slice(cost)
+    return [_put_together(tables, *each) for each in zip(cost, best, strict=True)]
+
+
+def _put_together(tables: Tables, cost: Array, best: Array) -> Answer | None:
+    """The pieces of the batch, from what `_slice` found."""
     kinds = _knapsack(best[:, -1], tables.sizes, tables.batch)
     if kinds is None:
         return None
     paths = {kind: _path(cost[kind], best[kind]) for kind in set(kinds)}
-    answer = Answer(pieces=tuple((kind, paths[kind]) for kind in kinds), total=0.0, largest=())
-    return measure(tables, answer)
+    return measure(tables, Answer(pieces=tuple((kind, paths[kind]) for kind in kinds), total=0.0, largest=()))
 
 
 def _slice(cost: Array) -> Array:
-    """``best[piece, end]``: the least sum of slices from the beginning up to each cell."""
-    pieces, cells, _ = cost.shape
-    best = np.full((pieces, cells + 1), np.inf)
-    best[:, 0] = 0.0
-    options = np.empty((pieces, cells))
+    """``best[..., end]``: the least sum of slices from the beginning up to each cell."""
+    *others, cells, _ = cost.shape
+    best = np.full((*others, cells + 1), np.inf)
+    best[..., 0] = 0.0
+    options = np.empty((*others, cells))
     for end in range(1, cells + 1):
-        part = np.add(best[:, :end], cost[:, end - 1, :end], out=options[:, :end])
-        np.minimum.reduce(part, axis=1, out=best[:, end])
+        part = np.add(best[..., :end], cost[..., end - 1, :end], out=options[..., :end])
+        np.minimum.reduce(part, axis=-1, out=best[..., end])
     return best
 
 
