@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -110,21 +109,26 @@ class GPTWorkload:
         return self
 
 
-@lru_cache(maxsize=1)
-def _lateness_seconds() -> float:
-    """How much later than asked for this process wakes from a sleep: the median of 15, at most 0.2 ms."""
-    late = []
-    for _ in range(15):
-        start = time.monotonic()
-        time.sleep(0.005)
-        late.append(time.monotonic() - start - 0.005)
-    return min(sorted(late)[7], 0.0002)
+class _Waits:
+    """Sleeps that take what they were asked for on average: what one is late, the next ones make up for.
+
+    An operating system ends a sleep 0.05 to 0.15 ms late. That is no time of the pipeline, and it would add up.
+    """
+
+    _MOST_SECONDS = 0.001  # to be made up for: what is late by more was held up by another process
+
+    def __init__(self) -> None:
+        self._late_seconds = 0.0
+
+    def __call__(self, seconds: float) -> None:
+        if seconds > 0:
+            start = time.monotonic()
+            time.sleep(max(0.0, seconds - self._late_seconds))
+            late = self._late_seconds + time.monotonic() - start - seconds
+            self._late_seconds = min(late, self._MOST_SECONDS)
 
 
-def wait(seconds: float) -> None:
-    """Sleep for `seconds` on average: what the operating system adds to a sleep is taken off beforehand."""
-    if seconds > 0:
-        time.sleep(max(0.0, seconds - _lateness_seconds()))
+wait = _Waits()
 
 
 class _Wait(torch.autograd.Function):
@@ -143,30 +147,36 @@ class _Wait(torch.autograd.Function):
 
 
 class WaitingStage(nn.Module):
-    """A stage that multiplies by a parameter of 4 elements, then waits as if it computed."""
+    """A linear layer of 4 x 4 weights that waits as if it computed: in F, in I, and in W.
 
-    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+    I waits in the backward of a function. W waits in a hook on the weight, which autograd calls with the weight's
+    gradient, whenever that is computed: at once in a whole backward, in W where the backward is split.
+    """
+
+    def __init__(self, forward_seconds: float, input_seconds: float, weight_seconds: float) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.rand(4) + 0.5)
-        self.waits = (forward_seconds, backward_seconds)
+        self.weight = nn.Parameter(torch.rand(4, 4) / 2)
+        self.weight.register_hook(lambda gradient: wait(weight_seconds))
+        self.waits = (forward_seconds, input_seconds)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Wait.apply(x * self.scale, *self.waits)  # type: ignore[no-any-return]
+        return _Wait.apply(F.linear(x, self.weight), *self.waits)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingWorkload:
-    """`num_stages` stages that together wait `num_ranks` times the given seconds; one sample a micro-batch."""
+    """`num_stages` stages that wait; one sample a micro-batch."""
 
     num_stages: int
     num_microbatches: int
     forward_seconds: float = 0.010
-    backward_seconds: float = 0.020
+    input_seconds: float = 0.010
+    weight_seconds: float = 0.010
 
     def model(self) -> nn.Sequential:
         torch.manual_seed(7)
-        stages = [WaitingStage(self.forward_seconds, self.backward_seconds) for _ in range(self.num_stages)]
-        return nn.Sequential(*stages)
+        waits = (self.forward_seconds, self.input_seconds, self.weight_seconds)
+        return nn.Sequential(*(WaitingStage(*waits) for _ in range(self.num_stages)))
 
     def batch(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(11)
@@ -179,7 +189,7 @@ class WaitingWorkload:
         return [1] * num_stages
 
     def without_waits(self) -> WaitingWorkload:
-        return replace(self, forward_seconds=0.0, backward_seconds=0.0)
+        return replace(self, forward_seconds=0.0, input_seconds=0.0, weight_seconds=0.0)
 
 
 class AddStage(nn.Module):
