@@ -34,8 +34,8 @@ class StepCost:
             computation. Each rank takes it by its own clock, so it holds across machines.
         peak_memory_bytes: for each process, its peak so far.
         live_activations: for each rank, the most held at once.
-        stage_seconds: [stages, 4]: median seconds of F, B, I, W of one micro-batch (mean of the ranks that run it); 0 where
-            there is none.
+        stage_seconds: [stages, 4]: median seconds of F, B, I, W of one micro-batch, averaged over the ranks with the
+            stage; 0 where there is none.
     """
 
     bubble_fraction: float
