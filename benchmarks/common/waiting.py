@@ -20,28 +20,21 @@ from pipeloom.passes import lower, merge_backwards
 from pipeloom.schedules import FAMILIES, Conditions
 from pipeloom.sim import Timeline, measured_timeline
 
-# Of one micro-batch on one rank's share of the model.
+# Of one micro-batch on one stage.
 SECONDS = {"forward": 0.010, "backward_input": 0.010, "backward_weight": 0.010}
-COSTS = pl.Costs.uniform(**SECONDS)
 
 
-def waiting_workload(num_ranks: int, num_stages: int, num_microbatches: int) -> WaitingWorkload:
-    """Stages such that one rank's share of the model takes `SECONDS`."""
-    share = min(1.0, num_ranks / num_stages)
-    f, i, w = (seconds * share for seconds in SECONDS.values())
-    return WaitingWorkload(
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        forward_seconds=f,
-        input_seconds=i,
-        weight_seconds=w,
-    )
+def waiting_workload(num_stages: int, num_microbatches: int) -> WaitingWorkload:
+    """Stages that take `SECONDS`."""
+    f, i, w = SECONDS.values()
+    return WaitingWorkload(num_stages=num_stages, num_microbatches=num_microbatches, seconds=(f, i, w))
 
 
 def waiting_schedule(name: str, num_ranks: int, num_microbatches: int, latency_seconds: float = 0.0) -> Schedule:
     """The schedule `name` for these stages and links."""
-    placement = Placement.loop(num_ranks, FAMILIES[name].default_chunks)
-    conditions = Conditions.uniform(placement, **SECONDS, latency=latency_seconds)
+    chunks = FAMILIES[name].default_chunks
+    share = {what: chunks * seconds for what, seconds in SECONDS.items()}
+    conditions = Conditions.uniform(Placement.loop(num_ranks, chunks), **share, latency=latency_seconds)
     return pl.schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, conditions=conditions)
 
 
@@ -60,8 +53,8 @@ def waiting_systems(
 
 def simulated(schedule: Schedule, latency_seconds: float = 0.0) -> Timeline:
     """The timeline of the program that the runtime makes of `schedule`."""
-    program = lower(merge_backwards(schedule))
-    return pl.simulate(program, COSTS, pl.Network(latency_seconds=latency_seconds))
+    costs = pl.Costs(**{what: (seconds,) * schedule.num_stages for what, seconds in SECONDS.items()})
+    return pl.simulate(lower(merge_backwards(schedule)), costs, pl.Network(latency_seconds=latency_seconds))
 
 
 def measure_waiting(
@@ -72,7 +65,8 @@ def measure_waiting(
     Returns:
         ``errors``: of each system, the largest against the reference; ``seconds``: of each system, of every step;
         ``bubbles``: of each pipeloom system, the bubble of every step's measured timeline; ``bare_seconds``: what F
-        and B of one micro-batch on one stage take without any pipeline, autograd included.
+        and B of one micro-batch on one stage take without any pipeline, autograd included; ``urgent``: whether the
+        processes were allowed to run before all others of the machine.
     """
     errors: dict[str, float] = {}
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -83,12 +77,13 @@ def measure_waiting(
                 schedule = system.schedule
                 if not isinstance(schedule, Schedule):
                     schedule = waiting_schedule(schedule, num_ranks, num_microbatches)
-                workload = waiting_workload(num_ranks, schedule.num_stages, num_microbatches)
+                workload = waiting_workload(schedule.num_stages, num_microbatches)
                 reference = Path(scratch) / f"{workload.num_stages}.safetensors"
                 if not reference.exists():
                     write_reference(workload, reference)
                 errors[name] = build_checked(crew, name, system, workload, reference)
             _say(f"{num_ranks} ranks: {len(errors)} systems agree with the reference")
+            urgent = all(crew.call("hurry"))
             for round_number in range(num_rounds):
                 for name, system in systems.items():
                     seconds[name] += step_seconds(crew.call("run_steps", name, 1))
@@ -97,10 +92,17 @@ def measure_waiting(
                         bubbles[name].append(ran.bubble_fraction)
                 _say(f"{num_ranks} ranks: round {round_number + 1} of {num_rounds}")
         with Crew("bare", 1, Bench, 1, scratch, process_group=False) as alone:
-            alone.call("build", "bare", System(kind="bare"), waiting_workload(1, 1, num_microbatches))
+            alone.call("build", "bare", System(kind="bare"), waiting_workload(1, num_microbatches))
+            alone.call("hurry")
             (stamps,) = alone.call("run_steps", "bare", 1)
     bare_seconds = (stamps[0].end - stamps[0].start) / num_microbatches
-    return {"errors": errors, "seconds": seconds, "bubbles": bubbles, "bare_seconds": bare_seconds}
+    return {
+        "errors": errors,
+        "seconds": seconds,
+        "bubbles": bubbles,
+        "bare_seconds": bare_seconds,
+        "urgent": urgent,
+    }
 
 
 def _say(text: str) -> None:

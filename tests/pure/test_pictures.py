@@ -164,7 +164,7 @@ def test_overlapped_pairs_are_framed_where_simulated_and_where_measured():
 def test_pictures_with_one_number_of_seconds_have_one_scale():
     fast, slow = (timeline_svg([timeline_of(name)], seconds=100) for name in ("gpipe", "naive"))
     first, second = (boxes(ElementTree.fromstring(svg))["0F0"] for svg in (fast, slow))
-    assert first == pytest.approx(second)
+    assert first[0] == pytest.approx(second[0])
 
 
 def test_shares_of_a_column_add_up_to_what_ran_in_it():
