@@ -94,8 +94,9 @@ def measure_waiting(
         with Crew("bare", 1, Bench, 1, scratch, process_group=False) as alone:
             alone.call("build", "bare", System(kind="bare"), waiting_workload(1, num_microbatches))
             alone.call("hurry")
-            (stamps,) = alone.call("run_steps", "bare", 1)
-    bare_seconds = (stamps[0].end - stamps[0].start) / num_microbatches
+            (stamps,) = alone.call("run_steps", "bare", 2)
+    warm = stamps[-1]
+    bare_seconds = (warm.end - warm.start) / num_microbatches
     return {
         "errors": errors,
         "seconds": seconds,
