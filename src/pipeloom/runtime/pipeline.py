@@ -17,6 +17,7 @@ from pipeloom.ir import Action, Op, Program, Schedule, WeightPolicy, check, peer
 from pipeloom.passes import forward_only, lower, merge_backwards
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.gradient_sum import GradientSum
+from pipeloom.runtime.host_memory import keep_freed_memory
 from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
 from pipeloom.runtime.threads import RankThreads
 from pipeloom.runtime.transport import Channel, Lane, Transport
@@ -44,7 +45,8 @@ class Pipeline:
         timeout_seconds: how long a rank may wait for a message.
 
     Where all ranks share this process, parameters that several ranks hold exist once for each of them, as they would
-    in processes of their own: make the optimizer from `parameters`.
+    in processes of their own: make the optimizer from `parameters`. Where this process is one rank, the C library is
+    told to keep freed memory (see `pipeloom.runtime.host_memory`).
 
     Raises:
         InputError: illegal schedule, a model that cannot be cut so, a process group of another size; before any
@@ -86,6 +88,8 @@ class Pipeline:
         self.rank = connection.rank
         self.process_group = connection.process_group
         self._transport = connection.transport
+        if connection.rank is not None:
+            keep_freed_memory()
         self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
         self._transport.open(self._channels())
 
