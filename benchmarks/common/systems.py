@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.common.links import EmulatedLinks
 from benchmarks.common.peers import DeepSpeedPipeline, TorchPipelining, parameters_of
-from benchmarks.common.processes import Crew
+from benchmarks.common.processes import Crew, run_first
 from benchmarks.common.reference import BareStages, Sequential, compare, judge
 from benchmarks.common.workloads import Workload
 from pipeloom.ir import Action, Schedule
@@ -154,17 +154,9 @@ class Bench:
         found: list[Record] = self._systems[name].records()
         return found
 
-    def hurry(self) -> bool:
-        """Let this process run as soon as it is due, whatever else the machine does; False where that is not allowed.
-
-        For stages that wait, and so leave the cores to others nearly all of the time.
-        """
-        try:
-            for thread in os.listdir("/proc/self/task"):
-                os.sched_setscheduler(int(thread), os.SCHED_RR, os.sched_param(1))
-        except OSError:
-            return False
-        return True
+    def run_first(self) -> bool:
+        """`run_first` for all threads of this process."""
+        return all(run_first(int(thread)) for thread in os.listdir("/proc/self/task"))
 
     def close(self) -> None:
         for system in self._systems.values():

@@ -83,7 +83,7 @@ def measure_waiting(
                     write_reference(workload, reference)
                 errors[name] = build_checked(crew, name, system, workload, reference)
             _say(f"{num_ranks} ranks: {len(errors)} systems agree with the reference")
-            urgent = all(crew.call("hurry"))
+            urgent = all(crew.call("run_first"))
             for round_number in range(num_rounds):
                 for name, system in systems.items():
                     seconds[name] += step_seconds(crew.call("run_steps", name, 1))
@@ -93,7 +93,7 @@ def measure_waiting(
                 _say(f"{num_ranks} ranks: round {round_number + 1} of {num_rounds}")
         with Crew("bare", 1, Bench, 1, scratch, process_group=False) as alone:
             alone.call("build", "bare", System(kind="bare"), waiting_workload(1, num_microbatches))
-            alone.call("hurry")
+            alone.call("run_first")
             (stamps,) = alone.call("run_steps", "bare", 2)
     warm = stamps[-1]
     bare_seconds = (warm.end - warm.start) / num_microbatches
