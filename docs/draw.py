@@ -16,6 +16,7 @@ from typing import Any
 
 import pipeloom as pl
 from pipeloom import cli
+from pipeloom.plan.slicing import parse_slice_costs, slice_batch, slicing_timeline, uniform
 from pipeloom.report import timeline_svg
 from pipeloom.report.drawing import seconds_text
 from pipeloom.sim import Timeline
@@ -43,7 +44,8 @@ def draw(directory: Path) -> list[Path]:
             raise SystemExit(f"pipeloom simulate {words} --svg {directory / name}: exit code {code}")
     (directory / "eager-latency.svg").write_text(_eager() + "\n", encoding="utf-8")
     (directory / "run.svg").write_text(_run() + "\n", encoding="utf-8")
-    return [directory / name for name in (*SIMULATED, "eager-latency.svg", "run.svg")]
+    (directory / "slices.svg").write_text(_slices() + "\n", encoding="utf-8")
+    return [directory / name for name in (*SIMULATED, "eager-latency.svg", "run.svg", "slices.svg")]
 
 
 def _eager() -> str:
@@ -64,6 +66,17 @@ def _run() -> str:
         f"{kind}: {seconds_text(timeline.makespan)}, bubble {100 * timeline.bubble_fraction:.1f} %"
         for kind, timeline in zip(("measured", "predicted"), timelines, strict=True)
     ]
+    return timeline_svg(timelines, titles=titles, standalone=True)
+
+
+def _slices() -> str:
+    """A sequence whole, in even slices and in the best ones, by the costs that slicing.md shows."""
+    page = (DOCS / "slicing.md").read_text(encoding="utf-8")
+    costs = parse_slice_costs(next(iter(re.findall(r"```json\n(.*?)```", page, re.DOTALL))))
+    found = slice_batch(costs, sequence=2048, num_ranks=4, grid=32).slices[0]
+    cuts = {"whole": (2048,), "4 even slices": uniform(sequence=2048, num_slices=4), f"{len(found)} slices": found}
+    timelines = [slicing_timeline(costs, [lengths], num_ranks=4) for lengths in cuts.values()]
+    titles = [f"{name}: {seconds_text(each.makespan)}" for name, each in zip(cuts, timelines, strict=True)]
     return timeline_svg(timelines, titles=titles, standalone=True)
 
 

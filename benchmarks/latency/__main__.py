@@ -19,7 +19,7 @@ TORCH = {f"torch {name}": System(kind="torch", schedule=name) for name in ("1f1b
 
 
 def num_chunks(family: str) -> int:
-    return 2 if pl.schedules.FAMILIES[family].has_chunks else 1
+    return pl.schedules.FAMILIES[family].default_chunks
 
 
 def pipeloom_systems() -> dict[str, System]:

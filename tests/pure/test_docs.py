@@ -157,7 +157,16 @@ def test_the_reference_has_every_option(monkeypatch, capsys):
         seen.append(self)
         raise _ParsedError
 
-    lines = ["simulate", "schedules", "report", "doctor", "checkpoint ls", "checkpoint verify", "checkpoint convert"]
+    lines = [
+        "simulate",
+        "slice",
+        "schedules",
+        "report",
+        "doctor",
+        "checkpoint ls",
+        "checkpoint verify",
+        "checkpoint convert",
+    ]
     for line in lines:
         with monkeypatch.context() as patched:
             patched.setattr(Parser, "parse_args", remember)

@@ -17,6 +17,7 @@ from pipeloom.ir import Action, Program, Schedule, check
 from pipeloom.passes import forward_only, lower, merge_backwards
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.gradient_sum import GradientSum
+from pipeloom.runtime.host_memory import keep_freed_memory
 from pipeloom.runtime.messages import call_number
 from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
 from pipeloom.runtime.results import ResultExchange, total
@@ -48,7 +49,8 @@ class Pipeline:
         timeout_seconds: how long a rank may wait for a message.
 
     Where all ranks share this process, parameters that several ranks hold exist once for each of them, as they would
-    in processes of their own: make the optimizer from `parameters`.
+    in processes of their own: make the optimizer from `parameters`. Where this process is one rank, the C library is
+    told to keep freed memory (see `pipeloom.runtime.host_memory`).
 
     Raises:
         InputError: illegal schedule, a model that cannot be cut so, a process group of another size; before any
@@ -90,6 +92,8 @@ class Pipeline:
         self.rank = connection.rank
         self.process_group = connection.process_group
         self._transport = connection.transport
+        if connection.rank is not None:
+            keep_freed_memory()
         self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
         self._results = ResultExchange(self.rank, schedule, self._transport)
         # In an order that every rank agrees on.
@@ -250,8 +254,6 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # How
 
     def _run(self, program: Program, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
         """Run `program` on all ranks of this process."""

@@ -1,0 +1,37 @@
+"""Memory that a rank frees is there for its next micro-batch without a page fault."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pipeloom.runtime.host_memory import keep_freed_memory
+
+SCRIPT = """
+import resource, sys, torch
+from pipeloom.runtime.host_memory import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        held = [torch.ones(size, dtype=torch.uint8) for size in [20 << 20] * 4]
+        del held
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+before = faults()
+assert keep_freed_memory() and keep_freed_memory()
+faults()
+print(before, faults())
+"""
+
+
+def test_freed_memory_stays() -> None:
+    if not keep_freed_memory.__wrapped__():
+        pytest.skip("the C library has no mallopt")
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before > 10 * (20 << 20) // 4096, "without it, at least one tensor's pages are faulted in again each time"
+    assert after < 50
