@@ -69,7 +69,8 @@ def grid(num_ranks: int, each: int) -> list[Case]:
         for _ in range(each):
             turn = turns[family] + num_ranks
             turns[family] += 1
-            m = microbatches[(turn + turn // 4) % len(microbatches)]
+            shift = 0 if len(microbatches) % 2 else turn // 4  # so that each number meets each row of PAIRWISE
+            m = microbatches[(turn + shift) % len(microbatches)]
             cases.append(Case(family, num_ranks, num_chunks, m, *PAIRWISE[turn % 4]))
     return cases
 

@@ -12,7 +12,7 @@ import pipeloom as pl
 from pipeloom.ir import Op
 from pipeloom.passes import lower
 from pipeloom.runtime.worker import one_after_the_other
-from tests.cpu.every_schedule import Case, grid, train_and_compare
+from tests.cpu.every_schedule import Case, grid, sizes, train_and_compare
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import accumulate, language_loss, make_gpt, tokens
 
@@ -24,8 +24,20 @@ def test_on_loopback(num_ranks: int) -> None:
     cases = grid(num_ranks, 4)
     expected = set(pl.schedules.FAMILIES) - (set(REPLICATED) if num_ranks % 2 else set())
     assert {case.family for case in cases} == expected
+    least = {(family, num_chunks): min(several) for family, num_chunks, several in sizes(num_ranks)}
+    tried = {(case.family, case.num_chunks, case.num_microbatches) for case in cases}
+    assert all((*which, m) in tried for which, m in least.items())
     for case in cases:
         train_and_compare(case, "loopback")
+
+
+def test_the_thinned_grid_has_every_family_with_every_state_of_the_other_factors() -> None:
+    cases = [case for num_ranks in (2, 3, 4) for case in grid(num_ranks, 2)]
+    for family in pl.schedules.FAMILIES:
+        of_family = [case for case in cases if case.family == family]
+        for factor in ("uneven", "tied", "checkpointed"):
+            assert {getattr(case, factor) for case in of_family} == {False, True}, (family, factor)
+        assert len({case.num_microbatches for case in of_family}) > 1, family
 
 
 def _run_cases(rank: int, cases: list[tuple[Case, str]]) -> None:
@@ -122,6 +134,33 @@ def test_buffers_of_all_copies_are_those_of_the_copy_that_ran_the_first_micro_ba
     assert len(copies) == 2 * len(expected)
     for name, value in copies:
         assert (value == expected[name]).all(), name
+
+
+def _shared_norm(rank: int | None, transport: str) -> list[list[float]]:
+    """What each rank holds of the statistics of a BatchNorm that runs in both stages."""
+    torch.manual_seed(5)
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm)
+    batch = torch.randn(8, 4)
+    schedule = pl.schedules.build("zb-h1", num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, cut=[2, 2], transport=transport) as pipe:
+        for _ in range(2):
+            pipe.step(batch, batch)
+        return [next(b for n, b in s.named_buffers() if n.endswith("running_mean")).tolist() for s in pipe.modules()]
+
+
+@pytest.mark.parametrize("transport", ["loopback", "shared-memory"])
+def test_buffers_of_a_module_in_two_stages_are_those_of_the_first(transport: str) -> None:
+    torch.manual_seed(5)
+    norm = nn.BatchNorm1d(4)
+    first = nn.Sequential(nn.Linear(4, 4), norm)
+    nn.Linear(4, 4)  # as many random numbers as there
+    batch = torch.randn(8, 4)
+    for _ in range(2):
+        for piece in batch.tensor_split(2):
+            first(piece)
+    answers = [_shared_norm(None, transport)] if transport == "loopback" else run_ranks(_shared_norm, 2, transport)
+    assert [mean for means in answers for mean in means] == [norm.running_mean.tolist()] * 2
 
 
 def test_a_buffer_that_only_some_copies_change_is_refused() -> None:

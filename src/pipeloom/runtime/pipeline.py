@@ -261,8 +261,6 @@ class Pipeline:
     ) -> None:
         self.close()
 
-    # How
-
     def _run(self, program: Program, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
         """Run `program` on all ranks of this process."""
         if self._ended is not None:
