@@ -22,7 +22,8 @@ ALLOWED = {
     "plan": {"ir", "schedules", "sim", "split", "models"},  # models: measuring runs one
     "split": {"ir"},
     "models": set(),
-    "runtime": {"ir", "passes", "split"},  # split: `Pipeline` also takes a model that is not cut yet
+    "slicing": set(),
+    "runtime": {"ir", "passes", "split", "slicing"},  # split: `Pipeline` also takes a model that is not cut yet
     "report": {"ir", "sim"},
     "train": {"ir", "schedules", "passes", "sim", "split", "runtime", "report", "models", "parallel", "plan"},
     "cli": {"ir", "schedules", "passes", "sim", "split", "runtime", "report", "train", "models", "parallel", "plan"},

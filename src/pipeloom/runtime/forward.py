@@ -22,7 +22,7 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     key = (stage, microbatch, piece)
     training = not program.schedule.forward_only
     arrived, saved = state.arrived, state.saved
-    module = state.stages[stage] if piece is None else sliced_module(state, action, program)
+    module = sliced_module(state, action, program) if state.sliced else state.stages[stage]
     deliver = _bind_delivery(state, action, program) if stage < program.schedule.num_stages - 1 else None
     loss = _bind_loss(state, action, program) if deliver is None else None
     first = stage == 0
@@ -90,7 +90,7 @@ def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[
         batch.losses[microbatch] = weighed if earlier is None else earlier + weighed
         return [_root(loss)] if loss.requires_grad else []
 
-    return finish if piece is None else finish_slice
+    return finish_slice if state.sliced else finish
 
 
 def _checked(loss: Tensor) -> Tensor:

@@ -22,11 +22,13 @@ from pipeloom.runtime.messages import call_number
 from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
 from pipeloom.runtime.results import ResultExchange, total
 from pipeloom.runtime.runnable import check_loss, check_runnable, check_slices
+from pipeloom.runtime.slices import check_sequences
 from pipeloom.runtime.state import Batch, LossFn
 from pipeloom.runtime.threads import RankThreads
 from pipeloom.runtime.transport import Transport, program_channels
 from pipeloom.runtime.values import Value, join_batch
 from pipeloom.runtime.worker import Bound, Worker
+from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
 
 
@@ -47,7 +49,8 @@ class Pipeline:
             between all others where a process group exists, and loopback where none does.
         slices: where the schedule has slices, how many tokens each has; sequences of another length are cut in
             proportion. None: evenly. Inputs and targets then hold sequences along dimension 1, and `loss_fn` is the
-            mean over the tokens of a slice.
+            mean over the tokens of a slice. Dropout masks do not depend on the lengths; one length, for a schedule
+            without slices, gives the same ones.
         blackbox: a writable buffer of 64 bytes into which the label of the running action is written.
         timeout_seconds: how long a rank may wait for a message.
 
@@ -85,6 +88,10 @@ class Pipeline:
                 f"must be equal; cut the model into {schedule.num_stages}"
             )
         self.schedule = schedule
+        self._sliced, self._slice_lengths = schedule.num_slices > 1 or slices is not None, slices
+        if self._sliced:
+            for module in cut_model.modules:
+                make_sliceable(module)
         self.parameter_names = cut_model.parameter_names
         self.norm_dtype = common_dtype(cut_model)
         tied = tuple(parameter.stages for parameter in cut_model.tied)
@@ -118,6 +125,7 @@ class Pipeline:
                 gradient_sum=GradientSum(
                     rank, self._ownership.shared(rank), self._ownership.shared_buffers(rank), self._transport
                 ),
+                sliced=self._sliced,
                 slice_lengths=slices,
                 blackbox=blackbox,
             )
@@ -272,6 +280,9 @@ class Pipeline:
             needs_inputs=self.needs_inputs,
             needs_targets=self.needs_targets and with_loss,
         )
+        if self._sliced:
+            check_sequences(batch, self.schedule.num_slices, self._slice_lengths)
+            batch.seed = None if program.schedule.forward_only else int(torch.randint(2**63 - 1, ()))
         bound = {rank: self._bind(rank, program) for rank in self.local_ranks}
         self._num_calls += 1
         call = call_number(self._num_calls, not program.schedule.forward_only)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
-from pipeloom.ir import Action, Op, Program
-from pipeloom.runtime.state import RankState, Step
+from pipeloom.ir import Action, Program
+from pipeloom.runtime.state import Batch, RankState, Step
 from pipeloom.runtime.values import Value, flatten, unflatten
 from pipeloom.slicing import SliceContext
 
@@ -75,6 +75,26 @@ def sequence_length(value: Value, what: str) -> int:
     return found.pop()
 
 
+def check_sequences(batch: Batch, num_slices: int, lengths: Sequence[int] | None) -> None:
+    """Refuse a batch that cannot be cut into slices, before any rank starts.
+
+    Raises:
+        InputError: sequences shorter than the number of slices, or inputs and targets of different length.
+    """
+    found = {
+        what: sequence_length(values[0], what)
+        for what, values in (("inputs", batch.inputs), ("targets", batch.targets))
+        if values
+    }
+    for length in found.values():
+        slice_extents(length, num_slices, lengths)
+    if len(set(found.values())) > 1:
+        raise InputError(
+            f"inputs are sequences of {found['inputs']} tokens and targets of {found['targets']}: every token has its "
+            "target; pass sequences of one length"
+        )
+
+
 def cut_slice(value: Value, extent: Extent) -> Value:
     """The slice of a micro-batch; tensors of one dimension go with every slice."""
     layout, tensors = flatten(value)
@@ -91,11 +111,11 @@ def join_slices(values: Sequence[Value]) -> Value:
 
 def sliced_module(state: RankState, action: Action, program: Program) -> Callable[[Value], Value]:
     """The stage as F of a slice calls it: (value, extent) -> (value, extent), on the first stage from a micro-batch."""
-    stage, _, microbatch, piece = action
+    stage, _, microbatch, _ = action
     assert microbatch is not None
-    assert piece is not None
     module, contexts, extents = state.stages[stage], state.contexts, state.extents
-    key, context_key, num_slices = (stage, microbatch, piece), (stage, microbatch), program.schedule.num_slices
+    key, context_key, num_slices = (stage, microbatch, action.slice), (stage, microbatch), program.schedule.num_slices
+    piece = action.slice or 0
     lengths, first, last_slice = state.slice_lengths, stage == 0, piece == num_slices - 1
     forward_only = program.schedule.forward_only
 
@@ -108,7 +128,8 @@ def sliced_module(state: RankState, action: Action, program: Program) -> Callabl
             extent = Extent(*mark.tolist())
         extents[key] = extent
         if piece == 0:
-            contexts[context_key] = SliceContext()
+            seed = state.batch.seed
+            contexts[context_key] = SliceContext(None if seed is None else (seed, stage, microbatch))
         with contexts[context_key].slice(piece, *extent):
             output = module(value)
         if forward_only:
@@ -122,12 +143,11 @@ def sliced_module(state: RankState, action: Action, program: Program) -> Callabl
 
 def in_slice(state: RankState, action: Action, step: Step) -> Step:
     """A backward inside its slice's context, where recomputed blocks find the same keys and values again."""
-    stage, op, microbatch, piece = action
+    stage, _, microbatch, _ = action
     assert microbatch is not None
-    assert piece is not None
-    assert op in (Op.B, Op.I)
     run, ready = step
-    contexts, extents, key = state.contexts, state.extents, (stage, microbatch, piece)
+    contexts, extents, key = state.contexts, state.extents, (stage, microbatch, action.slice)
+    piece = action.slice or 0
 
     def backward() -> None:
         context = contexts[stage, microbatch]

@@ -44,6 +44,7 @@ class Batch:
         weights: the share of each micro-batch in the loss.
         losses: of the micro-batches whose last stage ran here, each times its weight; of slices, their sum.
         outputs: of the last stage, where no loss is asked for; of slices, a list until all are there.
+        seed: what the dropout masks of slices follow from; None: drawn where one is needed.
     """
 
     inputs: Sequence[Value] = ()
@@ -51,6 +52,7 @@ class Batch:
     weights: Sequence[float] = ()
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Value] = field(default_factory=dict)
+    seed: int | None = None
 
     @classmethod
     def cut(
@@ -88,7 +90,8 @@ class RankState:
         stages: the modules of the stages that this rank holds.
         loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
         transport: with all channels of the programs open.
-        slice_lengths: how sequences are cut where the schedule has slices; None: evenly.
+        sliced: whether micro-batches run in slices, be it one.
+        slice_lengths: how sequences are cut then; None: evenly.
         batch, call: of the running step.
         peak_live_activations: the most entries that `saved` had in the last run.
     """
@@ -97,6 +100,7 @@ class RankState:
     stages: dict[int, nn.Module]
     loss_fn: LossFn | None
     transport: Transport
+    sliced: bool = False
     slice_lengths: Sequence[int] | None = None
     batch: Batch = field(default_factory=Batch)
     call: int = 0
@@ -125,7 +129,7 @@ class RankState:
     def clear(self) -> None:
         """Let go of everything, also after an error."""
         for store in (self.arrived, self.saved, self.gradients, self.departing, self.extents, self.loss_weights):
-            store.clear()  # type: ignore[attr-defined]
+            store.clear()
         for context in self.contexts.values():
             context.close()
         self.contexts.clear()

@@ -72,7 +72,8 @@ class Worker:
         loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
         transport: with all channels of the programs open.
         gradient_sum: the parameters that other ranks hold too.
-        slice_lengths: tokens of each slice, where schedules have slices; None: cut evenly.
+        sliced: whether micro-batches run in slices, be it one.
+        slice_lengths: tokens of each slice; None: cut evenly.
         blackbox: a buffer of at least `BLACKBOX_BYTES` bytes into which the running action is written, for whoever
             has to say after a crash what this rank was doing.
     """
@@ -85,12 +86,13 @@ class Worker:
         loss_fn: LossFn | None,
         transport: Transport,
         gradient_sum: GradientSum,
+        sliced: bool = False,
         slice_lengths: Sequence[int] | None = None,
         blackbox: Any = None,
     ) -> None:
         self.rank = rank
         self.stages = stages
-        self._state = RankState(rank, stages, loss_fn, transport, slice_lengths)
+        self._state = RankState(rank, stages, loss_fn, transport, sliced, slice_lengths)
         self._gradient_sum = gradient_sum
         self._blackbox = blackbox
 
@@ -119,7 +121,7 @@ class Worker:
                         f"{', '.join(op.value for op in _BINDERS)} and REDUCE_GRAD; take a schedule without {action.op}"
                     )
                 steps = [binder(self._state, action, program)]
-                if action.slice is not None and action.op in (Op.B, Op.I):
+                if self._state.sliced and action.op in (Op.B, Op.I):
                     steps = [in_slice(self._state, action, step) for step in steps]
             label = f"{action}".encode().ljust(BLACKBOX_BYTES, b"\0")[:BLACKBOX_BYTES]
             blocking = self._state.transport.blocking
