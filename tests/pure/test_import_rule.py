@@ -19,9 +19,10 @@ ALLOWED = {
     "schedules": {"ir"},
     "passes": {"ir"},
     "sim": {"ir"},
-    "split": {"ir"},
-    "models": set(),
-    "runtime": {"ir", "passes", "split"},  # split: `Pipeline` also takes a model that is not cut yet
+    "slicing": set(),
+    "split": {"ir", "slicing"},
+    "models": {"slicing"},
+    "runtime": {"ir", "passes", "split", "slicing"},  # split: `Pipeline` also takes a model that is not cut yet
     "report": {"ir", "sim"},
     "train": {"ir", "schedules", "passes", "sim", "split", "runtime", "report", "models", "parallel", "plan"},
     "cli": {"ir", "schedules", "passes", "sim", "split", "runtime", "report", "train", "models", "parallel", "plan"},
