@@ -1,8 +1,8 @@
 """Draw every picture of the documentation and fill its tables: ``python docs/draw.py``.
 
-A picture is a `pipeloom simulate` command with ``--svg``, a schedule that the text works out, or the timelines of one
-run, put by in run.json. A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. tests/pure/test_docs.py
-fails where pictures or tables are not what this script makes.
+A picture is a `pipeloom simulate` command with ``--svg``, a schedule that the text works out, the timelines of one run,
+put by in run.json, or a schedule of the gallery. A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``.
+tests/pure/test_docs.py fails where pictures or tables are not what this script makes.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ from __future__ import annotations
 import json
 import re
 from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pipeloom as pl
 from pipeloom import cli
+from pipeloom.plan.slicing import parse_slice_costs, slice_batch, slicing_timeline, uniform
 from pipeloom.report import timeline_svg
-from pipeloom.report.drawing import seconds_text
+from pipeloom.report.drawing import number_text, seconds_text
+from pipeloom.report.html import percent_text
 from pipeloom.sim import Timeline
 from pipeloom.train.config import options
 
 DOCS = Path(__file__).parent
 PICTURES = DOCS / "pictures"
-TABLES_IN = (DOCS.parent / "README.md", DOCS / "cli.md")
+TABLES_IN = (DOCS.parent / "README.md", DOCS / "cli.md", DOCS / "gallery.md")
 SIMULATED = {
     "naive.svg": "naive --ranks 4 --microbatches 4",
     "gpipe.svg": "gpipe --ranks 4 --microbatches 8",
@@ -43,7 +47,12 @@ def draw(directory: Path) -> list[Path]:
             raise SystemExit(f"pipeloom simulate {words} --svg {directory / name}: exit code {code}")
     (directory / "eager-latency.svg").write_text(_eager() + "\n", encoding="utf-8")
     (directory / "run.svg").write_text(_run() + "\n", encoding="utf-8")
-    return [directory / name for name in (*SIMULATED, "eager-latency.svg", "run.svg")]
+    (directory / "slices.svg").write_text(_slices() + "\n", encoding="utf-8")
+    shown = _gallery_timelines()
+    for name, timeline in shown.items():
+        (directory / f"gallery-{name}.svg").write_text(_gallery_picture(timeline) + "\n", encoding="utf-8")
+    drawn = (*SIMULATED, "eager-latency.svg", "run.svg", "slices.svg", *(f"gallery-{name}.svg" for name in shown))
+    return [directory / name for name in drawn]
 
 
 def _eager() -> str:
@@ -67,11 +76,63 @@ def _run() -> str:
     return timeline_svg(timelines, titles=titles, standalone=True)
 
 
+def _slices() -> str:
+    """A sequence whole, in even slices and in the best ones, by the costs that slicing.md shows."""
+    page = (DOCS / "slicing.md").read_text(encoding="utf-8")
+    costs = parse_slice_costs(next(iter(re.findall(r"```json\n(.*?)```", page, re.DOTALL))))
+    found = slice_batch(costs, sequence=2048, num_ranks=4, grid=32).slices[0]
+    cuts = {"whole": (2048,), "4 even slices": uniform(sequence=2048, num_slices=4), f"{len(found)} slices": found}
+    timelines = [slicing_timeline(costs, [lengths], num_ranks=4) for lengths in cuts.values()]
+    titles = [f"{name}: {seconds_text(each.makespan)}" for name, each in zip(cuts, timelines, strict=True)]
+    return timeline_svg(timelines, titles=titles, standalone=True)
+
+
+@cache
+def _gallery_timelines() -> dict[str, Timeline]:
+    """Every schedule on 4 ranks and 8 micro-batches; F, I and W of a rank's share take a second each."""
+    return {
+        name: pl.simulate(family(num_ranks=4, num_microbatches=8), pl.Costs.uniform())
+        for name, family in pl.schedules.FAMILIES.items()
+    }
+
+
+def _gallery_picture(timeline: Timeline) -> str:
+    """All at one scale: naive is three times as long as the others, so it is cut off, and its title says so."""
+    seconds = max(shown.makespan for name, shown in _gallery_timelines().items() if name != "naive")
+    title = f"{timeline.name}: {number_text(timeline.makespan)} s, bubble {percent_text(timeline.bubble_fraction)}"
+    if timeline.makespan > seconds * (1 + 1e-9):
+        title += f" (the first {number_text(seconds)} s)"
+        spans = tuple(tuple(span for span in row if span.end <= seconds) for row in timeline.spans)
+        memory = tuple(tuple(point for point in points if point[0] < seconds) for points in timeline.memory)
+        timeline = replace(timeline, spans=spans, memory=memory)
+    return timeline_svg([timeline], titles=[title], seconds=seconds, standalone=True)
+
+
+def _gallery() -> str:
+    """The numbers of every schedule in one table, then its picture and where it comes from."""
+    rows = ["| schedule | seconds | bubble | most live activations on ranks 0 to 3 |", "|---|---|---|---|"]
+    sections = []
+    for name, timeline in _gallery_timelines().items():
+        family = pl.schedules.FAMILIES[name]
+        bubble = percent_text(timeline.bubble_fraction)
+        peaks = ", ".join(map(number_text, timeline.peak_activations))
+        rows.append(f"| [{name}](#{name}) | {number_text(timeline.makespan)} | {bubble} | {peaks} |")
+        held = "one stage" if timeline.num_chunks == 1 else f"{timeline.num_chunks} stages"
+        sections.append(
+            f"## {name}\n\n{family.paper[0].upper()}{family.paper[1:]}. "
+            f"{held.capitalize()} a rank; {family.constraints}.\n"
+            f"Bubble `{family.bubble}`, here {bubble}; "
+            f"most live activations on rank d `{family.peak}`, here {peaks}.\n\n"
+            f"![{name} on 4 ranks and 8 micro-batches](pictures/gallery-{name}.svg)"
+        )
+    return "\n".join(rows) + "\n\n" + "\n\n".join(sections)
+
+
 def fill_tables(text: str) -> str:
     """`text` with every marked table made anew."""
 
     def table(match: re.Match[str]) -> str:
-        rows = {"schedules": _schedules, "train": _train}[match[1]]()
+        rows = {"schedules": _schedules, "train": _train, "gallery": _gallery}[match[1]]()
         return f"<!-- table: {match[1]} -->\n{rows}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)

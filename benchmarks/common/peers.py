@@ -13,26 +13,45 @@ from torch import Tensor, nn
 
 from benchmarks.common.links import EmulatedLinks
 from benchmarks.common.workloads import Workload
+from pipeloom import schedules
+
+# Schedules that pipeloom and torch both have, by their names here.
+TORCH_SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "bfs": "ScheduleLoopedBFS",
+    "zb-h1": "ScheduleInterleavedZeroBubble",
+    "zb-v": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
 
 
 class TorchPipelining:
-    """`PipelineStage` with `ScheduleGPipe` or `Schedule1F1B`."""
+    """`PipelineStage`s of a rank with one of `TORCH_SCHEDULES`, on the stages that pipeloom's has there."""
 
     def __init__(self, workload: Workload, schedule: str, links: EmulatedLinks | None = None) -> None:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        M = workload.num_microbatches
+        placement = schedules.build(schedule, num_ranks=num_ranks, num_microbatches=M).placement
         model = workload.model()
-        ends = list(accumulate(workload.cut(num_ranks), initial=0))
-        module = model[ends[rank] : ends[rank + 1]]
-        stage = PipelineStage(module, rank, num_ranks, torch.device("cpu"))
-        make = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
-        self._schedule = make(stage, n_microbatches=workload.num_microbatches, loss_fn=workload.loss)
+        ends = list(accumulate(workload.cut(placement.num_stages), initial=0))
+        modules = {s: model[ends[s] : ends[s + 1]] for s in placement.stages_of[rank]}
+        stages = [
+            pipelining.PipelineStage(module, s, placement.num_stages, torch.device("cpu"))
+            for s, module in modules.items()
+        ]
+        make = getattr(pipelining, TORCH_SCHEDULES[schedule])
+        several = issubclass(make, PipelineScheduleMulti)
+        self._schedule = make(stages if several else stages[0], n_microbatches=M, loss_fn=workload.loss)
         inputs, targets = workload.batch()
-        self._inputs = (inputs,) if rank == 0 else ()
-        self._target = targets if rank == num_ranks - 1 else None
+        self._inputs = (inputs,) if 0 in modules else ()
+        self._target = targets if placement.num_stages - 1 in modules else None
         self._links = links
-        self.parameters = parameters_of(model, module.parameters())
+        self.parameters = parameters_of(model, (p for module in modules.values() for p in module.parameters()))
 
     def step(self) -> Tensor | None:
         losses: list[Tensor] | None = None if self._target is None else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,30 +14,33 @@ from torch import Tensor
 
 from benchmarks.common.links import EmulatedLinks
 from benchmarks.common.peers import DeepSpeedPipeline, TorchPipelining, parameters_of
-from benchmarks.common.processes import Crew
+from benchmarks.common.processes import Crew, run_first
 from benchmarks.common.reference import BareStages, Sequential, compare, judge
 from benchmarks.common.workloads import Workload
+from pipeloom.ir import Action, Schedule
+
+Record = tuple[Action, float, float]
 
 
 class Pipeloom:
-    """`pipeloom.Pipeline` with a schedule of its table."""
+    """`pipeloom.Pipeline` with a schedule, or the one of this name in its table."""
 
     def __init__(
         self,
         workload: Workload,
-        schedule: str,
+        schedule: str | Schedule,
         num_ranks: int,
         transport: str = "auto",
-        num_chunks: int = 1,
         spin_seconds: float | None = None,
         links: EmulatedLinks | None = None,
     ) -> None:
         import pipeloom as pl
 
         model = workload.model()
-        plan = pl.schedules.build(
-            schedule, num_ranks=num_ranks, num_microbatches=workload.num_microbatches, num_chunks=num_chunks
-        )
+        if isinstance(schedule, str):
+            plan = pl.schedules.build(schedule, num_ranks=num_ranks, num_microbatches=workload.num_microbatches)
+        else:
+            plan = schedule
         chosen: Any = transport
         if links is not None or spin_seconds is not None:
             from benchmarks.common.delayed_transport import DelayedTransport
@@ -55,6 +59,11 @@ class Pipeloom:
     def step(self) -> Tensor | None:
         return self._pipe.step(*self._batch)
 
+    def records(self) -> list[Record]:
+        """Every action of this rank's last step with its start and end."""
+        ((_, rows),) = self._pipe.records
+        return rows
+
     def close(self) -> None:
         self._pipe.close()
 
@@ -65,13 +74,13 @@ class System:
 
     Attributes:
         kind: "pipeloom", "torch", "deepspeed", "sequential" or "bare".
-        schedule: "gpipe", "1f1b", ... where `kind` has schedules.
+        schedule: "gpipe", "1f1b", ... where `kind` has schedules; for pipeloom also a schedule itself.
         options: further arguments of the class behind `kind`.
         latency_seconds: of emulated links; None for the links as they are.
     """
 
     kind: str
-    schedule: str = ""
+    schedule: str | Schedule = ""
     options: Mapping[str, Any] | None = None
     latency_seconds: float | None = None
 
@@ -107,7 +116,7 @@ class Bench:
         if system.kind == "pipeloom":
             built = Pipeloom(workload, system.schedule, self._num_ranks, **options)
         elif system.kind == "torch":
-            built = TorchPipelining(workload, system.schedule, **options)
+            built = TorchPipelining(workload, str(system.schedule), **options)
         elif system.kind == "deepspeed":
             built = DeepSpeedPipeline(workload)
         elif system.kind == "sequential":
@@ -139,6 +148,15 @@ class Bench:
             end = time.monotonic()
             stamps.append(Stamp(start, end, time.thread_time() - thread, time.process_time() - process))
         return stamps
+
+    def records(self, name: str) -> list[Record]:
+        """What this rank did when in the last step of a pipeloom system (seconds of a clock that all ranks share)."""
+        found: list[Record] = self._systems[name].records()
+        return found
+
+    def run_first(self) -> bool:
+        """`run_first` for all threads of this process."""
+        return all(run_first(int(thread)) for thread in os.listdir("/proc/self/task"))
 
     def close(self) -> None:
         for system in self._systems.values():

@@ -1,53 +1,110 @@
-"""Rounds of waiting stages: one crew of `num_ranks` processes that holds all systems and runs them in turn."""
+"""Every schedule on stages that wait: real processes, and the same program in the simulator."""
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pipeloom as pl
+from benchmarks.common.peers import TORCH_SCHEDULES
 from benchmarks.common.processes import Crew
 from benchmarks.common.reference import write_reference
 from benchmarks.common.systems import Bench, System, build_checked, step_seconds
 from benchmarks.common.workloads import WaitingWorkload
+from pipeloom.ir import Placement, Schedule
+from pipeloom.passes import lower, merge_backwards
+from pipeloom.schedules import FAMILIES, Conditions
+from pipeloom.sim import Timeline, measured_timeline
 
-FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
+# Of one micro-batch on one stage.
+SECONDS = {"forward": 0.010, "backward_input": 0.010, "backward_weight": 0.010}
 
 
-def waiting_workload(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> WaitingWorkload:
-    """Stages such that one rank's share of the model takes 10 ms forward and 20 ms backward."""
-    return WaitingWorkload(
-        num_stages=num_ranks * num_chunks,
-        num_microbatches=num_microbatches,
-        forward_seconds=FORWARD_SECONDS / num_chunks,
-        backward_seconds=BACKWARD_SECONDS / num_chunks,
-    )
+def waiting_workload(num_stages: int, num_microbatches: int) -> WaitingWorkload:
+    """Stages that take `SECONDS`."""
+    f, i, w = SECONDS.values()
+    return WaitingWorkload(num_stages=num_stages, num_microbatches=num_microbatches, seconds=(f, i, w))
+
+
+def waiting_schedule(name: str, num_ranks: int, num_microbatches: int, latency_seconds: float = 0.0) -> Schedule:
+    """The schedule `name` for these stages and links."""
+    chunks = FAMILIES[name].default_chunks
+    share = {what: chunks * seconds for what, seconds in SECONDS.items()}
+    conditions = Conditions.uniform(Placement.loop(num_ranks, chunks), **share, latency=latency_seconds)
+    return pl.schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, conditions=conditions)
+
+
+def waiting_systems(
+    names: Iterable[str], num_ranks: int, num_microbatches: int, latency_seconds: float | None = None
+) -> dict[str, System]:
+    """Each schedule in pipeloom and, where torch has it too, in torch."""
+    systems = {}
+    for name in names:
+        schedule = waiting_schedule(name, num_ranks, num_microbatches, latency_seconds or 0.0)
+        systems[f"pipeloom {name}"] = System(kind="pipeloom", schedule=schedule, latency_seconds=latency_seconds)
+        if name in TORCH_SCHEDULES:
+            systems[f"torch {name}"] = System(kind="torch", schedule=name, latency_seconds=latency_seconds)
+    return systems
+
+
+def simulated(schedule: Schedule, latency_seconds: float = 0.0) -> Timeline:
+    """The timeline of the program that the runtime makes of `schedule`."""
+    costs = pl.Costs(**{what: (seconds,) * schedule.num_stages for what, seconds in SECONDS.items()})
+    return pl.simulate(lower(merge_backwards(schedule)), costs, pl.Network(latency_seconds=latency_seconds))
 
 
 def measure_waiting(
     num_ranks: int, num_microbatches: int, systems: Mapping[str, System], num_rounds: int
 ) -> dict[str, Any]:
-    """The seconds of every step, by system, and the largest error of each against the reference.
+    """Rounds of one crew of `num_ranks` processes that holds all systems and runs them in turn.
 
-    ``"bare_seconds"`` is what F and B of one micro-batch on one stage take without any pipeline, autograd included.
+    Returns:
+        ``errors``: of each system, the largest against the reference; ``seconds``: of each system, of every step;
+        ``bubbles``: of each pipeloom system, the bubble of every step's measured timeline; ``bare_seconds``: what F
+        and B of one micro-batch on one stage take without any pipeline, autograd included; ``urgent``: whether the
+        processes were allowed to run before all others of the machine.
     """
+    errors: dict[str, float] = {}
+    seconds: dict[str, list[float]] = defaultdict(list)
+    bubbles: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="pipeloom-benchmark-") as scratch:
         with Crew(f"{num_ranks} ranks", num_ranks, Bench, num_ranks, scratch) as crew:
-            errors = {}
             for name, system in systems.items():
-                workload = waiting_workload(num_ranks, num_microbatches, (system.options or {}).get("num_chunks", 1))
+                schedule = system.schedule
+                if not isinstance(schedule, Schedule):
+                    schedule = waiting_schedule(schedule, num_ranks, num_microbatches)
+                workload = waiting_workload(schedule.num_stages, num_microbatches)
                 reference = Path(scratch) / f"{workload.num_stages}.safetensors"
                 if not reference.exists():
                     write_reference(workload, reference)
                 errors[name] = build_checked(crew, name, system, workload, reference)
-            seconds: dict[str, list[float]] = {name: [] for name in systems}
-            for _ in range(num_rounds):
-                for name in systems:
+            _say(f"{num_ranks} ranks: {len(errors)} systems agree with the reference")
+            urgent = all(crew.call("run_first"))
+            for round_number in range(num_rounds):
+                for name, system in systems.items():
                     seconds[name] += step_seconds(crew.call("run_steps", name, 1))
+                    if isinstance(system.schedule, Schedule):
+                        ran = measured_timeline(merge_backwards(system.schedule), crew.call("records", name))
+                        bubbles[name].append(ran.bubble_fraction)
+                _say(f"{num_ranks} ranks: round {round_number + 1} of {num_rounds}")
         with Crew("bare", 1, Bench, 1, scratch, process_group=False) as alone:
             alone.call("build", "bare", System(kind="bare"), waiting_workload(1, num_microbatches))
+            alone.call("run_first")
             (stamps,) = alone.call("run_steps", "bare", 2)
     warm = stamps[-1]
     bare_seconds = (warm.end - warm.start) / num_microbatches
-    return {"errors": errors, "seconds": seconds, "bare_seconds": bare_seconds}
+    return {
+        "errors": errors,
+        "seconds": seconds,
+        "bubbles": bubbles,
+        "bare_seconds": bare_seconds,
+        "urgent": urgent,
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

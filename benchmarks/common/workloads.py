@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
+from itertools import pairwise
+from statistics import median
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks.common.processes import running_first
 
 
 class Workload(Protocol):
@@ -110,63 +114,111 @@ class GPTWorkload:
         return self
 
 
-@lru_cache(maxsize=1)
-def _lateness_seconds() -> float:
-    """How much later than asked for this process wakes from a sleep: the median of 15, at most 0.2 ms."""
-    late = []
-    for _ in range(15):
-        start = time.monotonic()
-        time.sleep(0.005)
-        late.append(time.monotonic() - start - 0.005)
-    return min(sorted(late)[7], 0.0002)
+class _Waits:
+    """Sleeps that take what they were asked for on average: what one is late, the next ones make up for.
+
+    An operating system ends a sleep 0.05 to 0.15 ms late. That is no time of the pipeline, and it would add up.
+    """
+
+    _MOST_SECONDS = 0.001  # to be made up for: what is late by more was held up by another process
+
+    def __init__(self) -> None:
+        self._late_seconds = 0.0
+
+    def __call__(self, seconds: float) -> None:
+        if seconds > 0:
+            start = time.monotonic()
+            time.sleep(max(0.0, seconds - self._late_seconds))
+            late = self._late_seconds + time.monotonic() - start - seconds
+            self._late_seconds = min(late, self._MOST_SECONDS)
 
 
-def wait(seconds: float) -> None:
-    """Sleep for `seconds` on average: what the operating system adds to a sleep is taken off beforehand."""
-    if seconds > 0:
-        time.sleep(max(0.0, seconds - _lateness_seconds()))
+wait = _Waits()
 
 
 class _Wait(torch.autograd.Function):
     """The identity, slow in both directions."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.backward_seconds = backward_seconds
-        wait(forward_seconds)
+    def forward(ctx, x: Tensor, stage: WaitingStage) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.seconds = stage.seconds[1]
+        wait(stage.seconds[0])
         return x.clone()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
-        wait(ctx.backward_seconds)
-        return gradient, None, None
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        wait(ctx.seconds)
+        return gradient, None
 
 
 class WaitingStage(nn.Module):
-    """A stage that multiplies by a parameter of 4 elements, then waits as if it computed."""
+    """A linear layer of 4 x 4 weights that waits as if it computed: in F, in I, and in W.
 
-    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+    I waits in the backward of a function. W waits in a hook on the weight, which autograd calls with the weight's
+    gradient, whenever that is computed: at once in a whole backward, in W where the backward is split.
+
+    Args:
+        seconds: to wait in F, I and W.
+    """
+
+    def __init__(self, seconds: tuple[float, float, float]) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.rand(4) + 0.5)
-        self.waits = (forward_seconds, backward_seconds)
+        self.weight = nn.Parameter(torch.rand(4, 4) / 2)
+        self.weight.register_hook(self._wait_for_weight)
+        self.seconds = seconds
+        self.weight_started = 0.0
+
+    def _wait_for_weight(self, gradient: Tensor) -> None:
+        self.weight_started = time.monotonic()
+        wait(self.seconds[2])
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Wait.apply(x * self.scale, *self.waits)  # type: ignore[no-any-return]
+        return _Wait.apply(F.linear(x, self.weight), self)  # type: ignore[no-any-return]
+
+
+_MOST_OWN_SECONDS = 0.0006  # more was another process's doing
+
+
+@cache
+def _own_seconds() -> tuple[float, float, float]:
+    """What F, I and W of a waiting stage take in this process beside the waits; medians.
+
+    Some 0.2 to 0.4 ms each: in a wait the caches go cold.
+    """
+    seconds = 0.005
+    stage = WaitingStage((seconds,) * 3)
+    found = []
+    with running_first():
+        for _ in range(16):
+            x = torch.randn(1, 4).requires_grad_()
+            start = time.monotonic()
+            y = stage(x)
+            forward_end = time.monotonic()
+            torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+                (y,), (torch.ones_like(y),), False, False, (), True, True
+            )
+            times = (start, forward_end, stage.weight_started, time.monotonic())
+            found.append([end - begin - seconds for begin, end in pairwise(times)])
+    f, i, w = (min(max(0.0, median(own)), _MOST_OWN_SECONDS) for own in zip(*found[1:], strict=True))
+    return f, i, w
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingWorkload:
-    """`num_stages` stages that together wait `num_ranks` times the given seconds; one sample a micro-batch."""
+    """`num_stages` stages of which each takes `seconds` for F, I and W, nearly all of it waiting.
+
+    What else a stage does, measured in each process, is taken off the waits. One sample a micro-batch.
+    """
 
     num_stages: int
     num_microbatches: int
-    forward_seconds: float = 0.010
-    backward_seconds: float = 0.020
+    seconds: tuple[float, float, float] = (0.010, 0.010, 0.010)
 
     def model(self) -> nn.Sequential:
+        own = _own_seconds() if any(self.seconds) else self.seconds
+        f, i, w = (max(0.0, total - part) for total, part in zip(self.seconds, own, strict=True))
         torch.manual_seed(7)
-        stages = [WaitingStage(self.forward_seconds, self.backward_seconds) for _ in range(self.num_stages)]
-        return nn.Sequential(*stages)
+        return nn.Sequential(*(WaitingStage((f, i, w)) for _ in range(self.num_stages)))
 
     def batch(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(11)
@@ -179,7 +231,7 @@ class WaitingWorkload:
         return [1] * num_stages
 
     def without_waits(self) -> WaitingWorkload:
-        return replace(self, forward_seconds=0.0, backward_seconds=0.0)
+        return replace(self, seconds=(0.0, 0.0, 0.0))
 
 
 class AddStage(nn.Module):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeloom.models import GPT, GPTConfig, init_parameters
 from pipeloom.models import loss_fn as language_loss
 
-__all__ = ["accumulate", "language_loss", "make_gpt", "make_mlp", "tokens"]
+__all__ = ["Checkpointed", "accumulate", "checkpoint_blocks", "language_loss", "make_gpt", "make_mlp", "tokens"]
 
 
 def make_mlp(depth: int = 6, width: int = 8, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -27,6 +28,27 @@ def make_gpt(*, tied: bool = False, layers: int = 4, dtype: torch.dtype = torch.
     model = GPT(config)
     init_parameters(model, seed=5)
     return model.to(dtype)
+
+
+class Checkpointed(nn.Module):
+    """`inner` under activation checkpointing; counts how often it runs."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls = 0
+
+    def forward(self, x):
+        def run(value):
+            self.calls += 1
+            return self.inner(value)
+
+        return checkpoint(run, x, use_reentrant=False)
+
+
+def checkpoint_blocks(model: GPT) -> None:
+    """Put every block of a GPT under activation checkpointing."""
+    model.blocks = nn.ModuleList(Checkpointed(block) for block in model.blocks)
 
 
 def tokens(batch: int, length: int = 12, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -210,8 +210,8 @@ def test_a_repeatable_config_has_absolute_paths_and_begins_at_the_beginning(
 
 
 def test_cuts() -> None:
-    assert parse_cut(parse(["--parallel.cut", "time"])) == "time"
-    assert parse_cut(parse(["--parallel.cut", "4, 2"])) == [4, 2]
+    assert parse_cut(parse(["--parallel.cut", "time"]), 2) == "time"
+    assert parse_cut(parse(["--parallel.cut", "4, 2"]), 2) == [4, 2]
 
 
 def test_the_default_run_is_valid(tmp_path: Path) -> None:

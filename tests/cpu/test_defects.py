@@ -1,6 +1,6 @@
 """What torch.distributed.pipelining 2.13 gets wrong or wastes, each as a test that pipeloom passes.
 
-One test a defect, on the schedules that exist; all ranks in this process unless processes are the point.
+All ranks in this process unless processes are the point. Evaluation on V placements: `test_every_schedule`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,19 @@ import torch
 from torch import nn
 
 import pipeloom as pl
+from pipeloom.ir import Action, Op, Placement, Schedule
+from pipeloom.passes import lower
+from pipeloom.report import print_timeline
 from tests.cpu.ranks import run_ranks
-from tests.cpu.reference import accumulate, language_loss, make_gpt, make_mlp, tokens
+from tests.cpu.reference import (
+    Checkpointed,
+    accumulate,
+    checkpoint_blocks,
+    language_loss,
+    make_gpt,
+    make_mlp,
+    tokens,
+)
 
 mse = nn.functional.mse_loss
 NAMES = ["naive", "gpipe", "1f1b"]
@@ -289,3 +300,117 @@ def test_every_rank_has_the_loss() -> None:
     expected = mse(make_mlp()(inputs), targets)
     assert len(set(answers)) == 1
     torch.testing.assert_close(torch.tensor(answers[0]), torch.stack([expected, expected]))
+
+
+def _data_parallel(schedule: Schedule, copies: int) -> Schedule:
+    """A schedule of one chunk a rank with every stage `copies` times, each for its share of the micro-batches."""
+    orders = [
+        tuple(a._replace(microbatch=a.microbatch * copies + copy) for a in order)
+        for order in schedule.orders
+        for copy in range(copies)
+    ]
+    return Schedule(
+        name=f"{schedule.name}-x{copies}",
+        num_microbatches=schedule.num_microbatches * copies,
+        placement=Placement.replicated([copies] * schedule.num_stages),
+        orders=tuple(orders),
+    )
+
+
+SPLIT = ["zb-h1", "zb-h2", "zb-auto"]
+
+
+@pytest.mark.parametrize("transport", ["loopback", "threads"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_backward_with_data_parallel_replicas_reduces_gradients(name: str, transport: str) -> None:
+    schedule = _data_parallel(pl.schedules.build(name, num_ranks=2, num_microbatches=3), 2)
+    assert schedule.split_backwards
+    inputs, targets = (tensor.double() for tensor in _batch(7))
+    reference, model = make_mlp(dtype=torch.float64), make_mlp(dtype=torch.float64)
+    with pl.Pipeline(model, schedule, loss_fn=mse, transport=transport) as pipe:
+        for _ in range(2):
+            accumulate(reference, mse, inputs, targets, 6)
+            pipe.step(inputs, targets)
+        expected = dict(reference.named_parameters())
+        copies: dict[str, list[torch.Tensor]] = {}
+        for parameter_name, parameter in pipe.named_parameters():
+            copies.setdefault(parameter_name, []).append(parameter.grad)
+        for parameter_name, gradients in copies.items():
+            assert torch.equal(*gradients)
+            torch.testing.assert_close(gradients[0], expected[parameter_name].grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "v-min", "dualpipev"])
+def test_split_backward_recomputes_a_checkpointed_block_once(name: str) -> None:
+    schedule = pl.schedules.build(name, num_ranks=2, num_microbatches=5)
+    assert schedule.split_backwards
+    model = make_gpt()
+    checkpoint_blocks(model)
+    with pl.Pipeline(model, schedule, loss_fn=language_loss) as pipe:
+        pipe.step(*tokens(5))
+    blocks = [module for module in model.modules() if isinstance(module, Checkpointed)]
+    assert [block.calls for block in blocks] == [2 * 5] * 4  # a forward and a recomputation for each micro-batch
+
+
+class _Watches(nn.Module):
+    """Two linear layers that count, whenever they run, the bytes of all tensors around."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.held: list[int] = []
+
+    def forward(self, x):
+        gc.collect()
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors()}
+        self.held.append(sum(storages.values()))
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def _tensors() -> list[torch.Tensor]:
+    return [o for o in gc.get_objects() if type(o) is torch.Tensor]
+
+
+def test_between_i_and_w_only_what_w_needs_is_held() -> None:
+    """W of all micro-batches at the end; looked at by each forward, between the I of two micro-batches."""
+    m, width, samples = 4, 8, 16
+    first, last = nn.Identity(), _Watches(width)
+    order_first = tuple(Action(0, op, b) for op in (Op.F, Op.B) for b in range(m))
+    order_last = tuple(Action(1, op, b) for b in range(m) for op in (Op.F, Op.I)) + tuple(
+        Action(1, Op.W, b) for b in range(m)
+    )
+    schedule = Schedule(
+        name="late-w", num_microbatches=m, placement=Placement.loop(2), orders=(order_first, order_last)
+    )
+    stages = [nn.Sequential(nn.Linear(width, width), first), last]
+    with pl.Pipeline(stages, schedule, loss_fn=mse) as pipe:
+        batch = torch.randn(m * samples, width)
+        for _ in range(2):
+            pipe.step(batch, batch)
+    thin, wide = samples * width * 4, samples * 2 * width * 4
+    # For W: gelu's result and the gradients of both layers' results (x was there before). Of the rest of the step: the
+    # gradient of x, which waits for the first rank, and the loss. What gelu had saved, another `wide`, is gone.
+    growth = [b - a for a, b in zip(last.held[m:], last.held[m + 1 :], strict=False)]
+    assert growth == [(wide + wide + thin) + thin + 4] * (m - 1)
+
+
+def test_adjacent_halves_run_as_one_backward() -> None:
+    orders = ((Action(0, Op.F, 0), Action(0, Op.I, 0), Action(0, Op.W, 0)),)
+    schedule = Schedule(name="halves", num_microbatches=1, placement=Placement.loop(1), orders=orders)
+    with pl.Pipeline(make_mlp(), schedule, loss_fn=mse) as pipe:
+        pipe.step(*_batch())
+        ((_, rows),) = pipe.records
+    assert [action.op for action, _, _ in rows] == [Op.F, Op.B]
+
+
+@pytest.mark.parametrize("name", pl.schedules.FAMILIES)
+def test_every_lowered_schedule_is_checked_simulated_and_drawn_whole(name: str, capsys) -> None:
+    schedule = pl.schedules.build(name, num_ranks=2, num_microbatches=4)
+    program = lower(schedule)
+    pl.check(program)
+    timeline = pl.simulate(program, pl.Costs.uniform(forward=1.0, backward=2.0))
+    drawn = [[span.action for span in row] for row in timeline.spans]
+    assert drawn == [list(order) for order in program.orders]
+    assert Action(schedule.num_stages - 1, Op.F, 0) in set().union(*drawn)
+    print_timeline(timeline)
+    assert "rank 1" in capsys.readouterr().out

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from pipeloom import cli
 
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
 EXAMPLES = {
     "train_mlp.py": ["--steps", "3", "--width", "16"],
+    "own_schedule.py": ["--steps", "3"],
     "train_gpt.py": ["--steps", "3", "--layers", "2", "--width", "16"],
+    "train_huggingface.py": ["--steps", "3", "--layers", "2", "--width", "16"],
 }
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-CODE = re.compile(r"(<!-- not run -->\n)?```python\n(.*?)```", re.DOTALL)
+CODE = re.compile(r"(?:<!-- (not run|needs \w+) -->\n)?```python\n(.*?)```", re.DOTALL)
+
+
+def _needs(name: str) -> None:
+    """Skip what needs a package that is not installed."""
+    if "huggingface" in name:
+        pytest.importorskip("transformers", reason="transformers is not installed (the extra 'huggingface')")
 
 
 def _here(script: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -45,13 +57,14 @@ def _torchrun(script: Path, options: list[str], directory: Path) -> str:
 
 
 def _blocks(page: str) -> list[str]:
-    """The Python code of a page, but for what says that it does not run."""
+    """The Python code of a page, but for what says that it does not run or needs a package that is not installed."""
     found = CODE.findall((ROOT / page).read_text())
-    return [code for skipped, code in found if not skipped]
+    return [code for mark, code in found if not mark or (mark.startswith("needs ") and find_spec(mark.split()[1]))]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_print_the_same_in_one_process_and_under_torchrun(name: str, tmp_path: Path, capsys: Capture) -> None:
+    _needs(name)
     script = ROOT / "examples" / name
     alone = _here(script, EXAMPLES[name], capsys)
     assert re.search(r"^step 3  loss \d", alone, re.MULTILINE)
@@ -60,6 +73,18 @@ def test_examples_print_the_same_in_one_process_and_under_torchrun(name: str, tm
 
 def test_every_example_is_tested() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
+
+
+def test_the_schedule_of_the_example_on_the_command_line(tmp_path: Path, capsys: Capture) -> None:
+    own = f"{ROOT / 'examples' / 'own_schedule.py'}:eager_one_f_one_b"
+    assert cli.main(["simulate", own, "--ranks", "4", "--microbatches", "8", "--latency", "0.25", "--json"]) == 0
+    eager = json.loads(capsys.readouterr().out)
+    assert cli.main(["simulate", "1f1b", "--ranks", "4", "--microbatches", "8", "--latency", "0.25", "--json"]) == 0
+    assert eager["makespan_seconds"] < json.loads(capsys.readouterr().out)["makespan_seconds"]
+    small = ["--model.layers", "2", "--model.width", "16", "--model.heads", "2", "--model.sequence_length", "16"]
+    run = ["--steps", "2", "--eval_steps", "0", "--save_steps", "0", "--sample_tokens", "0", "--local"]
+    assert cli.main(["train", "--schedule", own, *small, *run, "--output_dir", str(tmp_path / "run")]) == 0
+    assert f"schedule: {own}" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 def test_train_gpt_takes_a_text(tmp_path: Path, capsys: Capture) -> None:

@@ -9,13 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
 from pipeloom.errors import InputError, RunError, StageError
 from pipeloom.ir import Action, Op, Orders, Schedule
 from pipeloom.runtime import RUNNABLE_OPS
-from tests.cpu.reference import accumulate, language_loss, make_gpt, make_mlp, tokens
+from tests.cpu.reference import Checkpointed, accumulate, language_loss, make_gpt, make_mlp, tokens
 
 mse = nn.functional.mse_loss
 SIZES = list(itertools.product(("naive", "gpipe", "1f1b"), (1, 2, 4), range(1, 10)))
@@ -199,25 +198,11 @@ def test_tied_copies_stay_bitwise_equal_through_training() -> None:
         torch.testing.assert_close(embeddings[0], reference.embedding.weight, rtol=1e-9, atol=1e-12)
 
 
-class _Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.calls = 0
-
-    def forward(self, x):
-        def run(value):
-            self.calls += 1
-            return self.inner(value)
-
-        return checkpoint(run, x, use_reentrant=False)
-
-
 def test_activation_checkpointing_recomputes_once() -> None:
     inputs, targets = _batch()
     reference = make_mlp()
     expected = accumulate(reference, mse, inputs, targets, 3)
-    model = nn.Sequential(*[_Checkpointed(layer) for layer in make_mlp()])
+    model = nn.Sequential(*[Checkpointed(layer) for layer in make_mlp()])
     with pl.Pipeline(model, pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=3), loss_fn=mse) as pipe:
         assert torch.equal(pipe.step(inputs, targets), expected)
     for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
 from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.runtime.split_backward import backward_input
 from tests.cpu.ranks import run_ranks
-from tests.cpu.reference import accumulate, language_loss, make_gpt, make_mlp, tokens
+from tests.cpu.reference import Checkpointed, accumulate, language_loss, make_gpt, make_mlp, tokens
 from tests.pure.handmade import random_schedule
 
 mse = nn.functional.mse_loss
@@ -77,20 +76,6 @@ def v_shape(num_ranks: int, num_microbatches: int) -> Schedule:
 MAKERS = {"zb-h1": zb_h1, "zb-h2": lambda p, m: zb_h1(p, m, 2), "late-w": late_w, "v": v_shape}
 
 
-class _Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.calls = 0
-
-    def forward(self, x):
-        def run(value):
-            self.calls += 1
-            return self.inner(value)
-
-        return checkpoint(run, x, use_reentrant=False)
-
-
 def _check_gpt(pipe: pl.Pipeline, schedule: Schedule, num_microbatches: int, *, tied: bool) -> None:
     """Two steps with an evaluation before and between, then gradients and what was held."""
     reference = make_gpt(tied=tied)
@@ -128,7 +113,7 @@ def test_checkpointed_blocks_recompute_once(name: str) -> None:
     num_microbatches = 3
     schedule = MAKERS[name](2, num_microbatches)
     model = make_gpt()
-    model.blocks = nn.ModuleList(_Checkpointed(block) for block in model.blocks)
+    model.blocks = nn.ModuleList(Checkpointed(block) for block in model.blocks)
     blocks = list(model.blocks)
     with pl.Pipeline(model, schedule, loss_fn=language_loss) as pipe:
         _check_gpt(pipe, schedule, num_microbatches, tied=False)

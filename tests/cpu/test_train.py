@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from pipeloom.cli import main
+from pipeloom.sim import Timeline
 
 WORDS = [
     "the",
@@ -106,6 +107,20 @@ def test_a_run_writes_what_it_promises(reference: Path) -> None:
     assert "<svg" in (reference / "report.html").read_text()
     timelines = json.loads((reference / "timelines.json").read_text())
     assert [timelines[kind]["kind"] for kind in ("measured", "predicted")] == ["measured", "simulated"]
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "dualpipev"])
+def test_the_report_has_any_schedule_measured_and_predicted(text: Path, tmp_path: Path, schedule: str) -> None:
+    """Chunks, split backwards, overlapped pairs: the same computations, all with a time, and all memory freed."""
+    local(text, tmp_path, f"--schedule={schedule}", "--steps=2", "--batch.size=4", "--save_steps=0", "--eval_steps=0")
+    found = json.loads((tmp_path / "timelines.json").read_text())
+    measured, predicted = (Timeline.from_json(json.dumps(found[kind])) for kind in ("measured", "predicted"))
+    assert measured.schedule.orders == predicted.schedule.orders
+    assert measured.overlapped == predicted.overlapped
+    assert measured.peak_activations == predicted.peak_activations
+    for timeline in (measured, predicted):
+        assert all(points[-1][1] == 0 for points in timeline.memory)
+        assert all(span.end > span.start for row in timeline.compute_spans for span in row)
 
 
 def test_a_run_says_what_it_does_in_plain_lines(reference: Path) -> None:

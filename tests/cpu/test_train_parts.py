@@ -15,14 +15,14 @@ from torch import nn
 from pipeloom import schedules
 from pipeloom.ir import Action, Op, Placement
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
-from pipeloom.passes import lower
+from pipeloom.passes import lower, merge_backwards
 from pipeloom.runtime import Pipeline
 from pipeloom.sim import Costs, simulate
 from pipeloom.split import split
 from pipeloom.train.config import OptimizerConfig, TrainConfig
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
-from pipeloom.train.metrics import Predictor, StepCost, cost_numbers, message_seconds, read_cost
+from pipeloom.train.metrics import Predictor, StepCost, cost_numbers, message_times, read_cost
 from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, set_learning_rate
 from pipeloom.train.output import append_metrics, prepare_output
 from pipeloom.train.progress import describe, display
@@ -153,27 +153,46 @@ def test_what_a_step_cost_comes_back_from_the_sum(ranks: int) -> None:
 def test_the_prediction_is_the_simulation_of_median_times() -> None:
     schedule = schedules.one_f_one_b(num_ranks=2, num_microbatches=4)
     predictor = Predictor(lower(schedule))
-    for forward in (1.0, 1.0, 50.0):  # one slow step changes nothing
+    for forward in (50.0, 1.0, 50.0, 1.0, 1.0):  # neither the first nor one slow step changes anything
         times = torch.tensor([[forward, 2.0, 0, 0], [1.0, 2.0, 0, 0]], dtype=torch.float64)
         cost = StepCost(bubble_fraction=0.0, peak_memory_bytes=[], live_activations=[], stage_seconds=times)
         predictor.observe(cost)
     expected = simulate(lower(schedule), Costs.uniform(forward=1.0, backward=2.0))
     assert predictor.predict().makespan == pytest.approx(expected.makespan)
-    late = [
-        (0, [(Action(0, Op.F, 0), 0.0, 1.0), (Action(0, Op.RECV_B, 0), 1.0, 4.5)]),
-        (1, [(Action(1, Op.RECV_F, 0), 0.0, 1.5), (Action(1, Op.F, 0), 1.5, 2.0), (Action(1, Op.B, 0), 2.0, 4.0)]),
-    ]
-    assert message_seconds(late) == pytest.approx([0.5, 0.5])
-    predictor.observe_messages(late)
-    assert predictor.predict().makespan > expected.makespan
 
 
-def test_messages_that_waited_say_nothing_about_latency() -> None:
-    records = [
-        (0, [(Action(0, Op.F, 0), 0.0, 1.0)]),
-        (1, [(Action(1, Op.RECV_F, 0), 3.0, 3.1)]),  # the rank came late: the message was there
-    ]
-    assert message_seconds(records) == []
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe"])
+def test_the_prediction_has_the_time_of_every_kind_of_backward(name: str) -> None:
+    """What runs has B on some stages, I and W on some, and all three on others."""
+    schedule = merge_backwards(schedules.build(name, num_ranks=4, num_microbatches=8))
+    predictor = Predictor(lower(schedule))
+    ops = {(action.stage, action.op) for _, action in schedule.actions()}
+    assert {op for _, op in ops} == {Op.F, Op.B, Op.I, Op.W}
+    seconds = {Op.F: 1.0, Op.B: 2.5, Op.I: 1.0, Op.W: 2.0}  # I and W together take longer than B
+    times = [[seconds[op] if (s, op) in ops else 0.0 for op in seconds] for s in range(schedule.num_stages)]
+    cost = StepCost(
+        bubble_fraction=0.0, peak_memory_bytes=[], live_activations=[], stage_seconds=torch.tensor(times).double()
+    )
+    predictor.observe(cost)
+    found = [(span.action.op, span.end - span.start) for row in predictor.predict().compute_spans for span in row]
+    assert all(took == pytest.approx(seconds[op]) for op, took in found)
+
+
+MESSAGES = [  # rank 1 waits for a forward, which comes 0.5 late; rank 0 comes late for a gradient
+    (0, [(Action(0, Op.F, 0), 0, 1.0), (Action(0, Op.SEND_F, 0), 1, 1.25), (Action(0, Op.RECV_B, 0), 9, 9.125)]),
+    (1, [(Action(1, Op.RECV_F, 0), 0, 1.75), (Action(1, Op.F, 0), 1.75, 2.0), (Action(1, Op.SEND_B, 0), 4, 4.25)]),
+]
+
+
+def test_messages_take_a_send_a_latency_and_a_receive() -> None:
+    assert message_times(MESSAGES) == ([0.25, 0.25], [0.5], [0.125])
+    schedule = schedules.one_f_one_b(num_ranks=2, num_microbatches=1)
+    predictor = Predictor(lower(schedule))
+    times = torch.tensor([[1.0, 2.0, 0, 0]] * 2, dtype=torch.float64)
+    predictor.observe(StepCost(bubble_fraction=0.0, peak_memory_bytes=[], live_activations=[], stage_seconds=times))
+    assert predictor.predict().makespan == pytest.approx(6)
+    predictor.observe_messages(MESSAGES)
+    assert predictor.predict().makespan == pytest.approx(6 + 2 * (0.25 + 0.5))
 
 
 @pytest.mark.parametrize("prompt", ["def ", "", "ü" * 40])

@@ -85,17 +85,17 @@ def _take(transport: Transport, channel: Channel):
 def _exchange(rank: int, kind: str) -> None:
     transport = _connect(kind, rank)
     there, back = Channel(0, 1, Lane.PIPELINE), Channel(1, 0, Lane.PIPELINE)
-    transport.open([there, back, Channel(0, 1, Lane.LOSS)])
+    transport.open([there, back, Channel(0, 1, Lane.RESULT)])
     values = VALUES * 3
     if rank == 0:
         for value in values:
             transport.outgoing(there).send(*flatten(value))
-        transport.outgoing(Channel(0, 1, Lane.LOSS)).send(*flatten(torch.tensor(1.0)))
+        transport.outgoing(Channel(0, 1, Lane.RESULT)).send(*flatten(torch.tensor(1.0)))
         for value in values:
             assert _same(_take(transport, back), value)
     else:
         assert (
-            transport.incoming(Channel(0, 1, Lane.LOSS)).receive().tensors[0] == 1.0
+            transport.incoming(Channel(0, 1, Lane.RESULT)).receive().tensors[0] == 1.0
         )  # lanes do not wait for each other
         for _ in values:
             transport.outgoing(back).send(*flatten(_take(transport, there)))

@@ -9,7 +9,7 @@ import pytest
 
 from pipeloom import schedules
 from pipeloom.ir import check
-from pipeloom.ir.text import from_csv
+from pipeloom.ir.torch_csv import from_csv
 from pipeloom.report.terminal import layout
 from pipeloom.sim import Costs, simulate
 from tests.pure.test_cli_simulate import KEYS, run

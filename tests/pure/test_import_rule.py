@@ -19,6 +19,7 @@ ALLOWED = {
     "schedules": {"ir"},
     "passes": {"ir"},
     "sim": {"ir"},
+    "plan": {"ir", "schedules", "sim", "split", "models", "slicing"},  # models: measuring runs one
     "slicing": set(),
     "split": {"ir", "slicing"},
     "models": {"slicing"},
@@ -91,6 +92,13 @@ SIMULATE = (
     "assert code == 0, code"
 )
 
+SLICE = """
+from pathlib import Path
+from pipeloom.cli import main
+Path("costs.json").write_text('{"forward": {"base": [[8, 1], [64, 2]]}, "backward": {"base": [[8, 1], [64, 2]]}}')
+assert main(["slice", "--sequence", "64", "--ranks", "4", "--batch", "2", "--costs", "costs.json"]) == 0
+"""
+
 
 @pytest.mark.parametrize(
     "code",
@@ -100,6 +108,7 @@ SIMULATE = (
         "import pipeloom.report",
         SIMULATE.format("'--json'"),
         SIMULATE.format("'--html', 'a.html', '--svg', 'a.svg', '--trace', 'a.json.gz'"),
+        SLICE,
         "from pipeloom.cli import main; assert main(['schedules', '--json']) == 0",
         "from pipeloom.cli import main; assert main(['schedules']) == 0",
         "from pipeloom.cli import main; assert main(['--help']) == 0",

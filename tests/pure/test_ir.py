@@ -10,6 +10,7 @@ from pipeloom import schedules
 from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import Action, Op, Placement, Program, Schedule, WeightPolicy, check, dependencies, dependency_order
 from pipeloom.ir import text as ir_text
+from pipeloom.ir.torch_csv import from_csv
 from pipeloom.passes import lower
 from pipeloom.sim import Costs, simulate
 from tests.pure.handmade import B, F, I, W
@@ -233,14 +234,14 @@ def test_the_json_of_a_schedule_is_refused_where_it_is_none():
 
 def test_a_csv_of_torch_reads_without_its_communication():
     csv = "0F0,0SEND_F0,0F1,0SEND_F1,,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n"
-    schedule = ir_text.from_csv(csv)
+    schedule = from_csv(csv)
     check(schedule)
     assert ir_text.format_orders(schedule.orders) == "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n"
     assert lower(schedule).orders[1][:2] == (Action(1, Op.RECV_F, 0), Action(1, F, 0))
     with pytest.raises(ScheduleError, match="without gaps"):
-        ir_text.from_csv("0F0,0B0\n2F0,2B0\n")
+        from_csv("0F0,0B0\n2F0,2B0\n")
     with pytest.raises(ScheduleError, match="is no action"):
-        ir_text.from_csv("0F0,zero\n")
+        from_csv("0F0,zero\n")
 
 
 def test_refusals_are_input_errors():

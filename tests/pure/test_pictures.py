@@ -22,7 +22,7 @@ from pipeloom.passes import lower
 from pipeloom.report import print_timeline, timeline_svg, trace, write_trace
 from pipeloom.report.drawing import bytes_text, number_text, op_shares, seconds_text, ticks
 from pipeloom.report.terminal import layout
-from pipeloom.sim import Costs, Network, Timeline, simulate
+from pipeloom.sim import Costs, Network, Timeline, measured_timeline, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -146,6 +146,25 @@ def test_waits_reductions_and_split_backwards_are_drawn():
         assert f'class="{style}"' in svg
     assert 'class="B"' not in svg
     assert any("I0" in line for line in printed(timeline))
+
+
+def test_overlapped_pairs_are_framed_where_simulated_and_where_measured():
+    program = lower(schedules.dualpipev(num_ranks=2, num_microbatches=4))
+    predicted = simulate(program, Costs.uniform())
+    measured = measured_timeline(program, predicted.spans)
+    pairs = program.schedule.overlapped
+    assert pairs
+    for timeline in (predicted, measured):
+        assert Timeline.from_json(timeline.to_json()) == timeline
+        assert timeline.schedule.overlapped == pairs
+        assert timeline_svg([timeline]).count('class="unit"') == len(pairs) + 1  # and the legend
+    assert 'class="unit"' not in timeline_svg([timeline_of()])
+
+
+def test_pictures_with_one_number_of_seconds_have_one_scale():
+    fast, slow = (timeline_svg([timeline_of(name)], seconds=100) for name in ("gpipe", "naive"))
+    first, second = (boxes(ElementTree.fromstring(svg))["0F0"] for svg in (fast, slow))
+    assert first[0] == pytest.approx(second[0])
 
 
 def test_shares_of_a_column_add_up_to_what_ran_in_it():

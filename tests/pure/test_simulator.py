@@ -298,3 +298,11 @@ def test_a_deadlock_is_refused_and_not_simulated():
 def test_a_pipeline_that_takes_no_time_has_no_bubble():
     timeline = simulate(schedules.gpipe(num_ranks=2, num_microbatches=2), Costs.uniform(forward=0.0, backward=0.0))
     assert (timeline.makespan, timeline.bubble_fraction, timeline.bubble_fraction_span) == (0.0, 0.0, 0.0)
+
+
+def test_a_gradient_reduction_waits_for_messages_of_the_others():
+    program = lower(schedules.one_f_one_b(num_ranks=2, num_microbatches=1), tied_stages=((0, 1),))
+    timeline = simulate(program, Costs.uniform(forward=1.0, backward=2.0), Network(latency_seconds=0.5))
+    # Rank 0 comes at 7, when what rank 1 sent at 4.5 is long there; rank 1 gets what rank 0 sends at 7.5.
+    assert [row[-1].action.op for row in timeline.spans] == [Op.REDUCE_GRAD, Op.REDUCE_GRAD]
+    assert [row[-1].end for row in timeline.spans] == [7.0, 7.5]

@@ -14,6 +14,7 @@ from pipeloom.version import __version__
 COMMANDS = {
     "train": "train a language model through a pipeline",
     "simulate": "simulate a schedule: makespan, bubble, live activations, timeline",
+    "slice": "cut long sequences into slices: where, and what it saves",
     "schedules": "list the schedules: paper, constraints, closed forms",
     "report": "make the report of a finished run again",
     "checkpoint": "list, verify or convert checkpoints",

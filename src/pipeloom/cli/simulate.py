@@ -12,7 +12,7 @@ from pipeloom.cli.parser import Parser
 from pipeloom.cli.simulate_inputs import Inputs
 from pipeloom.errors import InputError
 from pipeloom.ir import Checked, Schedule, check
-from pipeloom.ir.text import to_csv
+from pipeloom.ir.torch_csv import to_csv
 from pipeloom.sim import Timeline, simulate
 
 _COMPARE = "compare"
@@ -63,7 +63,8 @@ def _names(options: Any) -> list[str]:
             f"argument {names[1]!r} is one too many: to see several, write `simulate compare {' '.join(names)}`"
         )
     for name in names:
-        schedules.find(name)
+        if not schedules.is_file(name):
+            schedules.find(name)
     return list(dict.fromkeys(names))
 
 
@@ -129,12 +130,18 @@ def _parser() -> Parser:
             pipeloom simulate 1f1b --ranks 4 --microbatches 16 --latency 0.1 --json
             pipeloom simulate 1f1b --ranks 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg --trace 1f1b.json.gz
             pipeloom simulate zb-auto --ranks 8 --microbatches 24 --memory-limit 12 --weight-gradient-memory 0.4
+            pipeloom simulate mine.py:eager --ranks 4 --microbatches 8
             pipeloom simulate search --ranks 4 --microbatches 16 --costs costs.json --csv found.csv
             pipeloom simulate compare 1f1b interleaved zb-h1 zb-v --ranks 4 --microbatches 8
         """,
     )
     names = ", ".join(schedules.FAMILIES)
-    parser.add_argument("names", type=str, nargs="+", help=f"schedule, or `compare` and several: {names}")
+    parser.add_argument(
+        "names",
+        type=str,
+        nargs="+",
+        help=f"schedule, or `compare` and several: {names}; or a file: .csv, .json, .py:function",
+    )
     parser.add_argument("--ranks", type=int, required=True, help="processes, each driving one device")
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of one step")
     parser.add_argument("--chunks", type=int, help="stages a rank; the schedule's own number if not given")

@@ -87,9 +87,12 @@ class Inputs:
         Raises:
             ScheduleError, InputError: unknown name, or sizes and costs that do not fit it.
         """
-        options, family = self.options, schedules.find(name)
-        ranks, microbatches = options.ranks, options.microbatches
+        options, ranks, microbatches = self.options, self.options.ranks, self.options.microbatches
         chunks = options.chunks
+        if schedules.is_file(name):
+            check_sizes(ranks, microbatches, 1 if chunks is None else chunks)
+            return schedules.build(name, num_ranks=ranks, num_microbatches=microbatches, num_chunks=chunks), None
+        family = schedules.find(name)
         if chunks is None and family.chunks is None and self.file is not None and ranks > 0:
             chunks = max(1, self.file.num_stages // ranks)
         if chunks is None:

@@ -1,4 +1,4 @@
-"""Schedules as text, as JSON, and as the CSV of torch.distributed.pipelining; each reads back what it wrote.
+"""Schedules as text and as JSON; each reads back what it wrote. `pipeloom.ir.torch_csv` has the CSV of torch.
 
 0F0 0F1 0B0 0B1        one line a rank: actions in order
 1F0 1B0 1F1 1B1
@@ -11,9 +11,9 @@ import re
 from typing import Any
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Orders, Program, Schedule, WeightPolicy
+from pipeloom.ir.schedule import Orders, Schedule, WeightPolicy
 
 # Longest names first, so that SEND_F is not read as an op S...
 _OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
@@ -83,43 +83,3 @@ def from_json(text: str) -> Schedule:
         if isinstance(error, ScheduleError):
             raise
         raise ScheduleError(f"not the JSON of a schedule ({error}): write it with pipeloom.ir.text.to_json") from error
-
-
-def to_csv(pipeline: Schedule | Program) -> str:
-    """The CSV that torch.distributed.pipelining loads: one row a rank, one cell an action."""
-    return "\n".join(",".join(map(str, order)) for order in pipeline.orders) + "\n"
-
-
-def from_csv(text: str, *, name: str = "csv") -> Schedule:
-    """Read a compute-only or lowered CSV; communication is dropped, since the passes put it back.
-
-    The placement is read off the forwards: a stage lives where its forwards stand, and the replica that runs the
-    lowest micro-batch is its first.
-
-    Raises:
-        ScheduleError: a cell is no action, or the stages are not numbered without gaps.
-    """
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.rstrip("\n").split("\n")]
-    orders = tuple(
-        tuple(action for action in map(parse_action, filter(None, row)) if action.op in COMPUTE_OPS) for row in rows
-    )
-    homes: dict[int, dict[int, int]] = {}  # stage -> rank -> lowest micro-batch that the rank runs of it
-    microbatches = slices = 0
-    for rank, order in enumerate(orders):
-        for stage, op, microbatch, piece in order:
-            if op is Op.F:
-                ranks = homes.setdefault(stage, {})
-                ranks[rank] = min(ranks.get(rank, microbatch or 0), microbatch or 0)
-                microbatches = max(microbatches, 1 + (microbatch or 0))
-                slices = max(slices, 1 + (piece or 0))
-    if sorted(homes) != list(range(len(homes))):
-        raise ScheduleError(f"CSV has forwards of stages {sorted(homes)}: stages count from 0 without gaps; renumber")
-    replicas = (sorted(homes[stage], key=lambda rank: homes[stage][rank]) for stage in range(len(homes)))
-    return Schedule(
-        name=name,
-        num_microbatches=microbatches,
-        num_slices=max(1, slices),
-        placement=Placement(tuple(map(tuple, replicas))),
-        orders=orders,
-        forward_only=all(action.op is Op.F for order in orders for action in order),
-    )

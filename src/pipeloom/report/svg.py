@@ -17,13 +17,18 @@ _STYLE = """
 .pl .n{fill:#10151f;text-anchor:middle;font-size:10.5px;pointer-events:none}
 .pl .grid{stroke:currentColor;stroke-opacity:.13}.pl .wait{stroke:currentColor;stroke-opacity:.4;stroke-dasharray:2 2}
 .pl .memory{fill:currentColor;fill-opacity:.16;stroke:currentColor;stroke-opacity:.5;stroke-width:.7}
-.pl .odd{fill-opacity:.62}
+.pl .odd{fill-opacity:.62}.pl .unit{fill:none;stroke:currentColor;stroke-width:1.4}
 """ + "".join(f".pl .{op.value}{{fill:{colour}}}" for op, colour in COLOURS.items())
 _STANDALONE_STYLE = ".pl .paper{fill:#fff}@media(prefers-color-scheme:dark){.pl{color:#e8eaf0}.pl .paper{fill:#14171f}}"
 
 
 def timeline_svg(
-    timelines: Sequence[Timeline], *, titles: Sequence[str] = (), width: float = 1040.0, standalone: bool = False
+    timelines: Sequence[Timeline],
+    *,
+    titles: Sequence[str] = (),
+    width: float = 1040.0,
+    seconds: float | None = None,
+    standalone: bool = False,
 ) -> str:
     """One picture of `timelines`, one below the other at the same scale.
 
@@ -31,9 +36,10 @@ def timeline_svg(
         timelines: at least one.
         titles: a heading for each; by default its name, makespan and bubble.
         width: of the picture, in CSS pixels; it shrinks with the page.
+        seconds: that the width stands for, so that pictures compare; by default the longest makespan.
         standalone: a file of its own, with a background and both colour schemes; else it takes its ink from the page.
     """
-    seconds = max(timeline.makespan for timeline in timelines) or 1.0
+    seconds = seconds or max(timeline.makespan for timeline in timelines) or 1.0
     scale = (width - _LEFT - _RIGHT) / seconds
     most = max((peak for timeline in timelines for peak in timeline.peak_activations), default=0.0) or 1.0
     tooltips = sum(len(row) for timeline in timelines for row in timeline.spans) <= _MOST_TOOLTIPS
@@ -80,11 +86,15 @@ def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: f
         return _dense_bars(row, timeline.makespan, y, visible)
     stages = timeline.placement.stages_of[rank]
     boxes: dict[str, list[str]] = {}
+    partners, ends = dict(timeline.overlapped), {span.action: span.end for span in row}
     parts = []
     numbers = []
     for span in row:
         (stage, op, _, _), start, end = span
         x, w = _LEFT + start * scale, (end - start) * scale
+        if span.action in partners:
+            frame = (ends[partners[span.action]] - start) * scale
+            numbers.append(f'<rect class="unit" x="{x:.2f}" y="{y:.1f}" width="{frame:.2f}" height="{_BAR:.0f}"/>')
         if op in (Op.RECV_F, Op.RECV_B) and w > 1:
             parts.append(f'<path class="wait" d="M{x:.2f} {y + _BAR / 2:.1f}h{w:.2f}"/>')
         if op not in COLOURS or w <= 0:
@@ -154,6 +164,10 @@ def _legend(timelines: Sequence[Timeline], y: float) -> list[str]:
         parts.append(f'<rect class="{op.value}" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10" rx="2"/>')
         parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">{OP_NAMES[op]}</text>')
         x += 28 + 6.2 * len(OP_NAMES[op])
+    if any(timeline.overlapped for timeline in timelines):
+        parts.append(f'<rect class="unit" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10"/>')
+        parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">two as one unit</text>')
+        x += 122
     parts.append(f'<rect class="memory" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10"/>')
     parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">live activations (most: at the right)</text>')
     return parts

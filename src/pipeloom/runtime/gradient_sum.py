@@ -2,7 +2,8 @@
 
 Every member of a group sends its gradients to the others and adds what it gets in order of rank. So all copies get the
 same bits. The sum covers one step: what earlier steps left in ``.grad`` is set aside before and added back after, so
-several steps before one optimizer step add up exactly.
+several steps before one optimizer step add up exactly. Buffers that the members share travel along
+(`pipeloom.runtime.buffers`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from pipeloom.runtime.buffers import SharedBuffers
+from pipeloom.runtime.state import Step
 from pipeloom.runtime.transport import Channel, Lane, Message, Transport
 from pipeloom.runtime.values import flatten, unflatten
 
@@ -23,12 +26,16 @@ class GradientSum:
     Args:
         rank: this rank.
         groups: for the stage under which a program's REDUCE_GRAD stands on this rank, the parameters to sum.
+        buffers: for the same stages, the buffers that the ranks of the group share.
         transport: with the gradient lane's channels open.
     """
 
-    def __init__(self, rank: int, groups: Mapping[int, Shared], transport: Transport) -> None:
+    def __init__(
+        self, rank: int, groups: Mapping[int, Shared], buffers: Mapping[int, SharedBuffers], transport: Transport
+    ) -> None:
         self._rank = rank
         self._groups = groups
+        self._buffers = buffers
         self._transport = transport
         self._set_aside: dict[str, Tensor | None] = {}
 
@@ -39,11 +46,12 @@ class GradientSum:
                 self._set_aside[name] = parameter.grad
                 parameter.grad = None
 
-    def bind(self, stage: int) -> list[tuple[Callable[[], None], Callable[[], bool] | None]]:
+    def bind(self, stage: int) -> list[Step]:
         """The functions of one REDUCE_GRAD: send to all, receive from each, add."""
-        shared = self._groups[stage]
-        peers = sorted({rank for _, ranks in shared.values() for rank in ranks} - {self._rank})
+        shared, buffers = self._groups[stage], self._buffers[stage]
+        peers = sorted(buffers.ranks.union(*(ranks for _, ranks in shared.values())) - {self._rank})
         received: dict[int, dict[str, Tensor | None]] = {}
+        counting: dict[str, Tensor | None] = {}  # values of the buffers' copies that count
         # Both sides know the names and list them alike, so only the gradients travel.
         names = {
             rank: sorted(name for name, (_, ranks) in shared.items() if rank in ranks) for rank in (self._rank, *peers)
@@ -52,16 +60,20 @@ class GradientSum:
 
         def send() -> None:
             received[self._rank] = {name: shared[name][0].grad for name in names[self._rank]}
+            buffers.look()
             for peer, end in zip(peers, outgoing, strict=True):
-                end.send(*flatten(tuple(received[self._rank][name] for name in names[peer])))
+                gradients = tuple(received[self._rank][name] for name in names[peer])
+                end.send(*flatten((gradients, buffers.to_send(peer))))
 
-        steps: list[tuple[Callable[[], None], Callable[[], bool] | None]] = [(send, None)]
+        steps: list[Step] = [(send, None)]
         for peer in peers:
             incoming = self._transport.incoming(Channel(peer, self._rank, Lane.GRADIENT))
 
             def receive(peer: int = peer, take: Callable[[], Message] = incoming.receive) -> None:
                 message = take()
-                received[peer] = dict(zip(names[peer], unflatten(message.layout, message.tensors), strict=True))
+                gradients, values = unflatten(message.layout, message.tensors)
+                received[peer] = dict(zip(names[peer], gradients, strict=True))
+                counting.update(values)
 
             steps.append((receive, incoming.ready))
 
@@ -71,7 +83,9 @@ class GradientSum:
                 total = _sum([part for part in parts if part is not None])
                 before = self._set_aside.pop(name)
                 parameter.grad = total if before is None else before if total is None else before.add_(total)
+            buffers.take(counting)
             received.clear()
+            counting.clear()
 
         steps.append((add, None))
         return steps

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pipeloom.ir import Program
+from pipeloom.runtime.buffers import BufferHome, SharedBuffers
 from pipeloom.runtime.gradient_sum import Shared
 from pipeloom.split import Stages
 
@@ -36,8 +37,9 @@ def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dic
                 if id(parameter) in taken_parameters:
                     same = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
                     copies[id(parameter)] = copies.get(id(parameter), same)
+        memo: dict[int, Any] = {}  # one for the rank: what two of its stages share, their copies share too
         result[rank] = {
-            stage: _with_parameters(module, copies, whole=any(id(m) in taken_modules for m in module.modules()))
+            stage: _with_parameters(module, copies, memo, whole=any(id(m) in taken_modules for m in module.modules()))
             for stage, module in modules.items()
         }
         for module in result[rank].values():
@@ -46,11 +48,14 @@ def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dic
     return result
 
 
-def _with_parameters(module: nn.Module, copies: dict[int, nn.Parameter], *, whole: bool) -> nn.Module:
-    """`module`, or a copy of it, with some parameters replaced."""
+def _with_parameters(
+    module: nn.Module, copies: dict[int, nn.Parameter], memo: dict[int, Any], *, whole: bool
+) -> nn.Module:
+    """`module`, or a copy of it, with some parameters replaced; `memo` is `copy.deepcopy`'s."""
     if whole:
-        memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
-        return copy.deepcopy(module, memo | copies)
+        memo.update({id(parameter): parameter for parameter in module.parameters()})
+        memo.update(copies)
+        return copy.deepcopy(module, memo)
     for part in module.modules() if copies else ():
         for name, parameter in part._parameters.items():
             if parameter is not None and id(parameter) in copies:
@@ -71,6 +76,7 @@ class Ownership:
     held: dict[int, dict[str, nn.Parameter]]
     _stages_of: dict[str, tuple[int, ...]]
     _program: Program
+    _buffers: dict[int, list[tuple[list[int], str, BufferHome]]]
 
     @classmethod
     def find(cls, by_rank: dict[int, dict[int, nn.Module]], cut_model: Stages, program: Program) -> Ownership:
@@ -84,7 +90,7 @@ class Ownership:
                     name = cut_model.canonical_names.get(alias, alias)
                     held[rank][name] = parameter
                     stages_of[name] = tied.get(name, (stage,))
-        return cls(cut_model.parameter_names, held, stages_of, program)
+        return cls(cut_model.parameter_names, held, stages_of, program, _find_buffers(by_rank, cut_model, program))
 
     def ranks_with(self, name: str) -> tuple[int, ...]:
         """All ranks that hold a parameter, ascending."""
@@ -103,6 +109,37 @@ class Ownership:
                     if set(group).issuperset(self._stages_of[name]) and len(self.ranks_with(name)) > 1
                 }
         return result
+
+    def shared_buffers(self, rank: int) -> dict[int, SharedBuffers]:
+        """The buffers that several ranks hold, by the stage under which the REDUCE_GRAD stands that equals them."""
+        result = {}
+        for lowest in self.shared(rank):
+            group = next(group for group in self._program.gradient_groups if lowest in group)
+            found = {name: home for stages, name, home in self._buffers[rank] if set(group).issuperset(stages)}
+            result[lowest] = SharedBuffers(rank, found)
+        return result
+
+
+def _find_buffers(
+    by_rank: dict[int, dict[int, nn.Module]], cut_model: Stages, program: Program
+) -> dict[int, list[tuple[list[int], str, BufferHome]]]:
+    """For each rank of this process, the buffers that other ranks hold too: their stages, names and places."""
+    canonical: dict[int, tuple[list[int], str]] = {}  # by a buffer's identity: its stages, its first name
+    for stage, module in enumerate(cut_model.modules):
+        for name, buffer in module.named_buffers():
+            canonical.setdefault(id(buffer), ([], name))[0].append(stage)
+    found: dict[int, list[tuple[list[int], str, BufferHome]]] = {rank: [] for rank in by_rank}
+    for rank, held in by_rank.items():
+        for stage, module in held.items():
+            for alias, original in cut_model.modules[stage].named_buffers():
+                stages, name = canonical[id(original)]
+                ranks = program.ranks_of_group(tuple(stages))
+                if len(ranks) > 1:
+                    owner, _, attribute = alias.rpartition(".")
+                    source = program.placement.rank_of(stages[0], 0)
+                    home = BufferHome(module.get_submodule(owner), attribute, source, ranks)
+                    found[rank].append((stages, name, home))
+    return found
 
 
 def common_dtype(cut_model: Stages) -> torch.dtype:

@@ -13,16 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError, RunError
-from pipeloom.ir import Action, Op, Program, Schedule, WeightPolicy, check, peer_of
+from pipeloom.ir import Action, Program, Schedule, check
 from pipeloom.passes import forward_only, lower, merge_backwards
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.host_memory import keep_freed_memory
+from pipeloom.runtime.messages import call_number
 from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
+from pipeloom.runtime.results import ResultExchange, total
+from pipeloom.runtime.runnable import check_loss, check_runnable
+from pipeloom.runtime.state import Batch, LossFn
 from pipeloom.runtime.threads import RankThreads
-from pipeloom.runtime.transport import Channel, Lane, Transport
-from pipeloom.runtime.values import Value, flatten, join_batch, split_batch
-from pipeloom.runtime.worker import RUNNABLE_OPS, Batch, Bound, LossFn, Worker, call_number
+from pipeloom.runtime.transport import Transport, program_channels
+from pipeloom.runtime.values import Value, join_batch
+from pipeloom.runtime.worker import Bound, Worker
 from pipeloom.split import Stages, split
 
 
@@ -66,8 +70,8 @@ class Pipeline:
         timeout_seconds: float = 1800.0,
     ) -> None:
         check(schedule)
-        _check_runnable(schedule)
-        _check_loss(loss_fn)
+        check_runnable(schedule)
+        check_loss(loss_fn)
         schedule = merge_backwards(schedule)
         cut_model = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
         if len(cut_model.modules) != schedule.num_stages:
@@ -91,7 +95,9 @@ class Pipeline:
         if connection.rank is not None:
             keep_freed_memory()
         self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
-        self._transport.open(self._channels())
+        self._results = ResultExchange(self.rank, schedule, self._transport)
+        # In an order that every rank agrees on.
+        self._transport.open(sorted({*program_channels(self._train_program), *self._results.channels()}))
 
         by_rank = own_stages(cut_model, self._train_program, self.local_ranks)
         self.stages: dict[int, nn.Module] = {
@@ -104,7 +110,9 @@ class Pipeline:
                 stages,
                 loss_fn=loss_fn,
                 transport=self._transport,
-                gradient_sum=GradientSum(rank, self._ownership.shared(rank), self._transport),
+                gradient_sum=GradientSum(
+                    rank, self._ownership.shared(rank), self._ownership.shared_buffers(rank), self._transport
+                ),
                 blackbox=blackbox,
             )
             for rank, stages in by_rank.items()
@@ -193,7 +201,7 @@ class Pipeline:
             raise InputError("step() on a Pipeline without loss_fn: a step needs a loss; pass loss_fn to Pipeline")
         if not torch.is_grad_enabled():
             raise InputError("step() where gradients are switched off: it computes them; leave torch.no_grad() first")
-        return self._loss(self._run(self._train_program, inputs, targets, with_loss=True))
+        return total(self._run(self._train_program, inputs, targets, with_loss=True).losses)
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
         """The loss of one batch in evaluation mode, on every rank; gradients and modes stay as they are."""
@@ -203,7 +211,7 @@ class Pipeline:
         self.eval()
         try:
             with torch.no_grad():
-                return self._loss(self._run(self._forward_program, inputs, targets, with_loss=True))
+                return total(self._run(self._forward_program, inputs, targets, with_loss=True).losses)
         finally:
             for module, training in modes:  # parents first; a module may do more in train() than set the flag
                 if module.training != training:
@@ -247,13 +255,17 @@ class Pipeline:
     ) -> None:
         self.close()
 
-    # How
-
     def _run(self, program: Program, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
         """Run `program` on all ranks of this process."""
         if self._ended is not None:
             raise RunError(f"this Pipeline cannot run any more ({self._ended}); make a new one")
-        batch = self._cut_batch(inputs, targets, with_loss)
+        batch = Batch.cut(
+            self.schedule.num_microbatches,
+            inputs,
+            targets,
+            needs_inputs=self.needs_inputs,
+            needs_targets=self.needs_targets and with_loss,
+        )
         bound = {rank: self._bind(rank, program) for rank in self.local_ranks}
         self._num_calls += 1
         call = call_number(self._num_calls, not program.schedule.forward_only)
@@ -264,7 +276,7 @@ class Pipeline:
                 self._threads.run(runs)
             else:
                 _take_turns(list(runs.values()))
-            self._share_losses(batch, with_loss)
+            self._results.share(batch.losses if with_loss else batch.outputs, everywhere=with_loss)
             self._transport.end_step()
         except BaseException as error:
             self._ended = f"it failed: {type(error).__name__}: {error}"
@@ -279,96 +291,6 @@ class Pipeline:
         if key not in self._bound:
             self._bound[key] = self._workers[rank].bind(program)
         return self._bound[key]
-
-    def _cut_batch(self, inputs: Value, targets: Value, with_loss: bool) -> Batch:
-        count = self.schedule.num_microbatches
-        batch = Batch()
-        if self.needs_inputs:
-            if inputs is None:
-                raise InputError("inputs are None on the rank with the first stage: it reads them; pass the batch")
-            batch.inputs, input_sizes = split_batch(inputs, count, "inputs")
-        if self.needs_targets and with_loss:
-            if targets is None:
-                raise InputError("targets are None on the rank with the last stage: it reads them; pass the batch")
-            batch.targets, sizes = split_batch(targets, count, "targets")
-            batch.weights = [size / sum(sizes) for size in sizes]
-            if self.needs_inputs and sizes != input_sizes:
-                raise InputError(
-                    f"inputs hold {sum(input_sizes)} samples and targets {sum(sizes)}: every sample has its target; "
-                    "pass batches of one length"
-                )
-        return batch
-
-    def _share_losses(self, batch: Batch, with_loss: bool) -> None:
-        """Every rank learns the losses of all micro-batches from the ranks with the last stage."""
-        if not with_loss or self.rank is None:
-            return
-        holders = self.schedule.placement.replicas[-1]
-        if self.rank in holders:
-            own = flatten(tuple(batch.losses[b] for b in sorted(batch.losses)))
-            for peer in range(self.num_ranks):
-                if peer != self.rank:
-                    self._transport.outgoing(Channel(self.rank, peer, Lane.LOSS)).send(*own)
-        for holder in holders:
-            if holder != self.rank:
-                message = self._transport.incoming(Channel(holder, self.rank, Lane.LOSS)).receive()
-                batch.losses.update(zip(self._microbatches_of(holder), message.tensors, strict=True))
-
-    def _microbatches_of(self, holder: int) -> list[int]:
-        """The micro-batches whose last stage runs on rank `holder`."""
-        place, last = self.schedule.placement.rank_of, self.schedule.num_stages - 1
-        return [b for b in range(self.schedule.num_microbatches) if place(last, b) == holder]
-
-    def _loss(self, batch: Batch) -> Tensor:
-        """The sum in order of micro-batches, the same on every rank to the last bit."""
-        ordered = [batch.losses[b] for b in sorted(batch.losses)]
-        total = ordered[0].clone()
-        for loss in ordered[1:]:
-            total += loss
-        return total.reshape(())
-
-    def _channels(self) -> list[Channel]:
-        """All channels of all programs, in an order that every rank agrees on."""
-        channels: set[Channel] = set()
-        place = self.schedule.placement
-        for rank, action in self._train_program.actions():
-            if action.op in (Op.SEND_F, Op.SEND_B):
-                channels.add(Channel(rank, peer_of(action, place), Lane.PIPELINE))
-        for group in self._train_program.gradient_groups:
-            ranks = self._train_program.ranks_of_group(group)
-            channels.update(Channel(a, b, Lane.GRADIENT) for a in ranks for b in ranks if a != b)
-        if self.rank is not None:
-            for holder in place.replicas[-1]:
-                channels.update(Channel(holder, peer, Lane.LOSS) for peer in range(self.num_ranks) if peer != holder)
-        return sorted(channels)
-
-
-def _check_runnable(schedule: Schedule) -> None:
-    """Refuse what the checker and the simulator know but the executor would run as something else."""
-    if schedule.num_slices != 1:
-        raise InputError(
-            f"schedule {schedule.name!r} has {schedule.num_slices} slices a micro-batch: the executor runs whole "
-            "micro-batches; take a schedule without slices"
-        )
-    if schedule.weights is not WeightPolicy.FLUSH:
-        raise InputError(
-            f"schedule {schedule.name!r} has weight policy {schedule.weights.value!r}: the executor runs 'flush', one "
-            "version of the weights; take a synchronous schedule"
-        )
-    unknown = next((action for _, action in schedule.actions() if action.op not in RUNNABLE_OPS), None)
-    if unknown is not None:
-        raise InputError(
-            f"schedule {schedule.name!r} has {unknown}: the executor runs {', '.join(sorted(RUNNABLE_OPS))}; take a "
-            f"schedule without {unknown.op}"
-        )
-
-
-def _check_loss(loss_fn: LossFn | None) -> None:
-    if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
-        raise InputError(
-            "loss_fn is a module with parameters: they would be in no stage; put it at the end of the model, and leave "
-            "to loss_fn what has none"
-        )
 
 
 def _take_turns(runs: list[Iterator[None]]) -> None:

@@ -1,7 +1,7 @@
 """`Transport`: how messages get from one rank to another. One small interface, wrapped rather than overridden.
 
 A transport opens channels. A channel runs from one rank to another in one lane and is first in, first out. Lanes keep
-what follows different orders apart: the pipeline's own messages, gradient sums, losses.
+what follows different orders apart: the pipeline's own messages, gradient sums, results.
 
     loopback            all ranks in one process; tensors are handed over as they are
     shared_memory       ranks that are processes of one machine; one copy
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pipeloom.ir import Op, Program, peer_of
 from pipeloom.runtime.values import Layout
 
 
@@ -25,7 +26,7 @@ class Lane(StrEnum):
 
     PIPELINE = "pipeline"
     GRADIENT = "gradient"
-    LOSS = "loss"
+    RESULT = "result"
 
 
 class Channel(NamedTuple):
@@ -34,6 +35,19 @@ class Channel(NamedTuple):
     source: int
     target: int
     lane: Lane
+
+
+def program_channels(program: Program) -> set[Channel]:
+    """The channels of all messages and gradient sums of a program, on all ranks."""
+    channels = {
+        Channel(rank, peer_of(action, program.placement), Lane.PIPELINE)
+        for rank, action in program.actions()
+        if action.op in (Op.SEND_F, Op.SEND_B)
+    }
+    for group in program.gradient_groups:
+        ranks = program.ranks_of_group(group)
+        channels.update(Channel(a, b, Lane.GRADIENT) for a in ranks for b in ranks if a != b)
+    return channels
 
 
 class Message(NamedTuple):

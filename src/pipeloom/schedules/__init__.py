@@ -21,6 +21,7 @@ from pipeloom.schedules.hanayo import hanayo
 from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
+from pipeloom.schedules.own import from_file, from_function, from_orders, is_file
 from pipeloom.schedules.search import Found, search, search_loop
 from pipeloom.schedules.table import NAMED, Family
 from pipeloom.schedules.zb_auto import zb_auto
@@ -38,9 +39,13 @@ __all__ = [
     "dapple_pb",
     "dualpipe",
     "dualpipev",
+    "from_file",
+    "from_function",
+    "from_orders",
     "gpipe",
     "hanayo",
     "interleaved",
+    "is_file",
     "naive",
     "one_f_one_b",
     "search",
@@ -77,13 +82,18 @@ def build(
     num_chunks: int | None = None,
     conditions: Conditions | None = None,
 ) -> Schedule:
-    """The schedule `name` of the table for these sizes; `num_chunks` is the family's own number if not given.
+    """The schedule `name` for these sizes; `num_chunks` is the family's own number if not given.
 
-    `conditions` matter to the families that are made to measure; the others have one order for all of them.
+    Args:
+        name: of the table, or a file with a schedule: ``file.csv``, ``file.json`` or ``file.py:function``.
+        num_ranks, num_microbatches, num_chunks: sizes; a file's schedule must be for them.
+        conditions: for the families that are made to measure; the others have one order for all of them.
 
     Raises:
-        ScheduleError: unknown name, or sizes that the family cannot have.
+        ScheduleError: unknown name, or sizes that the family or the file cannot have.
     """
+    if is_file(name):
+        return from_file(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     return find(name)(
         num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks, conditions=conditions
     )

@@ -16,13 +16,13 @@ class Costs:
     """The time of every computation on one micro-batch.
 
     A number is the time of **one rank's whole share of the model**: a stage takes `Schedule.stage_share` of it (1/V
-    with V chunks a rank). A tuple has one time for each stage. A slice takes 1/K of either. A full backward B takes
-    ``backward_input + backward_weight``.
+    with V chunks a rank). A tuple has one time for each stage. A slice takes 1/K of either.
 
     Attributes:
         forward: seconds of F.
         backward_input: seconds of I.
         backward_weight: seconds of W.
+        backward: seconds of a whole backward B; ``backward_input + backward_weight`` if not given.
         overlap: seconds of an overlapped unit of F and B (`Schedule.overlapped`) as a fraction of the sum of the two.
         other: seconds of other ops, on any stage (REDUCE_GRAD, STEP, UNSHARD, ...); those not named take none.
         activation_bytes: for each stage, bytes that F of one micro-batch keeps for its backward.
@@ -35,14 +35,17 @@ class Costs:
     forward: float | tuple[float, ...]
     backward_input: float | tuple[float, ...]
     backward_weight: float | tuple[float, ...]
+    backward: float | tuple[float, ...] | None = None
     overlap: float = 1.0
     other: Mapping[Op, float] = field(default_factory=dict)
     activation_bytes: tuple[float, ...] | None = None
     weight_gradient_bytes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for what in ("forward", "backward_input", "backward_weight"):
+        for what in ("forward", "backward_input", "backward_weight", "backward"):
             value = getattr(self, what)
+            if value is None:
+                continue
             for seconds in value if isinstance(value, tuple) else (value,):
                 _check_seconds(what, seconds)
         _check_seconds("overlap", self.overlap)
@@ -137,7 +140,10 @@ class Costs:
         )
         table = {op: (self.other.get(op, 0.0),) * schedule.num_stages for op in Op}
         table[Op.F], table[Op.I], table[Op.W] = forward, backward_input, backward_weight
-        table[Op.B] = tuple(i + w for i, w in zip(backward_input, backward_weight, strict=True))
+        if self.backward is None:
+            table[Op.B] = tuple(i + w for i, w in zip(backward_input, backward_weight, strict=True))
+        else:
+            table[Op.B] = _by_stage("backward", self.backward, schedule)
         return table
 
 

@@ -18,7 +18,8 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
       the moment its rank comes to it until the message, sent `latency_seconds` before, is there.
     * An overlapped F and B start once both are ready, and both results are there when the unit ends; its time is
       drawn as F followed by B, in proportion.
-    * REDUCE_GRAD lasts from the moment a rank comes to it until all members of its group have come.
+    * REDUCE_GRAD lasts from the moment a rank comes to it until what all members of its group sent when they came is
+      there.
 
     Args:
         pipeline: a legal schedule or program (`pipeloom.ir.check` proves that).
@@ -37,7 +38,7 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     spans: list[list[Span]] = [[] for _ in clock]
     ended: dict[Action, tuple[int, float]] = {}
     meetings = _meetings(pipeline)
-    meeting_ends: dict[tuple[int, ...], float] = {}
+    meeting_starts: dict[tuple[int, ...], list[tuple[int, float]]] = {}  # when each member came
     partners = schedule.partners
     unit_ends: dict[Action, float] = {}  # of the second members that are to come
     for rank, action, needs in walk(pipeline):
@@ -56,9 +57,12 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
         elif op is _REDUCE_GRAD and stage in meetings:
             # The walk lets the first member through when all have come, so every member's clock is known here.
             group, members = meetings[stage]
-            if group not in meeting_ends:
-                meeting_ends[group] = max(clock[member] for member in members) + seconds[op][stage]
-            end = meeting_ends[group]
+            if group not in meeting_starts:
+                meeting_starts[group] = [(member, clock[member]) for member in members]
+            arrivals = (
+                came + (latency[member][rank] if member != rank else 0.0) for member, came in meeting_starts[group]
+            )
+            end = max(arrivals) + seconds[op][stage]
         elif action in partners:  # the walk lets it through when both are ready
             partner = partners[action]
             own = costs.overlap * seconds[op][stage]

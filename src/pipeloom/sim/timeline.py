@@ -40,6 +40,7 @@ class Timeline:
         num_microbatches: micro-batches of the step.
         num_slices: slices of a micro-batch.
         memory_bytes: as `memory`, in bytes, where it is known what a stage keeps; it also falls at the end of an I.
+        overlapped: pairs of an F and a backward that ran as one unit (`Schedule.overlapped`).
     """
 
     name: str
@@ -51,6 +52,7 @@ class Timeline:
     num_microbatches: int
     num_slices: int = 1
     memory_bytes: tuple[tuple[tuple[float, float], ...], ...] | None = None
+    overlapped: frozenset[tuple[Action, Action]] = frozenset()
 
     @property
     def num_ranks(self) -> int:
@@ -112,6 +114,7 @@ class Timeline:
             num_slices=self.num_slices,
             placement=self.placement,
             orders=tuple(tuple(span.action for span in row) for row in self.compute_spans),
+            overlapped=self.overlapped,
             forward_only=all(span.action.op is Op.F for row in self.compute_spans for span in row),
         )
 
@@ -128,6 +131,7 @@ class Timeline:
                 "spans": [[[str(action), start, end] for action, start, end in row] for row in self.spans],
                 "memory": self.memory,
                 "memory_bytes": self.memory_bytes,
+                "overlapped": [[str(first), str(second)] for first, second in sorted(self.overlapped)],
             }
         )
 
@@ -153,6 +157,9 @@ class Timeline:
                 ),
                 memory=_curves(data["memory"]),
                 memory_bytes=None if data.get("memory_bytes") is None else _curves(data["memory_bytes"]),
+                overlapped=frozenset(
+                    (parse_action(first), parse_action(second)) for first, second in data.get("overlapped", ())
+                ),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
@@ -187,6 +194,7 @@ def build_timeline(
         num_microbatches=schedule.num_microbatches,
         num_slices=schedule.num_slices,
         memory_bytes=None if keeps is None else tuple(_memory_bytes(schedule, row, *keeps) for row in spans),
+        overlapped=schedule.overlapped,
     )
 
 

@@ -38,7 +38,7 @@ def build_stages(
     Initial values depend on the seed and a parameter's name alone, so every layout begins with the same model.
     """
     sizes = model_config(config, corpus.vocabulary_size)
-    cut = parse_cut(config)
+    cut = parse_cut(config, schedule.num_stages)
     if cut == "time":
         cut = _agree_on_cut(config, sizes, schedule, corpus, exchange)
     with torch.device("meta"):

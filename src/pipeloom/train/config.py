@@ -15,6 +15,8 @@ from typing import Any, Literal, get_type_hints
 
 import yaml
 
+from pipeloom.schedules import own as own_schedule
+
 
 def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
@@ -41,6 +43,7 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     pipeline: int = _option(2, "number of ranks of the pipeline")
+    chunks: int | None = _option(None, "stages a rank; left out: the schedule's own number")
     cut: str = _option("layers", "where stages begin: layers, parameters, time, or blocks a stage such as 5,3")
     transport: Literal["auto", "shared-memory", "torch"] = _option("auto", "how messages travel between ranks")
 
@@ -71,7 +74,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: str = _option("1f1b", "schedule of the pipeline, see `pipeloom schedules`")
+    schedule: str = _option("1f1b", "see `pipeloom schedules`; or a file: mine.csv, mine.json, mine.py:function")
     steps: int = _option(200, "optimizer steps")
     seed: int = _option(0, "seed of weights, order of samples, dropout and sampling")
     output_dir: str = _option("runs/train", "where metrics, report and checkpoints go")
@@ -131,7 +134,11 @@ def repeatable(config: TrainConfig) -> TrainConfig:
         resume = None if own else absolute(resume)
     data = dataclasses.replace(config.data, path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer))
     return dataclasses.replace(
-        config, data=data, output_dir=str(Path(config.output_dir).absolute()), resume_from_checkpoint=resume
+        config,
+        data=data,
+        schedule=own_schedule.absolute(config.schedule),
+        output_dir=str(Path(config.output_dir).absolute()),
+        resume_from_checkpoint=resume,
     )
 
 

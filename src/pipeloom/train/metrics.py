@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from pipeloom.sim import Costs, Network, Timeline, simulate
 Records = Sequence[tuple[int, Sequence[tuple[Action, float, float]]]]
 
 _OPS = (Op.F, Op.B, Op.I, Op.W)
+_SENT_BY = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
 _RECENT_STEPS = 20  # medians are taken over so many steps
+_RECENT_MESSAGES = 5  # and over the messages of so many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,8 @@ class StepCost:
             computation. Each rank takes it by its own clock, so it holds across machines.
         peak_memory_bytes: for each process, its peak so far.
         live_activations: for each rank, the most held at once.
-        stage_seconds: [stages, 4]: median seconds of F, B, I, W of one micro-batch; 0 where a schedule has none.
+        stage_seconds: [stages, 4]: median seconds of F, B, I, W of one micro-batch, averaged over the ranks with the
+            stage; 0 where there is none.
     """
 
     bubble_fraction: float
@@ -51,7 +55,7 @@ def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_process
     ranks, stages = pipeline.num_ranks, pipeline.schedule.num_stages
     by_rank = torch.zeros(ranks, 3, dtype=torch.float64)  # busy seconds, first to last, live activations
     memory = torch.zeros(num_processes, dtype=torch.float64)
-    by_stage = torch.zeros(stages, len(_OPS), dtype=torch.float64)
+    by_stage = torch.zeros(2, stages, len(_OPS), dtype=torch.float64)  # medians, and how many ranks have one
     memory[process] = peak_memory_bytes()
     for rank, rows in records:
         durations: dict[tuple[int, int], list[float]] = {}
@@ -62,20 +66,22 @@ def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_process
         by_rank[rank, 1] = computed[-1][2] - computed[0][1] if computed else 0.0
         by_rank[rank, 2] = pipeline.peak_live_activations[rank]
         for (stage, op), found in durations.items():
-            by_stage[stage, op] += statistics.median(found) / len(pipeline.schedule.placement.replicas[stage])
+            by_stage[0, stage, op] += statistics.median(found)
+            by_stage[1, stage, op] += 1
     return torch.cat([by_rank.flatten(), memory, by_stage.flatten()])
 
 
 def read_cost(numbers: Tensor, schedule: Schedule, num_processes: int) -> StepCost:
     """The inverse of `cost_numbers`, after the sum over processes."""
     ranks = schedule.num_ranks
-    by_rank, memory, by_stage = torch.split(numbers, [3 * ranks, num_processes, schedule.num_stages * len(_OPS)])
+    by_rank, memory, by_stage = torch.split(numbers, [3 * ranks, num_processes, 2 * schedule.num_stages * len(_OPS)])
     busy, seconds, live = by_rank.view(ranks, 3).unbind(1)
+    medians, counts = by_stage.view(2, schedule.num_stages, len(_OPS))
     return StepCost(
         bubble_fraction=float(1 - busy.mean() / seconds.max()),
         peak_memory_bytes=[int(value) for value in memory.tolist()],
         live_activations=[int(value) for value in live.tolist()],
-        stage_seconds=by_stage.view(-1, len(_OPS)),
+        stage_seconds=medians / counts.clamp_min(1),
     )
 
 
@@ -93,45 +99,64 @@ class Predictor:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._recent: deque[Tensor] = deque(maxlen=_RECENT_STEPS)
-        self._latency_seconds = 0.0
+        self._messages: deque[MessageTimes] = deque(maxlen=_RECENT_MESSAGES)
+        self._warm = False
 
     def observe(self, cost: StepCost) -> None:
+        """Take in a step. The first one, which warms up, counts only until there is another."""
+        if not self._warm and self._recent:
+            self._recent.clear()
+            self._warm = True
         self._recent.append(cost.stage_seconds)
 
     def observe_messages(self, records: Records) -> None:
-        """Measure how long a message takes to a rank that waits for it; records of all ranks, one clock."""
-        seconds = message_seconds(records)
-        if seconds:
-            self._latency_seconds = statistics.median(seconds)
+        """Take in what the messages of a step took; records of all ranks, one clock."""
+        self._messages.append(message_times(records))
 
     def predict(self) -> Timeline:
         """The step as it should go."""
         f, b, i, w = torch.stack(list(self._recent)).median(0).values.unbind(1)
-        split = bool(i.any())
-        costs = Costs(
+        costs = Costs(  # a stage has seconds of B, of I and W, or of all three
             forward=tuple(f.tolist()),
-            backward_input=tuple((i if split else b / 2).tolist()),
-            backward_weight=tuple((w if split else b / 2).tolist()),
+            backward_input=tuple(torch.where(i > 0, i, b / 2).tolist()),
+            backward_weight=tuple(torch.where(w > 0, w, b / 2).tolist()),
+            backward=tuple(torch.where(b > 0, b, i + w).tolist()),
         )
-        return simulate(self._program, costs, Network(latency_seconds=self._latency_seconds))
+        send, latency, receive = (
+            statistics.median(found) if (found := [value for times in self._messages for value in times[kind]]) else 0.0
+            for kind in range(3)
+        )
+        network = Network(latency_seconds=max(0.0, latency - receive), send_seconds=send, receive_seconds=receive)
+        return simulate(self._program, costs, network)
 
 
-def message_seconds(records: Records) -> list[float]:
-    """Seconds from the end of a computation to the end of the receive that already waited for its result.
+class MessageTimes(NamedTuple):
+    """What the messages of one step took, in seconds.
 
-    Negative differences (clocks of two machines) count as 0.
+    Attributes:
+        send: every SEND.
+        arrival: from the end of a SEND to the end of the RECV that already waited for it.
+        receive: every RECV whose message had been sent before.
     """
-    ends = {action: end for _, rows in records for action, _, end in rows}
-    found = []
+
+    send: list[float]
+    arrival: list[float]
+    receive: list[float]
+
+
+def message_times(records: Records) -> MessageTimes:
+    """Read from the records of all ranks. Negative differences (clocks of two machines) count as 0."""
+    ends = {action: end for _, rows in records for action, _, end in rows if action.op in _SENT_BY.values()}
+    times = MessageTimes([], [], [])
     for _, rows in records:
         for action, start, end in rows:
-            if action.op is Op.RECV_F:
-                producers = [action._replace(stage=action.stage - 1, op=Op.F)]
-            elif action.op is Op.RECV_B:
-                producers = [action._replace(stage=action.stage + 1, op=op) for op in (Op.B, Op.I)]
-            else:
-                continue
-            sent = next((ends[producer] for producer in producers if producer in ends), None)
-            if sent is not None and start <= sent:
-                found.append(max(0.0, end - sent))
-    return found
+            if action.op in _SENT_BY.values():
+                times.send.append(end - start)
+            elif action.op in _SENT_BY:
+                source = action.stage + (-1 if action.op is Op.RECV_F else 1)
+                sent = ends[action._replace(stage=source, op=_SENT_BY[action.op])]
+                if start <= sent:
+                    times.arrival.append(max(0.0, end - sent))
+                else:
+                    times.receive.append(end - start)
+    return times

@@ -31,8 +31,8 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
     """
     _check_numbers(config)
     _check_model(config)
-    make_schedule(config)
-    parse_cut(config)
+    schedule = make_schedule(config)
+    parse_cut(config, schedule.num_stages)
     ranks = config.parallel.pipeline
     if config.local and world_size not in (None, 1):
         raise InputError(f"--local in a group of {world_size} processes: it is one process; start it without torchrun")
@@ -52,22 +52,29 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
 def make_schedule(config: TrainConfig) -> Schedule:
     """The schedule of every step, checked."""
     ranks, microbatches = config.parallel.pipeline, config.batch.microbatches
-    schedule = schedules.build(config.schedule, num_ranks=ranks, num_microbatches=microbatches)
+    schedule = schedules.build(
+        config.schedule, num_ranks=ranks, num_microbatches=microbatches, num_chunks=config.parallel.chunks
+    )
     check(schedule)
+    if schedule.num_stages > config.model.layers:
+        raise InputError(
+            f"schedule {schedule.name!r} has {schedule.num_stages} stages for model.layers {config.model.layers}: each "
+            "stage needs a block; raise model.layers, or lower parallel.pipeline or parallel.chunks"
+        )
     return schedule
 
 
-def parse_cut(config: TrainConfig) -> str | list[int]:
+def parse_cut(config: TrainConfig, num_stages: int) -> str | list[int]:
     """``parallel.cut`` as `pipeloom.split.split` takes it: a word, or the blocks of every stage."""
-    cut, ranks = config.parallel.cut, config.parallel.pipeline
+    cut = config.parallel.cut
     if cut in CUTS:
         return cut
     counts = [int(part) for part in cut.split(",") if part.strip().isdecimal()]
     if len(counts) != cut.count(",") + 1:
         raise InputError(f"parallel.cut is {cut!r}: it is {', '.join(CUTS)} or blocks a stage such as 5,3; choose one")
-    if len(counts) != ranks or sum(counts) != config.model.layers:
+    if len(counts) != num_stages or sum(counts) != config.model.layers:
         raise InputError(
-            f"parallel.cut is {cut}: {len(counts)} stages of {sum(counts)} blocks, the run has {ranks} stages and "
+            f"parallel.cut is {cut}: {len(counts)} stages of {sum(counts)} blocks, the run has {num_stages} stages and "
             f"{config.model.layers} blocks; make both agree"
         )
     return counts

@@ -1,0 +1,138 @@
+"""TeraPipe's experiments (arXiv:2102.07988), predicted from data sheets beside what the paper measured.
+
+Every row is one model on a number of p3.16xlarge nodes with a split over data, pipeline and tensor; sequences of 2,048
+tokens, micro-batches of one sequence, without and with slices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.report import environment, save, table
+
+from pipeloom.plan.cluster import Cluster, parse_cluster
+from pipeloom.plan.slicing import slice_batch, slicing_seconds
+from pipeloom.plan.transformer import pipeline_stages, step_end_seconds
+
+HERE = Path(__file__).parent
+SEQUENCE = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One setting of the paper and its two times in seconds.
+
+    `source` is "calibrated" where the cluster's efficiency was chosen by them, "recalled" where nobody compared them
+    with the paper.
+    """
+
+    number: int
+    model: str
+    layers: int
+    width: int
+    batch: int
+    data: int
+    pipeline: int
+    tensor: int
+    without: float
+    with_slices: float
+    slices: tuple[int, ...] | None
+    source: str
+
+    @property
+    def microbatches(self) -> int:
+        return self.batch // self.data
+
+
+def predict(row: Row, cluster: Cluster, *, grid: int = 8) -> dict[str, Any]:
+    """Seconds of an iteration without slices, with the paper's (where they are known), and with those found here."""
+    sizes = {"layers": row.layers, "width": row.width, "pipeline": row.pipeline, "tensor": row.tensor}
+    stages = pipeline_stages(cluster, **sizes, heads=row.width // 128)
+    end = step_end_seconds(cluster, **sizes, data=row.data)
+    found = slice_batch(
+        stages, sequence=SEQUENCE, num_ranks=row.pipeline, batch=row.microbatches, grid=grid, max_piece=1
+    )
+
+    def seconds(slices: tuple[int, ...]) -> float:
+        return end + slicing_seconds(stages, [slices] * row.microbatches, num_ranks=row.pipeline)
+
+    return {
+        "row": row.number,
+        "without_seconds": seconds((SEQUENCE,)),
+        "with_seconds": seconds(found.slices[0]),
+        "with_the_papers_slices_seconds": None if row.slices is None else seconds(row.slices),
+        "slices": found.slices[0],
+        "step_end_seconds": end,
+    }
+
+
+def read_rows(path: Path = HERE / "experiments.json") -> list[Row]:
+    """The settings and published times in a file; README.md says which were compared with the paper."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return [Row(**{**row, "slices": row["slices"] and tuple(row["slices"])}) for row in rows]
+
+
+def cells(row: Row, answer: dict[str, Any]) -> list[object]:
+    """One line of the table."""
+
+    def off(predicted: float, published: float) -> str:
+        return f"{100 * (predicted / published - 1):+.0f} %"
+
+    without, with_ = answer["without_seconds"], answer["with_seconds"]
+    return [
+        f"{row.model} ({row.number})",
+        row.source,
+        f"{row.data} x {row.pipeline} x {row.tensor}",
+        f"{row.without:.3f}",
+        f"{without:.3f}",
+        off(without, row.without),
+        f"{row.with_slices:.3f}",
+        f"{with_:.3f}",
+        off(with_, row.with_slices),
+        f"{row.without / row.with_slices:.2f}",
+        f"{without / with_:.2f}",
+        len(answer["slices"]),
+    ]
+
+
+HEADER = (
+    "model, row",
+    "published",
+    "data x pipe x op",
+    "without",
+    "predicted",
+    "off",
+    "with",
+    "predicted",
+    "off",
+    "gain",
+    "predicted",
+    "slices",
+)
+
+
+def main() -> None:
+    """Predict every row and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.terapipe_paper", description=__doc__)
+    parser.add_argument("--cluster", type=Path, default=HERE / "p3.16xlarge.json", help="cluster file")
+    parser.add_argument("--experiments", type=Path, default=HERE / "experiments.json", help="rows as in that file")
+    parser.add_argument("--efficiency", type=float, help="instead of the cluster file's")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    cluster = parse_cluster(options.cluster.read_text(encoding="utf-8"))
+    if options.efficiency is not None:
+        cluster = replace(cluster, efficiency=options.efficiency)
+    rows = read_rows(options.experiments)
+    answers = [predict(row, cluster) for row in rows]
+    text = table(HEADER, [cells(row, answer) for row, answer in zip(rows, answers, strict=True)])
+    print(text)
+    if options.output is not None:
+        save(options.output, {"efficiency": cluster.efficiency}, environment(), answers, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""`pipeloom slice`: where to cut sequences so that a pipeline has something to do, and what that saves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from pipeloom.cli.parser import Parser
+from pipeloom.errors import InputError
+from pipeloom.plan.slicing import SliceCosts, Slicing, check_sizes, parse_slice_costs, slice_batch, slicing_timeline
+from pipeloom.train.config import ModelConfig, options
+
+_MODEL = [entry for entry in options() if entry[0].startswith("model.") and entry[0] != "model.sequence_length"]
+_MOST_SPANS = 200_000  # a picture of more takes longer than it tells
+
+
+def main(argv: Sequence[str]) -> int:
+    """Find the slices and show them; returns the exit code."""
+    given = _parser().parse_args(list(argv)).as_dict()
+    sizes = {
+        "sequence": given["sequence"],
+        "num_ranks": given["ranks"],
+        "batch": given["batch"],
+        "grid": given["grid"],
+    }
+    check_sizes(**sizes)
+    costs, errors = _costs(given)
+    found = slice_batch(costs, **sizes, memory_limit=given["memory_limit"])
+    whole = slice_batch(costs, **sizes, sliced=False)
+    if given["write_costs"] is not None:
+        _write(given["write_costs"], costs)
+    if given["json"]:
+        print(json.dumps(answer(found, whole)))
+        return 0
+    _show(found, whole, costs, errors)
+    if given["write_costs"] is not None:
+        print(f"wrote {given['write_costs']}")
+    return 0
+
+
+def answer(found: Slicing, whole: Slicing) -> dict[str, Any]:
+    """The numbers that scripts read."""
+    return {
+        "slices": [list(lengths) for lengths in found.slices],
+        "batch": list(found.batch),
+        "predicted_seconds": found.predicted_seconds,
+        "unsliced_seconds": whole.predicted_seconds,
+        "max_slice_seconds": found.max_slice_seconds,
+    }
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="pipeloom slice",
+        description="Cut sequences into slices, and a batch into pieces, so that a pipeline takes least time.\n"
+        "What slices cost is read from --costs, or measured here on one rank's share of a GPT's blocks (--model.*).",
+        examples="""
+            pipeloom slice --sequence 2048 --ranks 8 --batch 1 --costs costs.json
+            pipeloom slice --sequence 1024 --ranks 2 --batch 1 --model.layers 8 --grid 32
+            pipeloom slice --sequence 2048 --ranks 8 --batch 4 --costs costs.json --memory-limit 4096 --json
+        """,
+    )
+    parser.add_argument("--sequence", type=int, required=True, help="tokens of a sequence")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks of the pipeline")
+    parser.add_argument("--batch", type=int, required=True, help="sequences of a step")
+    parser.add_argument("--costs", type=str, help="JSON file of what slices cost one rank, instead of measuring")
+    parser.add_argument("--write-costs", type=str, help="write what was measured, for --costs")
+    parser.add_argument("--grid", type=int, default=8, help="slices begin at multiples of it")
+    parser.add_argument("--memory-limit", type=int, help="most tokens whose activations a rank may hold")
+    parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
+    for key, kind, default, text in _MODEL:
+        action = parser.add_argument(f"--{key}", type=kind | None, help=f"{text} ({default})")
+        if kind is bool:  # the name alone means true
+            action.nargs, action.const = "?", True
+    return parser
+
+
+def _costs(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float] | None]:
+    """What slices cost, and the error of the fit (forward, backward) where they were measured.
+
+    Raises:
+        InputError: the file cannot be read, it stands beside sizes of a model, or those are wrong.
+    """
+    model = {name: value for name, value in given["model"].items() if value is not None}
+    path = given["costs"]
+    if path is None:
+        return _measured(given, model)
+    beside = [f"--model.{name}" for name in model] + ["--write-costs"] * (given["write_costs"] is not None)
+    if beside:
+        raise InputError(f"{beside[0]} beside --costs: the file says what slices cost; drop one of the two")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise InputError(f"--costs {path}: {reason}; name a readable JSON file") from error
+    return parse_slice_costs(text), None
+
+
+def _measured(given: dict[str, Any], model: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float]]:
+    from pipeloom.models import GPTConfig
+    from pipeloom.plan.slicing.measure import measure_slices
+
+    default = ModelConfig()
+    sizes = {name: getattr(default, name) for name in ModelConfig.__dataclass_fields__} | model
+    config = GPTConfig(**{**sizes, "sequence_length": given["sequence"]})
+    costs, *errors = measure_slices(config, num_ranks=given["ranks"], grid=given["grid"])
+    return costs, (errors[0], errors[1])
+
+
+def _write(path: str, costs: SliceCosts) -> None:
+    try:
+        Path(path).write_text(costs.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"--write-costs {path}: {error.strerror or error}: the file must be writable; name another path"
+        ) from error
+
+
+def _show(found: Slicing, whole: Slicing, costs: SliceCosts, errors: tuple[float, float] | None) -> None:
+    from pipeloom.report.drawing import seconds_text
+    from pipeloom.report.terminal import print_comparison
+
+    if errors is not None:
+        print(f"measured here; the fit is off by {100 * errors[0]:.1f} % forward, {100 * errors[1]:.1f} % backward")
+    actions = 2 * found.num_ranks * (sum(map(len, found.slices)) + len(whole.slices))
+    if actions <= _MOST_SPANS:
+        print_comparison(
+            [
+                slicing_timeline(costs, each.slices, num_ranks=each.num_ranks, batch=each.batch, name=name)
+                for name, each in (("unsliced", whole), ("sliced", found))
+            ]
+        )
+    else:
+        print(f"no picture: {actions:,} spans are more than can be seen")
+    for (size, lengths), group in groupby(zip(found.batch, found.slices, strict=True)):
+        print(f"{len(list(group))} x a piece of {size}: slices {' '.join(map(str, lengths))}")
+    gain = whole.predicted_seconds / found.predicted_seconds if found.predicted_seconds else 1.0
+    print(
+        f"{seconds_text(found.predicted_seconds)} with slices, {seconds_text(whole.predicted_seconds)} without: "
+        f"{gain:.2f}x; the longest slice takes {seconds_text(found.max_slice_seconds)}; at most "
+        f"{found.peak_tokens:,} tokens on a rank where backwards start early"
+    )

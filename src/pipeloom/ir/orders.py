@@ -1,0 +1,44 @@
+"""A schedule from its orders alone: placement and sizes are read off the forwards."""
+
+from __future__ import annotations
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Orders, Schedule
+
+
+def schedule_from_orders(
+    orders: Orders, *, name: str, overlapped: frozenset[tuple[Action, Action]] = frozenset()
+) -> Schedule:
+    """The schedule that `orders` are; whether it is legal, `pipeloom.ir.check` says.
+
+    A stage lives where its forwards stand; of several ranks, the one that runs the lowest micro-batch is the first
+    replica. There are as many micro-batches and slices as the forwards count up to.
+
+    Raises:
+        ScheduleError: the stages are not numbered without gaps, or a rank has no forward.
+    """
+    homes: dict[int, dict[int, int]] = {}  # stage -> rank -> lowest micro-batch that the rank runs of it
+    microbatches = slices = 0
+    for rank, order in enumerate(orders):
+        for stage, op, microbatch, piece in order:
+            if op is Op.F:
+                ranks = homes.setdefault(stage, {})
+                ranks[rank] = min(ranks.get(rank, microbatch or 0), microbatch or 0)
+                microbatches = max(microbatches, 1 + (microbatch or 0))
+                slices = max(slices, 1 + (piece or 0))
+    if not homes or sorted(homes) != list(range(len(homes))):
+        raise ScheduleError(
+            f"schedule {name!r} has forwards of stages {sorted(homes)}: stages count from 0 without gaps; renumber"
+        )
+    replicas = (sorted(homes[stage], key=lambda rank: homes[stage][rank]) for stage in range(len(homes)))
+    return Schedule(
+        name=name,
+        num_microbatches=microbatches,
+        num_slices=max(1, slices),
+        placement=Placement(tuple(map(tuple, replicas))),
+        orders=orders,
+        overlapped=overlapped,
+        forward_only=all(action.op is Op.F for order in orders for action in order),
+    )

@@ -1,0 +1,136 @@
+"""The CSV of torch.distributed.pipelining, both ways: one row a rank, one cell an action.
+
+    compute-only   0F0,0F1,(0F2;3B0)OVERLAP_F_B,0B0          torch puts the rest in itself
+    lowered        0UNSHARD,0F0,0SEND_F0,3RECV_B0,...,0REDUCE_GRAD,0RESHARD
+
+torch's runtime takes the stages of a rank from the file too, whatever their placement, as long as each has one rank.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.orders import schedule_from_orders
+from pipeloom.ir.schedule import Program, Schedule, WeightPolicy, dependency_order
+from pipeloom.ir.text import parse_action
+
+_UNIT = re.compile(r"\(([^)]*)\)OVERLAP_F_B")
+
+
+def to_csv(pipeline: Schedule | Program) -> str:
+    """What ``_PipelineScheduleRuntime._load_csv`` of torch reads: of a schedule the compute-only, of a program the
+    lowered form (``format="compute_comms"``).
+
+    In the lowered form every receive stands where its message is sent, so that the two ranks of a pair list their
+    messages, both ways, in one order; its gradient reductions are torch's, one a stage.
+
+    Raises:
+        ScheduleError: torch cannot run the schedule, or there are actions that wait for each other in a circle.
+    """
+    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+    _check_for_torch(schedule)
+    rows = _lowered(schedule) if isinstance(pipeline, Program) else [_cells(schedule, o) for o in schedule.orders]
+    return "\n".join(map(",".join, rows)) + "\n"
+
+
+def from_csv(text: str, *, name: str = "csv") -> Schedule:
+    """Read a compute-only or lowered CSV, such as torch's ``_dump_csv`` writes.
+
+    What is no computation is dropped, since the passes put it back; so are torch's empty cells. Placement and sizes
+    are read off the forwards: see `schedule_from_orders`. torch (2.13) prints its 1F1B with the forwards of the last
+    stage counted from 1, which is not what it runs; here they count from 0.
+
+    Raises:
+        ScheduleError: a cell is no action, or the stages are not numbered without gaps.
+    """
+    orders: list[tuple[Action, ...]] = []
+    overlapped: set[tuple[Action, Action]] = set()
+    for row in csv.reader(io.StringIO(text.rstrip())):
+        order: list[Action] = []
+        for cell in filter(None, map(str.strip, row)):
+            unit = _UNIT.fullmatch(cell)
+            if unit is None:
+                order.append(parse_action(cell))
+                continue
+            members = tuple(map(parse_action, unit[1].split(";")))
+            order += members
+            if len(members) == 2 and members[0].op is Op.F:
+                overlapped.add((members[0], members[1]))
+        orders.append(_counted_from_zero([action for action in order if action.op in COMPUTE_OPS]))
+    return schedule_from_orders(tuple(orders), name=name, overlapped=frozenset(overlapped))
+
+
+def _counted_from_zero(order: list[Action]) -> tuple[Action, ...]:
+    """A rank's order; where its only stage has forwards 1..M and backwards 0..M-1, with forwards 0..M-1."""
+    forwards = [action for action in order if action.op is Op.F]
+    backwards = [action for action in order if action.op is not Op.F]
+    ahead = [action._replace(microbatch=(action.microbatch or 0) + 1, op=Op.F) for action in backwards]
+    if not forwards or sorted(forwards) != sorted(ahead):
+        return tuple(order)
+    return tuple(a._replace(microbatch=(a.microbatch or 0) - 1) if a.op is Op.F else a for a in order)
+
+
+def _check_for_torch(schedule: Schedule) -> None:
+    replicated = next((stage for stage, ranks in enumerate(schedule.placement.replicas) if len(ranks) > 1), None)
+    if replicated is not None:
+        ranks = schedule.placement.replicas[replicated]
+        raise ScheduleError(
+            f"schedule {schedule.name!r} holds stage {replicated} on ranks {ranks}: torch.distributed.pipelining has "
+            "one rank for each stage; write it as JSON, or take a schedule without replicas, such as dualpipev"
+        )
+    for is_so, what, fix in (
+        (schedule.num_slices > 1, "slices of micro-batches", "take one without slices"),
+        (schedule.weights is not WeightPolicy.FLUSH, "several versions of the weights", "take a synchronous one"),
+        (schedule.forward_only, "no backwards", "write the one with them"),
+    ):
+        if is_so:
+            raise ScheduleError(
+                f"schedule {schedule.name!r} has {what}: torch.distributed.pipelining cannot run that; "
+                f"write it as JSON, or {fix}"
+            )
+
+
+def _cells(schedule: Schedule, order: tuple[Action, ...]) -> list[str]:
+    seconds = set(schedule.partners.values())
+    return [_cell(schedule, action) for action in order if action not in seconds]
+
+
+def _cell(schedule: Schedule, action: Action) -> str:
+    """One action, or the unit that it starts."""
+    partner = schedule.partners.get(action)
+    return str(action) if partner is None else f"({action};{partner})OVERLAP_F_B"
+
+
+def _lowered(schedule: Schedule) -> list[list[str]]:
+    rows: list[list[str]] = [[] for _ in schedule.orders]
+    place, last = schedule.placement.rank_of, schedule.num_stages - 1
+    to_come = dict.fromkeys(range(schedule.num_stages), schedule.num_microbatches)  # backwards of each stage
+    begun: set[int] = set()
+    seconds = set(schedule.partners.values())
+    held: list[Action] = []  # the first of a unit, until the second comes
+    for rank, _, action in dependency_order(schedule):
+        row, stage = rows[rank], action.stage
+        if action in schedule.partners:
+            held.append(action)
+            continue
+        members = [held.pop(), action] if action in seconds else [action]
+        new = [member.stage for member in members if member.stage not in begun]
+        begun.update(new)
+        row += [f"{stage}UNSHARD" for stage in new]
+        row.append(_cell(schedule, members[0]))
+        for stage, op, microbatch, _ in members:
+            assert microbatch is not None
+            step, send, receive = (1, "SEND_F", "RECV_F") if op is Op.F else (-1, "SEND_B", "RECV_B")
+            neighbour = stage + step
+            if op is not Op.W and 0 <= neighbour <= last and place(neighbour, microbatch) != rank:
+                row.append(f"{stage}{send}{microbatch}")
+                rows[place(neighbour, microbatch)].append(f"{neighbour}{receive}{microbatch}")
+        for stage, op, _, _ in members:
+            to_come[stage] -= op in (Op.B, Op.W)
+            if op in (Op.B, Op.W) and not to_come[stage]:
+                row += [f"{stage}REDUCE_GRAD", f"{stage}RESHARD"]
+    return rows

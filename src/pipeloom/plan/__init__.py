@@ -1,0 +1,1 @@
+"""Decide how to run before anything runs: slices of the sequence, and what a cluster would take."""

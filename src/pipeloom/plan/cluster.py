@@ -1,0 +1,120 @@
+"""A cluster in figures from data sheets, as a JSON file.
+
+    {"name": "p3.16xlarge", "devices_per_node": 8,
+     "device": {"name": "V100-SXM2-16GB", "operations_per_second": 125e12, "memory_bytes_per_second": 900e9,
+                "launch_seconds": 1e-5},
+     "inside_node": {"bytes_per_second": 150e9, "pair_bytes_per_second": 25e9, "latency_seconds": 3e-6},
+     "between_nodes": {"bytes_per_second": 3.125e9, "latency_seconds": 5e-5},
+     "efficiency": 0.75}
+
+All rates are peaks. `efficiency` is the part of every peak that programs reach: the one figure that no data sheet has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from pipeloom.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        name: for people.
+        operations_per_second: multiplications and additions of matrices, in the type that is trained in.
+        memory_bytes_per_second: of its own memory.
+        launch_seconds: what starting one kernel costs the host.
+    """
+
+    name: str
+    operations_per_second: float
+    memory_bytes_per_second: float
+    launch_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLinks:
+    """Links between the devices of a node.
+
+    Attributes:
+        bytes_per_second: that one device sends over all its links at once, in one direction.
+        pair_bytes_per_second: from one device to one other.
+        latency_seconds: of a message.
+    """
+
+    bytes_per_second: float
+    pair_bytes_per_second: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What a node sends to all others together, in one direction, and the latency of a message."""
+
+    bytes_per_second: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Nodes that are all alike. The rates are peaks; `efficiency` is the part of each that programs reach."""
+
+    name: str
+    devices_per_node: int
+    device: Device
+    inside_node: NodeLinks
+    between_nodes: Network
+    efficiency: float
+
+
+Part = TypeVar("Part", Cluster, Device, NodeLinks, Network)
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Read the JSON of a cluster file.
+
+    Raises:
+        InputError: it is not one; the message names the key and the rule.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"a cluster file is no JSON ({error}): write an object with name, device, ...") from error
+    return _read(Cluster, "cluster", data)
+
+
+_PARTS: dict[str, Any] = {"device": Device, "inside_node": NodeLinks, "between_nodes": Network}
+
+
+def _read(kind: type[Part], what: str, data: Any) -> Part:
+    names = [field.name for field in fields(kind)]
+    if not isinstance(data, Mapping):
+        raise InputError(f"{what} is no object: it has the keys {', '.join(names)}; write them")
+    odd = sorted(set(data) ^ set(names))
+    if odd:
+        verb = "lacks" if odd[0] in names else "has an unknown"
+        raise InputError(f"{what} {verb} key {odd[0]!r}: its keys are {', '.join(names)}; correct it")
+    return kind(**{name: _value(f"{what}.{name}", name, value) for name, value in data.items()})
+
+
+def _value(what: str, name: str, value: Any) -> Any:
+    if name in _PARTS:
+        return _read(_PARTS[name], what, value)
+    if name == "name":
+        if not isinstance(value, str):
+            raise InputError(f"{what} is {value!r}: a name is text; write it in quotes")
+        return value
+    wrong = isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
+    if wrong or value < 0 or (value == 0 and not name.endswith("_seconds")):
+        raise InputError(f"{what} is {value!r}: it is a finite number above 0 (a latency may be 0); correct it")
+    if name == "efficiency" and value > 1:
+        raise InputError(f"{what} is {value!r}: it is a part of the peaks, at most 1; lower it")
+    if name == "devices_per_node" and value != int(value):
+        raise InputError(f"{what} is {value!r}: devices are whole; round it")
+    return int(value) if name == "devices_per_node" else float(value)

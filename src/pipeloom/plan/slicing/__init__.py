@@ -1,0 +1,26 @@
+"""Slices of a sequence, and pieces of a batch: what they cost, where to cut, what a step then takes.
+
+`measure` alone needs torch, and is not imported here.
+"""
+
+from pipeloom.plan.slicing.costs import LinearTime, Sample, SliceCosts, SliceTime, fit, parse_slice_costs
+from pipeloom.plan.slicing.even import balanced, uniform
+from pipeloom.plan.slicing.slicer import Slicing, check_sizes, peak_tokens, slice_batch
+from pipeloom.plan.slicing.timeline import slicing_seconds, slicing_timeline
+
+__all__ = [
+    "LinearTime",
+    "Sample",
+    "SliceCosts",
+    "SliceTime",
+    "Slicing",
+    "balanced",
+    "check_sizes",
+    "fit",
+    "parse_slice_costs",
+    "peak_tokens",
+    "slice_batch",
+    "slicing_seconds",
+    "slicing_timeline",
+    "uniform",
+]

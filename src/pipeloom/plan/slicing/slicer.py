@@ -1,0 +1,234 @@
+"""Where to cut sequences into slices and a batch into pieces (TeraPipe, arXiv:2102.07988)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeloom.errors import InputError
+from pipeloom.plan.slicing.costs import Array, SliceCosts, SliceTime
+from pipeloom.plan.slicing.search import Tables, measure, minimise
+
+_MOST_CELLS = 2048  # a table has the square of them
+_TOLERANCE = 1e-3  # where no epsilon is given
+_MOST_ENTRIES = 2**25  # of one table: a quarter of a gigabyte
+
+Cells = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """How a batch runs: piece `i` is ``batch[i]`` sequences, cut into slices of ``slices[i]`` tokens.
+
+    Attributes:
+        num_ranks: ranks of the pipeline.
+        batch: sequences of every piece, largest first.
+        slices: lengths of the slices of every piece, in the order of the sequence.
+        predicted_seconds: of all forwards, then all backwards, through all ranks.
+        max_slice_seconds: the longest forward and the longest backward of a slice, added up.
+        gap_seconds: nothing on the same grid is better by more than this.
+        peak_tokens: most tokens whose activations a rank holds where backwards start as early as they can (Seq1F1B).
+    """
+
+    num_ranks: int
+    batch: tuple[int, ...]
+    slices: tuple[tuple[int, ...], ...]
+    predicted_seconds: float
+    max_slice_seconds: float
+    gap_seconds: float
+    peak_tokens: int
+
+
+def slice_batch(
+    costs: SliceTime | Sequence[SliceTime],
+    *,
+    sequence: int,
+    num_ranks: int,
+    batch: int = 1,
+    grid: int = 8,
+    epsilon: float | None = None,
+    memory_limit: int | None = None,
+    max_piece: int | None = None,
+    sliced: bool = True,
+) -> Slicing:
+    """The pieces and slices with the shortest step.
+
+    With forward ``f(i)`` and backward ``b(i)`` of every slice of every piece, what is minimised is
+
+        sum of (f(i) + b(i)) + (K - 1) (max f(i) + max b(i))        K ranks
+
+    which is exactly the time of all forwards followed by all backwards where ranks cost the same. Where they differ,
+    ``f`` and ``b`` are those of the slowest rank, and each rank counts towards K with the largest part of the slowest's
+    time that it ever takes; this is an upper bound of the time.
+
+    Args:
+        costs: of one rank on one slice, message included; one for each rank where they differ. With one rank the
+            messages of `SliceCosts` are left out.
+        sequence: tokens of a sequence. Slices begin at multiples of `grid`.
+        num_ranks: ranks of the pipeline, K.
+        batch: sequences of a step.
+        grid: tokens of the smallest step between lengths.
+        epsilon: seconds; of longest slices that differ by less, the longest alone is tried, which costs at most
+            ``(K - 1) epsilon`` in each direction. 0 is exact; left out, the answer is within a thousandth of the best.
+        memory_limit: most tokens whose activations a rank may hold (`Slicing.peak_tokens`).
+        max_piece: most sequences in a piece; left out, as many as the tables have room for.
+        sliced: False leaves sequences whole and cuts the batch alone.
+
+    Raises:
+        InputError: sizes below 1, a grid above the sequence, costs that are negative or not finite, or a limit that no
+            slicing keeps; the message names the smallest that one does.
+    """
+    check_sizes(sequence=sequence, num_ranks=num_ranks, batch=batch, grid=grid)
+    ends = _ends(sequence, grid) if sliced else np.array([sequence])
+    most = max(1, min(batch, _MOST_ENTRIES // len(ends) ** 2, max_piece or batch))
+    seconds, fills = _seconds(costs, ends, num_ranks, most)
+    tables = Tables(
+        cost=seconds[0] + seconds[1],
+        largest=tuple(_worth(each, fill) for each, fill in zip(seconds, fills, strict=True)),
+        sizes=tuple(range(1, most + 1)),
+        batch=batch,
+    )
+    widths, tolerance = ([0.0, 0.0], _TOLERANCE) if epsilon is None else ([fill * epsilon for fill in fills], 0.0)
+    found = [minimise(part, widths, tolerance) for part in _within(tables, ends, num_ranks, memory_limit)]
+    best = min((answer for answer in found if answer is not None), key=lambda answer: answer.objective, default=None)
+    if best is None:
+        least = min(batch * sequence, sequence + (num_ranks - 1) * int(np.diff(ends, prepend=0).max()))
+        raise InputError(
+            f"a memory limit of {memory_limit} tokens: slices on a grid of {grid} hold at least {least} tokens on a "
+            f"rank; allow {least}"
+        )
+    longest = measure(replace(tables, largest=seconds), best).largest
+    slices = tuple(tuple(int(n) for n in np.diff(ends[np.array(cuts) - 1], prepend=0)) for _, cuts in best.pieces)
+    sizes = tuple(tables.sizes[kind] for kind, _ in best.pieces)
+    return Slicing(
+        num_ranks=num_ranks,
+        batch=sizes,
+        slices=slices,
+        predicted_seconds=best.objective,
+        max_slice_seconds=sum(longest),
+        gap_seconds=sum(widths) + tolerance * best.objective,
+        peak_tokens=peak_tokens(slices, sizes, num_ranks),
+    )
+
+
+def peak_tokens(slices: Sequence[Sequence[int]], batch: Sequence[int], num_ranks: int) -> int:
+    """Most tokens whose activations rank 0 holds in the order of Seq1F1B (arXiv:2406.03488), from above.
+
+    It runs ahead by one piece and a slice for every other rank, so by no more than the largest piece and that many of
+    the largest slices.
+    """
+    pieces = [size * sum(lengths) for size, lengths in zip(batch, slices, strict=True)]
+    longest = max(size * max(lengths) for size, lengths in zip(batch, slices, strict=True))
+    return min(sum(pieces), max(pieces) + (num_ranks - 1) * longest)
+
+
+def check_sizes(*, sequence: int, num_ranks: int, batch: int, grid: int) -> None:
+    """Refuse what cannot be sliced.
+
+    Raises:
+        InputError: a size below 1, a grid above the sequence, or one so fine that the search has no end.
+    """
+    for what, size in (("sequence", sequence), ("ranks", num_ranks), ("batch", batch), ("grid", grid)):
+        if size < 1:
+            raise InputError(f"{what} {size}: it is at least 1; raise it")
+    if grid > sequence:
+        raise InputError(f"a grid of {grid} on a sequence of {sequence} tokens: it is at most the sequence; lower it")
+    if sequence > grid * _MOST_CELLS:
+        raise InputError(
+            f"a grid of {grid} on a sequence of {sequence} tokens makes more than {_MOST_CELLS} cells, the most that "
+            f"are searched; use a grid of {-(-sequence // _MOST_CELLS)} or more"
+        )
+
+
+def _ends(sequence: int, grid: int) -> Cells:
+    """Where the cells end; the last one is shorter where the grid does not divide the sequence."""
+    return np.minimum(np.arange(1, -(-sequence // grid) + 1) * grid, sequence)
+
+
+def _worth(seconds: Array, fill: float) -> Array:
+    """What slices add by being the longest; infinite where there is none."""
+    return np.where(np.isfinite(seconds), fill * np.where(np.isfinite(seconds), seconds, 0.0), np.inf)
+
+
+def stages_of(costs: SliceTime | Sequence[SliceTime], num_ranks: int) -> list[SliceTime]:
+    """The costs of every rank.
+
+    Raises:
+        InputError: there are several, but not one for each rank.
+    """
+    stages = [costs] * num_ranks if callable(costs) else list(costs)
+    if len(stages) != num_ranks:
+        raise InputError(f"costs of {len(stages)} ranks for a pipeline of {num_ranks}: give one for all, or one each")
+    if num_ranks == 1 and isinstance(stages[0], SliceCosts):
+        return [replace(stages[0], latency=0.0, seconds_per_token_sent=0.0)]
+    return stages
+
+
+def _seconds(
+    costs: SliceTime | Sequence[SliceTime], ends: Cells, num_ranks: int, most: int
+) -> tuple[tuple[Array, ...], tuple[float, ...]]:
+    """For each direction, the seconds of every slice on the slowest rank, and how often the longest counts again."""
+    ranks = stages_of(costs, num_ranks)
+    stages, counts = {id(rank): rank for rank in ranks}, Counter(map(id, ranks))
+    starts, stops = np.triu_indices(len(ends))  # a slice is the cells from starts to stops
+    context = (ends - np.diff(ends, prepend=0))[starts]
+    length = ends[stops] - context
+    found = {key: _evaluate(stage, most, length, context) for key, stage in stages.items()}
+    slowest = np.max(list(found.values()), axis=0)
+    fills = tuple(
+        sum(count * _part(found[key][phase], slowest[phase]) for key, count in counts.items()) - 1.0 for phase in (0, 1)
+    )
+    tables = np.full((2, most, len(ends), len(ends)), np.inf)
+    tables[:, :, stops, starts] = slowest
+    return (tables[0], tables[1]), fills
+
+
+def _evaluate(stage: SliceTime, most: int, length: Cells, context: Cells) -> Array:
+    """Seconds of one rank, shape (directions, pieces, slices).
+
+    Raises:
+        InputError: one is negative or not finite.
+    """
+    if getattr(stage, "takes_arrays", False):
+        seconds = np.array([stage(size, length, context) for size in range(1, most + 1)], dtype=np.float64)
+    else:
+        pairs = list(zip(length.tolist(), context.tolist(), strict=True))
+        seconds = np.array([np.transpose([stage(size, *pair) for pair in pairs]) for size in range(1, most + 1)])
+    wrong = np.argwhere(~(np.isfinite(seconds) & (seconds >= 0)))
+    if len(wrong):
+        size, phase, at = wrong[0]
+        raise InputError(
+            f"the {('forward', 'backward')[phase]} of {length[at]} tokens behind {context[at]} others, for a batch of "
+            f"{size + 1}, takes {seconds[size, phase, at]:.6g} s by the costs: a time is a finite number, 0 or more; "
+            "correct them"
+        )
+    return seconds.swapaxes(0, 1)
+
+
+def _part(seconds: Array, slowest: Array) -> float:
+    """The largest part of the slowest rank's time that one rank takes."""
+    return float(np.max(np.divide(seconds, slowest, out=np.ones_like(seconds), where=slowest > 0)))
+
+
+def _within(tables: Tables, ends: Cells, num_ranks: int, memory_limit: int | None) -> Iterator[Tables]:
+    """The tables without what a rank has no room for, once for each size of the largest piece."""
+    sequence = int(ends[-1])
+    if memory_limit is None or tables.batch * sequence <= memory_limit:
+        yield tables
+        return
+    lengths = ends[:, None] - (ends - np.diff(ends, prepend=0))[None, :]
+    for size in tables.sizes:
+        left = memory_limit - size * sequence
+        if left < 0:
+            return
+        tokens = np.array(tables.sizes[:size])[:, None, None] * lengths * (num_ranks - 1)
+        yield Tables(
+            cost=np.where(tokens <= left, tables.cost[:size], np.inf),
+            largest=tuple(np.where(tokens <= left, each[:size], np.inf) for each in tables.largest),
+            sizes=tables.sizes[:size],
+            batch=tables.batch,
+        )

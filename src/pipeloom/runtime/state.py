@@ -1,0 +1,130 @@
+"""`RankState`: what one rank holds while its program runs, and until when.
+
+    arrived[stage, b]    input of a forward, from RECV_F or the chunk before on this rank      until F
+    saved[stage, b]      input leaves and roots of the autograd graph: one live activation      F to B or I
+                         after a split backward's I, what its W needs: still the same one       I to W
+    gradients[stage, b]  gradient of a stage's output, from RECV_B or the chunk after            until B or I
+    departing[action]    a result on its way to another rank                                    until its SEND
+
+Of a stage's output only the graph is kept, not the numbers: after it is sent nobody here reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.ir import Action, Program
+from pipeloom.runtime.split_backward import Root, WeightGradients
+from pipeloom.runtime.transport import Transport
+from pipeloom.runtime.values import Layout, Value, split_batch
+
+LossFn = Callable[[Any, Any], Tensor]
+Key = tuple[int, int | None, int | None]  # stage, micro-batch, slice
+
+# What a binder makes of one action: the function that runs it, and what to ask before running it without blocking.
+Step = tuple[Callable[[], None], Callable[[], bool] | None]
+Binder = Callable[["RankState", Action, Program], Step]
+
+
+@dataclass
+class Batch:
+    """What the actions of one step read and write beside messages.
+
+    Attributes:
+        inputs: of every micro-batch, on ranks with the first stage.
+        targets: of every micro-batch, on ranks with the last stage; None where no loss is asked for.
+        weights: the share of each micro-batch in the loss.
+        losses: of the micro-batches whose last stage ran here, each times its weight.
+        outputs: of the last stage, where no loss is asked for.
+    """
+
+    inputs: Sequence[Value] = ()
+    targets: Sequence[Value] | None = None
+    weights: Sequence[float] = ()
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Value] = field(default_factory=dict)
+
+    @classmethod
+    def cut(
+        cls, num_microbatches: int, inputs: Value, targets: Value, *, needs_inputs: bool, needs_targets: bool
+    ) -> Batch:
+        """The batch as micro-batches, where this process needs it.
+
+        Raises:
+            InputError: what is needed is missing, too short, or of another length than the rest.
+        """
+        batch = cls()
+        if needs_inputs:
+            if inputs is None:
+                raise InputError("inputs are None on the rank with the first stage: it reads them; pass the batch")
+            batch.inputs, input_sizes = split_batch(inputs, num_microbatches, "inputs")
+        if needs_targets:
+            if targets is None:
+                raise InputError("targets are None on the rank with the last stage: it reads them; pass the batch")
+            batch.targets, sizes = split_batch(targets, num_microbatches, "targets")
+            batch.weights = [size / sum(sizes) for size in sizes]
+            if needs_inputs and sizes != input_sizes:
+                raise InputError(
+                    f"inputs hold {sum(input_sizes)} samples and targets {sum(sizes)}: every sample has its target; "
+                    "pass batches of one length"
+                )
+        return batch
+
+
+@dataclass(slots=True, eq=False)
+class RankState:
+    """One rank's modules and stores; the functions that binders make read and write it.
+
+    Attributes:
+        rank: which.
+        stages: the modules of the stages that this rank holds.
+        loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
+        transport: with all channels of the programs open.
+        batch, call: of the running step.
+        peak_live_activations: the most entries that `saved` had in the last run.
+    """
+
+    rank: int
+    stages: dict[int, nn.Module]
+    loss_fn: LossFn | None
+    transport: Transport
+    batch: Batch = field(default_factory=Batch)
+    call: int = 0
+    peak_live_activations: int = 0
+    arrived: dict[Key, tuple[Value, list[Tensor]]] = field(default_factory=dict)
+    saved: dict[Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = field(default_factory=dict)
+    gradients: dict[Key, Sequence[Tensor | None]] = field(default_factory=dict)
+    departing: dict[Action, tuple[Layout, list[Tensor]]] = field(default_factory=dict)
+    copies_input: dict[int, bool] = field(init=False)
+    seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # A leaf may not be changed in place, so a stage that might do that to its input gets a copy of it.
+        self.copies_input = {
+            stage: any(getattr(m, "inplace", False) is True for m in module.modules())
+            for stage, module in self.stages.items()
+        }
+
+    def begin(self, batch: Batch, call: int) -> None:
+        """Get ready for a run."""
+        self.batch, self.call, self.peak_live_activations = batch, call, 0
+
+    def clear(self) -> None:
+        """Let go of everything, also after an error."""
+        for store in (self.arrived, self.saved, self.gradients, self.departing):
+            store.clear()
+        self.batch = Batch()
+
+    def seed(self, weight: float, like: Tensor) -> Tensor:
+        """The gradient of the whole step's loss by one micro-batch's loss."""
+        key = (weight, like.dtype, like.device)
+        seed = self.seeds.get(key)
+        if seed is None or seed.shape != like.shape:
+            seed = self.seeds[key] = torch.full_like(like, weight, requires_grad=False)
+        return seed

@@ -1,0 +1,109 @@
+"""`pipeloom slice` as scripts and people call it, with a costs file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeloom.cli import main
+
+COSTS = {
+    "forward": {"base": [[8, 0.006], [128, 0.006], [2048, 0.08]], "context": [0, 0, 1e-7, 1e-8]},
+    "backward": {"base": [[8, 0.012], [128, 0.012], [2048, 0.16]], "context": [0, 0, 2e-7, 2e-8]},
+    "latency": 0.0002,
+    "seconds_per_token_sent": 1e-6,
+}
+
+
+@pytest.fixture
+def costs(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(COSTS))
+    return str(path)
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    code = main(["slice", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_numbers_as_json(capsys, costs):
+    words = ["--sequence", "2048", "--ranks", "4", "--batch", "1", "--grid", "32", "--costs", costs, "--json"]
+    code, out, err = run(capsys, *words)
+    assert (code, err) == (0, "")
+    answer = json.loads(out)
+    assert list(answer) == ["slices", "batch", "predicted_seconds", "unsliced_seconds", "max_slice_seconds"]
+    [lengths] = answer["slices"]
+    assert sum(lengths) == 2048
+    assert answer["batch"] == [1]
+    assert answer["unsliced_seconds"] == pytest.approx(4 * (0.24 + 2 * (0.0002 + 0.002048)))
+    longest = total = context = 0
+    for length in lengths:
+        base = 0.006 + max(0, length - 128) / 1920 * 0.074
+        time = 3 * (base + context * (1e-7 + 1e-8 * length)) + 2 * (0.0002 + 1e-6 * length)
+        longest, total, context = max(longest, time), total + time, context + length
+    assert answer["max_slice_seconds"] == pytest.approx(longest)
+    assert answer["predicted_seconds"] == pytest.approx(total + 3 * longest)
+
+
+def test_pieces_of_a_batch_and_a_memory_limit(capsys, costs):
+    words = ["--sequence", "512", "--ranks", "4", "--batch", "5", "--costs", costs, "--json"]
+    free, tight = (json.loads(run(capsys, *words, *more)[1]) for more in ([], ["--memory-limit", "800"]))
+    for answer in (free, tight):
+        assert sum(answer["batch"]) == 5
+        assert len(answer["slices"]) == len(answer["batch"])
+        assert all(sum(lengths) == 512 for lengths in answer["slices"])
+    assert set(tight["batch"]) == {1}
+    assert max(max(lengths) for lengths in tight["slices"]) <= (800 - 512) // 3
+    assert tight["predicted_seconds"] >= free["predicted_seconds"]
+    assert tight["unsliced_seconds"] == free["unsliced_seconds"] >= free["predicted_seconds"]
+
+
+def test_the_picture(capsys, costs):
+    code, out, _ = run(capsys, "--sequence", "2048", "--ranks", "2", "--batch", "2", "--grid", "256", "--costs", costs)
+    assert code == 0
+    assert "unsliced\nrank 0  " in out
+    assert "\nsliced\nrank 0  " in out
+    assert "x a piece of 1: slices " in out
+    assert " with slices, " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "0"], "ranks 0"),
+        (["--sequence", "0"], "sequence 0"),
+        (["--batch", "-1"], "batch -1"),
+        (["--grid", "0"], "grid 0"),
+        (["--grid", "257"], "grid of 257 on a sequence of 256"),
+        (["--memory-limit", "255"], "allow 280"),
+        (["--ranks", "two"], "ranks"),
+        (["--costs", "no/such/file"], "no/such/file"),
+        (["--costs", "."], "--costs ."),
+        (["--model.layers", "8"], "--model.layers beside --costs"),
+        (["--write-costs", "x"], "--write-costs beside --costs"),
+        (["--gird", "8"], "did you mean --grid?"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, costs, words, message):
+    code, out, err = run(capsys, "--sequence", "256", "--ranks", "4", "--batch", "2", "--costs", costs, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_bad_costs_file_names_its_key(capsys, tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({**COSTS, "latency": "soon"}))
+    code, _, err = run(capsys, "--sequence", "256", "--ranks", "4", "--batch", "2", "--costs", str(path))
+    assert code == 2
+    assert "latency" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_ranks_beyond_the_blocks_are_refused_before_anything_is_measured(capsys):
+    code, _, err = run(capsys, "--sequence", "64", "--ranks", "3", "--batch", "1", "--model.layers", "2")
+    assert code == 2
+    assert "3 ranks share 2 blocks" in err
