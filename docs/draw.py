@@ -89,9 +89,11 @@ def _slices() -> str:
 
 @cache
 def _gallery_timelines() -> dict[str, Timeline]:
-    """Every schedule on 4 ranks and 8 micro-batches; F, I and W of a rank's share take a second each."""
+    """Every schedule on 4 ranks and 8 micro-batches, of 2 slices where it has slices; F, I and W of a rank's share take a second each."""
     return {
-        name: pl.simulate(family(num_ranks=4, num_microbatches=8), pl.Costs.uniform())
+        name: pl.simulate(
+            family(num_ranks=4, num_microbatches=8, num_slices=2 if family.sliced else 1), pl.Costs.uniform()
+        )
         for name, family in pl.schedules.FAMILIES.items()
     }
 
@@ -118,9 +120,10 @@ def _gallery() -> str:
         peaks = ", ".join(map(number_text, timeline.peak_activations))
         rows.append(f"| [{name}](#{name}) | {number_text(timeline.makespan)} | {bubble} | {peaks} |")
         held = "one stage" if timeline.num_chunks == 1 else f"{timeline.num_chunks} stages"
+        cut = f", {timeline.num_slices} slices a micro-batch" if family.sliced else ""
         sections.append(
             f"## {name}\n\n{family.paper[0].upper()}{family.paper[1:]}. "
-            f"{held.capitalize()} a rank; {family.constraints}.\n"
+            f"{held.capitalize()} a rank{cut}; {family.constraints}.\n"
             f"Bubble `{family.bubble}`, here {bubble}; "
             f"most live activations on rank d `{family.peak}`, here {peaks}.\n\n"
             f"![{name} on 4 ranks and 8 micro-batches](pictures/gallery-{name}.svg)"

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,16 @@ EXAMPLES = {
     "train_mlp.py": ["--steps", "3", "--width", "16"],
     "own_schedule.py": ["--steps", "3"],
     "train_gpt.py": ["--steps", "3", "--layers", "2", "--width", "16"],
+    "train_huggingface.py": ["--steps", "3", "--layers", "2", "--width", "16"],
 }
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-CODE = re.compile(r"(<!-- not run -->\n)?```python\n(.*?)```", re.DOTALL)
+CODE = re.compile(r"(?:<!-- (not run|needs \w+) -->\n)?```python\n(.*?)```", re.DOTALL)
+
+
+def _needs(name: str) -> None:
+    """Skip what needs a package that is not installed."""
+    if "huggingface" in name:
+        pytest.importorskip("transformers", reason="transformers is not installed (the extra 'huggingface')")
 
 
 def _here(script: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -49,13 +57,14 @@ def _torchrun(script: Path, options: list[str], directory: Path) -> str:
 
 
 def _blocks(page: str) -> list[str]:
-    """The Python code of a page, but for what says that it does not run."""
+    """The Python code of a page, but for what says that it does not run or needs a package that is not installed."""
     found = CODE.findall((ROOT / page).read_text())
-    return [code for skipped, code in found if not skipped]
+    return [code for mark, code in found if not mark or (mark.startswith("needs ") and find_spec(mark.split()[1]))]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_print_the_same_in_one_process_and_under_torchrun(name: str, tmp_path: Path, capsys: Capture) -> None:
+    _needs(name)
     script = ROOT / "examples" / name
     alone = _here(script, EXAMPLES[name], capsys)
     assert re.search(r"^step 3  loss \d", alone, re.MULTILINE)

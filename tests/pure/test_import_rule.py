@@ -19,10 +19,10 @@ ALLOWED = {
     "schedules": {"ir"},
     "passes": {"ir"},
     "sim": {"ir"},
-    "plan": {"ir", "schedules", "sim", "split", "models"},  # models: measuring runs one
-    "split": {"ir"},
-    "models": set(),
+    "plan": {"ir", "schedules", "sim", "split", "models", "slicing"},  # models: measuring runs one
     "slicing": set(),
+    "split": {"ir", "slicing"},
+    "models": {"slicing"},
     "runtime": {"ir", "passes", "split", "slicing"},  # split: `Pipeline` also takes a model that is not cut yet
     "report": {"ir", "sim"},
     "train": {"ir", "schedules", "passes", "sim", "split", "runtime", "report", "models", "parallel", "plan"},

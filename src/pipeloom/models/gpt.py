@@ -3,7 +3,9 @@
 
     embedding ── blocks.0 ── ... ── blocks.L-1 ── norm ── head        run one after another: `GPT.pipeline_layers`
 
-Shapes: B batch, S sequence, W width, H heads, D = W / H, V vocabulary, T = B * S tokens.
+It also runs on one slice of a sequence after another (see `pipeloom.slicing`).
+
+Shapes: B batch, S sequence (or slice of one), W width, H heads, D = W / H, V vocabulary, T = B * S tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeloom.errors import InputError
+from pipeloom.slicing import causal_attention, current_slice, dropout
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class GPTConfig:
 class Embedding(nn.Module):
     """Token ids [B, S] of any integer type -> [B, S, W]."""
 
+    sliceable = True
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocabulary_size, config.width))
@@ -89,7 +94,8 @@ class Embedding(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        length = tokens_BS.shape[1]
+        piece = current_slice()
+        start, length = (piece.start, piece.length) if piece else (0, tokens_BS.shape[1])
         if length > self.sequence_length:
             raise InputError(
                 f"a sequence of {length} tokens: this model has positions for {self.sequence_length}; cut it, or raise "
@@ -97,8 +103,8 @@ class Embedding(nn.Module):
             )
         x_BSW = F.embedding(tokens_BS.long(), self.weight)
         if self.positions is not None:
-            x_BSW = x_BSW + self.positions[:length]
-        return F.dropout(x_BSW, self.dropout, self.training) if self.dropout else x_BSW
+            x_BSW = x_BSW + self.positions[start : start + tokens_BS.shape[1]]
+        return dropout(x_BSW, self.dropout, self) if self.training else x_BSW
 
 
 class Rotary(nn.Module):
@@ -108,6 +114,7 @@ class Rotary(nn.Module):
     number of operations is what counts, at large ones this is a small part of a block.
     """
 
+    sliceable = True
     cos: Tensor
     sin: Tensor
 
@@ -136,14 +143,17 @@ class Rotary(nn.Module):
 
     def forward(self, qkv_BS3HD: Tensor) -> Tensor:
         cos, sin = self.cos, self.sin
-        length = qkv_BS3HD.shape[1]
+        piece = current_slice()
+        start, length = piece.start if piece else 0, qkv_BS3HD.shape[1]
         if length != self.shape[0]:
-            cos, sin = cos[:length], sin[:length]
+            cos, sin = cos[start : start + length], sin[start : start + length]
         return torch.addcmul(qkv_BS3HD * cos, qkv_BS3HD.roll(self.shape[1] // 2, -1), sin)
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x)): [B, S, W] -> [B, S, W]."""
+
+    sliceable = True
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -168,11 +178,11 @@ class Block(nn.Module):
             qkv_BS3HD = self.rotary(qkv_BS3HD)
         q_BHSD, k_BHSD, v_BHSD = qkv_BS3HD.permute(2, 0, 3, 1, 4).unbind(0)
         p = self.dropout if self.training else 0.0
-        a_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, dropout_p=p, is_causal=True)
+        a_BHSD = causal_attention(q_BHSD, k_BHSD, v_BHSD, self, dropout_p=p)
         a_TW = self.attention_out(a_BHSD.transpose(1, 2).reshape(B * S, W))
-        x_TW = x_TW + (F.dropout(a_TW, p) if p else a_TW)
+        x_TW = x_TW + (dropout(a_TW.view(B, S, W), p, (self, "attention")).view(B * S, W) if p else a_TW)
         m_TW = self.mlp_down(F.gelu(self.mlp_up(self.mlp_norm(x_TW))))
-        x_TW = x_TW + (F.dropout(m_TW, p) if p else m_TW)
+        x_TW = x_TW + (dropout(m_TW.view(B, S, W), p, (self, "mlp")).view(B * S, W) if p else m_TW)
         return x_TW.view(B, S, W)
 
 
@@ -183,6 +193,7 @@ class GPT(nn.Module):
     `pipeloom.models.materialize` each stage where it lives.
     """
 
+    sliceable = True
     pipeline_layers = ("embedding", "blocks.*", "norm", "head")
 
     def __init__(self, config: GPTConfig) -> None:

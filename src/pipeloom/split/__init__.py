@@ -1,7 +1,8 @@
 """From an nn.Module to stages: which layers, where to cut, what is tied."""
 
+from pipeloom.split.module import StageModule
 from pipeloom.split.partition import partition
 from pipeloom.split.profile import LayerTime, profile_layers
-from pipeloom.split.stages import StageModule, Stages, TiedParameter, split
+from pipeloom.split.stages import Stages, TiedParameter, split
 
 __all__ = ["LayerTime", "StageModule", "Stages", "TiedParameter", "partition", "profile_layers", "split"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -99,8 +99,11 @@ def _check_layers(layers: list[Layer]) -> None:
             raise SplitError(f"layer {name!r} lies inside layer {outer!r}: it would run twice; name one of the two")
 
 
-def check_complete(model: nn.Module, layers: Sequence[Layer]) -> None:
-    """Refuse to drop a parameter or a persistent buffer; warn of other modules that will not run."""
+def check_complete(model: nn.Module, layers: Sequence[Layer], beside: Sequence[str] = ()) -> None:
+    """Refuse to drop a parameter or a persistent buffer; warn of other modules that will not run.
+
+    What is named in `beside` runs without being a layer.
+    """
     inside = {id(module) for layer in layers for module in layer.module.modules()}
     kept = {id(tensor) for layer in layers for _, tensor in _saved_tensors(layer.module)}
     missing = [name for name, tensor in _saved_tensors(model) if id(tensor) not in kept]
@@ -111,7 +114,7 @@ def check_complete(model: nn.Module, layers: Sequence[Layer]) -> None:
         raise SplitError(f"{', '.join(map(repr, missing[:3]))}{more}: in no layer, so in no stage; {fix}")
     outer = {".".join(layer.name.split(".")[:i]) for layer in layers for i in range(layer.name.count(".") + 1)}
     for name, module in model.named_modules():
-        if id(module) not in inside and name not in outer and not list(module.children()):
+        if id(module) not in inside and name not in (*outer, *beside) and not list(module.children()):
             warnings.warn(f"{name!r} ({type(module).__name__}) is in no layer and will not run", stacklevel=3)
 
 
@@ -126,9 +129,14 @@ def _saved_tensors(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def count_layers(
-    layers: Sequence[Layer], num_stages: int, cut: str | Sequence[int], sample: Any, loss_fn: LossFn | None
+    layers: Sequence[Layer],
+    num_stages: int,
+    cut: str | Sequence[int],
+    sample: Any,
+    loss_fn: LossFn | None,
+    make_stage: Callable[[Sequence[Layer]], nn.Module],
 ) -> list[int]:
-    """How many consecutive layers each stage gets."""
+    """How many consecutive layers each stage gets; where they are to be timed, each as a stage of its own."""
     if num_stages > len(layers):
         counted = sum(layer.counted for layer in layers)
         raise SplitError(
@@ -145,7 +153,7 @@ def count_layers(
     if cut == "time":
         if sample is None:
             raise SplitError("cut='time' measures the layers on an input, and there is none; pass sample=")
-        times = profile_layers([(layer.name, layer.module) for layer in layers], sample, loss_fn=loss_fn)
+        times = profile_layers([(layer.name, make_stage([layer])) for layer in layers], sample, loss_fn=loss_fn)
         return partition([t.forward_seconds + t.backward_seconds for t in times], num_stages)
     raise SplitError(f"cut={cut!r} is unknown: it is 'layers', 'parameters', 'time' or a list of counts; choose one")
 

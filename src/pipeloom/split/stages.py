@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from pipeloom.errors import SplitError
+from pipeloom.split.huggingface import DecoderStage, find_decoder
 from pipeloom.split.layers import Layer, check_complete, count_layers, find_layers
+from pipeloom.split.module import StageModule
 from pipeloom.split.profile import LossFn
 
 
@@ -47,41 +49,6 @@ class Stages:
     canonical_names: dict[str, str] = field(default_factory=dict)
 
 
-class _Namespace(nn.Module):
-    """Holds the members of one stage of a ModuleList or another container, under their names in the model."""
-
-
-class StageModule(nn.Module):
-    """A contiguous piece of a model: the same module objects, under the same names, run one after another.
-
-    A layer may be replaced after the cut (compiled, checkpoint-wrapped, sharded) by setting the attribute.
-    """
-
-    canonical_names: dict[str, str]
-
-    def __init__(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
-        super().__init__()
-        self.canonical_names = {}
-        chain = []
-        for name, module in layers:
-            *containers, last = name.split(".")
-            parent: nn.Module = self
-            for part in containers:
-                if part not in parent._modules:
-                    parent.add_module(part, _Namespace())
-                parent = parent.get_submodule(part)
-            parent.add_module(last, module)
-            chain.append((parent._modules, last))
-        # Looked up by name at each call, so that a replaced layer is the one that runs.
-        self._chain = tuple(chain)
-
-    def forward(self, value: Any) -> Any:
-        """Run the layers; `value` (a tensor, tuple or dict) is passed on as one argument, as nn.Sequential does."""
-        for modules, name in self._chain:
-            value = modules[name](value)  # type: ignore[misc]
-        return value
-
-
 def split(
     model: nn.Module | Sequence[nn.Module],
     num_stages: int,
@@ -94,8 +61,9 @@ def split(
     """Cut `model` into `num_stages` contiguous stages.
 
     Args:
-        model: an nn.Sequential (its children are the layers), a model with `layers`, or a list of modules, one a
-            stage, which is taken as it is (names that two of its modules share get the position in front).
+        model: an nn.Sequential (its children are the layers), a model with `layers`, a Hugging Face decoder (see
+            `pipeloom.split.huggingface`), or a list of modules, one a stage, which is taken as it is (names that two
+            of its modules share get the position in front).
         num_stages: how many stages.
         layers: fully qualified names of the modules that run one after another, such as
             ``["embedding", "blocks.*", "norm", "head"]``; a ``*`` stands for all members of a list. By default the
@@ -117,18 +85,25 @@ def split(
         raise SplitError(f"num_stages={num_stages}: a model has at least one stage; ask for 1 or more")
     if not isinstance(model, nn.Module):
         return _given_stages(list(model), num_stages)
-    whole = num_stages == 1 and layers is None and not hasattr(model, "pipeline_layers")
+    named = layers is not None or hasattr(model, "pipeline_layers")
+    decoder = None if named else find_decoder(model, num_stages)
+    whole = num_stages == 1 and not named and decoder is None
     if whole and not isinstance(model, nn.Sequential):  # nothing to cut, so nothing needs to be known of its inside
         return _describe([model], [("",)], list(model.named_parameters(remove_duplicate=False)))
-    chain = find_layers(model, layers)
-    check_complete(model, chain)
-    counts = count_layers(chain, num_stages, cut, sample, loss_fn)
+    chain = find_layers(model, decoder.layers if decoder else layers)
+    check_complete(model, chain, beside=decoder.shared if decoder else ())
+
+    def make_stage(piece: Sequence[Layer]) -> nn.Module:
+        named_modules = [(name, module) for name, module, _ in piece]
+        return DecoderStage(named_modules, model, decoder) if decoder else StageModule(named_modules)
+
+    counts = count_layers(chain, num_stages, cut, sample, loss_fn, make_stage)
     pieces: list[list[Layer]] = []
     first = 0
     for count in counts:
         pieces.append(chain[first : first + count])
         first += count
-    modules: list[nn.Module] = [StageModule((name, module) for name, module, _ in piece) for piece in pieces]
+    modules = [make_stage(piece) for piece in pieces]
     for module in modules:
         module.training = model.training  # of the stage alone: its layers keep the mode that each has
     names = [tuple(layer.name for layer in piece) for piece in pieces]

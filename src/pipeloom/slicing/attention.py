@@ -1,0 +1,114 @@
+# ruff: noqa: N803  # shapes are part of the names
+"""Causal attention that goes on over slices.
+
+Shapes: B batch, H heads of queries, K heads of keys and values (H a multiple of K), S tokens of the slice, T tokens
+up to its end, D width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from pipeloom.slicing.context import Slice, current_slice
+from pipeloom.slicing.dropout import drop_mask, scaled
+
+
+def causal_attention(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    owner: Hashable,
+    *,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of every token to itself and those before it, those of earlier slices included: [B, H, S, D].
+
+    Args:
+        q_BHSD, k_BKSD, v_BKSD: of the tokens of the current slice.
+        owner: who keeps keys and values for later slices: the module.
+        dropout_p: dropout of attention weights; pass 0 in evaluation.
+        scale: of the scores, by default the root of 1 / D.
+        mask: where a token may look, [B or 1, 1, S, T] of booleans; by default at everything that is not later.
+
+    Where there are no slices and no `mask` it is ``F.scaled_dot_product_attention(..., is_causal=True)``.
+    """
+    grouped = q_BHSD.shape[1] != k_BKSD.shape[1]
+    piece = current_slice()
+    if piece is None:
+        return F.scaled_dot_product_attention(
+            q_BHSD, k_BKSD, v_BKSD, mask, dropout_p, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+    k_BKTD = piece.extend((owner, "keys"), k_BKSD)
+    v_BKTD = piece.extend((owner, "values"), v_BKSD)
+    B, H, S, D = q_BHSD.shape
+    dropped = None
+    if dropout_p:
+        dropped_SBHT = drop_mask(piece, dropout_p, (owner, "weights"), [B, H], q_BHSD.device, over_keys=True)
+        dropped = dropped_SBHT.permute(1, 2, 0, 3)
+    if not grouped:
+        return _attend(piece, q_BHSD, k_BKTD, v_BKTD, scale, mask, dropped, dropout_p)
+    # Every key head is a sample of its own here, seen by all query heads of its group: nothing is copied.
+    K = k_BKSD.shape[1]
+    k, v = (t.flatten(0, 1).unsqueeze(1).expand(-1, H // K, -1, -1) for t in (k_BKTD, v_BKTD))
+    if mask is not None and mask.shape[0] > 1:
+        mask = mask.repeat_interleave(K, 0)
+    if dropped is not None:
+        dropped = dropped.reshape(B * K, H // K, S, -1)
+    return _attend(piece, q_BHSD.reshape(B * K, H // K, S, D), k, v, scale, mask, dropped, dropout_p).reshape(
+        B, H, S, -1
+    )
+
+
+def _attend(
+    piece: Slice,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    mask: Tensor | None,
+    dropped: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    if dropped is not None:
+        allowed = _allowed(piece, q.device) if mask is None else mask
+        scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
+        return scaled(weights.masked_fill(dropped, 0.0), dropout_p) @ v
+    if mask is not None:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    if piece.start == 0:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    if q.device.type == "cpu":
+        return F.scaled_dot_product_attention(q.flip(-2), k, v, _flipped_mask(piece, q), scale=scale).flip(-2)
+    lower_right = causal_lower_right(q.shape[-2], k.shape[-2])
+    return F.scaled_dot_product_attention(q, k, v, lower_right, scale=scale)
+
+
+def _allowed(piece: Slice, device: torch.device) -> Tensor:
+    """Where the tokens of a slice may look, [S, T]."""
+    name = ("allowed", device)
+    if name not in piece.cache:
+        allowed_ST = torch.ones(piece.end - piece.start, piece.end, dtype=torch.bool, device=device)
+        piece.cache[name] = allowed_ST.tril(piece.start)
+    return piece.cache[name]
+
+
+def _flipped_mask(piece: Slice, q: Tensor) -> Tensor:
+    """What to add to the scores of a slice's queries in reverse order, [S, T], in the memory of one row.
+
+    The row s from the end may look at the tokens before ``T - s``, so what is added depends on s + t alone: every row
+    is the row before it, one number on.
+    """
+    name = ("flipped", q.dtype, q.device)
+    if name not in piece.cache:
+        piece.cache[name] = q.new_zeros(2 * piece.end - piece.start - 1).detach()
+        piece.cache[name][piece.end :] = -math.inf
+    return piece.cache[name].as_strided((piece.end - piece.start, piece.end), (1, 1))

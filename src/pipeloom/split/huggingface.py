@@ -1,0 +1,228 @@
+"""Decoder models of Hugging Face transformers as stages: their own modules, called as their own ``forward`` calls them.
+
+    Llama's kin   model.embed_tokens ── model.layers.* ── model.norm ── lm_head          model.rotary_emb on every stage
+    GPT-2         transformer.wte ── .wpe ── .drop ── .h.* ── .ln_f ── lm_head
+
+The first stage takes token ids [batch, tokens], or a dict with "input_ids" and, optionally, "attention_mask" (0 where
+there is padding) and "position_ids", all of that shape. The last one returns logits. What blocks need beside hidden
+states (masks, rotary tables) each stage makes for itself; a given mask or positions travel with the hidden states.
+
+Slices (see `pipeloom.slicing`): attention is asked for through transformers' own registry of attention functions, so it
+is the one called wherever a block runs, recomputed under activation checkpointing too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError, SplitError
+from pipeloom.slicing import Slice, current_slice
+from pipeloom.split.module import StageModule
+
+
+class Decoder(NamedTuple):
+    """Where a kind of model keeps what.
+
+    Attributes:
+        layers: names of the modules that run one after another.
+        positions: the layer that adds learned positions.
+        shared: modules without parameters that every stage has.
+    """
+
+    layers: tuple[str, ...]
+    positions: str = ""
+    shared: tuple[str, ...] = ()
+
+
+_LLAMA = Decoder(("model.embed_tokens", "model.layers.*", "model.norm", "lm_head"), shared=("model.rotary_emb",))
+_GPT2 = Decoder(
+    (*(f"transformer.{name}" for name in ("wte", "wpe", "drop", "h.*", "ln_f")), "lm_head"), positions="transformer.wpe"
+)
+# By `config.model_type`: models whose forward does what is drawn above, and nothing else, whatever their settings are.
+DECODERS = {
+    "gpt2": _GPT2,
+    **dict.fromkeys(
+        (
+            *("llama", "mistral", "ministral", "qwen2", "qwen3", "olmo", "olmo2", "phi3", "smollm3", "stablelm", "glm"),
+            *("glm4", "helium", "arcee", "apertus", "gemma", "nemotron", "ernie4_5"),
+        ),
+        _LLAMA,
+    ),
+}
+_FIELDS = ("attention_mask", "position_ids")  # what may travel with tokens and hidden states
+
+
+def find_decoder(model: nn.Module, num_stages: int) -> Decoder | None:
+    """How a model of Hugging Face is cut; None for all other models, and for those that need not be.
+
+    Raises:
+        SplitError: it has to be cut, and is no decoder that is known.
+    """
+    if not any(cls.__module__.partition(".")[0] == "transformers" for cls in type(model).__mro__):
+        return None
+    config: Any = getattr(model, "config", None)
+    decoder = DECODERS.get(getattr(config, "model_type", ""))
+    top = {name.partition(".")[0] for name in decoder.layers} if decoder else set()
+    if decoder is None or {name for name, _ in model.named_children()} != top:
+        if num_stages == 1:
+            return None
+        kind = getattr(config, "model_type", None)
+        raise SplitError(
+            f"{type(model).__name__} of type {kind!r}: of Hugging Face's models those for causal language modelling "
+            f"can be cut whose type is one of {', '.join(DECODERS)}; take one of these, or pass layers="
+        )
+    if getattr(config, "add_cross_attention", False):
+        raise SplitError(
+            f"{type(model).__name__} with add_cross_attention: its blocks also read an encoder's output, which no "
+            "stage has; build it with add_cross_attention=False"
+        )
+    return decoder
+
+
+class DecoderStage(StageModule):
+    """A contiguous piece of a decoder. The model's configuration is read, never changed."""
+
+    def __init__(self, layers: Iterable[tuple[str, nn.Module]], model: nn.Module, decoder: Decoder) -> None:
+        layers = list(layers)
+        super().__init__(layers)
+        self._config: Any = model.config
+        self._decoder = decoder
+        self._names = [name for name, _ in layers]
+        blocks = [pattern.removesuffix("*") for pattern in decoder.layers if pattern.endswith("*")]
+        self._block_numbers = [
+            int(name.rpartition(".")[2]) if name.startswith(tuple(blocks)) else None for name in self._names
+        ]
+        self._rotary: tuple[dict[str, nn.Module | None], str] | None = None
+        if any(number is not None for number in self._block_numbers):
+            for name in decoder.shared:
+                self._rotary = self.place(name, copy.deepcopy(model.get_submodule(name)))
+
+    def forward(self, value: Any) -> Any:
+        """Token ids or hidden states, alone or in a dict -> hidden states likewise, or logits."""
+        x, beside = self._enter(value)
+        piece = current_slice()
+        start = piece.start if piece else 0
+        positions = beside.get("position_ids")
+        if positions is None:
+            positions = torch.arange(start, start + x.shape[1], device=x.device).unsqueeze(0)
+        shared: dict[str, Any] | None = None
+        masks: Any = None
+        for (modules, key), name, number in zip(self._chain, self._names, self._block_numbers, strict=True):
+            module: Any = modules[key]
+            if number is not None:
+                if shared is None:
+                    shared = self._shared(x, positions)
+                    masks = self._masks(x, beside.get("attention_mask"), positions, piece)
+                mask = masks[self._kind(number)] if isinstance(masks, dict) else masks
+                x = module(x, attention_mask=mask, past_key_values=None, use_cache=False, **shared)
+                x = x[0] if isinstance(x, tuple) else x
+            elif name == self._decoder.positions:
+                x = x + module(positions)
+            else:
+                x = module(x)
+        if not beside or self._names[-1] == self._decoder.layers[-1]:
+            return x
+        return {"hidden_states": x, **beside}
+
+    def _enter(self, value: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        main = "input_ids" if self._names[0] == self._decoder.layers[0] else "hidden_states"
+        if isinstance(value, Tensor):
+            return value, {}
+        if not isinstance(value, dict) or main not in value or not {main, *_FIELDS}.issuperset(value):
+            seen = f"a dict of {', '.join(map(repr, value))}" if isinstance(value, dict) else type(value).__name__
+            raise InputError(
+                f"inputs are {seen}: a decoder reads token ids, or a dict of 'input_ids' and perhaps "
+                f"{' and '.join(map(repr, _FIELDS))}; pass these"
+            )
+        if "position_ids" in value and current_slice() is not None:
+            raise InputError(
+                "position_ids with slices: they may start sequences anew, and slices go on over the whole row; leave "
+                "them out, or train without slices"
+            )
+        return value[main], {name: value[name] for name in _FIELDS if value.get(name) is not None}
+
+    def _shared(self, x: Tensor, positions: Tensor) -> dict[str, Any]:
+        """What is the same for all blocks."""
+        if self._rotary is None:
+            return {"position_ids": positions}
+        modules, name = self._rotary
+        rotary: Any = modules[name]
+        return {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions)}
+
+    def _kind(self, number: int) -> str:
+        """Of a block's attention."""
+        kinds = getattr(self._config, "layer_types", None)
+        if kinds is not None:
+            return str(kinds[number])
+        windowed = getattr(self._config, "sliding_window", None) is not None
+        return "sliding_attention" if windowed else "full_attention"
+
+    def _masks(self, x: Tensor, padding: Tensor | None, positions: Tensor, piece: Slice | None) -> Any:
+        """The blocks' masks, by kind or one for all."""
+        if piece is None:
+            from transformers.masking_utils import create_masks_for_generate
+
+            return create_masks_for_generate(self._config, x, padding, None, positions)
+        if padding is not None:
+            padding = piece.extend((self, "attention_mask"), padding, dim=1)
+        kinds = {self._kind(number) for number in self._block_numbers if number is not None}
+        eager = self._config._attn_implementation == "eager"
+        return {kind: self._slice_mask(piece, x, padding, kind, added=eager) for kind in kinds}
+
+    def _slice_mask(self, piece: Slice, x: Tensor, padding: Tensor | None, kind: str, *, added: bool) -> Tensor | None:
+        """Where a slice's tokens may look [1 or batch, 1, slice, up to its end]; None for everything before them.
+
+        If it is to be `added` to the scores, 0 there and very little elsewhere.
+        """
+        device, window = x.device, self._config.sliding_window if kind == "sliding_attention" else piece.end
+        if not added and padding is None and window >= piece.end:
+            return None
+        queries = torch.arange(piece.start, piece.end, device=device).unsqueeze(1)
+        keys = torch.arange(piece.end, device=device)
+        allowed = ((keys <= queries) & (keys > queries - window))[None, None]
+        if padding is not None:
+            allowed = allowed & padding[:, None, None].bool()
+        if not added:
+            return allowed
+        return torch.zeros_like(allowed, dtype=x.dtype).masked_fill_(~allowed, torch.finfo(x.dtype).min)
+
+    def prepare_slicing(self) -> None:
+        """Have attention go on over slices, and say of transformers' modules that they may be sliced.
+
+        Raises:
+            InputError: an attention, a kind of mask or a kind of rotary tables that cannot be sliced.
+        """
+        from pipeloom.split import huggingface_attention
+
+        config = self._config
+        kinds = {self._kind(number) for number in self._block_numbers if number is not None}
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        upcast = getattr(config, "reorder_and_upcast_attn", False)
+        for seen, known, fix in (
+            (
+                {config._attn_implementation},
+                set(huggingface_attention.NAMES),
+                "load it with attn_implementation='sdpa'",
+            ),
+            (kinds, {"full_attention", "sliding_attention"}, "train without slices"),
+            ({rope} & {"dynamic", "longrope"}, set(), "train without slices, or with rope_type 'default' or 'yarn'"),
+            ({"reorder_and_upcast_attn"} if upcast else set(), set(), "build it with reorder_and_upcast_attn=False"),
+        ):
+            if not seen <= known:
+                raise InputError(
+                    f"module {self._names[0]!r} and those after it use {', '.join(map(repr, sorted(seen - known)))}: "
+                    f"it depends on the whole sequence or is not known; {fix}"
+                )
+        sliced_config = copy.copy(config)
+        sliced_config._attn_implementation = huggingface_attention.NAMES[config._attn_implementation]
+        homes = (f"transformers.models.{config.model_type}.", "transformers.activations", "transformers.pytorch_utils")
+        for part in self.modules():
+            if type(part).__module__.startswith(homes):
+                part.sliceable = True  # type: ignore[assignment]
+                if getattr(part, "config", None) is config:
+                    part.config = sliced_config

@@ -1,0 +1,60 @@
+"""Attention over slices for transformers' models: registered with transformers, and called by it.
+
+Where there are no slices, what the model asked for runs. Shapes as in transformers: queries [batch, heads, tokens,
+width], keys and values with fewer heads perhaps, the result [batch, tokens, heads, width].
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from pipeloom.errors import InputError
+from pipeloom.slicing import causal_attention, current_slice
+
+# What a model asks for -> what it gets where there are slices.
+NAMES = {"sdpa": "pipeloom_sdpa", "eager": "pipeloom_eager"}
+
+
+def _sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if current_slice() is None:
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
+        )
+        return result
+    attended = causal_attention(query, key, value, module, dropout_p=dropout, scale=scaling, mask=attention_mask)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def _eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The model's own function, in its own file."""
+    own = sys.modules[type(module).__module__].eager_attention_forward
+    piece = current_slice()
+    if piece is not None:
+        if settings.get("dropout"):
+            raise InputError(
+                f"{type(module).__name__} with attn_implementation='eager' and dropout of attention: its masks would "
+                "depend on the slices; use attn_implementation='sdpa'"
+            )
+        key, value = piece.extend((module, "keys"), key), piece.extend((module, "values"), value)
+    result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **settings)
+    return result
+
+
+AttentionInterface.register(NAMES["sdpa"], _sdpa)
+AttentionInterface.register(NAMES["eager"], _eager)
