@@ -89,7 +89,7 @@ def _slices() -> str:
 
 @cache
 def _gallery_timelines() -> dict[str, Timeline]:
-    """Every schedule on 4 ranks and 8 micro-batches, of 2 slices where it has slices; F, I and W of a rank's share take a second each."""
+    """Every schedule on 4 ranks and 8 micro-batches, of 2 slices where there are any; F, I, W take 1 s."""
     return {
         name: pl.simulate(
             family(num_ranks=4, num_microbatches=8, num_slices=2 if family.sliced else 1), pl.Costs.uniform()
