@@ -52,7 +52,7 @@ DROPOUT = {
 FAMILIES = ["llama", "gpt2"]
 
 
-def build(kind: str, recompute: bool = False, dtype: torch.dtype = torch.float64, **changes):
+def build(kind: str, recompute: str | None = None, dtype: torch.dtype = torch.float64, **changes):
     config = transformers.AutoConfig.for_model(kind, **{**(GPT2 if kind == "gpt2" else SMALL), **changes})
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -61,7 +61,7 @@ def build(kind: str, recompute: bool = False, dtype: torch.dtype = torch.float64
             parameter.normal_(0, 0.3) if parameter.dim() > 1 else parameter.normal_("bias" not in name, 0.1)
     model = model.to(dtype).train()
     if recompute:
-        model.activation_checkpointing_enable()
+        model.activation_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
     return model
 
 
@@ -168,7 +168,7 @@ def test_stages_are_the_uncut_model(kind, masked):
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_pipeline_trains_it_as_the_model_trains_itself(kind, schedule):
     """Loss and gradients of the model's own forward, with labels that do not count."""
-    model = build(kind, recompute=True, tie_word_embeddings=True)
+    model = build(kind, "recompute", tie_word_embeddings=True)
     x = tokens(3)
     labels = x.clone()
     labels[0, 5:30] = -100
@@ -217,8 +217,10 @@ def test_what_cannot_be_cut_is_refused_in_a_line(kind):
 # Slices
 
 
-@pytest.mark.parametrize("split_backward", [False, True], ids=["B", "IW"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize(
+    ("recompute", "split_backward"),
+    [(None, False), (None, True), ("recompute", False), ("recompute", True), ("reentrant", False)],
+)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_gradients_of_any_slices_are_those_of_the_uncut_model(kind, batch, recompute, split_backward):
@@ -239,7 +241,7 @@ def test_gradients_of_any_slices_are_those_of_the_uncut_model(kind, batch, recom
     assert_same(gradients(model), expected, 0)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize("recompute", [None, "recompute"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_dropout_masks_do_not_depend_on_the_slices(kind, recompute):
     x = tokens(2)

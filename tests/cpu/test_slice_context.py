@@ -8,13 +8,14 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipeloom.errors import InputError, RunError
 from pipeloom.models import GPT, GPTConfig, init_parameters
 from pipeloom.runtime.split_backward import backward_input
-from pipeloom.slicing import SliceContext, causal_attention, current_slice, make_sliceable
+from pipeloom.slicing import SliceContext, causal_attention, current_slice, dropout, make_sliceable
 
 LENGTH = 70  # longer than a block of random numbers
 CUTS = {1: [0, 70], 2: [0, 41, 70], 3: [0, 1, 33, 70], 5: [0, 30, 32, 33, 64, 70], 7: [0, 20, 31, 41, 50, 58, 65, 70]}
@@ -145,8 +146,6 @@ def test_seeds_follow_from_the_default_generator():
 
 
 def test_dropout_drops_its_share_and_keeps_the_mean():
-    from pipeloom.slicing import dropout
-
     x = torch.ones(2, 400, 50)
     with SliceContext().slice(0, 0, 400, 400):
         y = dropout(x, 0.25, "it")
@@ -310,4 +309,7 @@ def test_declared_modules_pass_and_dropouts_are_replaced():
     one, many = (torch.cat(sliced_outputs(chain, x, ends), 1) for ends in (CUTS[1], CUTS[5]))
     assert torch.equal(one == 0, many == 0)
     assert 0 < (one == 0).double().mean() < 1
-    make_sliceable(build())
+    wrapped = build()
+    for name, block in wrapped.blocks.named_children():
+        wrapped.blocks._modules[name] = checkpoint_wrapper(block)
+    make_sliceable(wrapped)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from pipeloom.errors import InputError
 from pipeloom.slicing.dropout import TokenDropout
@@ -16,7 +17,7 @@ _PER_TOKEN: tuple[type[nn.Module], ...] = (
     *(nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Threshold),
     *(nn.Tanhshrink, nn.Softshrink, nn.Hardshrink),
 )
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, CheckpointWrapper)
 _REASONS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm), "normalises over several tokens"),
     ((nn.modules.conv._ConvNd,), "is a convolution along the sequence"),
