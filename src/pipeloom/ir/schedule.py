@@ -11,14 +11,19 @@ knows what an action has to wait for; the checker, the simulator, the passes and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.order import LARGE, Order
 from pipeloom.ir.placement import Placement
+
+if TYPE_CHECKING:
+    from pipeloom.ir.columns import Proof
 
 F, B, I, W, REDUCE_GRAD = Op.F, Op.B, Op.I, Op.W, Op.REDUCE_GRAD  # noqa: E741
 
@@ -32,7 +37,7 @@ class WeightPolicy(StrEnum):
     DOUBLE_BUFFER = "double-buffer"  # PipeDream-2BW: two versions, delay of one on every stage
 
 
-Orders = tuple[tuple[Action, ...], ...]
+Orders = tuple[Sequence[Action], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +50,8 @@ class Schedule:
         num_slices: slices of a micro-batch along the sequence; 1 leaves `Action.slice` None.
         placement: which ranks hold which stage.
         weights: which version of the parameters a micro-batch sees.
-        orders: ``orders[rank]`` is that rank's sequence of actions.
+        orders: ``orders[rank]`` is that rank's sequence of actions: a tuple, or in a large schedule an `Order`, which
+            makes its actions when they are asked for.
         overlapped: pairs of an F and the B or I directly behind it that run as one unit (DualPipe's F&B); it starts
             when both are ready, and both end with it.
         forward_only: True for evaluation: there are no backwards, and nothing is kept for them.
@@ -59,6 +65,22 @@ class Schedule:
     orders: Orders
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
     forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.large and any(isinstance(order, Order) for order in self.orders):
+            object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
+
+    @property
+    def large(self) -> bool:
+        """Whether the columns of `pipeloom.ir.columns` are worth making."""
+        return sum(map(len, self.orders)) >= LARGE
+
+    @cached_property
+    def proof(self) -> Proof | None:
+        """That the schedule is legal, from its columns; None if it is not, or has no columns."""
+        from pipeloom.ir.columns import prove
+
+        return prove(self)
 
     @property
     def num_ranks(self) -> int:
