@@ -130,6 +130,7 @@ def _parser() -> Parser:
             pipeloom simulate 1f1b --ranks 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg --trace 1f1b.json.gz
             pipeloom simulate zb-auto --ranks 8 --microbatches 24 --memory-limit 12 --weight-gradient-memory 0.4
             pipeloom simulate search --ranks 4 --microbatches 16 --costs costs.json --csv found.csv
+            pipeloom simulate compare 1f1b zb-h1 --ranks 4 --microbatches 8 --slow-rank 2:1.5
             pipeloom simulate compare 1f1b interleaved zb-h1 zb-v --ranks 4 --microbatches 8
         """,
     )
@@ -144,6 +145,9 @@ def _parser() -> Parser:
     parser.add_argument("--overlap", type=float, default=1.0, help="an overlapped F and B, as a part of their sum")
     parser.add_argument("--latency", type=float, help="seconds of a message between two ranks (0)")
     parser.add_argument("--costs", type=str, help="JSON file of what every stage takes and keeps, instead of times")
+    parser.add_argument(
+        "--slow-rank", type=str, action="append", help="RANK:FACTOR, its computations take so much longer; repeatable"
+    )
     parser.add_argument("--memory-limit", type=float, help="most that a rank may hold, in rank-shares of a micro-batch")
     parser.add_argument("--weight-gradient-memory", type=float, help="part of it that is left between I and W (1)")
     parser.add_argument("--placement", choices=("loop", "v"), default="loop", help="of the chunks, for search")

@@ -8,7 +8,8 @@ from itertools import pairwise, product, zip_longest
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
-from pipeloom.ir.schedule import Program, Schedule, WeightPolicy, dependency_order, peer_of
+from pipeloom.ir.schedule import Program, Schedule, WeightPolicy, peer_of
+from pipeloom.ir.walk import dependency_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +221,6 @@ def _check_reductions(program: Program) -> None:
             if rank in program.ranks_of_group(group) and group not in met:
                 held = min(stage for stage in group if stage in program.placement.stages_of[rank])
                 raise ScheduleError(
-                    f"program {program.name!r}: {Action(held, Op.REDUCE_GRAD)} is missing: every rank that holds one of "
+                    f"program {program.name!r}: {Action(held, Op.REDUCE_GRAD)} is missing: every rank with one of "
                     f"the stages {group} sums their gradients once; add it to the end of rank {rank}"
                 )

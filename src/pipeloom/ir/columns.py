@@ -2,11 +2,7 @@
 
 What `dependencies` says action by action, `needs` says of all actions together; a property test holds the two against
 each other. Of what an action needs, all but one stands on its own rank, where the order alone decides. So every action
-waits for the one before it on its rank and for at most one other, its `remote`, and the walk over the ranks is
-
-    round 1   0F0                 every rank that can advances by one action,
-    round 2   0F1 1F0             all of them at once: few steps for many ranks;
-    round 3   0F2 1F1 2F0         a schedule that keeps few ranks busy is walked action by action instead
+waits for the one before it on its rank and for at most one other, its `remote`; `rounds` walks the ranks by these.
 
 This says whether a schedule is legal; why it is not, `check` finds out by walking it action by action.
 """
@@ -32,14 +28,13 @@ from pipeloom.ir.order import (
     Order,
     encode,
 )
+from pipeloom.ir.rounds import walk_columns
 from pipeloom.ir.schedule import Schedule
 
 Ints = npt.NDArray[np.int32]
 Needs = Iterator[tuple[Ints, Ints]]
 
 F, B, I, W = (OP_NUMBER[op] for op in (Op.F, Op.B, Op.I, Op.W))  # noqa: E741
-_NARROW = 16  # ranks that advance in a round; with fewer, single steps are faster
-_TRIAL = 256  # rounds after which that is looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +150,7 @@ def prove(schedule: Schedule) -> Proof | None:
         partner = np.full_like(remote, len(columns.codes))
         partner[columns.units] = remote[columns.units + 1]
         remote[columns.units + 1] = len(columns.codes)
-    walked = _walk(columns, remote, partner)
+    walked = walk_columns(columns.first, remote, partner)
     if walked is None:
         return None
     return Proof(
@@ -245,65 +240,6 @@ def _remote(
             return None
         remote[users[~here]] = needed[~here]
     return remote
-
-
-def _walk(columns: Columns, remote: Ints, partner: Ints | None) -> tuple[Ints, tuple[int, ...] | None] | None:
-    """`Proof.sequence` and `Proof.rounds`; None if actions wait for each other in a circle."""
-    count = len(remote)
-    done = np.zeros(count + 1, bool)
-    done[count] = True  # what those wait for that wait for nobody
-    padded = np.append(remote, np.int32(count))  # a rank at its end may look one further
-    padded_partner = None if partner is None else np.append(partner, np.int32(count))
-    heads, ends = columns.first[:-1].copy(), columns.first[1:]
-    sequence = np.empty(count, np.int32)
-    rounds = [0]
-    size = 0
-    while size < count:
-        ready = done[padded[heads]]
-        ready &= heads < ends
-        if padded_partner is not None:
-            ready &= done[padded_partner[heads]]
-        run = heads[ready]
-        if not len(run):
-            return None
-        done[run] = True
-        sequence[size : size + len(run)] = run
-        size += len(run)
-        rounds.append(size)
-        heads += ready
-        if len(rounds) % _TRIAL == 0 and size < _NARROW * len(rounds):
-            single = _walk_singly(columns, remote, partner)
-            return None if single is None else (single, None)
-    return sequence, tuple(rounds)
-
-
-def _walk_singly(columns: Columns, remote: Ints, partner: Ints | None) -> Ints | None:
-    """`Proof.sequence`: each rank advances as far as it can, before the next one's turn."""
-    count = len(remote)
-    first_need = remote.tolist()
-    second_need = None if partner is None else partner.tolist()
-    done = bytearray(count) + b"\1"
-    heads, ends = columns.first[:-1].tolist(), columns.first[1:].tolist()
-    waiting: dict[int, list[int]] = {}
-    sequence: list[int] = []
-    ready = list(range(len(heads)))
-    while ready:
-        rank = ready.pop()
-        index, end = heads[rank], ends[rank]
-        while index < end:
-            need = first_need[index]
-            if done[need] and second_need is not None:
-                need = second_need[index]
-            if not done[need]:
-                waiting.setdefault(need, []).append(rank)
-                break
-            done[index] = 1
-            sequence.append(index)
-            if index in waiting:
-                ready.extend(waiting.pop(index))
-            index += 1
-        heads[rank] = index
-    return np.array(sequence, np.int32) if len(sequence) == count else None
 
 
 def _live(schedule: Schedule, columns: Columns) -> tuple[int, ...]:

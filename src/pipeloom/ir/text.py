@@ -17,6 +17,7 @@ from pipeloom.ir.schedule import Orders, Program, Schedule, WeightPolicy
 
 # Longest names first, so that SEND_F is not read as an op S...
 _OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
+_UNIT = "OVERLAP_F_B"
 _ACTION = re.compile(rf"(\d+)({_OPS})(?:(\d+)(?:\.(\d+))?)?")
 
 
@@ -86,8 +87,30 @@ def from_json(text: str) -> Schedule:
 
 
 def to_csv(pipeline: Schedule | Program) -> str:
-    """The CSV that torch.distributed.pipelining loads: one row a rank, one cell an action."""
-    return "\n".join(",".join(map(str, order)) for order in pipeline.orders) + "\n"
+    """The CSV that torch.distributed.pipelining loads: one row a rank, one cell an action or an overlapped unit.
+
+    A unit is one cell: ``(0F3;1B2)OVERLAP_F_B``.
+    """
+    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+    partners, seconds = schedule.partners, {second for _, second in schedule.overlapped}
+    rows = (
+        (f"({a};{partners[a]}){_UNIT}" if a in partners else str(a) for a in order if a not in seconds)
+        for order in pipeline.orders
+    )
+    return "\n".join(map(",".join, rows)) + "\n"
+
+
+def _parse_cell(cell: str) -> tuple[Action, ...]:
+    """The action of a cell, the two of an overlapped unit, or none."""
+    cell = cell.strip()
+    if not cell:
+        return ()
+    if not cell.endswith(f"){_UNIT}"):
+        return (parse_action(cell),)
+    members = cell[: -len(_UNIT) - 1].removeprefix("(").split(";")
+    if len(members) != 2:
+        raise ScheduleError(f"CSV has a cell {cell!r}: an overlapped unit has two members, like (0F3;1B2){_UNIT}")
+    return parse_action(members[0]), parse_action(members[1])
 
 
 def from_csv(text: str, *, name: str = "csv") -> Schedule:
@@ -99,10 +122,8 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
     Raises:
         ScheduleError: a cell is no action, or the stages are not numbered without gaps.
     """
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.rstrip("\n").split("\n")]
-    orders = tuple(
-        tuple(action for action in map(parse_action, filter(None, row)) if action.op in COMPUTE_OPS) for row in rows
-    )
+    rows = [[_parse_cell(cell) for cell in line.split(",")] for line in text.rstrip("\n").split("\n")]
+    orders = tuple(tuple(action for cell in row for action in cell if action.op in COMPUTE_OPS) for row in rows)
     homes: dict[int, dict[int, int]] = {}  # stage -> rank -> lowest micro-batch that the rank runs of it
     microbatches = slices = 0
     for rank, order in enumerate(orders):
@@ -121,5 +142,6 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
         num_slices=max(1, slices),
         placement=Placement(tuple(map(tuple, replicas))),
         orders=orders,
+        overlapped=frozenset((cell[0], cell[1]) for row in rows for cell in row if len(cell) == 2),
         forward_only=all(action.op is Op.F for order in orders for action in order),
     )

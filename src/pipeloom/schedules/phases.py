@@ -1,9 +1,9 @@
 """`Phases`: a rank's order written as the papers draw it, one repeated pattern after the other.
 
-    lane = Phases()                      rank 0 of 1F1B with two warm-up forwards and four micro-batches:
-    lane.repeat(2, (0, F))               0F0 0F1
-    lane.repeat(2, (0, F), (0, B))       0F2 0B0 0F3 0B1
-    lane.repeat(2, (0, B))               0B2 0B3
+lane = Phases()                      rank 0 of 1F1B with two warm-up forwards and four micro-batches:
+lane.repeat(2, (0, F))               0F0 0F1
+lane.repeat(2, (0, F), (0, B))       0F2 0B0 0F3 0B1
+lane.repeat(2, (0, B))               0B2 0B3
 """
 
 from __future__ import annotations
