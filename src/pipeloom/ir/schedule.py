@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
 
 
+_STEP = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}  # from a message's stage to its other end
+
+
 class WeightPolicy(StrEnum):
     """Which version of the parameters a micro-batch sees."""
 
@@ -218,8 +221,7 @@ def _across(pipeline: Schedule | Program, producer: Action, receive: Action) -> 
 def peer_of(action: Action, placement: Placement) -> int:
     """The rank at the other end of a SEND or RECV action."""
     assert action.microbatch is not None
-    step = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}[action.op]
-    return placement.rank_of(action.stage + step, action.microbatch)
+    return placement.rank_of(action.stage + _STEP[action.op], action.microbatch)
 
 
 def message_after(action: Action, schedule: Schedule) -> Action | None:

@@ -113,9 +113,7 @@ def _network(data: dict[str, Any], sized: bool) -> Network:
 
 def _link(number: int, link: Any) -> Link:
     if not isinstance(link, dict) or set(link) != {"ranks", "bytes_per_second"} or not isinstance(link["ranks"], list):
-        raise InputError(
-            f'link {number} of the costs: write {{"ranks": [[source, target], ...], "bytes_per_second": n}}'
-        )
+        raise InputError(f'link {number} of the costs: write {{"ranks": [[source, target]], "bytes_per_second": n}}')
     for pair in link["ranks"]:
         if not (isinstance(pair, list) and len(pair) == 2 and all(type(rank) is int for rank in pair)):
             raise InputError(f"link {number} of the costs joins {pair!r}: a pair is a source and a target; correct it")

@@ -18,7 +18,8 @@ def critical_path(timeline: Timeline) -> list[tuple[int, Span]]:
     Each begins when the one before it on the path has ended (and its message, if it crossed ranks, has arrived):
     making any of them shorter is the only way to make the step shorter. A transfer over a link with a bandwidth is the
     span of its SEND on the sender's rank; where it had to wait for the link, what went over the link before it follows.
-    Both members of an overlapped unit are on the path or none.
+    Where a message keeps its receiver busy later than it came, the path has the span of a RECV on its rank. Both
+    members of an overlapped unit are on the path or none.
     """
     rows = timeline.compute_spans
     if not any(rows):
@@ -63,8 +64,10 @@ class _Back:
         if not causes:
             return None
         cause = max(causes, key=lambda cause: cause.there)  # of equal ones the first, which is its own rank
-        transfer = cause.transfer
-        source = cause.at
+        taken = next((each.transfer for each in causes if each.at[0] != rank and each.transfer is not None), None)
+        if taken is not None and taken.blocking and cause.at[0] == rank:
+            self.path.append((rank, Span(_receive(taken.action), cause.there, span.start)))
+        transfer, source = cause.transfer, cause.at
         while transfer is not None:
             self.path.append((transfer.source, Span(transfer.action, transfer.start, transfer.end)))
             source = self._producer(transfer)
@@ -118,3 +121,10 @@ class _Back:
         if transfer.blocking and transfer.start > produced:
             return self.of_rank.get((transfer.source, transfer.start))
         return None
+
+
+def _receive(send: Action) -> Action:
+    """The other end of a message."""
+    forward = send.op is Op.SEND_F
+    other = send.stage + (1 if forward else -1)
+    return Action(other, Op.RECV_F if forward else Op.RECV_B, send.microbatch, send.slice)

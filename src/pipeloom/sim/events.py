@@ -170,8 +170,10 @@ class _Run:
 
     def _publish(self, action: Action, rank: int, now: float) -> _Result:
         """Send what the action yields; a sender that cannot compute meanwhile is busy until it is transferred."""
+        if self.bytes_sent is None:
+            return _Result(rank, now)
         send = action if action.op in SENDS else None if self.pipeline.lowered else message_after(action, self.schedule)
-        if send is None or self.bytes_sent is None:
+        if send is None:
             return _Result(rank, now)
         pair: Pair = (rank, peer_of(send, self.schedule.placement))
         link = self.shared.get(pair, OWN_LINK)
