@@ -109,7 +109,7 @@ def row(size: Size, seconds: dict[str, list[float]]) -> list[object]:
         spread([actions / s / 1e6 for s in seconds[what]]).show() for what in ("build", "check", "simulate", "all")
     ]
     ratios = []
-    for theirs, ours in pairs:
+    for theirs, ours in (("torch builds", "build"), ("torch builds and spaces", "all")):
         beside = seconds.get(theirs, [])
         ratios.append(ratio(beside, seconds[ours][: len(beside)]).show("{:.1f}") if beside else "-")
     return [str(size), f"{actions:,}", *rates, *ratios]

@@ -155,6 +155,7 @@ def _parser() -> Parser:
     parser.add_argument("--csv", type=str, help="write the orders as torch.distributed.pipelining loads them")
     parser.add_argument("--html", type=str, help="write the picture and the numbers as one offline page")
     parser.add_argument("--svg", type=str, help="write the picture")
+    parser.add_argument("--critical-path", action="store_true", help="mark the critical path in --svg and --html")
     parser.add_argument("--trace", type=str, help="write a trace for https://ui.perfetto.dev (.json or .json.gz)")
     return parser
 
@@ -171,7 +172,7 @@ def _write_files(timelines: list[Timeline], schedule: Schedule, options: Any) ->
         if path is None:
             continue
         try:
-            _write(kind, timelines, schedule, Path(path))
+            _write(kind, timelines, schedule, Path(path), options.critical_path)
         except OSError as error:
             raise InputError(
                 f"--{kind} {path}: {error.strerror or error}: the file must be writable; name another path"
@@ -180,7 +181,7 @@ def _write_files(timelines: list[Timeline], schedule: Schedule, options: Any) ->
     return written
 
 
-def _write(kind: str, timelines: list[Timeline], schedule: Schedule, path: Path) -> None:
+def _write(kind: str, timelines: list[Timeline], schedule: Schedule, path: Path, critical: bool) -> None:
     if kind == "csv":
         path.write_text(to_csv(schedule), encoding="utf-8")
     elif kind == "trace":
@@ -190,8 +191,8 @@ def _write(kind: str, timelines: list[Timeline], schedule: Schedule, path: Path)
     elif kind == "svg":
         from pipeloom.report.svg import timeline_svg
 
-        path.write_text(timeline_svg(timelines, standalone=True) + "\n", encoding="utf-8")
+        path.write_text(timeline_svg(timelines, standalone=True, critical=critical) + "\n", encoding="utf-8")
     else:
         from pipeloom.report.html import simulation_html
 
-        path.write_text(simulation_html(timelines), encoding="utf-8")
+        path.write_text(simulation_html(timelines, critical=critical), encoding="utf-8")
