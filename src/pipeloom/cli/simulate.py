@@ -72,7 +72,7 @@ def _simulate(name: str, inputs: Inputs) -> tuple[Timeline, Schedule, dict[str, 
     schedule, found = inputs.schedule(name)
     checked = check(schedule)
     timeline = simulate(schedule, inputs.costs, inputs.network)
-    answer = summary(timeline, checked) | inputs.memory(schedule)
+    answer = summary(timeline, checked) | inputs.memory(schedule, timeline)
     if found is not None:
         best = found.best_named
         answer["best_named"] = None if best is None else {"name": best[0], "makespan_seconds": best[1]}

@@ -14,7 +14,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Op, Placement, Schedule
 from pipeloom.schedules import Conditions, Found
 from pipeloom.schedules.table import check_sizes
-from pipeloom.sim import Costs, CostsFile, Network, parse_costs
+from pipeloom.sim import Costs, CostsFile, Network, Timeline, parse_costs
 
 _MOST_ACTIONS = 20_000_000  # beyond it, a simulation takes minutes and gigabytes
 _MOST_SEARCHED = 20_000  # a search times its actions over and over
@@ -147,14 +147,15 @@ class Inputs:
             caps=caps,
         )
 
-    def memory(self, schedule: Schedule) -> dict[str, Any]:
+    def memory(self, schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
         """For each rank the most it holds, and whether that is within the caps; empty where nobody asked."""
         options = self.options
         asked = options.memory_limit is not None or options.weight_gradient_memory is not None
         if not asked and not self.in_bytes:
             return {}
         conditions = self.conditions(schedule.placement)
-        peaks = peak_held(schedule, conditions)
+        held = timeline.peak_bytes
+        peaks = peak_held(schedule, conditions) if held is None else list(held)
         answer: dict[str, Any] = {"peak_bytes" if self.in_bytes else "peak_memory": peaks}
         if any(math.isfinite(cap) for cap in conditions.caps):
             answer["within_memory"] = all(
