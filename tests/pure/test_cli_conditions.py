@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from pipeloom import schedules
 from pipeloom.ir import check
 from pipeloom.ir.torch_csv import from_csv
 from pipeloom.report.terminal import layout
+from pipeloom.schedules import FAMILIES
 from pipeloom.sim import Costs, simulate
 from tests.pure.test_cli_simulate import KEYS, run
 
@@ -115,6 +117,39 @@ def test_csv_reads_back(capsys, tmp_path):
     check(schedule)
 
 
+def test_bandwidths_and_shared_links_of_the_costs_file(capsys, costs_file):
+    path = costs_file(stages=2, links=[{"ranks": [[0, 1], [1, 0]], "bytes_per_second": 200}], latency=0.25)
+    data = json.loads(Path(path).read_text())
+    for stage in data["stages"]:
+        stage |= {"message_bytes": 100, "gradient_message_bytes": 50}
+    Path(path).write_text(json.dumps(data))
+    words = ["1f1b", "--ranks", "2", "--microbatches", "1", "--costs", path]
+    # 0F 0.5, message 0.5, latency 0.25, 1F 0.5, 1B 0.375, message 0.25, latency 0.25, 0B 0.375
+    assert answer_of(capsys, *words)["makespan_seconds"] == 3.0
+    data |= {"links": [], "bytes_per_second": 100, "overlap_communication": False}
+    Path(path).write_text(json.dumps(data))
+    assert answer_of(capsys, *words)["makespan_seconds"] == 3.75
+    assert answer_of(capsys, *words, "--slow-rank", "1:2")["makespan_seconds"] == 3.75 + 0.875
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_slow_rank_takes_longer_for_all_that_it_computes(capsys, costs_file, name):
+    words = ["--ranks", "2", "--microbatches", "4"]
+    for more in ([], ["--costs", costs_file(stages=4 if FAMILIES[name].default_chunks == 2 else 2)]):
+        if more and name in ("dualpipe", "chimera"):
+            more[1] = costs_file(stages=2)
+        before = answer_of(capsys, name, *words, *more)
+        after = answer_of(capsys, name, *words, *more, "--slow-rank", "1:1.5", "--slow-rank", "0:1")
+        assert after["ideal_seconds"] == pytest.approx(before["ideal_seconds"] * 1.25)
+        assert after["makespan_seconds"] >= after["span_seconds"] > before["ideal_seconds"] * 1.49
+        assert list(after) == list(before)
+
+
+def test_slow_ranks_are_compared(capsys):
+    words = ["compare", "gpipe", "naive", "--ranks", "2", "--microbatches", "2", "--slow-rank", "1:2"]
+    assert [each["makespan_seconds"] for each in answer_of(capsys, *words)["schedules"]] == [15.0, 18.0]
+
+
 def test_several_schedules_in_one_table_and_one_picture(capsys, tmp_path):
     words = ["compare", "1f1b", "zb-v", "gpipe", "--ranks", "3", "--microbatches", "5"]
     code, out, err = run(
@@ -161,6 +196,14 @@ def test_timelines_that_are_compared_have_one_scale():
         (["1f1b", "--overlap", "-1"], "overlap is -1.0"),
         (["1f1b", "--costs", "nowhere.json"], "--costs nowhere.json: No such file"),
         (["1f1b", "--placement", "ring"], "placement"),
+        (["1f1b", "--slow-rank", "2:1.5"], "--slow-rank 2:1.5: ranks are 0..1"),
+        (["1f1b", "--slow-rank", "1"], "--slow-rank 1: write RANK:FACTOR"),
+        (["1f1b", "--slow-rank", "1:0"], "--slow-rank 1:0: write RANK:FACTOR"),
+        (["1f1b", "--slow-rank", "1:-2"], "--slow-rank 1:-2: write RANK:FACTOR"),
+        (["1f1b", "--slow-rank", "1:nan"], "--slow-rank 1:nan: write RANK:FACTOR"),
+        (["1f1b", "--slow-rank", "1:1e999"], "--slow-rank 1:1e999: write RANK:FACTOR"),
+        (["1f1b", "--slow-rank", "-1:2"], "slow-rank"),
+        (["1f1b", "--slow-rank", "1:2", "--slow-rank", "1:3"], "rank 1 has a factor already"),
         (["dualpipe", "--microbatches", "3"], "use 4"),
     ],
 )
@@ -172,6 +215,16 @@ def test_bad_options_are_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch,
     assert message in err
     assert len(err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def sized(data):
+    for stage in data["stages"]:
+        stage["message_bytes"] = 10
+    return data
+
+
+def link(pair, bandwidth=5):
+    return {"ranks": [pair], "bytes_per_second": bandwidth}
 
 
 def broken(change):
@@ -200,6 +253,17 @@ def broken(change):
         (lambda d: d.update(latency=[[0, 1], [1, -1]]), "latency from rank 1 to 1 of the costs is -1"),
         (lambda d: d.update(latency=[[0, 1, 2]] * 3), "2 ranks need a 2 x 2 table"),
         (lambda d: d.update(memory_cap_bytes=5), "memory_cap_bytes of the costs is no list"),
+        (lambda d: d.update(links=5), "links of the costs are no list"),
+        (lambda d: d.update(bytes_per_second=5), "no message_bytes: add them to each"),
+        (lambda d: d.update(overlap_communication=1), "overlap_communication of the costs is 1"),
+        (lambda d: d["stages"][0].update(message_bytes=1), "stage 1 of the costs: entry 'message_bytes'"),
+        (lambda d: sized(d).update(links=[{"ranks": [[0, 1]]}]), "link 0 of the costs: write"),
+        (lambda d: sized(d).update(links=[link([0, 1, 2])]), "link 0 of the costs joins [0, 1, 2]"),
+        (lambda d: sized(d).update(links=[link([0, True])]), "link 0 of the costs joins [0, True]"),
+        (lambda d: sized(d).update(links=[link([0, 7])]), "link 0 joins ranks (0, 7): ranks are 0..1"),
+        (lambda d: sized(d).update(links=[link([0, 1]), link([0, 1])]), "ranks (0, 1) are in two links"),
+        (lambda d: sized(d).update(links=[link([0, 1], 0)]), "bytes_per_second is 0.0"),
+        (lambda d: sized(d).update(bytes_per_second="fast"), "bytes_per_second of the costs is 'fast'"),
         (lambda d: d.update(memory_cap_bytes=[5]), "memory_cap_bytes of the costs has 1 entries for 2 ranks"),
         (lambda d: d.update(memory_cap_bytes=[5, None]), "memory_cap_bytes of rank 1 of the costs is None"),
     ],

@@ -199,8 +199,15 @@ def test_the_checker_refuses_gradient_reductions_that_come_early_or_twice_or_alo
         check(replace(program, orders=(early, second)))
     with pytest.raises(ScheduleError, match="0REDUCE_GRAD on rank 0 comes after the gradients"):
         check(replace(program, orders=((*first, first[-1]), second)))
+    alone = replace(program, orders=(first, second[:-1]))
+    with pytest.raises(ScheduleError, match=r"1REDUCE_GRAD is missing: .* add it to the end of rank 1"):
+        check(alone)
+    with pytest.raises(ScheduleError, match=r"0REDUCE_GRAD is missing: .* add it to the end of rank 0"):
+        check(replace(program, orders=(first[:-1], second[:-1])))
     with pytest.raises(ScheduleError, match="rank 0 waits at 0REDUCE_GRAD for its group"):
-        check(replace(program, orders=(first, second[:-1])))
+        list(dependency_order(alone))
+    with pytest.raises(ScheduleError, match="rank 0 waits at 0REDUCE_GRAD for its group"):
+        simulate(alone, Costs.uniform())
 
 
 def test_every_op_is_accepted_by_the_checker_and_the_simulator():

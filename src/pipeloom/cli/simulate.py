@@ -73,7 +73,7 @@ def _simulate(name: str, inputs: Inputs) -> tuple[Timeline, Schedule, dict[str, 
     schedule, found = inputs.schedule(name)
     checked = check(schedule)
     timeline = simulate(schedule, inputs.costs, inputs.network)
-    answer = summary(timeline, checked) | inputs.memory(schedule)
+    answer = summary(timeline, checked) | inputs.memory(schedule, timeline)
     if found is not None:
         best = found.best_named
         answer["best_named"] = None if best is None else {"name": best[0], "makespan_seconds": best[1]}
@@ -134,6 +134,7 @@ def _parser() -> Parser:
             pipeloom simulate mine.py:eager --ranks 4 --microbatches 8
             pipeloom simulate search --ranks 4 --microbatches 16 --costs costs.json --csv found.csv
             pipeloom simulate seq1f1b --ranks 4 --microbatches 1 --slices 8
+            pipeloom simulate compare 1f1b zb-h1 --ranks 4 --microbatches 8 --slow-rank 2:1.5
             pipeloom simulate compare 1f1b interleaved zb-h1 zb-v --ranks 4 --microbatches 8
         """,
     )
@@ -154,6 +155,9 @@ def _parser() -> Parser:
     parser.add_argument("--overlap", type=float, default=1.0, help="an overlapped F and B, as a part of their sum")
     parser.add_argument("--latency", type=float, help="seconds of a message between two ranks (0)")
     parser.add_argument("--costs", type=str, help="JSON file of what every stage takes and keeps, instead of times")
+    parser.add_argument(
+        "--slow-rank", type=str, action="append", help="RANK:FACTOR, its computations take so much longer; repeatable"
+    )
     parser.add_argument("--memory-limit", type=float, help="most that a rank may hold, in rank-shares of a micro-batch")
     parser.add_argument("--weight-gradient-memory", type=float, help="part of it that is left between I and W (1)")
     parser.add_argument("--placement", choices=("loop", "v"), default="loop", help="of the chunks, for search")
@@ -161,6 +165,7 @@ def _parser() -> Parser:
     parser.add_argument("--csv", type=str, help="write the orders as torch.distributed.pipelining loads them")
     parser.add_argument("--html", type=str, help="write the picture and the numbers as one offline page")
     parser.add_argument("--svg", type=str, help="write the picture")
+    parser.add_argument("--critical-path", action="store_true", help="mark the critical path in --svg and --html")
     parser.add_argument("--trace", type=str, help="write a trace for https://ui.perfetto.dev (.json or .json.gz)")
     return parser
 
@@ -177,7 +182,7 @@ def _write_files(timelines: list[Timeline], schedule: Schedule, options: Any) ->
         if path is None:
             continue
         try:
-            _write(kind, timelines, schedule, Path(path))
+            _write(kind, timelines, schedule, Path(path), options.critical_path)
         except OSError as error:
             raise InputError(
                 f"--{kind} {path}: {error.strerror or error}: the file must be writable; name another path"
@@ -186,7 +191,7 @@ def _write_files(timelines: list[Timeline], schedule: Schedule, options: Any) ->
     return written
 
 
-def _write(kind: str, timelines: list[Timeline], schedule: Schedule, path: Path) -> None:
+def _write(kind: str, timelines: list[Timeline], schedule: Schedule, path: Path, critical: bool) -> None:
     if kind == "csv":
         path.write_text(to_csv(schedule), encoding="utf-8")
     elif kind == "trace":
@@ -196,8 +201,8 @@ def _write(kind: str, timelines: list[Timeline], schedule: Schedule, path: Path)
     elif kind == "svg":
         from pipeloom.report.svg import timeline_svg
 
-        path.write_text(timeline_svg(timelines, standalone=True) + "\n", encoding="utf-8")
+        path.write_text(timeline_svg(timelines, standalone=True, critical=critical) + "\n", encoding="utf-8")
     else:
         from pipeloom.report.html import simulation_html
 
-        path.write_text(simulation_html(timelines), encoding="utf-8")
+        path.write_text(simulation_html(timelines, critical=critical), encoding="utf-8")

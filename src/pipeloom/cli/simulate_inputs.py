@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,9 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Op, Placement, Schedule
 from pipeloom.schedules import Conditions, Found
 from pipeloom.schedules.table import check_sizes
-from pipeloom.sim import Costs, CostsFile, Network, parse_costs
+from pipeloom.sim import Costs, CostsFile, Network, Timeline, parse_costs
 
-_MOST_ACTIONS = 5_000_000  # beyond it, a simulation takes minutes and gigabytes
+_MOST_ACTIONS = 20_000_000  # beyond it, a simulation takes minutes and gigabytes
 _MOST_SEARCHED = 20_000  # a search times its actions over and over
 
 
@@ -57,6 +59,7 @@ class Inputs:
                 backward_input=backward_input,
                 backward_weight=backward_weight,
                 overlap=options.overlap,
+                rank_slowness=_slowness(options.slow_rank, options.ranks),
             )
             network = Network(latency_seconds=0.0 if options.latency is None else options.latency)
             return cls(options=options, costs=costs, network=network, file=None)
@@ -73,7 +76,8 @@ class Inputs:
             raise InputError(
                 "--weight-gradient-memory beside the bytes of --costs: the file says it; drop one of the two"
             )
-        costs = replace(file.costs, overlap=options.overlap)
+        slowness = _slowness(options.slow_rank, options.ranks)
+        costs = replace(file.costs, overlap=options.overlap, rank_slowness=slowness)
         return cls(options=options, costs=costs, network=file.network, file=file)
 
     @property
@@ -139,17 +143,22 @@ class Inputs:
         if limit is not None:
             whole = sum(kept[0]) / ranks  # one rank-share of one micro-batch
             caps = tuple(min(cap, limit * whole) for cap in caps)
+        slowness = self.costs.slowness(plan) or (1.0,) * ranks
+        forward, backward_input, backward_weight = (
+            tuple(time * slowness[home[0]] for time, home in zip(seconds[op], placement.replicas, strict=True))
+            for op in (Op.F, Op.I, Op.W)
+        )
         return Conditions(
-            forward=seconds[Op.F],
-            backward_input=seconds[Op.I],
-            backward_weight=seconds[Op.W],
+            forward=forward,
+            backward_input=backward_input,
+            backward_weight=backward_weight,
             latency=self.network.latency(ranks),
             activation=kept[0],
             weight_gradient=kept[1],
             caps=caps,
         )
 
-    def memory(self, schedule: Schedule) -> dict[str, Any]:
+    def memory(self, schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
         """For each rank the most it holds, and whether that is within the caps; empty where nobody asked.
 
         A slice keeps 1/K of what its micro-batch keeps.
@@ -159,13 +168,35 @@ class Inputs:
         if not asked and not self.in_bytes:
             return {}
         conditions = self.conditions(schedule.placement)
-        peaks = [peak / schedule.num_slices for peak in peak_held(schedule, conditions)]
+        held = timeline.peak_bytes
+        if held is None:
+            peaks = [peak / schedule.num_slices for peak in peak_held(schedule, conditions)]
+        else:
+            peaks = list(held)
         answer: dict[str, Any] = {"peak_bytes" if self.in_bytes else "peak_memory": peaks}
         if any(math.isfinite(cap) for cap in conditions.caps):
             answer["within_memory"] = all(
                 peak <= cap * (1 + 1e-9) for peak, cap in zip(peaks, conditions.caps, strict=True)
             )
         return answer
+
+
+def _slowness(words: Sequence[str] | None, num_ranks: int) -> tuple[float, ...] | None:
+    """The factors of ``--slow-rank RANK:FACTOR``; None where none is given."""
+    if not words:
+        return None
+    factors: dict[int, float] = {}
+    for word in words:
+        match = re.fullmatch(r"(\d+):(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)", word, re.IGNORECASE | re.ASCII)
+        if match is None or not 0 < float(match[2]) < math.inf:
+            raise InputError(f"--slow-rank {word}: write RANK:FACTOR with a factor above 0, such as 2:1.5")
+        rank = int(match[1])
+        if rank >= num_ranks:
+            raise InputError(f"--slow-rank {word}: ranks are 0..{num_ranks - 1}; name one of them")
+        if rank in factors:
+            raise InputError(f"--slow-rank {word}: rank {rank} has a factor already; give each rank one")
+        factors[rank] = float(match[2])
+    return tuple(factors.get(rank, 1.0) for rank in range(num_ranks))
 
 
 def peak_held(schedule: Schedule, conditions: Conditions) -> list[float]:

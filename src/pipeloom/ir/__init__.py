@@ -1,4 +1,4 @@
-"""A pipeline as data: actions, placements, schedules, programs, and what is legal. Standard library only."""
+"""A pipeline as data: actions, placements, schedules, programs, and what is legal. Needs numpy for large ones alone."""
 
 from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
 from pipeloom.ir.check import Checked, check, live_activations
@@ -9,9 +9,9 @@ from pipeloom.ir.schedule import (
     Schedule,
     WeightPolicy,
     dependencies,
-    dependency_order,
     peer_of,
 )
+from pipeloom.ir.walk import dependency_order
 
 __all__ = [
     "COMMUNICATION_OPS",

@@ -8,7 +8,8 @@ from itertools import pairwise, product, zip_longest
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
-from pipeloom.ir.schedule import Program, Schedule, WeightPolicy, dependency_order, peer_of
+from pipeloom.ir.schedule import Program, Schedule, WeightPolicy, peer_of
+from pipeloom.ir.walk import dependency_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ def check(pipeline: Schedule | Program) -> Checked:
     """
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
     _check_sizes(pipeline, schedule)
+    if isinstance(pipeline, Schedule) and pipeline.large and pipeline.proof is not None:
+        return _checked(pipeline, pipeline.proof.live)
     _check_complete(pipeline, schedule)
     _check_overlapped(pipeline, schedule)
     if isinstance(pipeline, Program):
@@ -46,12 +49,15 @@ def check(pipeline: Schedule | Program) -> Checked:
         _check_reductions(pipeline)
     for _ in dependency_order(pipeline):
         pass
-    live = live_activations(pipeline)
+    return _checked(schedule, live_activations(pipeline))
+
+
+def _checked(schedule: Schedule, live: tuple[int, ...]) -> Checked:
     share = schedule.stage_share / schedule.num_slices
     return Checked(
         live_activations=live,
         peak_activations=tuple(count * share for count in live),
-        weight_versions=tuple(_weight_versions(schedule)),
+        weight_versions=_weight_versions(schedule, live),
     )
 
 
@@ -74,19 +80,12 @@ def live_activations(pipeline: Schedule | Program) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def _weight_versions(schedule: Schedule) -> list[int]:
+def _weight_versions(schedule: Schedule, live: tuple[int, ...]) -> tuple[int, ...]:
     if schedule.weights is WeightPolicy.FLUSH:
-        return [1] * schedule.num_ranks
+        return (1,) * schedule.num_ranks
     if schedule.weights is WeightPolicy.DOUBLE_BUFFER:
-        return [2] * schedule.num_ranks
-    versions = []
-    for order in schedule.orders:  # one version for each micro-batch in flight
-        live = peak = 0
-        for action in order:
-            live += {Op.F: 1, Op.B: -1, Op.W: -1}.get(action.op, 0)
-            peak = max(peak, live)
-        versions.append(peak)
-    return versions
+        return (2,) * schedule.num_ranks
+    return live  # one version for each micro-batch in flight
 
 
 def _check_sizes(pipeline: Schedule | Program, schedule: Schedule) -> None:
@@ -218,3 +217,10 @@ def _check_reductions(program: Program) -> None:
                 )
             if group is not None and action.op is Op.REDUCE_GRAD:
                 met.add(group)
+        for group in program.gradient_groups:
+            if rank in program.ranks_of_group(group) and group not in met:
+                held = min(stage for stage in group if stage in program.placement.stages_of[rank])
+                raise ScheduleError(
+                    f"program {program.name!r}: {Action(held, Op.REDUCE_GRAD)} is missing: every rank with one of "
+                    f"the stages {group} sums their gradients once; add it to the end of rank {rank}"
+                )

@@ -11,16 +11,23 @@ knows what an action has to wait for; the checker, the simulator, the passes and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.order import LARGE, Order
 from pipeloom.ir.placement import Placement
 
-F, B, I, W, REDUCE_GRAD = Op.F, Op.B, Op.I, Op.W, Op.REDUCE_GRAD  # noqa: E741
+if TYPE_CHECKING:
+    from pipeloom.ir.columns import Proof
+
+F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
+
+
+_STEP = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}  # from a message's stage to its other end
 
 
 class WeightPolicy(StrEnum):
@@ -32,7 +39,7 @@ class WeightPolicy(StrEnum):
     DOUBLE_BUFFER = "double-buffer"  # PipeDream-2BW: two versions, delay of one on every stage
 
 
-Orders = tuple[tuple[Action, ...], ...]
+Orders = tuple[Sequence[Action], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +52,8 @@ class Schedule:
         num_slices: slices of a micro-batch along the sequence; 1 leaves `Action.slice` None.
         placement: which ranks hold which stage.
         weights: which version of the parameters a micro-batch sees.
-        orders: ``orders[rank]`` is that rank's sequence of actions.
+        orders: ``orders[rank]`` is that rank's sequence of actions: a tuple, or in a large schedule an `Order`, which
+            makes its actions when they are asked for.
         overlapped: pairs of an F and the B or I directly behind it that run as one unit (DualPipe's F&B); it starts
             when both are ready, and both end with it.
         forward_only: True for evaluation: there are no backwards, and nothing is kept for them.
@@ -59,6 +67,22 @@ class Schedule:
     orders: Orders
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
     forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.large and any(isinstance(order, Order) for order in self.orders):
+            object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
+
+    @property
+    def large(self) -> bool:
+        """Whether the columns of `pipeloom.ir.columns` are worth making."""
+        return sum(map(len, self.orders)) >= LARGE
+
+    @cached_property
+    def proof(self) -> Proof | None:
+        """That the schedule is legal, from its columns; None if it is not, or has no columns."""
+        from pipeloom.ir.columns import prove
+
+        return prove(self)
 
     @property
     def num_ranks(self) -> int:
@@ -141,7 +165,7 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
 
     In a `Schedule` a computation waits for the neighbouring stage's computation; in a `Program`, where that stage is
     on another rank, it waits for the receive, and the receive for the send. REDUCE_GRAD waits for its stage's
-    backwards through the order of its rank; that its partners wait for each other is `dependency_order`'s business.
+    backwards through the order of its rank; that its partners wait for each other is `walk`'s business.
     """
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
     stage, op, microbatch, piece = action
@@ -171,7 +195,7 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
     return tuple(needs)
 
 
-def _awaited(action: Action, pipeline: Schedule | Program) -> tuple[Action, ...]:
+def awaited(action: Action, pipeline: Schedule | Program) -> tuple[Action, ...]:
     """`dependencies` of the action, or of both members of the unit that it starts."""
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
     partner = schedule.partners.get(action) if schedule.overlapped else None
@@ -197,101 +221,18 @@ def _across(pipeline: Schedule | Program, producer: Action, receive: Action) -> 
 def peer_of(action: Action, placement: Placement) -> int:
     """The rank at the other end of a SEND or RECV action."""
     assert action.microbatch is not None
-    step = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}[action.op]
-    return placement.rank_of(action.stage + step, action.microbatch)
+    return placement.rank_of(action.stage + _STEP[action.op], action.microbatch)
 
 
-def dependency_order(pipeline: Schedule | Program) -> Iterator[tuple[int, int, Action]]:
-    """Every action as ``(rank, position, action)`` in an order that respects all dependencies; O(actions).
-
-    Raises:
-        ScheduleError: some actions wait for each other in a circle, or for one that never comes.
-    """
-    at = [0] * len(pipeline.orders)
-    for rank, action, _ in walk(pipeline):
-        yield rank, at[rank], action
-        at[rank] += 1
-
-
-def walk(pipeline: Schedule | Program) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-    """`dependency_order` as ``(rank, action, dependencies of the action)``, for those who time the actions.
-
-    The F of an overlapped unit comes with the dependencies of both members, its partner directly behind it. A
-    REDUCE_GRAD comes only once all members of its group have arrived at theirs.
-
-    Raises:
-        ScheduleError: some actions wait for each other in a circle, or for one that never comes.
-    """
-    orders = pipeline.orders
-    position = [0] * len(orders)
-    done: set[Action] = set()
-    waiting: dict[Action, list[int]] = {}
-    blocked: dict[int, tuple[Action, ...]] = {}  # what the action at which a rank stopped needs: not computed twice
-    meetings = _Meetings(pipeline) if isinstance(pipeline, Program) else None
-    ready = list(range(len(orders)))
-    while ready:
-        rank = ready.pop()
-        order = orders[rank]
-        for index in range(position[rank], len(order)):
-            action = order[index]
-            needs = blocked.pop(rank) if rank in blocked else _awaited(action, pipeline)
-            if not done.issuperset(needs):
-                missing = next(need for need in needs if need not in done)
-                waiting.setdefault(missing, []).append(rank)
-                blocked[rank] = needs
-                break
-            if meetings is not None and action.op is REDUCE_GRAD:
-                others = meetings.arrive(rank, action)
-                if others is None:
-                    break
-                ready.extend(others)
-            yield rank, action, needs
-            position[rank] = index + 1
-            done.add(action)
-            if action in waiting:
-                ready.extend(waiting.pop(action))
-    stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
-    if stuck:
-        raise ScheduleError(_explain_deadlock(pipeline, position, done, stuck))
-
-
-class _Meetings:
-    """REDUCE_GRAD is a meeting: nobody passes before all members of the group have come."""
-
-    def __init__(self, program: Program) -> None:
-        self._members = {
-            stage: (group, set(program.ranks_of_group(group))) for group in program.gradient_groups for stage in group
-        }
-        self._arrived: dict[tuple[int, ...], set[int]] = {}
-
-    def arrive(self, rank: int, action: Action) -> list[int] | None:
-        """None while others are still to come; once all are there, those who were waiting for this rank."""
-        if action.stage not in self._members:
-            return []
-        group, members = self._members[action.stage]
-        arrived = self._arrived.setdefault(group, set())
-        first_time = rank not in arrived
-        arrived.add(rank)
-        if arrived != members:
-            return None
-        return [other for other in members if other != rank] if first_time else []
-
-
-def _explain_deadlock(pipeline: Schedule | Program, position: list[int], done: set[Action], stuck: list[int]) -> str:
-    where = {a: r for r, a in pipeline.actions()}
-    chain, rank, seen = [], stuck[0], set()
-    while rank not in seen:
-        seen.add(rank)
-        action = pipeline.orders[rank][position[rank]]
-        missing = next((need for need in _awaited(action, pipeline) if need not in done), None)
-        if missing is None:
-            chain.append(f"rank {rank} waits at {action} for its group")
-            break
-        chain.append(f"rank {rank} waits at {action} for {missing}")
-        if missing not in where:
-            return f"schedule {pipeline.name!r}: {chain[-1]}, which no rank runs; add it"
-        rank = where[missing]
-    return (
-        f"schedule {pipeline.name!r} deadlocks: {'; '.join(chain)}; the order of a rank must not wait in a circle: "
-        "move the awaited action earlier on its rank"
-    )
+def message_after(action: Action, schedule: Schedule) -> Action | None:
+    """The SEND of what a computation yields for another rank; None where nobody needs it, or the same rank does."""
+    stage, op, microbatch, _ = action
+    if op is F and stage < schedule.num_stages - 1:
+        send = action.with_op(Op.SEND_F)
+    elif op in (B, I) and stage > 0:
+        send = action.with_op(Op.SEND_B)
+    else:
+        return None
+    assert microbatch is not None
+    place = schedule.placement
+    return None if peer_of(send, place) == place.rank_of(stage, microbatch) else send

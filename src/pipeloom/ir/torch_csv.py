@@ -11,12 +11,14 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
-from pipeloom.ir.orders import schedule_from_orders
-from pipeloom.ir.schedule import Program, Schedule, WeightPolicy, dependency_order
+from pipeloom.ir.from_orders import schedule_from_orders
+from pipeloom.ir.schedule import Program, Schedule, WeightPolicy
 from pipeloom.ir.text import parse_action
+from pipeloom.ir.walk import dependency_order
 
 _UNIT = re.compile(r"\(([^)]*)\)OVERLAP_F_B")
 
@@ -94,7 +96,7 @@ def _check_for_torch(schedule: Schedule) -> None:
             )
 
 
-def _cells(schedule: Schedule, order: tuple[Action, ...]) -> list[str]:
+def _cells(schedule: Schedule, order: Sequence[Action]) -> list[str]:
     seconds = set(schedule.partners.values())
     return [_cell(schedule, action) for action in order if action not in seconds]
 

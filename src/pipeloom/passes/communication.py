@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.ir.schedule import Program, Schedule, message_after, peer_of
 
 _RECEIVE = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
 
@@ -29,16 +29,11 @@ def insert_communication(schedule: Schedule) -> Program:
     for rank, order in enumerate(schedule.orders):
         sends.append([])
         for action in order:
-            send = _send_after(action, last_stage)
+            send = message_after(action, schedule)
             if send is not None:
                 consumer = action.stage + (1 if send.op is Op.SEND_F else -1)
-                assert action.microbatch is not None
-                peer = place(consumer, action.microbatch)
-                if peer == rank:
-                    send = None
-                else:
-                    owed = Action(consumer, _RECEIVE[send.op], action.microbatch, action.slice)
-                    channels.setdefault((rank, peer), deque()).append(owed)
+                owed = Action(consumer, _RECEIVE[send.op], action.microbatch, action.slice)
+                channels.setdefault((rank, peer_of(send, schedule.placement)), deque()).append(owed)
             sends[rank].append(send)
 
     orders = []
@@ -66,14 +61,6 @@ def insert_communication(schedule: Schedule) -> Program:
                 held = []
         orders.append(tuple(lowered))
     return Program(schedule=schedule, orders=tuple(orders))
-
-
-def _send_after(action: Action, last_stage: int) -> Action | None:
-    if action.op is Op.F and action.stage < last_stage:
-        return action.with_op(Op.SEND_F)
-    if action.op in (Op.B, Op.I) and action.stage > 0:
-        return action.with_op(Op.SEND_B)
-    return None
 
 
 def _receive_before(action: Action, last_stage: int) -> Action | None:

@@ -30,5 +30,5 @@ def insert_gradient_reduction(program: Program, tied_stages: tuple[tuple[int, ..
     for rank, order in enumerate(program.orders):
         held = program.placement.stages_of[rank]
         lowest = [min(stage for stage in group if stage in held) for group in shared if set(group) & set(held)]
-        orders.append(order + tuple(Action(stage, Op.REDUCE_GRAD) for stage in lowest))
+        orders.append((*order, *(Action(stage, Op.REDUCE_GRAD) for stage in lowest)))
     return replace(program, orders=tuple(orders), gradient_groups=shared)

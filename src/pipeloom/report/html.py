@@ -12,8 +12,8 @@ from pipeloom.sim.timeline import Timeline
 from pipeloom.version import __version__
 
 
-def simulation_html(timelines: Sequence[Timeline], *, title: str | None = None) -> str:
-    """A page with the pictures of `timelines` at one scale, and their numbers."""
+def simulation_html(timelines: Sequence[Timeline], *, title: str | None = None, critical: bool = False) -> str:
+    """A page with the pictures of `timelines` at one scale, and their numbers; `critical` marks the critical path."""
     from markupsafe import Markup
 
     first = timelines[0]
@@ -22,7 +22,7 @@ def simulation_html(timelines: Sequence[Timeline], *, title: str | None = None) 
         title=title or " and ".join(dict.fromkeys(timeline.name for timeline in timelines)),
         lead=f"{first.num_ranks} ranks, {first.num_microbatches} micro-batches",
         timelines=timelines,
-        picture=Markup(timeline_svg(timelines)),
+        picture=Markup(timeline_svg(timelines, critical=critical)),
     )
 
 

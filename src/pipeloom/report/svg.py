@@ -7,7 +7,7 @@ from html import escape
 
 from pipeloom.ir.action import COMPUTE_OPS, Op
 from pipeloom.report.drawing import COLOURS, OP_NAMES, label, number_text, op_shares, seconds_text, ticks
-from pipeloom.sim.timeline import Span, Timeline
+from pipeloom.sim import Span, Timeline, critical_path
 
 _LEFT, _RIGHT, _BAR, _MEMORY, _GAP = 58.0, 46.0, 22.0, 13.0, 9.0
 _MOST_TOOLTIPS = 2000  # a tooltip makes a span several times as many bytes
@@ -19,6 +19,7 @@ _STYLE = """
 .pl .memory{fill:currentColor;fill-opacity:.16;stroke:currentColor;stroke-opacity:.5;stroke-width:.7}
 .pl .odd{fill-opacity:.62}.pl .unit{fill:none;stroke:currentColor;stroke-width:1.4}
 """ + "".join(f".pl .{op.value}{{fill:{colour}}}" for op, colour in COLOURS.items())
+_CRITICAL_STYLE = ".pl .critical{fill:none;stroke:#d0021b;stroke-width:2.6}"
 _STANDALONE_STYLE = ".pl .paper{fill:#fff}@media(prefers-color-scheme:dark){.pl{color:#e8eaf0}.pl .paper{fill:#14171f}}"
 
 
@@ -29,6 +30,7 @@ def timeline_svg(
     width: float = 1040.0,
     seconds: float | None = None,
     standalone: bool = False,
+    critical: bool = False,
 ) -> str:
     """One picture of `timelines`, one below the other at the same scale.
 
@@ -38,6 +40,7 @@ def timeline_svg(
         width: of the picture, in CSS pixels; it shrinks with the page.
         seconds: that the width stands for, so that pictures compare; by default the longest makespan.
         standalone: a file of its own, with a background and both colour schemes; else it takes its ink from the page.
+        critical: underline what is on the critical path, where spans are wide enough to be drawn one by one.
     """
     seconds = seconds or max(timeline.makespan for timeline in timelines) or 1.0
     scale = (width - _LEFT - _RIGHT) / seconds
@@ -49,6 +52,7 @@ def timeline_svg(
         title = titles[index] if index < len(titles) else _title(timeline)
         parts.append(f'<text class="title" x="0" y="{y + 12:.0f}">{escape(title)}</text>')
         y += 24
+        paths = _critical_spans(timeline, scale) if critical else [()] * timeline.num_ranks
         for rank, row in enumerate(timeline.spans):
             peak = timeline.peak_activations[rank]
             parts.append(f'<text x="0" y="{y + 15:.0f}">rank {rank}</text>')
@@ -56,20 +60,22 @@ def timeline_svg(
             parts.append(f"<title>most live activations, in rank-shares of one micro-batch</title>{number_text(peak)}")
             parts.append("</text>")
             parts += _bars(timeline, rank, row, y, scale, tooltips)
+            parts += [_underline(span, y, scale) for span in paths[rank]]
             parts.append(_memory(timeline.memory[rank], timeline.makespan, y + _BAR + 1 + _MEMORY, scale, most))
             y += _BAR + _MEMORY + _GAP
         y += 8
     parts[:0] = _grid(seconds, scale, y)
-    parts += _legend(timelines, y + 30)
+    parts += _legend(timelines, y + 30, critical)
     height = y + 42
     pad = 14 if standalone else 0
     box = f"{-pad} {-pad} {width + 2 * pad:.0f} {height + 2 * pad:.0f}"
+    style = _STYLE + (_CRITICAL_STYLE if critical else "")
     paper = f'<rect class="paper" x="{-pad}" y="{-pad}" width="100%" height="100%"/>' if standalone else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pl" viewBox="{box}" '
         f'style="width:100%;max-width:{width:.0f}px;height:auto" role="img" '
         f'aria-label="{escape("; ".join(map(_title, timelines)), quote=True)}">'
-        f"<style>{_STYLE}{_STANDALONE_STYLE if standalone else ''}</style>{paper}{''.join(parts)}</svg>"
+        f"<style>{style}{_STANDALONE_STYLE if standalone else ''}</style>{paper}{''.join(parts)}</svg>"
     )
 
 
@@ -112,6 +118,20 @@ def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: f
             numbers.append(f'<text class="n" x="{x + w / 2:.2f}" y="{y + 15:.1f}">{number}</text>')
     parts += [f'<path class="{kind}" d="{"".join(paths)}"/>' for kind, paths in boxes.items()]
     return parts + numbers
+
+
+def _critical_spans(timeline: Timeline, scale: float) -> list[Sequence[Span]]:
+    """For each rank, its spans on the critical path; none where its row is too dense to show them."""
+    found: list[list[Span]] = [[] for _ in timeline.spans]
+    for rank, span in critical_path(timeline):
+        if len(timeline.spans[rank]) <= timeline.makespan * scale / 2:
+            found[rank].append(span)
+    return [*found]
+
+
+def _underline(span: Span, y: float, scale: float) -> str:
+    x, w = _LEFT + span.start * scale, (span.end - span.start) * scale
+    return f'<path class="critical" d="M{x:.2f} {y + _BAR - 1:.1f}h{max(0.0, w - 0.6):.2f}"/>'
 
 
 def _dense_bars(row: Sequence[Span], makespan: float, y: float, visible: float) -> list[str]:
@@ -157,7 +177,7 @@ def _grid(seconds: float, scale: float, bottom: float) -> list[str]:
     return parts
 
 
-def _legend(timelines: Sequence[Timeline], y: float) -> list[str]:
+def _legend(timelines: Sequence[Timeline], y: float, critical: bool) -> list[str]:
     used = {span.action.op for timeline in timelines for row in timeline.spans for span in row}
     x, parts = _LEFT, []
     for op in (op for op in COLOURS if op in used):
@@ -170,4 +190,8 @@ def _legend(timelines: Sequence[Timeline], y: float) -> list[str]:
         x += 122
     parts.append(f'<rect class="memory" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10"/>')
     parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">live activations (most: at the right)</text>')
+    if critical:
+        x += 230
+        parts.append(f'<path class="critical" d="M{x:.0f} {y - 3:.0f}h10"/>')
+        parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">critical path</text>')
     return parts

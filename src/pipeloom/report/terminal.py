@@ -120,7 +120,7 @@ def _shortest(timeline: Timeline) -> float:
     return min((m for seconds in by_op.values() if (m := statistics.median(seconds)) > 0), default=0.0)
 
 
-def _labelled(row: tuple[Span, ...], scale: float, letters: bool) -> list[Cell]:
+def _labelled(row: Sequence[Span], scale: float, letters: bool) -> list[Cell]:
     cells: list[Cell] = []
     column = 0
     for span in row:
@@ -140,7 +140,7 @@ def _labelled(row: tuple[Span, ...], scale: float, letters: bool) -> list[Cell]:
     return cells
 
 
-def _dominant(row: tuple[Span, ...], seconds: float, columns: int) -> list[Cell]:
+def _dominant(row: Sequence[Span], seconds: float, columns: int) -> list[Cell]:
     cells: list[Cell] = []
     for shares in op_shares(row, seconds, columns):
         idle = 1 - sum(shares.values())

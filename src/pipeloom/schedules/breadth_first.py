@@ -9,21 +9,20 @@ weights are gathered once a pass and its gradients reduced once, beside the othe
 
 from __future__ import annotations
 
-from pipeloom.ir.action import Action, Op
+from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.phases import Phases
 
 
 def breadth_first(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Chunk after chunk forwards, then chunk after chunk backwards."""
-    orders = tuple(
-        tuple(
-            Action(chunk * num_ranks + d, op, b)
-            for op, chunks in ((Op.F, range(num_chunks)), (Op.B, reversed(range(num_chunks))))
-            for chunk in chunks
-            for b in range(num_microbatches)
-        )
-        for d in range(num_ranks)
-    )
+    orders = []
+    for d in range(num_ranks):
+        lane = Phases()
+        for op, chunks in ((Op.F, range(num_chunks)), (Op.B, reversed(range(num_chunks)))):
+            for chunk in chunks:
+                lane.repeat(num_microbatches, (chunk * num_ranks + d, op))
+        orders.append(lane.order())
     placement = Placement.loop(num_ranks, num_chunks)
-    return Schedule(name="bfs", num_microbatches=num_microbatches, placement=placement, orders=orders)
+    return Schedule(name="bfs", num_microbatches=num_microbatches, placement=placement, orders=tuple(orders))

@@ -11,9 +11,10 @@ latency c the makespan is GPipe's ``(m + p - 1) * (tF + tB) + 2*c*(p-1)`` as lon
 
 from __future__ import annotations
 
-from pipeloom.ir.action import Action, Op
+from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.phases import Phases
 
 
 def dapple_pb(*, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -21,12 +22,11 @@ def dapple_pb(*, num_ranks: int, num_microbatches: int) -> Schedule:
     orders = []
     for d in range(num_ranks):
         warmup = min(2 * (num_ranks - d) - 1, num_microbatches)
-        order = [Action(d, Op.F, b) for b in range(warmup)]
-        for b in range(num_microbatches):
-            order.append(Action(d, Op.B, b))
-            if warmup + b < num_microbatches:
-                order.append(Action(d, Op.F, warmup + b))
-        orders.append(tuple(order))
+        lane = Phases()
+        lane.repeat(warmup, (d, Op.F))
+        lane.repeat(num_microbatches - warmup, (d, Op.B), (d, Op.F))
+        lane.repeat(warmup, (d, Op.B))
+        orders.append(lane.order())
     return Schedule(
         name="dapple-pb", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=tuple(orders)
     )

@@ -10,14 +10,20 @@ the order of plain accumulation.
 
 from __future__ import annotations
 
-from pipeloom.ir.action import Action, Op
+from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.phases import Phases
 
 
 def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards of the step, then all its backwards."""
-    orders = tuple(
-        tuple(Action(d, op, b) for op in (Op.F, Op.B) for b in range(num_microbatches)) for d in range(num_ranks)
+    orders = []
+    for d in range(num_ranks):
+        lane = Phases()
+        lane.repeat(num_microbatches, (d, Op.F))
+        lane.repeat(num_microbatches, (d, Op.B))
+        orders.append(lane.order())
+    return Schedule(
+        name="gpipe", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=tuple(orders)
     )
-    return Schedule(name="gpipe", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=orders)

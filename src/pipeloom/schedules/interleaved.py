@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
+from pipeloom.ir.order import STAGE_STEP, Order, encode
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 
@@ -34,16 +35,16 @@ def interleaved(
     if v > 1:
         _check_groups(p, m, n)
     table = [(b, chunk) for first in range(0, m, n) for chunk in range(v) for b in range(first, min(first + n, m))]
+    forwards = [encode(Action(chunk * p, Op.F, b)) for b, chunk in table]  # of rank 0
+    backwards = [encode(Action((v - 1 - chunk) * p, Op.B, b)) for b, chunk in table]
     orders = []
     for d in range(p):
         warmup = min(2 * (p - 1 - d) + (v - 1) * n, m * v) if v > 1 else min(p - 1 - d, m)
-        order = [Action(chunk * p + d, Op.F, b) for b, chunk in table[:warmup]]
-        for index, (b, chunk) in enumerate(table):
-            if warmup + index < m * v:
-                forward_b, forward_chunk = table[warmup + index]
-                order.append(Action(forward_chunk * p + d, Op.F, forward_b))
-            order.append(Action((v - 1 - chunk) * p + d, Op.B, b))
-        orders.append(tuple(order))
+        both = m * v - warmup
+        codes = forwards[:warmup] + [0] * (2 * both) + backwards[both:]
+        codes[warmup : warmup + 2 * both : 2] = forwards[warmup:]
+        codes[warmup + 1 : warmup + 2 * both : 2] = backwards[:both]
+        orders.append(Order(code + d * STAGE_STEP for code in codes))
     return Schedule(name="interleaved", num_microbatches=m, placement=Placement.loop(p, v), orders=tuple(orders))
 
 

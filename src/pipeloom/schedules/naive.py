@@ -9,14 +9,19 @@ Every rank but one stands idle at any moment: makespan ``m * p * (tF + tB)``, on
 
 from __future__ import annotations
 
-from pipeloom.ir.action import Action, Op
+from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.phases import Phases
 
 
 def naive(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Each micro-batch goes all the way down and back up before the next one enters."""
-    orders = tuple(
-        tuple(Action(d, op, b) for b in range(num_microbatches) for op in (Op.F, Op.B)) for d in range(num_ranks)
+    orders = []
+    for d in range(num_ranks):
+        lane = Phases()
+        lane.repeat(num_microbatches, (d, Op.F), (d, Op.B))
+        orders.append(lane.order())
+    return Schedule(
+        name="naive", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=tuple(orders)
     )
-    return Schedule(name="naive", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=orders)

@@ -9,9 +9,10 @@ Makespan ``(m + p - 1) * (tF + tB)`` like GPipe, but rank ``d`` holds only ``min
 
 from __future__ import annotations
 
-from pipeloom.ir.action import Action, Op
+from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.phases import Phases
 
 
 def one_f_one_b(*, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -19,12 +20,11 @@ def one_f_one_b(*, num_ranks: int, num_microbatches: int) -> Schedule:
     orders = []
     for d in range(num_ranks):
         warmup = min(num_ranks - 1 - d, num_microbatches)
-        order = [Action(d, Op.F, b) for b in range(warmup)]
-        for b in range(num_microbatches):
-            if warmup + b < num_microbatches:
-                order.append(Action(d, Op.F, warmup + b))
-            order.append(Action(d, Op.B, b))
-        orders.append(tuple(order))
+        lane = Phases()
+        lane.repeat(warmup, (d, Op.F))
+        lane.repeat(num_microbatches - warmup, (d, Op.F), (d, Op.B))
+        lane.repeat(warmup, (d, Op.B))
+        orders.append(lane.order())
     return Schedule(
         name="1f1b", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=tuple(orders)
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import Action, Schedule, check
-from pipeloom.ir.orders import schedule_from_orders
+from pipeloom.ir.from_orders import schedule_from_orders
 from pipeloom.ir.text import from_json, parse_action
 from pipeloom.ir.torch_csv import from_csv
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Schedule, dependencies, walk
+from pipeloom.ir.schedule import Schedule, dependencies
+from pipeloom.ir.walk import walk
 from pipeloom.schedules.conditions import Conditions
 
 IntOrders = list[list[int]]  # for each rank, action numbers in order

@@ -10,50 +10,31 @@ For m < 2p-1 the order is that of 2p-1 micro-batches without those that do not e
 
 from __future__ import annotations
 
-from pipeloom.ir.action import Action, Op
+from pipeloom.ir.action import Op
+from pipeloom.ir.order import Order
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.phases import Phases
 
 
 def zb_v(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """The hand-made order of the paper."""
-    p, m = num_ranks, num_microbatches
-    orders = tuple(
-        tuple(action for action in _rank_order(p, max(m, 2 * p - 1), d) if (action.microbatch or 0) < m)
-        for d in range(p)
-    )
-    return Schedule(name="zb-v", num_microbatches=m, placement=Placement.v(p), orders=orders)
+    orders = tuple(_rank_order(num_ranks, num_microbatches, d) for d in range(num_ranks))
+    return Schedule(name="zb-v", num_microbatches=num_microbatches, placement=Placement.v(num_ranks), orders=orders)
 
 
-def _rank_order(p: int, m: int, d: int) -> list[Action]:
+def _rank_order(p: int, num_microbatches: int, d: int) -> Order:
+    m = max(num_microbatches, 2 * p - 1)
     down, up = d, 2 * p - 1 - d
-    order: list[Action] = []
-    done = dict.fromkeys(((stage, op) for stage in (down, up) for op in (Op.F, Op.I, Op.W)), 0)
-
-    def put(stage: int, *ops: Op) -> None:
-        """The next micro-batch of each op."""
-        for op in ops:
-            order.append(Action(stage, op, done[stage, op]))
-            done[stage, op] += 1
-
-    for _ in range(2 * (p - d) - 1):
-        put(down, Op.F)
-    for _ in range(d):
-        put(up, Op.F)
-        put(down, Op.F)
-    for _ in range(p - d):
-        put(up, Op.F, Op.I, Op.W)
-    while done[up, Op.F] < done[down, Op.F] or done[down, Op.F] < m:
-        if done[down, Op.F] < m:
-            put(down, Op.F)
-        put(down, Op.I, Op.W)
-        put(up, Op.F, Op.I, Op.W)
-    for _ in range(d):
-        put(down, Op.I)
-        put(up, Op.I)
-    for _ in range(p - d):
-        put(down, Op.I, Op.W)
+    whole_down, whole_up = (((stage, Op.F), (stage, Op.I), (stage, Op.W)) for stage in (down, up))
+    lane = Phases()
+    lane.repeat(2 * (p - d) - 1, (down, Op.F))
+    lane.repeat(d, (up, Op.F), (down, Op.F))
+    lane.repeat(p - d, *whole_up)
+    lane.repeat(m - lane.done(down, Op.F), *whole_down, *whole_up)
+    lane.repeat(m - lane.done(up, Op.F), *whole_down[1:], *whole_up)
+    lane.repeat(d, (down, Op.I), (up, Op.I))
+    lane.repeat(p - d, (down, Op.I), (down, Op.W))
     for stage in (up, down):
-        while done[stage, Op.W] < m:
-            put(stage, Op.W)
-    return order
+        lane.repeat(m - lane.done(stage, Op.W), (stage, Op.W))
+    return lane.order(num_microbatches if num_microbatches < m else None)

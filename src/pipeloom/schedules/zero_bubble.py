@@ -17,9 +17,10 @@ Under a step barrier rank p-1 cannot start before ``(p-1) * tF``, so the makespa
 
 from __future__ import annotations
 
-from pipeloom.ir.action import Action, Op
+from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.phases import Phases
 
 
 def zb_h1(*, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -35,14 +36,15 @@ def zb_h2(*, num_ranks: int, num_microbatches: int) -> Schedule:
 def _build(name: str, p: int, m: int, warmups: list[int], *, delay: int) -> Schedule:
     orders = []
     for d, warmup in enumerate(warmups):
-        warmup = min(warmup, m)
-        order = [Action(d, Op.F, b) for b in range(warmup)]
-        for b in range(m):
-            if warmup + b < m:
-                order.append(Action(d, Op.F, warmup + b))
-            order.append(Action(d, Op.I, b))
-            if b >= delay * d:
-                order.append(Action(d, Op.W, b - delay * d))
-        order += [Action(d, Op.W, b) for b in range(max(0, m - delay * d), m)]
-        orders.append(tuple(order))
+        forward, backward, weight = (d, Op.F), (d, Op.I), (d, Op.W)
+        warmup, late = min(warmup, m), min(delay * d, m)
+        until, since = m - warmup, late  # the backward up to which forwards are left, and from which on W are due
+        lane = Phases()
+        lane.repeat(warmup, forward)
+        lane.repeat(min(until, since), forward, backward)
+        lane.repeat(until - since, forward, backward, weight)
+        lane.repeat(since - until, backward)
+        lane.repeat(m - max(until, since), backward, weight)
+        lane.repeat(late, weight)
+        orders.append(lane.order())
     return Schedule(name=name, num_microbatches=m, placement=Placement.loop(p), orders=tuple(orders))

@@ -1,16 +1,22 @@
 """Predict a run: schedule or program, costs and network in, timeline out. Needs no torch."""
 
-from pipeloom.sim.costs import Costs, Network
+from pipeloom.sim.costs import Costs
 from pipeloom.sim.costs_file import CostsFile, parse_costs
+from pipeloom.sim.critical_path import critical_path
+from pipeloom.sim.events import Transfer
+from pipeloom.sim.network import Link, Network
+from pipeloom.sim.rows import Span
 from pipeloom.sim.simulator import simulate
-from pipeloom.sim.timeline import Span, Timeline, critical_path, measured_timeline
+from pipeloom.sim.timeline import Timeline, measured_timeline
 
 __all__ = [
     "Costs",
     "CostsFile",
+    "Link",
     "Network",
     "Span",
     "Timeline",
+    "Transfer",
     "critical_path",
     "measured_timeline",
     "parse_costs",

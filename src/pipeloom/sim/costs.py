@@ -27,9 +27,13 @@ class Costs:
         other: seconds of other ops, on any stage (REDUCE_GRAD, STEP, UNSHARD, ...); those not named take none.
         activation_bytes: for each stage, bytes that F of one micro-batch keeps for its backward.
         weight_gradient_bytes: for each stage, bytes of these that are left between I and W; all if not given.
+        message_bytes: for each stage, bytes of one micro-batch's values from it to the next stage.
+        gradient_message_bytes: for each stage, bytes of the gradients that come back to it; as `message_bytes` if not
+            given.
+        rank_slowness: for each rank, the factor by which its computations take longer; 1 if not given.
 
     Raises:
-        InputError: a time or size is negative or not finite, or more bytes are left after I than before.
+        InputError: a time, size or factor is negative or not finite, or more bytes are left after I than before.
     """
 
     forward: float | tuple[float, ...]
@@ -40,6 +44,9 @@ class Costs:
     other: Mapping[Op, float] = field(default_factory=dict)
     activation_bytes: tuple[float, ...] | None = None
     weight_gradient_bytes: tuple[float, ...] | None = None
+    message_bytes: tuple[float, ...] | None = None
+    gradient_message_bytes: tuple[float, ...] | None = None
+    rank_slowness: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for what in ("forward", "backward_input", "backward_weight", "backward"):
@@ -47,19 +54,25 @@ class Costs:
             if value is None:
                 continue
             for seconds in value if isinstance(value, tuple) else (value,):
-                _check_seconds(what, seconds)
-        _check_seconds("overlap", self.overlap)
+                check_seconds(what, seconds)
+        check_seconds("overlap", self.overlap)
         for op, seconds in self.other.items():
-            _check_seconds(op.value, seconds)
-
+            check_seconds(op.value, seconds)
+        for rank, factor in enumerate(self.rank_slowness or ()):
+            if not (math.isfinite(factor) and factor > 0):
+                raise InputError(
+                    f"rank {rank} takes {factor} times as long: a factor is finite and above 0; correct it"
+                )
         self._check_bytes()
 
     def _check_bytes(self) -> None:
         kept, left = self.activation_bytes, self.weight_gradient_bytes
-        for what, sizes in (("activation_bytes", kept), ("weight_gradient_bytes", left)):
-            for size in sizes or ():
+        for what in ("activation_bytes", "weight_gradient_bytes", "message_bytes", "gradient_message_bytes"):
+            for size in getattr(self, what) or ():
                 if not (math.isfinite(size) and size >= 0):
                     raise InputError(f"{what} is {size}: a size is a finite number of bytes, 0 or more; correct it")
+        if self.gradient_message_bytes is not None and self.message_bytes is None:
+            raise InputError("gradient_message_bytes without message_bytes: give both for each stage")
         if left is not None:
             if kept is None or len(kept) != len(left):
                 raise InputError("weight_gradient_bytes are part of activation_bytes: give both for each stage")
@@ -129,6 +142,32 @@ class Costs:
         left = self.weight_gradient_bytes
         return kept, kept if left is None else _by_stage("weight_gradient_bytes", left, schedule)
 
+    def bytes_sent(self, schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """For each stage, the bytes of one action's message to the next stage, and of the gradient that comes back.
+
+        Raises:
+            InputError: sizes are not known, or for another number of stages.
+        """
+        if self.message_bytes is None:
+            raise InputError("links have a bandwidth, but the costs no message_bytes of the stages; add them to each")
+        there = _by_stage("message_bytes", self.message_bytes, schedule)
+        back = self.gradient_message_bytes
+        return there, there if back is None else _by_stage("gradient_message_bytes", back, schedule)
+
+    def slowness(self, schedule: Schedule) -> tuple[float, ...] | None:
+        """For each rank, the factor on the seconds of its computations; None where it is 1 everywhere.
+
+        Raises:
+            InputError: there are factors for another number of ranks.
+        """
+        factors = self.rank_slowness
+        if factors is not None and len(factors) != schedule.num_ranks:
+            raise InputError(
+                f"rank_slowness has {len(factors)} entries: schedule {schedule.name!r} has {schedule.num_ranks} ranks; "
+                "give one factor for each"
+            )
+        return factors
+
     def seconds(self, schedule: Schedule) -> dict[Op, tuple[float, ...]]:
         """For each op that is no communication, the seconds of one action on each stage of `schedule`.
 
@@ -147,48 +186,8 @@ class Costs:
         return table
 
 
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """What a message between ranks costs.
-
-    Attributes:
-        latency_seconds: from the end of the send to the arrival; a number, or ``latency_seconds[source][target]``.
-            Nobody is busy in this time.
-        send_seconds: time for which a SEND action keeps its rank busy.
-        receive_seconds: time for which a RECV action keeps its rank busy once the message is there.
-
-    In a `Schedule`, which has no SEND and RECV actions, a message costs its latency alone.
-
-    Raises:
-        InputError: a time is negative or not finite.
-    """
-
-    latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0
-    send_seconds: float = 0.0
-    receive_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_seconds("send_seconds", self.send_seconds)
-        _check_seconds("receive_seconds", self.receive_seconds)
-        rows = self.latency_seconds if isinstance(self.latency_seconds, tuple) else ((self.latency_seconds,),)
-        for row in rows:
-            for seconds in row:
-                _check_seconds("latency_seconds", seconds)
-
-    def latency(self, num_ranks: int) -> tuple[tuple[float, ...], ...]:
-        """``latency[source][target]`` in seconds, shape (num_ranks, num_ranks)."""
-        table = self.latency_seconds
-        if not isinstance(table, tuple):
-            return ((table,) * num_ranks,) * num_ranks
-        if len(table) != num_ranks or any(len(row) != num_ranks for row in table):
-            raise InputError(
-                f"latencies have rows of {[len(row) for row in table]} entries: {num_ranks} ranks need a "
-                f"{num_ranks} x {num_ranks} table; add or drop entries"
-            )
-        return table
-
-
-def _check_seconds(what: str, seconds: float) -> None:
+def check_seconds(what: str, seconds: float) -> None:
+    """Refuse what is no duration."""
     if not (math.isfinite(seconds) and seconds >= 0):
         raise InputError(f"{what} is {seconds}: a time is a finite number of seconds, 0 or more; correct it")
 

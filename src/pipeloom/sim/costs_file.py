@@ -3,11 +3,17 @@
     {"stages": [{"forward": 0.01, "backward_input": 0.01, "backward_weight": 0.008,
                  "activation_bytes": 1000000, "weight_gradient_bytes": 400000}, ...],
      "latency": 0.0005,
-     "memory_cap_bytes": [8000000, 8000000]}
+     "memory_cap_bytes": [8000000, 8000000],
+     "links": [{"ranks": [[0, 1], [1, 0]], "bytes_per_second": 1e9}], "overlap_communication": true}
 
 Times are seconds of one micro-batch on one stage. `latency` is one number or a table with a row for each source rank,
 and 0 if left out. `memory_cap_bytes` has one number a rank, or is null or left out. The bytes may be left out of all
 stages.
+
+Bandwidth may be left out. With it, each stage has `message_bytes`, which go to the next stage, and may have
+`gradient_message_bytes`, which come back (as many if left out). A link transfers the messages of all its pairs of
+source and target rank one after the other; `bytes_per_second` beside `links` is the bandwidth of every pair that is in
+none. `overlap_communication` false keeps both ranks of a message busy while it is transferred.
 """
 
 from __future__ import annotations
@@ -17,10 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.sim.costs import Costs, Network
+from pipeloom.sim.costs import Costs
+from pipeloom.sim.network import Link, Network
 
 _TIMES = ("forward", "backward_input", "backward_weight")
-_BYTES = ("activation_bytes", "weight_gradient_bytes")
+_BYTES = ("activation_bytes", "weight_gradient_bytes", "message_bytes", "gradient_message_bytes")
+_ENTRIES = ("stages", "latency", "memory_cap_bytes", "links", "bytes_per_second", "overlap_communication")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +64,9 @@ def parse_costs(text: str) -> CostsFile:
         ) from error
     if not isinstance(data, dict) or not isinstance(data.get("stages"), list) or not data["stages"]:
         raise InputError('costs have no list of stages: write {"stages": [{"forward": ..., ...}, ...], ...}')
-    unknown = sorted(set(data) - {"stages", "latency", "memory_cap_bytes"})
+    unknown = sorted(set(data) - set(_ENTRIES))
     if unknown:
-        raise InputError(
-            f"costs have an entry {unknown[0]!r}: the entries are stages, latency, memory_cap_bytes; drop it"
-        )
+        raise InputError(f"costs have an entry {unknown[0]!r}: the entries are {', '.join(_ENTRIES)}; drop it")
     stages = data["stages"]
     for number, stage in enumerate(stages):
         if not isinstance(stage, dict) or (
@@ -69,7 +75,7 @@ def parse_costs(text: str) -> CostsFile:
             what = f"entry {odd[0]!r} is missing or odd" if isinstance(stage, dict) else "it is no object"
             raise InputError(
                 f"stage {number} of the costs: {what}; each stage has {', '.join(_TIMES)}, and all or none have "
-                f"{' and '.join(_BYTES)}"
+                f"each of {', '.join(_BYTES)}"
             )
     columns = {
         what: tuple(_number(f"{what} of stage {number}", stage[what]) for number, stage in enumerate(stages))
@@ -85,19 +91,44 @@ def parse_costs(text: str) -> CostsFile:
                 "memory_cap_bytes limit nothing without activation_bytes of the stages; add them, or drop it"
             )
         caps = tuple(_number(f"memory_cap_bytes of rank {rank}", cap) for rank, cap in enumerate(caps))
-    return CostsFile(costs=Costs(**columns), network=_network(data.get("latency", 0.0)), memory_caps=caps)  # type: ignore[arg-type]
+    return CostsFile(costs=Costs(**columns), network=_network(data, "message_bytes" in columns), memory_caps=caps)  # type: ignore[arg-type]
 
 
-def _network(latency: Any) -> Network:
+def _network(data: dict[str, Any], sized: bool) -> Network:
+    links, bandwidth = data.get("links", []), data.get("bytes_per_second")
+    overlap = data.get("overlap_communication", True)
+    if not isinstance(links, list):
+        raise InputError("links of the costs are no list: give objects with ranks and bytes_per_second, or drop it")
+    if not isinstance(overlap, bool):
+        raise InputError(f"overlap_communication of the costs is {overlap!r}: it is true or false; correct it")
+    if (links or bandwidth is not None) and not sized:
+        raise InputError("the costs have bandwidths, but the stages no message_bytes: add them to each, or drop links")
+    return Network(
+        latency_seconds=_latency(data.get("latency", 0.0)),
+        bytes_per_second=None if bandwidth is None else _number("bytes_per_second", bandwidth),
+        links=tuple(_link(number, link) for number, link in enumerate(links)),
+        overlap_communication=overlap,
+    )
+
+
+def _link(number: int, link: Any) -> Link:
+    if not isinstance(link, dict) or set(link) != {"ranks", "bytes_per_second"} or not isinstance(link["ranks"], list):
+        raise InputError(f'link {number} of the costs: write {{"ranks": [[source, target]], "bytes_per_second": n}}')
+    for pair in link["ranks"]:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(type(rank) is int for rank in pair)):
+            raise InputError(f"link {number} of the costs joins {pair!r}: a pair is a source and a target; correct it")
+    bandwidth = _number(f"bytes_per_second of link {number}", link["bytes_per_second"])
+    return Link(ranks=frozenset((source, target) for source, target in link["ranks"]), bytes_per_second=bandwidth)
+
+
+def _latency(latency: Any) -> float | tuple[tuple[float, ...], ...]:
     if not isinstance(latency, list):
-        return Network(latency_seconds=_number("latency", latency))
+        return _number("latency", latency)
     if not all(isinstance(row, list) for row in latency):
         raise InputError("latency of the costs is neither a number nor a table: give a row for each source rank")
-    return Network(
-        latency_seconds=tuple(
-            tuple(_number(f"latency from rank {source} to {target}", seconds) for target, seconds in enumerate(row))
-            for source, row in enumerate(latency)
-        )
+    return tuple(
+        tuple(_number(f"latency from rank {source} to {target}", seconds) for target, seconds in enumerate(row))
+        for source, row in enumerate(latency)
     )
 
 

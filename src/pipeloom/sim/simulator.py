@@ -1,13 +1,12 @@
-"""Exact earliest start times of every action of a schedule or program, in one pass over its dependencies."""
+"""Exact earliest start times of every action of a schedule or program."""
 
 from __future__ import annotations
 
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.schedule import Program, Schedule, walk
-from pipeloom.sim.costs import Costs, Network
-from pipeloom.sim.timeline import Span, Timeline, build_timeline
-
-_SEND_F, _SEND_B, _RECV_F, _RECV_B, _REDUCE_GRAD = Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B, Op.REDUCE_GRAD
+from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.sim.costs import Costs
+from pipeloom.sim.events import spans_by_events
+from pipeloom.sim.network import Network
+from pipeloom.sim.timeline import Timeline, build_timeline
 
 
 def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None = None) -> Timeline:
@@ -16,72 +15,57 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     * In a `Schedule`, a value that comes from another rank arrives its latency after the computation has ended.
     * In a `Program`, sends keep their rank busy for `Network.send_seconds` and wait for nobody; a receive lasts from
       the moment its rank comes to it until the message, sent `latency_seconds` before, is there.
+    * Where links have a bandwidth, each transfers one message after the other, see `Network`.
     * An overlapped F and B start once both are ready, and both results are there when the unit ends; its time is
       drawn as F followed by B, in proportion.
     * REDUCE_GRAD lasts from the moment a rank comes to it until what all members of its group sent when they came is
       there.
 
+    A large schedule without bandwidths is timed by its columns, to the same numbers.
+
     Args:
         pipeline: a legal schedule or program (`pipeloom.ir.check` proves that).
-        costs: seconds of the computations.
-        network: seconds of the messages; none if not given.
+        costs: seconds of the computations, bytes of memory and messages.
+        network: what messages cost; nothing if not given.
 
     Raises:
         ScheduleError: the actions wait for each other in a circle.
-        InputError: the costs or latencies are for another number of stages or ranks.
+        InputError: the costs, latencies or links are for another number of stages or ranks, or links have a bandwidth
+            and the messages no bytes.
     """
     network = network or Network()
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
-    seconds = costs.seconds(schedule)
-    latency = network.latency(schedule.num_ranks)
-    clock = [0.0] * schedule.num_ranks
-    spans: list[list[Span]] = [[] for _ in clock]
-    ended: dict[Action, tuple[int, float]] = {}
-    meetings = _meetings(pipeline)
-    meeting_starts: dict[tuple[int, ...], list[tuple[int, float]]] = {}  # when each member came
-    partners = schedule.partners
-    unit_ends: dict[Action, float] = {}  # of the second members that are to come
-    for rank, action, needs in walk(pipeline):
-        free = ready = clock[rank]
-        for need in needs:
-            source, end = ended[need]
-            if source != rank:
-                end += latency[source][rank]
-            if end > ready:
-                ready = end
-        stage, op, _, _ = action
-        if op is _SEND_F or op is _SEND_B:
-            end = ready + network.send_seconds
-        elif op is _RECV_F or op is _RECV_B:
-            ready, end = free, ready + network.receive_seconds
-        elif op is _REDUCE_GRAD and stage in meetings:
-            # The walk lets the first member through when all have come, so every member's clock is known here.
-            group, members = meetings[stage]
-            if group not in meeting_starts:
-                meeting_starts[group] = [(member, clock[member]) for member in members]
-            arrivals = (
-                came + (latency[member][rank] if member != rank else 0.0) for member, came in meeting_starts[group]
-            )
-            end = max(arrivals) + seconds[op][stage]
-        elif action in partners:  # the walk lets it through when both are ready
-            partner = partners[action]
-            own = costs.overlap * seconds[op][stage]
-            end = ready + own
-            unit_ends[partner] = end + costs.overlap * seconds[partner.op][partner.stage]
-            ended[action] = (rank, unit_ends[partner])
-        elif action in unit_ends:
-            end = unit_ends.pop(action)
-        else:
-            end = ready + seconds[op][stage]
-        clock[rank] = end
-        ended.setdefault(action, (rank, end))
-        spans[rank].append(Span(action, ready, end))
+    if isinstance(pipeline, Schedule) and pipeline.large and not network.limited and pipeline.proof is not None:
+        return _timed_by_rounds(pipeline, costs, network)
+    spans, transfers = spans_by_events(pipeline, costs, network)
+    return build_timeline(
+        schedule,
+        spans,
+        name=pipeline.name,
+        kind="simulated",
+        keeps=costs.bytes_kept(schedule),
+        transfers=tuple(transfers),
+        latency_seconds=network.latency_seconds,
+    )
+
+
+def _timed_by_rounds(schedule: Schedule, costs: Costs, network: Network) -> Timeline:
+    from pipeloom.sim.levels import byte_curves, live_curves, spans_by_rounds
+
+    proof = schedule.proof
+    assert proof is not None
+    rows = spans_by_rounds(schedule, proof, costs, network)
     keeps = costs.bytes_kept(schedule)
-    return build_timeline(schedule, spans, name=pipeline.name, kind="simulated", keeps=keeps)
-
-
-def _meetings(pipeline: Schedule | Program) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """For each stage whose gradients are summed over several ranks, its group and those ranks."""
-    if not isinstance(pipeline, Program):
-        return {}
-    return {stage: (group, pipeline.ranks_of_group(group)) for group in pipeline.gradient_groups for stage in group}
+    return Timeline(
+        name=schedule.name,
+        kind="simulated",
+        spans=rows,
+        memory=live_curves(schedule, proof, rows),
+        ideal_seconds=sum(row.busy for row in rows) / schedule.num_ranks,
+        placement=schedule.placement,
+        num_microbatches=schedule.num_microbatches,
+        num_slices=schedule.num_slices,
+        memory_bytes=None if keeps is None else byte_curves(schedule, proof, rows, *keeps),
+        overlapped=schedule.overlapped,
+        latency_seconds=network.latency_seconds,
+    )

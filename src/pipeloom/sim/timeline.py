@@ -5,23 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
 from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Program, Schedule, dependencies
+from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.ir.text import parse_action
-
-
-class Span(NamedTuple):
-    """One action from `start` to `end`, in seconds since the first computation of the step."""
-
-    action: Action
-    start: float
-    end: float
+from pipeloom.sim.events import Transfer
+from pipeloom.sim.rows import Curve, Point, SpanRow
+from pipeloom.sim.rows import Span as Span  # it stands beside Timeline for those who read one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +35,25 @@ class Timeline:
         num_microbatches: micro-batches of the step.
         num_slices: slices of a micro-batch.
         memory_bytes: as `memory`, in bytes, where it is known what a stage keeps; it also falls at the end of an I.
-        overlapped: pairs of an F and a backward that ran as one unit (`Schedule.overlapped`).
+        overlapped: pairs of an F and a B or I that ran as one unit.
+        transfers: messages that took a link, by their start, where links have a bandwidth.
+        latency_seconds: what messages took beside that; not compared.
+
+    Spans and curves are tuples, or for large schedules sequences that make each item when it is asked for.
     """
 
     name: str
     kind: Literal["simulated", "measured"]
-    spans: tuple[tuple[Span, ...], ...]
-    memory: tuple[tuple[tuple[float, float], ...], ...]
+    spans: tuple[Sequence[Span], ...]
+    memory: tuple[Sequence[Point], ...]
     ideal_seconds: float
     placement: Placement
     num_microbatches: int
     num_slices: int = 1
-    memory_bytes: tuple[tuple[tuple[float, float], ...], ...] | None = None
+    memory_bytes: tuple[Sequence[Point], ...] | None = None
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
+    transfers: tuple[Transfer, ...] = ()
+    latency_seconds: float | tuple[tuple[float, ...], ...] = field(default=0.0, compare=False)
 
     @property
     def num_ranks(self) -> int:
@@ -64,14 +65,17 @@ class Timeline:
         return self.placement.num_chunks
 
     @cached_property
-    def compute_spans(self) -> tuple[tuple[Span, ...], ...]:
+    def compute_spans(self) -> tuple[Sequence[Span], ...]:
         """`spans` without communication and other actions: F, B, I and W alone."""
-        return tuple(tuple(span for span in row if span.action.op in COMPUTE_OPS) for row in self.spans)
+        return tuple(
+            row if isinstance(row, SpanRow) else tuple(span for span in row if span.action.op in COMPUTE_OPS)
+            for row in self.spans
+        )
 
     @cached_property
     def makespan(self) -> float:
         """Seconds from the start of the first computation to the end of the last action on any rank."""
-        return max((span.end for row in self.spans for span in row), default=0.0)
+        return max(map(_last_end, self.spans), default=0.0)
 
     @cached_property
     def span_seconds(self) -> float:
@@ -81,7 +85,10 @@ class Timeline:
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
         """For each rank, the seconds it computes."""
-        return tuple(math.fsum(span.end - span.start for span in row) for row in self.compute_spans)
+        return tuple(
+            row.busy if isinstance(row, SpanRow) else math.fsum(span.end - span.start for span in row)
+            for row in self.compute_spans
+        )
 
     @property
     def bubble_fraction(self) -> float:
@@ -96,26 +103,30 @@ class Timeline:
     @property
     def peak_activations(self) -> tuple[float, ...]:
         """For each rank, the most activations alive at once, in rank-shares of one micro-batch."""
-        return tuple(max((live for _, live in points), default=0.0) for points in self.memory)
+        return tuple(map(_peak, self.memory))
 
     @property
     def peak_bytes(self) -> tuple[float, ...] | None:
         """For each rank, the most bytes of activations and of what waits for a W, where they are known."""
         if self.memory_bytes is None:
             return None
-        return tuple(max((held for _, held in points), default=0.0) for points in self.memory_bytes)
+        return tuple(map(_peak, self.memory_bytes))
 
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule that ran, read back from the computations."""
+        orders = tuple(
+            row.actions if isinstance(row, SpanRow) else tuple(span.action for span in row)
+            for row in self.compute_spans
+        )
         return Schedule(
             name=self.name,
             num_microbatches=self.num_microbatches,
             num_slices=self.num_slices,
             placement=self.placement,
-            orders=tuple(tuple(span.action for span in row) for row in self.compute_spans),
+            orders=orders,
             overlapped=self.overlapped,
-            forward_only=all(span.action.op is Op.F for row in self.compute_spans for span in row),
+            forward_only=all(action.op is Op.F for order in orders for action in order),
         )
 
     def to_json(self) -> str:
@@ -129,9 +140,11 @@ class Timeline:
                 "num_slices": self.num_slices,
                 "placement": self.placement.replicas,
                 "spans": [[[str(action), start, end] for action, start, end in row] for row in self.spans],
-                "memory": self.memory,
-                "memory_bytes": self.memory_bytes,
-                "overlapped": [[str(first), str(second)] for first, second in sorted(self.overlapped)],
+                "memory": [*map(list, self.memory)],
+                "memory_bytes": None if self.memory_bytes is None else [*map(list, self.memory_bytes)],
+                "overlapped": sorted([str(first), str(second)] for first, second in self.overlapped),
+                "transfers": [[str(action), *rest] for action, *rest in self.transfers],
+                "latency_seconds": self.latency_seconds,
             }
         )
 
@@ -157,9 +170,9 @@ class Timeline:
                 ),
                 memory=_curves(data["memory"]),
                 memory_bytes=None if data.get("memory_bytes") is None else _curves(data["memory_bytes"]),
-                overlapped=frozenset(
-                    (parse_action(first), parse_action(second)) for first, second in data.get("overlapped", ())
-                ),
+                overlapped=frozenset((parse_action(a), parse_action(b)) for a, b in data.get("overlapped", ())),
+                transfers=tuple(Transfer(parse_action(text), *rest) for text, *rest in data.get("transfers", ())),
+                latency_seconds=_latency(data.get("latency_seconds", 0.0)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
@@ -171,6 +184,20 @@ def _curves(data: Sequence[Sequence[Sequence[float]]]) -> tuple[tuple[tuple[floa
     return tuple(tuple((float(at), float(value)) for at, value in points) for points in data)
 
 
+def _latency(data: float | Sequence[Sequence[float]]) -> float | tuple[tuple[float, ...], ...]:
+    return float(data) if isinstance(data, int | float) else tuple(tuple(map(float, row)) for row in data)
+
+
+def _last_end(row: Sequence[Span]) -> float:
+    if isinstance(row, SpanRow):
+        return float(row.ends.max()) if len(row) else 0.0
+    return max((span.end for span in row), default=0.0)
+
+
+def _peak(points: Sequence[Point]) -> float:
+    return points.peak if isinstance(points, Curve) else max((value for _, value in points), default=0.0)
+
+
 def build_timeline(
     schedule: Schedule,
     spans: Sequence[Sequence[Span]],
@@ -178,6 +205,8 @@ def build_timeline(
     name: str,
     kind: Literal["simulated", "measured"],
     keeps: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
+    transfers: tuple[Transfer, ...] = (),
+    latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0,
 ) -> Timeline:
     """A timeline from the spans of a run of `schedule`; memory and ideal time follow from them.
 
@@ -195,6 +224,8 @@ def build_timeline(
         num_slices=schedule.num_slices,
         memory_bytes=None if keeps is None else tuple(_memory_bytes(schedule, row, *keeps) for row in spans),
         overlapped=schedule.overlapped,
+        transfers=transfers,
+        latency_seconds=latency_seconds,
     )
 
 
@@ -219,31 +250,6 @@ def measured_timeline(
     zero = min((start for row in records for action, start, _ in row if action.op in COMPUTE_OPS), default=0.0)
     spans = [[Span(action, max(0.0, start - zero), max(0.0, end - zero)) for action, start, end in r] for r in records]
     return build_timeline(schedule, spans, name=name or schedule.name, kind="measured")
-
-
-def critical_path(timeline: Timeline) -> list[tuple[int, Span]]:
-    """``(rank, span)`` of the chain of computations that ends last, first to last.
-
-    Each begins when the one before it on the path has ended (and its message, if it crossed ranks, has arrived):
-    making any of them shorter is the only way to make the step shorter.
-    """
-    rows = timeline.compute_spans
-    index = {span.action: (rank, position) for rank, row in enumerate(rows) for position, span in enumerate(row)}
-    if not index:
-        return []
-    rank = max((rank for rank, row in enumerate(rows) if row), key=lambda r: rows[r][-1].end)
-    position = len(rows[rank]) - 1
-    path = []
-    while True:
-        span = rows[rank][position]
-        path.append((rank, span))
-        before = [(rank, position - 1)] if position else []
-        # A rank that went straight from one computation to the next was itself the reason for the start.
-        if not before or rows[rank][position - 1].end < span.start:
-            before += [index[need] for need in dependencies(span.action, timeline.schedule) if need in index]
-        if not before:
-            return path[::-1]
-        rank, position = max(before, key=lambda at: rows[at[0]][at[1]].end)
 
 
 def _memory(schedule: Schedule, row: Sequence[Span]) -> tuple[tuple[float, float], ...]:

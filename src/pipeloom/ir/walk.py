@@ -1,0 +1,105 @@
+"""Walk a pipeline action by action, in an order that respects all dependencies, or say who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.schedule import Program, Schedule, awaited
+
+
+def dependency_order(pipeline: Schedule | Program) -> Iterator[tuple[int, int, Action]]:
+    """Every action as ``(rank, position, action)`` in an order that respects all dependencies; O(actions).
+
+    Raises:
+        ScheduleError: some actions wait for each other in a circle, or for one that never comes.
+    """
+    at = [0] * len(pipeline.orders)
+    for rank, action, _ in walk(pipeline):
+        yield rank, at[rank], action
+        at[rank] += 1
+
+
+def walk(pipeline: Schedule | Program) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
+    """`dependency_order` as ``(rank, action, dependencies of the action)``, for those who time the actions.
+
+    The F of an overlapped unit comes with the dependencies of both members, its partner directly behind it. A
+    REDUCE_GRAD comes only once all members of its group have arrived at theirs.
+
+    Raises:
+        ScheduleError: some actions wait for each other in a circle, or for one that never comes.
+    """
+    orders = [tuple(order) for order in pipeline.orders]
+    position = [0] * len(orders)
+    done: set[Action] = set()
+    waiting: dict[Action, list[int]] = {}
+    blocked: dict[int, tuple[Action, ...]] = {}  # what the action at which a rank stopped needs: not computed twice
+    meetings = _Meetings(pipeline) if isinstance(pipeline, Program) else None
+    ready = list(range(len(orders)))
+    while ready:
+        rank = ready.pop()
+        order = orders[rank]
+        for index in range(position[rank], len(order)):
+            action = order[index]
+            needs = blocked.pop(rank) if rank in blocked else awaited(action, pipeline)
+            if not done.issuperset(needs):
+                missing = next(need for need in needs if need not in done)
+                waiting.setdefault(missing, []).append(rank)
+                blocked[rank] = needs
+                break
+            if meetings is not None and action.op is Op.REDUCE_GRAD:
+                others = meetings.arrive(rank, action)
+                if others is None:
+                    break
+                ready.extend(others)
+            yield rank, action, needs
+            position[rank] = index + 1
+            done.add(action)
+            if action in waiting:
+                ready.extend(waiting.pop(action))
+    stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
+    if stuck:
+        raise ScheduleError(_explain_deadlock(pipeline, position, done, stuck))
+
+
+class _Meetings:
+    """REDUCE_GRAD is a meeting: nobody passes before all members of the group have come."""
+
+    def __init__(self, program: Program) -> None:
+        self._members = {
+            stage: (group, set(program.ranks_of_group(group))) for group in program.gradient_groups for stage in group
+        }
+        self._arrived: dict[tuple[int, ...], set[int]] = {}
+
+    def arrive(self, rank: int, action: Action) -> list[int] | None:
+        """None while others are still to come; once all are there, those who were waiting for this rank."""
+        if action.stage not in self._members:
+            return []
+        group, members = self._members[action.stage]
+        arrived = self._arrived.setdefault(group, set())
+        first_time = rank not in arrived
+        arrived.add(rank)
+        if arrived != members:
+            return None
+        return [other for other in members if other != rank] if first_time else []
+
+
+def _explain_deadlock(pipeline: Schedule | Program, position: list[int], done: set[Action], stuck: list[int]) -> str:
+    where = {a: r for r, a in pipeline.actions()}
+    chain, rank, seen = [], stuck[0], set()
+    while rank not in seen:
+        seen.add(rank)
+        action = pipeline.orders[rank][position[rank]]
+        missing = next((need for need in awaited(action, pipeline) if need not in done), None)
+        if missing is None:
+            chain.append(f"rank {rank} waits at {action} for its group")
+            break
+        chain.append(f"rank {rank} waits at {action} for {missing}")
+        if missing not in where:
+            return f"schedule {pipeline.name!r}: {chain[-1]}, which no rank runs; add it"
+        rank = where[missing]
+    return (
+        f"schedule {pipeline.name!r} deadlocks: {'; '.join(chain)}; the order of a rank must not wait in a circle: "
+        "move the awaited action earlier on its rank"
+    )

@@ -1,0 +1,42 @@
+"""`Phases`: a rank's order written as the papers draw it, one repeated pattern after the other.
+
+lane = Phases()                      rank 0 of 1F1B with two warm-up forwards and four micro-batches:
+lane.repeat(2, (0, F))               0F0 0F1
+lane.repeat(2, (0, F), (0, B))       0F2 0B0 0F3 0B1
+lane.repeat(2, (0, B))               0B2 0B3
+"""
+
+from __future__ import annotations
+
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.order import MICROBATCH_STEP, Order, decode, encode
+
+
+class Phases:
+    """One rank's order, made phase by phase; every (stage, op) counts its own micro-batches up from 0."""
+
+    def __init__(self) -> None:
+        self._codes: list[int] = []
+        self._done: dict[tuple[int, Op], int] = {}
+
+    def done(self, stage: int, op: Op) -> int:
+        """How many micro-batches of this stage and op stand in the order."""
+        return self._done.get((stage, op), 0)
+
+    def repeat(self, count: int, *pattern: tuple[int, Op]) -> None:
+        """The pattern of different (stage, op) `count` times, each with its next micro-batch; not at all below 1."""
+        if count < 1:
+            return
+        start, width = len(self._codes), len(pattern)
+        self._codes += [0] * (count * width)
+        for place, (stage, op) in enumerate(pattern):
+            done = self.done(stage, op)
+            first, last = (encode(Action(stage, op, b)) for b in (done, done + count - 1))
+            self._codes[start + place :: width] = range(first, last + 1, MICROBATCH_STEP)
+            self._done[stage, op] = done + count
+
+    def order(self, num_microbatches: int | None = None) -> Order:
+        """The order, with `num_microbatches` without the micro-batches from that one on."""
+        if num_microbatches is None:
+            return Order(self._codes)
+        return Order(code for code in self._codes if (decode(code).microbatch or 0) < num_microbatches)

@@ -1,0 +1,130 @@
+"""The chain of computations and transfers that makes a step as long as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.schedule import awaited, message_after
+from pipeloom.sim.events import Transfer
+from pipeloom.sim.rows import Span
+from pipeloom.sim.timeline import Timeline
+
+
+def critical_path(timeline: Timeline) -> list[tuple[int, Span]]:
+    """``(rank, span)`` of the chain of computations that ends last, first to last, with the transfers between them.
+
+    Each begins when the one before it on the path has ended (and its message, if it crossed ranks, has arrived):
+    making any of them shorter is the only way to make the step shorter. A transfer over a link with a bandwidth is the
+    span of its SEND on the sender's rank; where it had to wait for the link, what went over the link before it follows.
+    Where a message keeps its receiver busy later than it came, the path has the span of a RECV on its rank. Both
+    members of an overlapped unit are on the path or none.
+    """
+    rows = timeline.compute_spans
+    if not any(rows):
+        return []
+    walk = _Back(timeline)
+    rank = max((rank for rank, row in enumerate(rows) if row), key=lambda r: rows[r][-1].end)
+    at: tuple[int, int] | None = (rank, len(rows[rank]) - 1)
+    while at is not None:
+        at = walk.before(at)
+    return walk.path[::-1]
+
+
+class _Cause(NamedTuple):
+    """One thing that an action may have waited for: since when it was there, and by which transfer or computation."""
+
+    there: float
+    at: tuple[int, int]
+    transfer: Transfer | None
+
+
+class _Back:
+    """Goes back from the end of a step; `path` holds what it passed."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.path: list[tuple[int, Span]] = []
+        self.rows, self.schedule = timeline.compute_spans, timeline.schedule
+        self.index = {s.action: (rank, n) for rank, row in enumerate(self.rows) for n, s in enumerate(row)}
+        self.sent = {transfer.action: transfer for transfer in timeline.transfers}
+        latency = timeline.latency_seconds
+        self.latency = latency if isinstance(latency, tuple) else None
+        self.same_latency = 0.0 if isinstance(latency, tuple) else latency
+        self.first_of = {second: first for first, second in timeline.overlapped}
+        self.on_line = {(transfer.line, transfer.end): transfer for transfer in timeline.transfers}
+        self.of_rank = {(transfer.source, transfer.end): transfer for transfer in timeline.transfers}
+
+    def before(self, at: tuple[int, int]) -> tuple[int, int] | None:
+        """Put the computation at (rank, position) on the path; the one that it waited for, None at the start."""
+        rank, position = at
+        span = self.rows[rank][position]
+        self.path.append((rank, span))
+        causes = list(self._causes(rank, position, span))
+        if not causes:
+            return None
+        cause = max(causes, key=lambda cause: cause.there)  # of equal ones the first, which is its own rank
+        taken = next((each.transfer for each in causes if each.at[0] != rank and each.transfer is not None), None)
+        if taken is not None and taken.blocking and cause.at[0] == rank:
+            self.path.append((rank, Span(_receive(taken.action), cause.there, span.start)))
+        transfer, source = cause.transfer, cause.at
+        while transfer is not None:
+            self.path.append((transfer.source, Span(transfer.action, transfer.start, transfer.end)))
+            source = self._producer(transfer)
+            transfer = self._held_up_by(transfer, self.rows[source[0]][source[1]].end)
+        return source
+
+    def _causes(self, rank: int, position: int, span: Span) -> Iterable[_Cause]:
+        if position:
+            own = (rank, position - 1)
+            sent = self._blocking(self.rows[rank][position - 1].action)
+            if self.rows[rank][position - 1].action in self.schedule.partners:  # the second member of a unit
+                yield _Cause(span.start, own, None)
+                return
+            yield _Cause(self.rows[rank][position - 1].end if sent is None else sent.end, own, sent)
+        for need in awaited(span.action, self.schedule):
+            if need not in self.index or self.index[need][0] == rank:
+                continue
+            source, producer = self._end_of(need)
+            lag = self.same_latency if self.latency is None else self.latency[source][rank]
+            message = message_after(need, self.schedule)
+            transfer = self.sent.get(message) if message is not None else None
+            if transfer is None:
+                yield _Cause(self.rows[source][producer].end + lag, (source, producer), None)
+            else:
+                there = transfer.start if transfer.blocking else transfer.end
+                yield _Cause(there + lag, (source, producer), transfer)
+
+    def _end_of(self, action: Action) -> tuple[int, int]:
+        """Where what yields the action's result ends: itself, or the second member of its unit."""
+        return self.index[self.schedule.partners.get(action, action)]
+
+    def _blocking(self, action: Action) -> Transfer | None:
+        """The last transfer that kept the rank of a computation busy after it."""
+        for member in (action, *filter(None, (self.first_of.get(action),))):
+            message = message_after(member, self.schedule)
+            transfer = self.sent.get(message) if message is not None else None
+            if transfer is not None and transfer.blocking:
+                return transfer
+        return None
+
+    def _producer(self, transfer: Transfer) -> tuple[int, int]:
+        stage, op, microbatch, piece = transfer.action
+        ops = (Op.F,) if op is Op.SEND_F else (Op.B, Op.I)
+        candidates = (Action(stage, each, microbatch, piece) for each in ops)
+        return self._end_of(next(action for action in candidates if action in self.index))
+
+    def _held_up_by(self, transfer: Transfer, produced: float) -> Transfer | None:
+        """The transfer that had to end before this one could start."""
+        if transfer.start > transfer.ready:
+            return self.on_line.get((transfer.line, transfer.start))
+        if transfer.blocking and transfer.start > produced:
+            return self.of_rank.get((transfer.source, transfer.start))
+        return None
+
+
+def _receive(send: Action) -> Action:
+    """The other end of a message."""
+    forward = send.op is Op.SEND_F
+    other = send.stage + (1 if forward else -1)
+    return Action(other, Op.RECV_F if forward else Op.RECV_B, send.microbatch, send.slice)

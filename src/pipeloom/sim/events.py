@@ -1,0 +1,204 @@
+"""The times of any schedule or program, moment by moment, with links that transfer one message after the other."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.schedule import Program, Schedule, awaited, message_after, peer_of
+from pipeloom.ir.walk import walk
+from pipeloom.sim.costs import Costs
+from pipeloom.sim.network import Network, Pair
+from pipeloom.sim.rows import Span
+
+SENDS, RECEIVES = (Op.SEND_F, Op.SEND_B), (Op.RECV_F, Op.RECV_B)
+OWN_LINK = -1
+
+
+class Transfer(NamedTuple):
+    """One message on its link.
+
+    Attributes:
+        action: the SEND of the message, also where a schedule has no such action.
+        source, target: ranks.
+        link: number of the link in `Network.links`; -1 for the pair's own.
+        ready: seconds at which it could have been transferred.
+        start, end: seconds of the transfer.
+        blocking: whether source and target compute nothing in its time.
+    """
+
+    action: Action
+    source: int
+    target: int
+    link: int
+    ready: float
+    start: float
+    end: float
+    blocking: bool = False
+
+    @property
+    def line(self) -> object:
+        """What tells its link from all others."""
+        return (self.source, self.target) if self.link == OWN_LINK else self.link
+
+
+class _Result(NamedTuple):
+    """What is there for other actions: computed on `rank`, free to be taken at `at`, in `taking` busy seconds."""
+
+    rank: int
+    at: float
+    taking: float = 0.0
+
+
+def spans_by_events(
+    pipeline: Schedule | Program, costs: Costs, network: Network
+) -> tuple[list[list[Span]], list[Transfer]]:
+    """For each rank its spans, each action as early as it can; and all transfers that took a link, by start.
+
+    Raises:
+        ScheduleError: the actions wait for each other in a circle.
+    """
+    run = _Run(pipeline, costs, network)
+    for rank in range(len(run.orders)):
+        run.begin(rank)
+    while run.moments:
+        now, rank = heapq.heappop(run.moments)
+        run.finish(now, rank)
+    if any(position < len(order) for position, order in zip(run.position, run.orders, strict=True)):
+        for _ in walk(pipeline):  # says who waits for whom
+            pass
+        raise AssertionError("a walk found an order of actions that the simulation did not")
+    return run.spans, run.transfers
+
+
+class _Run:
+    """All ranks at one moment."""
+
+    def __init__(self, pipeline: Schedule | Program, costs: Costs, network: Network) -> None:
+        self.pipeline, self.network = pipeline, network
+        self.schedule = schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+        self.orders: Sequence[Sequence[Action]] = [tuple(order) for order in pipeline.orders]
+        self.seconds, self.overlap = costs.seconds(schedule), costs.overlap
+        self.slowness = costs.slowness(schedule) or (1.0,) * schedule.num_ranks
+        self.latency = network.latency(schedule.num_ranks)
+        self.bytes_sent = costs.bytes_sent(schedule) if network.limited else None
+        self.shared = network.shared_links(schedule.num_ranks)
+        self.meetings = _meetings(pipeline)
+        self.arrived: dict[tuple[int, ...], int] = {}
+        self.position = [0] * len(self.orders)
+        self.clock = [0.0] * len(self.orders)
+        self.running: list[tuple[Span, ...]] = [()] * len(self.orders)
+        self.spans: list[list[Span]] = [[] for _ in self.orders]
+        self.results: dict[Action, _Result] = {}
+        self.waiting: dict[Action, list[int]] = {}
+        self.moments: list[tuple[float, int]] = []  # ends of what runs: seconds and rank
+        self.line_free: dict[object, float] = {}
+        self.transfers: list[Transfer] = []
+
+    def begin(self, rank: int) -> None:
+        """Start the next action of a rank if all that it needs is there or on its way; else remember who waits."""
+        if self.position[rank] == len(self.orders[rank]):
+            return
+        action = self.orders[rank][self.position[rank]]
+        free = ready = self.clock[rank]
+        for need in awaited(action, self.pipeline):
+            result = self.results.get(need)
+            if result is None:
+                self.waiting.setdefault(need, []).append(rank)
+                return
+            if result.rank != rank:
+                ready = max(ready, result.at + self.latency[result.rank][rank]) + result.taking
+        self.running[rank] = self._spans(rank, action, free, ready)
+        heapq.heappush(self.moments, (self.running[rank][-1].end, rank))
+
+    def _spans(self, rank: int, action: Action, free: float, ready: float) -> tuple[Span, ...]:
+        """What the rank does next, if it is free at `free` and the action's needs are there at `ready`."""
+        stage, op = action.stage, action.op
+        if op in SENDS:
+            return (Span(action, ready, ready + self.network.send_seconds),)
+        if op in RECEIVES:
+            return (Span(action, free, ready + self.network.receive_seconds),)
+        if op is Op.REDUCE_GRAD and stage in self.meetings:
+            return (Span(action, ready, ready),)
+        seconds = self._computing(action, rank)
+        partner = self.schedule.partners.get(action)
+        if partner is None:
+            return (Span(action, ready, ready + seconds),)
+        middle = ready + self.overlap * seconds
+        end = middle + self.overlap * self._computing(partner, rank)
+        return Span(action, ready, middle), Span(partner, middle, end)
+
+    def _computing(self, action: Action, rank: int) -> float:
+        seconds = self.seconds[action.op][action.stage]
+        return seconds * self.slowness[rank] if action.op in COMPUTE_OPS else seconds
+
+    def finish(self, now: float, rank: int) -> None:
+        """What a rank was running has ended: its results go out, and whoever waited for them or for the rank starts."""
+        spans, self.running[rank] = self.running[rank], ()
+        action = spans[0].action
+        if action.op is Op.REDUCE_GRAD and action.stage in self.meetings:
+            group, members = self.meetings[action.stage]
+            self.arrived[group] = self.arrived.get(group, 0) + 1
+            self.running[rank] = spans
+            if self.arrived[group] == len(members):
+                self.arrived[group] = 0
+                came = {member: self.running[member][0].start for member in members}
+                for member in members:  # each waits for what the others sent when they came
+                    there = (at + self.latency[other][member] * (other != member) for other, at in came.items())
+                    self._leave(member, max(there) + self.seconds[action.op][action.stage])
+            return
+        self.clock[rank] = now
+        woken: list[int] = []
+        for span in spans:
+            self.results[span.action] = self._publish(span.action, rank, now)
+            woken += self.waiting.pop(span.action, ())
+        if spans[-1].end < self.clock[rank] and action.op in SENDS:
+            spans = (spans[0]._replace(end=self.clock[rank]),)
+        self.spans[rank] += spans
+        self.position[rank] += len(spans)
+        for other in woken:
+            self.begin(other)
+        self.begin(rank)
+
+    def _leave(self, rank: int, now: float) -> None:
+        """The gradients of a group are summed: go on."""
+        ((action, start, _),) = self.running[rank]
+        self.spans[rank].append(Span(action, start, now))
+        self.clock[rank] = now
+        self.position[rank] += 1
+        self.begin(rank)
+
+    def _publish(self, action: Action, rank: int, now: float) -> _Result:
+        """Send what the action yields; a sender that cannot compute meanwhile is busy until it is transferred."""
+        if self.bytes_sent is None:
+            return _Result(rank, now)
+        send = action if action.op in SENDS else None if self.pipeline.lowered else message_after(action, self.schedule)
+        if send is None:
+            return _Result(rank, now)
+        pair: Pair = (rank, peer_of(send, self.schedule.placement))
+        link = self.shared.get(pair, OWN_LINK)
+        bandwidth = self.network.bytes_per_second if link == OWN_LINK else self.network.links[link].bytes_per_second
+        if bandwidth is None:
+            return _Result(rank, now)
+        there, back = self.bytes_sent
+        size = there[send.stage] if send.op is Op.SEND_F else back[send.stage - 1]
+        blocking = not self.network.overlap_communication
+        ready = self.clock[rank]  # after its earlier messages, where they keep it busy
+        transfer = Transfer(send, *pair, link, ready, ready, ready, blocking)
+        start = max(ready, self.line_free.get(transfer.line, 0.0))
+        end = start + size / bandwidth
+        self.transfers.append(transfer._replace(start=start, end=end))
+        self.line_free[transfer.line] = end
+        if not blocking:
+            return _Result(rank, end)
+        self.clock[rank] = end
+        return _Result(rank, start, end - start)
+
+
+def _meetings(pipeline: Schedule | Program) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """For each stage whose gradients are summed over several ranks, its group and those ranks."""
+    if not isinstance(pipeline, Program):
+        return {}
+    return {stage: (group, pipeline.ranks_of_group(group)) for group in pipeline.gradient_groups for stage in group}

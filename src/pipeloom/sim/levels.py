@@ -1,0 +1,154 @@
+"""The times of a large schedule, all actions of one round of its proof at once.
+
+Every action starts when the one before it on its rank has ended and what it waits for from another rank has come, so
+two look-ups, a maximum and a sum give a whole round.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.ir.columns import B, F, I, Ints, Proof, W
+from pipeloom.ir.order import OPS
+from pipeloom.ir.schedule import Schedule
+from pipeloom.sim.costs import Costs
+from pipeloom.sim.network import Network
+from pipeloom.sim.rows import Curve, SpanRow
+
+if TYPE_CHECKING:
+    from pipeloom.sim.rows import Floats
+
+Times = tuple["Floats", "Floats"]
+
+
+def spans_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Network) -> tuple[SpanRow, ...]:
+    """For each rank its spans, each action as early as it can; messages take their latency alone."""
+    columns = proof.columns
+    table = costs.seconds(schedule)
+    seconds = np.array([table[op] for op in OPS])[columns.op, columns.stage]
+    slowness = costs.slowness(schedule)
+    if slowness is not None:
+        seconds *= np.array(slowness)[columns.rank]
+    later = None  # from an action's end until its result is there for other ranks
+    if len(columns.units):
+        partners = columns.units + 1
+        seconds[columns.units] *= costs.overlap
+        seconds[partners] *= costs.overlap
+        later = np.zeros(len(seconds))
+        later[columns.units] = seconds[partners]
+    latency = np.array(network.latency(schedule.num_ranks))
+    starts, ends = (_by_rounds if proof.rounds else _singly)(proof, seconds, latency, later)
+    return tuple(
+        SpanRow(order, starts[a:b], ends[a:b])
+        for order, a, b in zip(schedule.orders, columns.first[:-1], columns.first[1:], strict=True)
+    )
+
+
+def _by_rounds(proof: Proof, seconds: Floats, latency: Floats, later: Floats | None) -> Times:
+    """Starts and ends by index. Within, actions are numbered by `Proof.sequence`, so a round is a slice."""
+    sequence, count, begins = proof.sequence, len(proof.sequence), proof.columns.first
+    number = np.empty(count + 1, np.int32)
+    number[sequence] = np.arange(count, dtype=np.int32)
+    number[count] = count + 1  # from nobody: there since ever
+    before = number[sequence - 1]
+    before[number[begins[:-1][np.diff(begins) > 0]]] = count  # the first of a rank, which is free at 0
+    waits = [
+        (number[remote[sequence]], lags if lags is None else lags[sequence]) for remote, lags in _waits(proof, latency)
+    ]
+    seconds, later = seconds[sequence], None if later is None else later[sequence]
+    starts, ends = np.empty(count), np.empty(count + 2)
+    ends[count:] = 0.0, -np.inf
+    there = ends if later is None else ends.copy()
+    assert proof.rounds is not None
+    for first, last in pairwise(proof.rounds):
+        start = ends[before[first:last]]
+        for sources, lags in waits:
+            come = there[sources[first:last]]
+            if lags is not None:
+                come += lags[first:last]
+            np.maximum(start, come, out=start)
+        starts[first:last] = start
+        end = np.add(start, seconds[first:last], out=ends[first:last])
+        if later is not None:
+            np.add(end, later[first:last], out=there[first:last])
+    return starts[number[:count]], ends[number[:count]]
+
+
+def _waits(proof: Proof, latency: Floats) -> list[tuple[Ints, Floats | None]]:
+    """What actions wait for from other ranks, and how long that travels (None: no time)."""
+    rank = np.append(proof.columns.rank, np.int32(0))
+    found: list[tuple[Ints, Floats | None]] = []
+    for remote in (proof.remote, proof.remote_of_partner):
+        if remote is not None:
+            found.append((remote, latency[rank[remote], rank[:-1]] if latency.any() else None))
+    return found
+
+
+def _singly(proof: Proof, seconds: Floats, latency: Floats, later: Floats | None) -> Times:
+    """The same action by action, for few ranks, where a round is too short to be worth its calls."""
+    count = len(proof.sequence)
+    none = [0.0] * count
+    begins = set(proof.columns.first.tolist())
+    waits = [(remote.tolist(), none if lags is None else lags.tolist()) for remote, lags in _waits(proof, latency)]
+    duration, after = seconds.tolist(), none if later is None else later.tolist()
+    starts, ends = [0.0] * count, [0.0] * count
+    there = [0.0] * count + [-math.inf]
+    for index in proof.sequence.tolist():
+        start = 0.0 if index in begins else ends[index - 1]
+        for sources, lags in waits:
+            come = there[sources[index]] + lags[index]
+            if come > start:
+                start = come
+        starts[index] = start
+        ends[index] = end = start + duration[index]
+        there[index] = end + after[index]
+    return np.array(starts), np.array(ends)
+
+
+def live_curves(schedule: Schedule, proof: Proof, rows: tuple[SpanRow, ...]) -> tuple[Curve, ...]:
+    """Change points of each rank's live activations: up at the start of F, down at the end of B or W."""
+    share = schedule.stage_share / schedule.num_slices
+    curves = []
+    for op, row in zip(_by_rank(proof, proof.columns.op), rows, strict=True):
+        change = (op == F).astype(np.int8) - ((op == B) | (op == W))
+        at = np.flatnonzero(change)
+        times = np.where(change[at] > 0, row.starts[at], row.ends[at])
+        values = np.cumsum(change[at]) * share
+        if schedule.forward_only:
+            times, values = np.stack((row.starts, row.ends), axis=1).ravel(), np.tile((share, 0.0), len(row))
+        curves.append(Curve(times, values))
+    return tuple(curves)
+
+
+def byte_curves(
+    schedule: Schedule,
+    proof: Proof,
+    rows: tuple[SpanRow, ...],
+    activation: tuple[float, ...],
+    left: tuple[float, ...],
+) -> tuple[Curve, ...]:
+    """Change points of each rank's bytes: F takes all at its start, I gives all but `left` back, W or B the rest."""
+    whole, part = np.array(activation), np.array(left)
+    curves = []
+    columns = (_by_rank(proof, proof.columns.op), _by_rank(proof, proof.columns.stage), rows)
+    for op, stage, row in zip(*columns, strict=True):
+        change = np.select(
+            [op == F, op == B, op == I], [whole[stage], -whole[stage], -(whole[stage] - part[stage])], -part[stage]
+        )
+        at = np.flatnonzero((op == F) | (change != 0))
+        times, changes = np.where(op[at] == F, row.starts[at], row.ends[at]), change[at]
+        if schedule.forward_only:
+            moved = np.stack((np.ones(len(row), bool), change != 0), axis=1).ravel()
+            times = np.stack((row.starts, row.ends), axis=1).ravel()[moved]
+            changes = np.stack((change, -change), axis=1).ravel()[moved]
+        curves.append(Curve(times, np.cumsum(changes)))
+    return tuple(curves)
+
+
+def _by_rank(proof: Proof, column: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    return np.split(column, proof.columns.first[1:-1])

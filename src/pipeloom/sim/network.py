@@ -1,0 +1,117 @@
+"""What messages between ranks cost: latency, bandwidth, and links that several pairs of ranks share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipeloom.errors import InputError
+from pipeloom.sim.costs import check_seconds
+
+Pair = tuple[int, int]  # source and target rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link that several directed pairs of ranks share, such as the network card of a node.
+
+    Attributes:
+        ranks: the pairs ``(source, target)`` whose messages go over it, one after the other.
+        bytes_per_second: its bandwidth.
+
+    Raises:
+        InputError: no pairs, a rank paired with itself, or an impossible bandwidth.
+    """
+
+    ranks: frozenset[Pair]
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        _check_bandwidth(self.bytes_per_second)
+        if not self.ranks:
+            raise InputError("a link joins no ranks: name the pairs of source and target whose messages it carries")
+        for source, target in self.ranks:
+            if source == target:
+                raise InputError(f"a link joins rank {source} with itself: messages go to other ranks; drop the pair")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What a message between ranks costs.
+
+    A message is ready when the computation (or the SEND of a program) ends. Then it is transferred over its link, which
+    takes its bytes over the link's bandwidth; a link transfers one message after the other, in the order in which they
+    get ready (at the same moment: lower rank first). It arrives `latency_seconds` after its transfer.
+
+    Attributes:
+        latency_seconds: from the end of the send to the arrival; a number, or ``latency_seconds[source][target]``.
+            Nobody is busy in this time.
+        send_seconds: time for which a SEND action keeps its rank busy.
+        receive_seconds: time for which a RECV action keeps its rank busy once the message is there.
+
+        bytes_per_second: bandwidth of each directed pair of ranks that is in none of `links`; None for no limit.
+        links: links that several pairs share.
+        overlap_communication: whether links work while ranks compute. If not, the sender is busy until its message is
+            transferred, and the receiver for the time of the transfer once that has come to it, before it computes.
+
+    In a `Schedule`, which has no SEND and RECV actions, sending and receiving keep a rank busy in the last case alone.
+
+    Raises:
+        InputError: a time or bandwidth is impossible, or a pair is in two links.
+    """
+
+    latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0
+    send_seconds: float = 0.0
+    receive_seconds: float = 0.0
+    bytes_per_second: float | None = None
+    links: tuple[Link, ...] = ()
+    overlap_communication: bool = True
+
+    def __post_init__(self) -> None:
+        check_seconds("send_seconds", self.send_seconds)
+        check_seconds("receive_seconds", self.receive_seconds)
+        rows = self.latency_seconds if isinstance(self.latency_seconds, tuple) else ((self.latency_seconds,),)
+        for row in rows:
+            for seconds in row:
+                check_seconds("latency_seconds", seconds)
+        if self.bytes_per_second is not None:
+            _check_bandwidth(self.bytes_per_second)
+        seen: set[Pair] = set()
+        for link in self.links:
+            if seen & link.ranks:
+                raise InputError(f"ranks {min(seen & link.ranks)} are in two links: a pair uses one; drop the other")
+            seen |= link.ranks
+
+    @property
+    def limited(self) -> bool:
+        """Whether some messages take time for their bytes."""
+        return bool(self.links) or self.bytes_per_second is not None
+
+    def shared_links(self, num_ranks: int) -> dict[Pair, int]:
+        """For each directed pair that is in one of `links`, the number of that link.
+
+        Raises:
+            InputError: a link joins a rank that is not there.
+        """
+        for number, link in enumerate(self.links):
+            for pair in sorted(link.ranks):
+                if not all(0 <= rank < num_ranks for rank in pair):
+                    raise InputError(f"link {number} joins ranks {pair}: ranks are 0..{num_ranks - 1}; correct it")
+        return {pair: number for number, link in enumerate(self.links) for pair in link.ranks}
+
+    def latency(self, num_ranks: int) -> tuple[tuple[float, ...], ...]:
+        """``latency[source][target]`` in seconds, shape (num_ranks, num_ranks)."""
+        table = self.latency_seconds
+        if not isinstance(table, tuple):
+            return ((table,) * num_ranks,) * num_ranks
+        if len(table) != num_ranks or any(len(row) != num_ranks for row in table):
+            raise InputError(
+                f"latencies have rows of {[len(row) for row in table]} entries: {num_ranks} ranks need a "
+                f"{num_ranks} x {num_ranks} table; add or drop entries"
+            )
+        return table
+
+
+def _check_bandwidth(bytes_per_second: float) -> None:
+    if not (math.isfinite(bytes_per_second) and bytes_per_second > 0):
+        raise InputError(f"bytes_per_second is {bytes_per_second}: a bandwidth is finite and above 0; correct it")
