@@ -17,20 +17,20 @@ The search stops early where it meets a bound that no order can beat.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.conditions import Conditions
-from pipeloom.schedules.search_greedy import Rule, squeeze
+from pipeloom.schedules.search_bounds import lower_bound
 from pipeloom.schedules.search_moves import improve
 from pipeloom.schedules.search_work import IntOrders, Work
 from pipeloom.schedules.table import NAMED
 
-_STARTS = 4  # orders that are squeezed, beside one micro-batch after the other
-_BEST = 3  # squeezed orders that are improved
+_GREEDY = 0.6  # part of the effort that goes into greedy phases
+_BEST = 3  # orders that are improved
+_STEP = 4  # a step of the improvement takes as long as so many actions timed in a greedy phase, for each action
 _NEAR = 1e-9
 EFFORT = 2_000_000  # actions timed while improving; about a second for each million
 
@@ -80,18 +80,19 @@ def search(
             f"{conditions.num_stages} and {conditions.num_ranks}; give one entry for each"
         )
     work = Work(placement, num_microbatches, conditions)
-    least = work.one_by_one()
-    for rank, order in enumerate(least):
-        if not work.fits(rank, order):
-            raise ScheduleError(
-                f"search: rank {rank} may hold {conditions.caps[rank]:g}, but one micro-batch keeps "
-                f"{sum(conditions.activation[s] for s in placement.stages_of[rank]):g} there; raise the limit"
-            )
+    _check_caps(work)
+    bound = lower_bound(work)
     starts, best_named = _named(work)
-    bound = work.lower_bound()
-    makespan, orders = _shortest(work, [least, *starts], bound, effort, random.Random(seed))
+    makespan, orders, bound = _shortest(work, [work.one_by_one(), *starts], bound, effort, seed)
     schedule = work.schedule("search", orders)
-    return Found(schedule=schedule, makespan=makespan, best_named=best_named, lower_bound=bound)
+    if best_named is not None and best_named[1] < makespan:  # the same order with sums rounded otherwise
+        makespan, schedule = best_named[1], replace(best_named[0], name="search")
+    return Found(
+        schedule=schedule,
+        makespan=makespan,
+        best_named=None if best_named is None else (best_named[0].name, best_named[1]),
+        lower_bound=min(bound, makespan),
+    )
 
 
 def search_loop(
@@ -102,28 +103,50 @@ def search_loop(
     return search(placement=placement, num_microbatches=num_microbatches, conditions=conditions).schedule
 
 
+def _check_caps(work: Work) -> None:
+    """Refuse caps below what one micro-batch holds.
+
+    Raises:
+        ScheduleError: some rank's is.
+    """
+    least = work.least_caps()
+    short = [rank for rank, needed in enumerate(least) if needed > work.caps[rank]]
+    if short:
+        rank = short[0]
+        others = f" (and ranks {', '.join(map(str, short[1:]))} theirs)" if len(short) > 1 else ""
+        raise ScheduleError(
+            f"search: rank {rank} may hold {_plain(work.conditions.caps[rank])}, but one micro-batch keeps "
+            f"{_plain(least[rank])} there; raise the limit to at least that{others}: the smallest caps that do are "
+            f"{', '.join(map(_plain, least))}"
+        )
+
+
+def _plain(number: float) -> str:
+    """All digits, so that the number can be pasted."""
+    return str(int(number)) if number.is_integer() else repr(number)
+
+
 def _shortest(
-    work: Work, starts: list[IntOrders], bound: float, effort: int, rng: random.Random
-) -> tuple[float, IntOrders]:
-    """Greedy phases, then improvement; ends early at the bound."""
+    work: Work, starts: list[IntOrders], bound: float, effort: int, seed: int
+) -> tuple[float, IntOrders, float]:
+    """The three phases; ends early at the bound. Makespan, orders, and the bound, which tiny cases raise."""
+    found = [(work.makespan(orders), orders) for orders in starts]
 
     def done() -> bool:
         return min(found, key=_makespan)[0] <= bound * (1 + _NEAR)
 
-    found = [(work.makespan(orders), orders) for orders in starts]
-    horizon = 4 * work.placement.num_stages + 4
-    for _, orders in sorted(found, key=_makespan)[:_STARTS] + found[:1]:
-        for backwards_first, weights_first, stretch in product((True, False), (True, False), (1.0, 0.5, 0.0)):
-            if done():
-                break
-            rule = Rule(backwards_first=backwards_first, weights_first=weights_first, stretch=stretch, horizon=horizon)
-            squeezed = squeeze(work, orders, rule)
-            found.append((work.makespan(squeezed), squeezed))
-    moves = effort // (_BEST * max(1, len(work.actions)))
+    if not done():
+        from pipeloom.schedules.search_evolution import evolve  # numpy takes a while to import
+
+        found += evolve(work, int(effort * _GREEDY), bound, seed)
+    found = [each for each in found if work.all_fit(each[1])]
+    rng = random.Random(seed)
+    steps = int(effort * (1 - _GREEDY)) // (_BEST * _STEP * max(1, len(work.actions)))
     for _, orders in _different(sorted(found, key=_makespan)):
         if not done():
-            found.append(improve(work, orders, bound, moves, rng))
-    return min(found, key=_makespan)
+            found.append(improve(work, orders, bound, steps, rng))
+    makespan, orders = min(found, key=_makespan)
+    return makespan, orders, bound
 
 
 def _makespan(pair: tuple[float, IntOrders]) -> float:
@@ -139,11 +162,11 @@ def _different(found: list[tuple[float, IntOrders]]) -> list[tuple[float, IntOrd
     return chosen[:_BEST]
 
 
-def _named(work: Work) -> tuple[list[IntOrders], tuple[str, float] | None]:
+def _named(work: Work) -> tuple[list[IntOrders], tuple[Schedule, float] | None]:
     """The orders of the named schedules that are legal here, and the best of them as it is, B and all."""
     placement, starts = work.placement, []
-    best: tuple[str, float] | None = None
-    for name, family in NAMED.items():
+    best: tuple[Schedule, float] | None = None
+    for family in NAMED.values():
         try:
             schedule = family(
                 num_ranks=placement.num_ranks,
@@ -160,5 +183,5 @@ def _named(work: Work) -> tuple[list[IntOrders], tuple[str, float] | None]:
             starts.append(orders)
             makespan = work.makespan_of(schedule)
             if best is None or makespan < best[1]:
-                best = (name, makespan)
+                best = schedule, makespan
     return starts, best

@@ -1,0 +1,158 @@
+"""The shortest step of a tiny case, proved: every order, but for those that another one beats at the same point.
+
+Actions are put in one after the other. Two beginnings that have put in the same actions differ only in when each rank
+is free and when values under way arrive; where one is nowhere later than the other, only it is continued. Beginnings
+that cannot come below the best known step are dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeloom.ir.action import Action, Op
+from pipeloom.schedules.search_bounds import tails_of
+from pipeloom.schedules.search_work import IntOrders, Work
+
+_NEAR = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """Some actions put in: when each rank is free, when what is under way arrives, and how it came about."""
+
+    free: tuple[float, ...]
+    arrivals: tuple[tuple[int, float], ...]  # action that waits for the value, and when it is there
+    bound: float  # no continuation is shorter
+    last: int
+    parent: _Beginning | None
+
+
+def shortest(work: Work, makespan: float, width: int) -> tuple[float, IntOrders | None, float]:
+    """The best step below `makespan`, its orders (None if there is none), and a bound that no step is below.
+
+    Args:
+        work: the step; every stage on one rank.
+        makespan: of the best step that is known.
+        width: beginnings of the same length that are kept; the best, where there are more. The bound is the shortest
+            step where there are never more.
+    """
+    return _Exact(work, width).run(makespan)
+
+
+class _Exact:
+    def __init__(self, work: Work, width: int) -> None:
+        self._work, self._width = work, width
+        self._tails = tails_of(work)
+        # For each stage the numbers of F, I and W of micro-batch 0; those of the next are `_per` higher.
+        self._letters = [
+            tuple(work.number[Action(s, op, 0)] for op in (Op.F, Op.I, Op.W)) for s in range(work.placement.num_stages)
+        ]
+        self._per, self._m = 3 * work.placement.num_stages, work.num_microbatches
+
+    def run(self, makespan: float) -> tuple[float, IntOrders | None, float]:
+        work = self._work
+        ranks = work.placement.num_ranks
+        start = _Beginning((0.0,) * ranks, (), 0.0, -1, None)
+        layer: dict[tuple[int, ...], list[_Beginning]] = {(0,) * len(self._letters) * 3: [start]}
+        best, end, dropped = makespan, None, makespan
+        for _ in range(len(work.actions)):
+            following: dict[tuple[int, ...], list[_Beginning]] = {}
+            for counts, beginnings in layer.items():
+                for place, n in self._open(counts):
+                    reached = (*counts[:place], counts[place] + 1, *counts[place + 1 :])
+                    others = following.setdefault(reached, [])
+                    for beginning in beginnings:
+                        made = self._put(beginning, n, reached)
+                        if made.bound < best * (1 - _NEAR):
+                            _keep(others, made)
+            layer, lost = self._narrow(following)
+            dropped = min(dropped, lost)
+        for beginnings in layer.values():
+            for beginning in beginnings:
+                if max(beginning.free) < best:
+                    best, end = max(beginning.free), beginning
+        return best, None if end is None else self._orders(end), min(best, dropped)
+
+    def _open(self, counts: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Place and number of each action that may be put in next: its like in turn, what it needs there, with room."""
+        work = self._work
+        held = [0.0] * work.placement.num_ranks
+        for stage, (f, i, w) in enumerate(self._letters):
+            forwards, backwards, weights = counts[3 * stage : 3 * stage + 3]
+            held[work.rank[f]] += forwards * work.takes[f] - backwards * work.frees[i] - weights * work.frees[w]
+        found = []
+        for stage, numbers in enumerate(self._letters):
+            forwards, backwards, weights = counts[3 * stage : 3 * stage + 3]
+            f, i, w = numbers
+            rank = work.rank[f]
+            sent = counts[3 * stage - 3] if stage else self._m
+            back = counts[3 * stage + 4] if stage + 1 < len(self._letters) else self._m
+            if forwards < sent and held[rank] + work.takes[f] <= work.caps[rank]:
+                found.append((3 * stage, f + forwards * self._per))
+            if backwards < min(forwards, back):
+                found.append((3 * stage + 1, i + backwards * self._per))
+            if weights < backwards:
+                found.append((3 * stage + 2, w + weights * self._per))
+        return found
+
+    def _put(self, beginning: _Beginning, n: int, counts: tuple[int, ...]) -> _Beginning:
+        work, rank = self._work, self._work.rank[n]
+        start = beginning.free[rank]
+        for user, arrival in beginning.arrivals:
+            if user == n:
+                start = max(start, arrival)
+        end = start + work.seconds[n]
+        free = (*beginning.free[:rank], end, *beginning.free[rank + 1 :])
+        arrivals = [each for each in beginning.arrivals if each[0] != n]
+        user = work.after[n]
+        bound = max(beginning.bound, end + self._tails[n])
+        if user >= 0:
+            arrivals.append((user, end + work.lag[user]))
+            arrivals.sort()
+        # A value that waits for its rank might as well come when the rank is free.
+        settled = tuple((user, max(arrival, free[work.rank[user]])) for user, arrival in arrivals)
+        left = [0.0] * len(free)
+        for stage, numbers in enumerate(self._letters):
+            for which, number in enumerate(numbers):
+                left[work.rank[number]] += (self._m - counts[3 * stage + which]) * work.seconds[number]
+        bound = max(bound, *(when + rest for when, rest in zip(free, left, strict=True)))
+        for user, arrival in settled:
+            bound = max(bound, arrival + work.seconds[user] + self._tails[user])
+        return _Beginning(free, settled, bound, n, beginning)
+
+    def _narrow(
+        self, layer: dict[tuple[int, ...], list[_Beginning]]
+    ) -> tuple[dict[tuple[int, ...], list[_Beginning]], float]:
+        """The best of the layer, and the least bound of what is dropped."""
+        ranked = sorted(
+            ((each.bound, sum(each.free), number, counts, each)
+             for number, (counts, row) in enumerate(layer.items()) for each in row),
+            key=lambda item: item[:3],
+        )
+        kept: dict[tuple[int, ...], list[_Beginning]] = {}
+        for _, _, _, counts, each in ranked[: self._width]:
+            kept.setdefault(counts, []).append(each)
+        return kept, ranked[self._width][0] if len(ranked) > self._width else float("inf")
+
+    def _orders(self, end: _Beginning) -> IntOrders:
+        orders: IntOrders = [[] for _ in range(self._work.placement.num_ranks)]
+        at: _Beginning | None = end
+        while at is not None and at.last >= 0:
+            orders[self._work.rank[at.last]].append(at.last)
+            at = at.parent
+        return [order[::-1] for order in orders]
+
+
+def _keep(others: list[_Beginning], made: _Beginning) -> None:
+    """Add a beginning unless one with the same actions is nowhere later; drop those that it beats in turn."""
+    times = (*made.free, *(arrival for _, arrival in made.arrivals))
+    beaten = []
+    for place, other in enumerate(others):
+        theirs = (*other.free, *(arrival for _, arrival in other.arrivals))
+        if all(a <= b for a, b in zip(theirs, times, strict=True)):
+            return
+        if all(a <= b for a, b in zip(times, theirs, strict=True)):
+            beaten.append(place)
+    for place in reversed(beaten):
+        del others[place]
+    others.append(made)
