@@ -30,12 +30,12 @@ def evolve(work: Work, effort: int, bound: float, seed: int) -> list[tuple[float
     for generation in range(1 + effort // (_CHILDREN * len(work.actions))):
         if generation:
             children = _children(shop, rules, draw, unit)
-            played, made = shop.play(children)
+            played, made = shop.play(children, spans[-1] * (1 + _NEAR) if len(spans) == _PARENTS else np.inf)
             rules = np.concatenate([children, rules])
             spans, orders = np.concatenate([played, spans]), np.concatenate([made, orders])
         # Of rules that are equally good the youngest stays: it may have wandered to where a next step is better.
         _, kept = np.unique(np.round(spans / bound, 9), return_index=True)
-        kept = kept[:_PARENTS]
+        kept = kept[np.isfinite(spans[kept])][:_PARENTS]
         rules, spans, orders = rules[kept], spans[kept], orders[kept]
         if spans[0] <= bound * (1 + _NEAR):
             break
