@@ -24,15 +24,18 @@ from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.conditions import Conditions
 from pipeloom.schedules.search_bounds import lower_bound
+from pipeloom.schedules.search_exact import shortest
 from pipeloom.schedules.search_moves import improve
 from pipeloom.schedules.search_work import IntOrders, Work
 from pipeloom.schedules.table import NAMED
 
 _GREEDY = 0.6  # part of the effort that goes into greedy phases
-_BEST = 3  # orders that are improved
-_STEP = 4  # a step of the improvement takes as long as so many actions timed in a greedy phase, for each action
+_CHOSEN = (12, 4, 1)  # orders that are improved: a third of the rest for many, a third for the best of these, and so on
+_STEP = 2  # a step of the improvement, for each action of the step, is worth timing so many actions in a greedy phase
+_TINY = 40  # actions up to which the shortest step is proved, where that needs few beginnings
+_WIDTH = 300  # beginnings of the same length that are kept for that
 _NEAR = 1e-9
-EFFORT = 2_000_000  # actions timed while improving; about a second for each million
+EFFORT = 8_000_000  # actions to be timed; half a second to a second for each million
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +70,9 @@ def search(
         placement: which ranks hold which stage.
         num_microbatches: m.
         conditions: times, latencies and memory; equal times, no latency and no limit if not given.
-        effort: actions to be timed in the improvement phase; 0 leaves it out.
-        seed: of the random moves; the same seed finds the same schedule.
+        effort: actions to be timed, which sets the time to answer, but not by the clock: the same effort finds the same
+            on every machine. 0 plays one generation of rules and improves nothing.
+        seed: of all that is drawn by chance; the same seed finds the same schedule.
 
     Raises:
         ScheduleError: conditions for another placement, or caps below what one micro-batch holds.
@@ -139,13 +143,17 @@ def _shortest(
         from pipeloom.schedules.search_evolution import evolve  # numpy takes a while to import
 
         found += evolve(work, int(effort * _GREEDY), bound, seed)
-    found = [each for each in found if work.all_fit(each[1])]
     rng = random.Random(seed)
-    steps = int(effort * (1 - _GREEDY)) // (_BEST * _STEP * max(1, len(work.actions)))
-    for _, orders in _different(sorted(found, key=_makespan)):
-        if not done():
-            found.append(improve(work, orders, bound, steps, rng))
+    steps = int(effort * (1 - _GREEDY)) // (_STEP * max(1, len(work.actions)) * len(_CHOSEN))
+    for most in _CHOSEN:
+        chosen = _different(sorted(found, key=_makespan), most)
+        for _, orders in chosen:
+            if not done():
+                found.append(improve(work, orders, bound, steps // len(chosen), rng))
     makespan, orders = min(found, key=_makespan)
+    if len(work.actions) <= _TINY and makespan > bound * (1 + _NEAR) and not work.replicated and effort:
+        makespan, better, proved = shortest(work, makespan, _WIDTH)
+        orders, bound = better or orders, max(bound, proved)
     return makespan, orders, bound
 
 
@@ -153,13 +161,13 @@ def _makespan(pair: tuple[float, IntOrders]) -> float:
     return pair[0]
 
 
-def _different(found: list[tuple[float, IntOrders]]) -> list[tuple[float, IntOrders]]:
+def _different(found: list[tuple[float, IntOrders]], most: int) -> list[tuple[float, IntOrders]]:
     """The best, no two with the same makespan."""
     chosen: list[tuple[float, IntOrders]] = []
     for makespan, orders in found:
         if not chosen or makespan > chosen[-1][0] * (1 + _NEAR):
             chosen.append((makespan, orders))
-    return chosen[:_BEST]
+    return chosen[:most]
 
 
 def _named(work: Work) -> tuple[list[IntOrders], tuple[Schedule, float] | None]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeloom.schedules.search_rules import Floats, Shop
 from pipeloom.schedules.search_work import IntOrders, Work
 
 _CHILDREN = 160  # rules that are played at once
 _PARENTS = 24  # rules that are kept
+_FEW = 12  # micro-batches with which rules are bred first
 _NEAR = 1e-9
 _NO_LIMIT = 1e6
 
 
 def evolve(work: Work, effort: int, bound: float, seed: int) -> list[tuple[float, IntOrders]]:
     """The best schedules found by playing rules until `effort` actions have been timed; shortest first.
+
+    Half of the effort goes into the same step with fewer micro-batches: the rules come to the same, and each is played
+    sooner.
 
     Args:
         work: the step.
@@ -26,20 +31,33 @@ def evolve(work: Work, effort: int, bound: float, seed: int) -> list[tuple[float
     draw = np.random.default_rng(seed)
     unit = float(np.mean(work.seconds)) or 1.0
     rules = _first_rules(shop, draw, unit)
+    few = _FEW
+    if work.num_microbatches >= 2 * few:
+        less = Shop(Work(work.placement, few, work.conditions))
+        rules, _, _ = _generations(less, rules, effort // 2, 0.0, draw, unit)
+        effort -= effort // 2
+    rules, spans, orders = _generations(shop, rules, effort, bound, draw, unit)
+    return [(float(span), shop.orders(row)) for span, row in zip(spans, orders, strict=True)]
+
+
+def _generations(
+    shop: Shop, rules: Floats, effort: int, bound: float, draw: np.random.Generator, unit: float
+) -> tuple[Floats, Floats, npt.NDArray[np.int32]]:
+    """The best rules that descend from `rules`, their makespans, shortest first, and their orders."""
     spans, orders = shop.play(rules)
-    for generation in range(1 + effort // (_CHILDREN * len(work.actions))):
+    for generation in range(1 + effort // (_CHILDREN * len(shop.work.actions))):
         if generation:
             children = _children(shop, rules, draw, unit)
             played, made = shop.play(children, spans[-1] * (1 + _NEAR) if len(spans) == _PARENTS else np.inf)
             rules = np.concatenate([children, rules])
             spans, orders = np.concatenate([played, spans]), np.concatenate([made, orders])
         # Of rules that are equally good the youngest stays: it may have wandered to where a next step is better.
-        _, kept = np.unique(np.round(spans / bound, 9), return_index=True)
+        _, kept = np.unique(np.round(spans / unit, 7), return_index=True)
         kept = kept[np.isfinite(spans[kept])][:_PARENTS]
         rules, spans, orders = rules[kept], spans[kept], orders[kept]
         if spans[0] <= bound * (1 + _NEAR):
             break
-    return [(float(span), shop.orders(row)) for span, row in zip(spans, orders, strict=True)]
+    return rules, spans, orders
 
 
 def _first_rules(shop: Shop, draw: np.random.Generator, unit: float) -> Floats:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pipeloom.ir.action import Op
 from pipeloom.schedules.search_work import IntOrders, Work
 
-_REACH = 10  # how far from the end of a block an action may be that moves there
+_REACH = 6  # how far from the end of a block an action may be that moves there
 _TRIES = 6  # moves that are made and timed before a step is given up
 _PATIENCE = 400  # steps without a new best before going back to it
 _NEAR = 1e-9
