@@ -21,13 +21,15 @@ from pipeloom.schedules.hanayo import hanayo
 from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
-from pipeloom.schedules.search import Found, search, search_loop
+from pipeloom.schedules.search import EFFORT, Found, search, search_loop
+from pipeloom.schedules.search_prove import prove
 from pipeloom.schedules.table import NAMED, Family
 from pipeloom.schedules.zb_auto import zb_auto
 from pipeloom.schedules.zb_v import zb_v
 from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
+    "EFFORT",
     "FAMILIES",
     "Conditions",
     "Family",
@@ -43,6 +45,7 @@ __all__ = [
     "interleaved",
     "naive",
     "one_f_one_b",
+    "prove",
     "search",
     "v_half",
     "v_min",

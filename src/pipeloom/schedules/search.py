@@ -31,11 +31,11 @@ from pipeloom.schedules.table import NAMED
 
 _GREEDY = 0.6  # part of the effort that goes into greedy phases
 _CHOSEN = (12, 4, 1)  # orders that are improved: a third of the rest for many, a third for the best of these, and so on
-_STEP = 2  # a step of the improvement, for each action of the step, is worth timing so many actions in a greedy phase
 _TINY = 40  # actions up to which the shortest step is proved, where that needs few beginnings
 _WIDTH = 300  # beginnings of the same length that are kept for that
 _NEAR = 1e-9
-EFFORT = 8_000_000  # actions to be timed; half a second to a second for each million
+_MOST_MOVES = 3000  # for each order
+EFFORT = 5_000_000  # about a second for each million
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def search(
         placement: which ranks hold which stage.
         num_microbatches: m.
         conditions: times, latencies and memory; equal times, no latency and no limit if not given.
-        effort: actions to be timed, which sets the time to answer, but not by the clock: the same effort finds the same
+        effort: work to be done, about a million for each second, but not by the clock: the same effort finds the same
             on every machine. 0 plays one generation of rules and improves nothing.
         seed: of all that is drawn by chance; the same seed finds the same schedule.
 
@@ -144,12 +144,12 @@ def _shortest(
 
         found += evolve(work, int(effort * _GREEDY), bound, seed)
     rng = random.Random(seed)
-    steps = int(effort * (1 - _GREEDY)) // (_STEP * max(1, len(work.actions)) * len(_CHOSEN))
+    steps = int(effort * (1 - _GREEDY)) // (max(1, len(work.actions)) * len(_CHOSEN))
     for most in _CHOSEN:
         chosen = _different(sorted(found, key=_makespan), most)
         for _, orders in chosen:
             if not done():
-                found.append(improve(work, orders, bound, steps // len(chosen), rng))
+                found.append(improve(work, orders, bound, min(_MOST_MOVES, steps // len(chosen)), rng))
     makespan, orders = min(found, key=_makespan)
     if len(work.actions) <= _TINY and makespan > bound * (1 + _NEAR) and not work.replicated and effort:
         makespan, better, proved = shortest(work, makespan, _WIDTH)

@@ -1,7 +1,7 @@
 """Seconds below which no schedule of a step can come: what the search is measured against.
 
-Three bounds, the highest counts. Where every stage has one rank, micro-batches are alike, so each op of a stage may take
-them in turn; then the caps say that some actions must have ended before others start.
+Three bounds, the highest counts. Where every stage has one rank, micro-batches are alike, so each op of a stage may
+take them in turn; then the caps say that some actions must have ended before others start.
 
 * Chains: the longest path through the dependencies and through what the caps and the turns add.
 * Ranks: Jackson's preemptive schedule of each rank's actions, with heads and tails from the chains.
@@ -74,11 +74,11 @@ def _forced(work: Work, rank: int, stages: Sequence[int]) -> Iterator[tuple[int,
     for j, stage in enumerate(stages):
         # All from the oldest that I of stage i has not released are here with A(i), the newest with A(j).
         for i, other in enumerate(stages[: j + 1]):
-            if 0 < (rest := held[i + 1]) and math.isfinite(cap):
+            if (rest := held[i + 1]) > 0.0 and math.isfinite(cap):
                 yield stage, (other, _I), int((cap - held[j + 1] + held[i + 1]) / rest)
         # Before the oldest that waits for stage i can go on to it, the younger ones stay, with A(j) at least.
         for i in range(j + 1, len(stages)):
-            if 0 < (rest := held[j + 1]) and math.isfinite(cap):
+            if (rest := held[j + 1]) > 0.0 and math.isfinite(cap):
                 yield stage, (stages[i], _F), int((cap - held[i + 1]) / rest) + 1
 
 

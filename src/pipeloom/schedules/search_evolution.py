@@ -10,20 +10,21 @@ from pipeloom.schedules.search_work import IntOrders, Work
 
 _CHILDREN = 160  # rules that are played at once
 _PARENTS = 24  # rules that are kept
+_STALE = 40  # generations without a shorter step after which no more are bred
 _FEW = 12  # micro-batches with which rules are bred first
 _NEAR = 1e-9
 _NO_LIMIT = 1e6
 
 
 def evolve(work: Work, effort: int, bound: float, seed: int) -> list[tuple[float, IntOrders]]:
-    """The best schedules found by playing rules until `effort` actions have been timed; shortest first.
+    """The best schedules found by playing rules for about `effort` microseconds of work; shortest first.
 
     Half of the effort goes into the same step with fewer micro-batches: the rules come to the same, and each is played
     sooner.
 
     Args:
         work: the step.
-        effort: actions to be timed; at least one generation is played.
+        effort: work to be done, see `Shop.spent`; at least one generation is played.
         bound: where to stop.
         seed: of the rules.
     """
@@ -31,11 +32,10 @@ def evolve(work: Work, effort: int, bound: float, seed: int) -> list[tuple[float
     draw = np.random.default_rng(seed)
     unit = float(np.mean(work.seconds)) or 1.0
     rules = _first_rules(shop, draw, unit)
-    few = _FEW
-    if work.num_microbatches >= 2 * few:
-        less = Shop(Work(work.placement, few, work.conditions))
+    if work.num_microbatches >= 3 * _FEW // 2:
+        less = Shop(Work(work.placement, _FEW, work.conditions))
         rules, _, _ = _generations(less, rules, effort // 2, 0.0, draw, unit)
-        effort -= effort // 2
+        effort -= less.spent
     rules, spans, orders = _generations(shop, rules, effort, bound, draw, unit)
     return [(float(span), shop.orders(row)) for span, row in zip(spans, orders, strict=True)]
 
@@ -45,8 +45,9 @@ def _generations(
 ) -> tuple[Floats, Floats, npt.NDArray[np.int32]]:
     """The best rules that descend from `rules`, their makespans, shortest first, and their orders."""
     spans, orders = shop.play(rules)
-    for generation in range(1 + effort // (_CHILDREN * len(shop.work.actions))):
-        if generation:
+    stale, best = 0, np.inf
+    while True:
+        if best < np.inf:
             children = _children(shop, rules, draw, unit)
             played, made = shop.play(children, spans[-1] * (1 + _NEAR) if len(spans) == _PARENTS else np.inf)
             rules = np.concatenate([children, rules])
@@ -55,9 +56,10 @@ def _generations(
         _, kept = np.unique(np.round(spans / unit, 7), return_index=True)
         kept = kept[np.isfinite(spans[kept])][:_PARENTS]
         rules, spans, orders = rules[kept], spans[kept], orders[kept]
-        if spans[0] <= bound * (1 + _NEAR):
-            break
-    return rules, spans, orders
+        stale = 0 if spans[0] < best * (1 - _NEAR) else stale + 1
+        best = spans[0]
+        if best <= bound * (1 + _NEAR) or shop.spent >= effort or stale == _STALE:
+            return rules, spans, orders
 
 
 def _first_rules(shop: Shop, draw: np.random.Generator, unit: float) -> Floats:

@@ -125,8 +125,11 @@ class _Exact:
     ) -> tuple[dict[tuple[int, ...], list[_Beginning]], float]:
         """The best of the layer, and the least bound of what is dropped."""
         ranked = sorted(
-            ((each.bound, sum(each.free), number, counts, each)
-             for number, (counts, row) in enumerate(layer.items()) for each in row),
+            (
+                (each.bound, sum(each.free), number, counts, each)
+                for number, (counts, row) in enumerate(layer.items())
+                for each in row
+            ),
             key=lambda item: item[:3],
         )
         kept: dict[tuple[int, ...], list[_Beginning]] = {}

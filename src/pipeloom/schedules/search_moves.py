@@ -1,8 +1,8 @@
 """Improvement phase of the search: tabu search over moves on the critical path (Nowicki and Smutnicki, 1996).
 
-What delays an action is the one before it on its own rank or a value from another rank. A run of actions of one rank in
-which each delays the next is a *block*. Only taking an action of a block behind its last or before its first can shorten
-the step. What a move comes to is estimated with the heads and tails of all other actions as they are (Balas and
+What delays an action is the one before it on its own rank or a value from another rank. A run of actions of one rank
+in which each delays the next is a *block*. Only taking an action of a block behind its last or before its first can
+shorten the step. What a move comes to is estimated with the heads and tails of all other actions as they are (Balas and
 Vazacopoulos, 1998); the best that is not tabu is made, also if it is longer.
 """
 
@@ -52,7 +52,9 @@ class _Tabu:
     work: Work
     bound: float
     rng: random.Random
-    until: dict[tuple[int, int], int] = field(default_factory=dict)  # step before which the second may not go first
+    until: dict[tuple[int, int], int] = field(
+        default_factory=dict
+    )  # step before which the first may not go before the second
     step: int = 0
 
     def run(self, orders: IntOrders, steps: int) -> tuple[float, IntOrders]:
@@ -102,12 +104,13 @@ class _Tabu:
         return _Timed(orders, ends, tails, arrivals, behind, max(ends, default=0.0))
 
     def _next(self, current: _Timed, best: float) -> _Timed | None:
-        """The neighbour with the best estimate that is legal, keeps the cap, and is not tabu unless it is a new best."""
-        rng = self.rng
-        moves = [(move.estimate * (1 + 1e-6 * rng.random()), number, move) for number, move in enumerate(self._moves(current))]
-        moves.sort()
+        """The legal neighbour within the cap with the best estimate; none that is tabu unless it is a new best."""
+        moves = self._moves(current)
+        for move in moves:
+            move.estimate *= 1 + _NEAR * self.rng.random()  # equals in any order
+        moves.sort(key=lambda move: move.estimate)
         tried = 0
-        for _, _, move in moves:
+        for move in moves:
             order = current.orders[move.rank]
             if self._is_tabu(order, move) and move.estimate >= best * (1 - _NEAR):
                 continue
@@ -165,22 +168,22 @@ class _Tabu:
         work, ends, orders = self.work, current.ends, current.orders
         position = {n: at for order in orders for at, n in enumerate(order)}
         n = max((order[-1] for order in orders if order), key=lambda last: ends[last])
-        blocks = []
+        blocks, near = [], _NEAR * current.makespan
         while True:
             rank = work.rank[n]
             order = orders[rank]
             last = at = position[n]
             start = ends[n] - work.seconds[n]
-            while at and ends[order[at - 1]] >= start - _NEAR * current.makespan:
+            while at and ends[order[at - 1]] >= start - near:
                 need = work.before[order[at]]
-                if need >= 0 and work.rank[need] != rank and self.rng.random() < 0.5:
-                    if current.arrivals[order[at]] >= start - _NEAR * current.makespan:
-                        break  # two longest chains meet here
+                meet = need >= 0 and work.rank[need] != rank and current.arrivals[order[at]] >= start - near
+                if meet and self.rng.random() < 0.5:
+                    break  # of two longest chains, either
                 at -= 1
                 start = ends[order[at]] - work.seconds[order[at]]
             blocks.append((rank, at, last))
             need = work.before[order[at]]
-            if need < 0 or current.arrivals[order[at]] < start - _NEAR * current.makespan:
+            if need < 0 or current.arrivals[order[at]] < start - near:
                 return blocks
             n = need
 
@@ -188,9 +191,12 @@ class _Tabu:
         """How far to the back, up to `last`, an action can go without overtaking its like or what needs it."""
         actions = self.work.actions
         stage, op, microbatch, _ = actions[order[source]]
+        user = self.work.after[order[source]]
         for at in range(source + 1, last + 1):
             other = actions[order[at]]
-            if other.stage == stage and (other.op is op or (other.microbatch == microbatch and op is not Op.W)):
+            if order[at] == user or (
+                other.stage == stage and (other.op is op or (other.microbatch == microbatch and op is not Op.W))
+            ):
                 return at - 1
         return last
 
@@ -198,9 +204,12 @@ class _Tabu:
         """How far to the front, down to `first`."""
         actions = self.work.actions
         stage, op, microbatch, _ = actions[order[source]]
+        need = self.work.before[order[source]]
         for at in range(source - 1, first - 1, -1):
             other = actions[order[at]]
-            if other.stage == stage and (other.op is op or (other.microbatch == microbatch and op is not Op.F)):
+            if order[at] == need or (
+                other.stage == stage and (other.op is op or (other.microbatch == microbatch and op is not Op.F))
+            ):
                 return at + 1
         return first
 

@@ -13,18 +13,14 @@ from typing import Any
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
-from pipeloom.ir.placement import Placement
 from pipeloom.schedules.conditions import Conditions
 from pipeloom.schedules.search import Found
-from pipeloom.schedules.search_bounds import lower_bound
 from pipeloom.schedules.search_work import IntOrders, Work
 
 _UNITS = 2**24  # of time in the step, and of memory in a cap
 
 
-def prove(
-    found: Found, *, conditions: Conditions, seconds: float = 60.0, workers: int = 1, placement: Placement | None = None
-) -> Found:
+def prove(found: Found, *, conditions: Conditions, seconds: float = 60.0, workers: int = 1) -> Found:
     """`found` with the better of its bound and the solver's, and with the solver's schedule where that is shorter.
 
     The gap to the best possible is ``makespan / lower_bound - 1`` of the answer.
@@ -34,7 +30,6 @@ def prove(
         conditions: times, latencies and memory.
         seconds: after which the solver stops; what it has proved by then depends on the machine.
         workers: threads of the solver; with one, and time enough, the answer is always the same.
-        placement: the schedule's own if not given.
 
     Raises:
         InputError: OR-tools is not installed.
@@ -45,7 +40,7 @@ def prove(
         raise InputError(
             "proving needs OR-tools, which is not installed; run `pip install 'pipeloom[search]'`, or do without"
         ) from error
-    work = Work(placement or found.schedule.placement, found.schedule.num_microbatches, conditions)
+    work = Work(found.schedule.placement, found.schedule.num_microbatches, conditions)
     orders = work.orders_of(found.schedule)
     model, starts = _model(cp_model, work, orders, found.lower_bound)
     solver = cp_model.CpSolver()
@@ -89,10 +84,10 @@ def _model(cp_model: Any, work: Work, orders: IntOrders, bound: float) -> tuple[
 
 
 def _in_turn(model: Any, work: Work, starts: list[Any], lasts: list[int]) -> None:
-    """F, I and W of a stage and micro-batch follow each other; micro-batches are alike, so each op takes them in turn."""
+    """F, I and W of a stage and micro-batch follow each other; each op takes the micro-batches, all alike, in turn."""
     for n, (stage, op, microbatch, _) in enumerate(work.actions):
         for following in ((stage, {Op.F: Op.I, Op.I: Op.W}.get(op), microbatch), (stage, op, (microbatch or 0) + 1)):
-            other = work.number.get(following + (None,))  # type: ignore[call-overload]
+            other = work.number.get((*following, None))  # type: ignore[call-overload]
             if other is not None and not (work.replicated and following[1] is op):
                 model.add(starts[other] >= starts[n] + lasts[n])
 
@@ -108,6 +103,3 @@ def _memory(model: Any, work: Work, rank: int, starts: list[Any], lasts: list[in
             intervals.append(model.new_interval_var(start, size, starts[n] + lasts[n], f"life of {action}"))
             sizes.append(math.floor(work.frees[n] / grain))
     model.add_cumulative(intervals, sizes, _UNITS)
-
-
-__all__ = ["lower_bound", "prove"]

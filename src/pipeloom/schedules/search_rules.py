@@ -1,7 +1,8 @@
 """Greedy phase of the search: many schedules at once, each made in time order by a rule of its own.
 
-A rank looks at the next F, I and W of each of its stages and starts the one whose earliest start plus an *offset* is the
-smallest: a number for each op and stage. A large offset of W fills waits with W, a small one of I puts backwards first.
+A rank looks at the next F, I and W of each of its stages and starts the one whose earliest start plus an *offset* is
+the smallest: a number for each op and stage. A large offset of W fills waits with W, a small one of I puts backwards
+first.
 *Limits* bound how many micro-batches of a stage are between F and I, and *patience* says how much sooner an action must
 come than the one that is at hand, if it has not been sent yet, for the rank to wait for it.
 
@@ -10,8 +11,6 @@ and then the next, each W run at once (the banker's rule). If an F has no room b
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ from pipeloom.schedules.search_work import IntOrders, Work
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+_ROUND, _CELL = 110, 0.04  # work of a round, and of each number in its arrays
 _CHECK = 16  # rounds between looks at which rules are done
 
 
@@ -35,6 +35,7 @@ class Shop:
         chunks: the most stages of a rank, c; ranks with fewer have letters without actions.
         genes: numbers of a rule for each rank, 4c + 1.
         stages: for each rank and chunk the stage, the last one where there is none.
+        spent: work done by `play` so far, about a million for each second.
     """
 
     def __init__(self, work: Work) -> None:
@@ -71,6 +72,8 @@ class Shop:
         self.sizes = (self.number != never).sum(axis=2)[:, :, None]
         self.lengths = self.sizes.sum(axis=1)
         self.longest = (ranks, int(self.lengths.max()))
+        self.spent = 0
+        self._cells = ranks * 3 * c
 
     def _neighbours(self) -> Ints:
         """For each rank those that send to it, as often as it takes to fill the row."""
@@ -85,9 +88,7 @@ class Shop:
         if not numbers:
             return
         self.number[rank, letter, : len(numbers)] = numbers
-        self.before[rank, letter, : len(numbers)] = [
-            work.before[n] if work.before[n] >= 0 else zero for n in numbers
-        ]
+        self.before[rank, letter, : len(numbers)] = [work.before[n] if work.before[n] >= 0 else zero for n in numbers]
         self.lag[rank, letter, : len(numbers)] = [work.lag[n] for n in numbers]
         first = numbers[0]
         self.seconds[rank, letter] = work.seconds[first]
@@ -112,6 +113,7 @@ class Shop:
         while len(play.rule):
             play.round()
             rounds += 1
+            self.spent += _ROUND + int(_CELL * self._cells * len(play.rule))
             if rounds % _CHECK:
                 continue
             left = play.left()
