@@ -13,6 +13,7 @@ take them in turn; then the caps say that some actions must have ended before ot
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -27,8 +28,7 @@ def lower_bound(work: Work) -> float:
     """No order that keeps the caps is shorter."""
     if not work.actions:
         return 0.0
-    earlier = _earlier(work)
-    heads, tails = _heads(work, earlier), _tails(work, earlier)
+    heads, tails = heads_and_tails(work)
     bound = max(h + s + t for h, s, t in zip(heads, work.seconds, tails, strict=True))
     for rank in range(work.placement.num_ranks):
         numbers = [n for n, where in enumerate(work.rank) if where == rank]
@@ -38,9 +38,10 @@ def lower_bound(work: Work) -> float:
     return bound
 
 
-def tails_of(work: Work) -> list[float]:
-    """For each action the least seconds between its end and the end of the step."""
-    return _tails(work, _earlier(work))
+def heads_and_tails(work: Work) -> tuple[list[float], list[float]]:
+    """For each action the least seconds before its start, and between its end and the end of the step."""
+    earlier = _earlier(work)
+    return _heads(work, earlier), _tails(work, earlier)
 
 
 def _earlier(work: Work) -> list[list[tuple[int, float]]]:
@@ -107,7 +108,8 @@ def _memory_bound(work: Work, rank: int, heads: list[float], tails: list[float])
     sets = list(_sets(held, cap, m))
     if len(sets) > _MOST_SETS:
         return 0.0
-    away = _away(work, stages)
+    down, up = away(work, stages)
+    times = [a + b for a, b in zip([*down, 0.0], up, strict=True)]
     first = min(heads[number[Action(s, _F, 0)]] for s in stages)
     last = min(tails[number[Action(s, _I, m - 1)]] for s in stages)
     backward = [
@@ -117,29 +119,30 @@ def _memory_bound(work: Work, rank: int, heads: list[float], tails: list[float])
     ]
     weights = [(conditions.backward_weight[s], conditions.weight_gradient[s], 0) for s in stages]
     return first + max(
-        _covering(backward, sets, held, away, cap, m) + last, _covering(backward + weights, sets, held, away, cap, m)
+        _covering(backward, sets, held, times, cap, m) + last, _covering(backward + weights, sets, held, times, cap, m)
     )
 
 
-def _away(work: Work, stages: Sequence[int]) -> list[float]:
-    """For each of a rank's stages, seconds for which a micro-batch that has come so far and not further is away."""
-    b = 0
-    ends: dict[int, float] = {}
+def away(work: Work, stages: Sequence[int]) -> tuple[list[float], list[float]]:
+    """The least seconds that a micro-batch is away between a rank's actions on it.
+
+    Down, between F of a stage and F of the next of the rank's stages; up, for each stage between what comes before its
+    I (I of the next, F of the last one itself) and that I.
+    """
+    ends: dict[Action, float] = {}
     clock = 0.0
     for n in range(3 * work.placement.num_stages):  # micro-batch 0 alone, W left out
         if work.actions[n].op is not _W:
             clock += work.lag[n] + work.seconds[n]
-            ends[n] = clock
-    end = {(s, op): ends[work.number[Action(s, op, b)]] for s in stages for op in (_F, _I)}
-    start = {(s, op): end[s, op] - work.seconds[work.number[Action(s, op, b)]] for s, op in end}
-    away = []
-    for j, stage in enumerate(stages):
-        if j + 1 < len(stages):
-            above = stages[j + 1]
-            away.append(start[above, _F] - end[stage, _F] + start[stage, _I] - end[above, _I])
-        else:
-            away.append(start[stage, _I] - end[stage, _F])
-    return away
+            ends[work.actions[n]] = clock
+
+    def between(first: Action, then: Action) -> float:
+        return ends[then] - work.seconds[work.number[then]] - ends[first]
+
+    forwards, backwards = ([Action(s, op, 0) for s in stages] for op in (_F, _I))
+    down = [between(a, b) for a, b in itertools.pairwise(forwards)]
+    up = [between(b, a) for a, b in itertools.pairwise(backwards)]
+    return down, [*up, between(forwards[-1], backwards[-1])]
 
 
 def _sets(held: Sequence[float], cap: float, most: int) -> Iterator[tuple[int, ...]]:

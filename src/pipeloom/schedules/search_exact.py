@@ -7,10 +7,13 @@ that cannot come below the best known step are dropped.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pipeloom.ir.action import Action, Op
-from pipeloom.schedules.search_bounds import tails_of
+from pipeloom.ir.placement import Placement
+from pipeloom.schedules.conditions import Conditions
+from pipeloom.schedules.search_bounds import away, heads_and_tails
 from pipeloom.schedules.search_work import IntOrders, Work
 
 _NEAR = 1e-9
@@ -22,6 +25,7 @@ class _Beginning:
 
     free: tuple[float, ...]
     arrivals: tuple[tuple[int, float], ...]  # action that waits for the value, and when it is there
+    reach: float  # no continuation is shorter for what has been put in
     bound: float  # no continuation is shorter
     last: int
     parent: _Beginning | None
@@ -36,23 +40,63 @@ def shortest(work: Work, makespan: float, width: int) -> tuple[float, IntOrders 
         width: beginnings of the same length that are kept; the best, where there are more. The bound is the shortest
             step where there are never more.
     """
-    return _Exact(work, width).run(makespan)
+    return _Exact(work, width, *heads_and_tails(work)).run(makespan)
+
+
+def bound_alone(work: Work, rank: int, makespan: float, least: float, width: int) -> float:
+    """What the step takes at least if all other ranks have as many devices as they want: proved for one rank alone.
+
+    Args:
+        work: the step; every stage on one rank.
+        rank: whose actions are put in order; those of the others are waits between them.
+        makespan: of the best step that is known.
+        least: a bound that is known; returned where no better one is found.
+        width: as in `shortest`.
+    """
+    stages, given = work.placement.stages_of[rank], work.conditions
+
+    def mine(numbers: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(numbers[s] for s in stages)
+
+    conditions = Conditions(
+        forward=mine(given.forward),
+        backward_input=mine(given.backward_input),
+        backward_weight=mine(given.backward_weight),
+        latency=((0.0,),),
+        activation=mine(given.activation),
+        weight_gradient=mine(given.weight_gradient),
+        caps=(given.caps[rank],),
+    )
+    alone = Work(Placement(((0,),) * len(stages)), work.num_microbatches, conditions)
+    down, up = away(work, stages)
+    heads, tails = heads_and_tails(work)
+    theirs = [work.number[Action(stages[s], op, b)] for s, op, b, _ in alone.actions]
+    for n, (stage, op, b, _) in enumerate(alone.actions):
+        if op is Op.F and stage:
+            alone.lag[n] = down[stage - 1]
+        elif op is Op.I:
+            alone.lag[n] = up[stage]
+            if stage == len(stages) - 1:
+                forward = alone.number[Action(stage, Op.F, b)]
+                alone.before[n], alone.after[forward] = forward, n
+    exact = _Exact(alone, width, [heads[n] for n in theirs], [tails[n] for n in theirs])
+    return exact.run(makespan, least)[2]
 
 
 class _Exact:
-    def __init__(self, work: Work, width: int) -> None:
-        self._work, self._width = work, width
-        self._tails = tails_of(work)
+    def __init__(self, work: Work, width: int, heads: list[float], tails: list[float]) -> None:
+        self._work, self._width, self._heads, self._tails = work, width, heads, tails
         # For each stage the numbers of F, I and W of micro-batch 0; those of the next are `_per` higher.
         self._letters = [
             tuple(work.number[Action(s, op, 0)] for op in (Op.F, Op.I, Op.W)) for s in range(work.placement.num_stages)
         ]
         self._per, self._m = 3 * work.placement.num_stages, work.num_microbatches
 
-    def run(self, makespan: float) -> tuple[float, IntOrders | None, float]:
+    def run(self, makespan: float, least: float = -math.inf) -> tuple[float, IntOrders | None, float]:
+        """See `shortest`; ends early where the bound cannot come above `least`."""
         work = self._work
         ranks = work.placement.num_ranks
-        start = _Beginning((0.0,) * ranks, (), 0.0, -1, None)
+        start = _Beginning((0.0,) * ranks, (), 0.0, 0.0, -1, None)
         layer: dict[tuple[int, ...], list[_Beginning]] = {(0,) * len(self._letters) * 3: [start]}
         best, end, dropped = makespan, None, makespan
         for _ in range(len(work.actions)):
@@ -67,10 +111,12 @@ class _Exact:
                             _keep(others, made)
             layer, lost = self._narrow(following)
             dropped = min(dropped, lost)
+            if dropped <= least:
+                return best, None, least
         for beginnings in layer.values():
             for beginning in beginnings:
-                if max(beginning.free) < best:
-                    best, end = max(beginning.free), beginning
+                if beginning.bound < best:
+                    best, end = beginning.bound, beginning
         return best, None if end is None else self._orders(end), min(best, dropped)
 
     def _open(self, counts: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -97,7 +143,7 @@ class _Exact:
 
     def _put(self, beginning: _Beginning, n: int, counts: tuple[int, ...]) -> _Beginning:
         work, rank = self._work, self._work.rank[n]
-        start = beginning.free[rank]
+        start = max(beginning.free[rank], self._heads[n])
         for user, arrival in beginning.arrivals:
             if user == n:
                 start = max(start, arrival)
@@ -105,7 +151,7 @@ class _Exact:
         free = (*beginning.free[:rank], end, *beginning.free[rank + 1 :])
         arrivals = [each for each in beginning.arrivals if each[0] != n]
         user = work.after[n]
-        bound = max(beginning.bound, end + self._tails[n])
+        reach = max(beginning.reach, end + self._tails[n])
         if user >= 0:
             arrivals.append((user, end + work.lag[user]))
             arrivals.sort()
@@ -115,10 +161,10 @@ class _Exact:
         for stage, numbers in enumerate(self._letters):
             for which, number in enumerate(numbers):
                 left[work.rank[number]] += (self._m - counts[3 * stage + which]) * work.seconds[number]
-        bound = max(bound, *(when + rest for when, rest in zip(free, left, strict=True)))
+        bound = max(reach, *(when + rest for when, rest in zip(free, left, strict=True)))
         for user, arrival in settled:
             bound = max(bound, arrival + work.seconds[user] + self._tails[user])
-        return _Beginning(free, settled, bound, n, beginning)
+        return _Beginning(free, settled, reach, bound, n, beginning)
 
     def _narrow(
         self, layer: dict[tuple[int, ...], list[_Beginning]]
@@ -135,7 +181,7 @@ class _Exact:
         kept: dict[tuple[int, ...], list[_Beginning]] = {}
         for _, _, _, counts, each in ranked[: self._width]:
             kept.setdefault(counts, []).append(each)
-        return kept, ranked[self._width][0] if len(ranked) > self._width else float("inf")
+        return kept, ranked[self._width][0] if len(ranked) > self._width else math.inf
 
     def _orders(self, end: _Beginning) -> IntOrders:
         orders: IntOrders = [[] for _ in range(self._work.placement.num_ranks)]
@@ -148,10 +194,10 @@ class _Exact:
 
 def _keep(others: list[_Beginning], made: _Beginning) -> None:
     """Add a beginning unless one with the same actions is nowhere later; drop those that it beats in turn."""
-    times = (*made.free, *(arrival for _, arrival in made.arrivals))
+    times = (made.reach, *made.free, *(arrival for _, arrival in made.arrivals))
     beaten = []
     for place, other in enumerate(others):
-        theirs = (*other.free, *(arrival for _, arrival in other.arrivals))
+        theirs = (other.reach, *other.free, *(arrival for _, arrival in other.arrivals))
         if all(a <= b for a, b in zip(theirs, times, strict=True)):
             return
         if all(a <= b for a, b in zip(times, theirs, strict=True)):
