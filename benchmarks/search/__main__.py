@@ -1,8 +1,8 @@
 """How good are the schedules that the search finds, beside the best named ones and a bound that nobody beats?
 
 Random heterogeneous instances: 2 to 8 ranks, 1 to 32 micro-batches, uneven stages, links and memory, some with a fat
-last stage, a slow rank or very uneven memory; caps from what one micro-batch needs to more than enough; stages in a loop
-(one or two a rank) or in a V.
+last stage, a slow rank or very uneven memory; caps from what one micro-batch needs to more than enough; stages in a
+loop (one or two a rank) or in a V.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeloom.sim import Costs, Network, simulate
 KINDS = {"loop": (1, Placement.loop), "loop of two": (2, Placement.loop), "V": (2, Placement.v)}
 CAPS = ("tight", "half", "1F1B's", "loose")
 UNEVEN = ("stages", "fat last stage", "slow rank", "memory")
-_SMALL = 60  # actions up to which CP-SAT is asked
+_SMALL = 100  # actions up to which CP-SAT is asked
 
 
 def instance(seed: int) -> tuple[str, str, str, Placement, int, Conditions]:
