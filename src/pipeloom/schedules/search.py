@@ -33,7 +33,7 @@ _GREEDY = 0.6  # part of the effort that goes into greedy phases
 _CHOSEN = (12, 4, 1)  # orders that are improved: a third of the rest for many, a third for the best of these, and so on
 _TINY = 40  # actions up to which the shortest step is proved, where that needs few beginnings
 _WIDTH = 300  # beginnings of the same length that are kept for that
-_WIDTHS = ((50, 64), (300, 2))  # beginnings, and ranks, for a better bound
+_ALONE = ((1e-5, None), (6e-5, 2))  # beginnings for each unit of effort, and ranks, for a better bound
 _NEAR = 1e-9
 _MOST_MOVES = 3000  # for each order
 EFFORT = 5_000_000  # about a second for each million
@@ -155,18 +155,19 @@ def _shortest(
     if len(work.actions) <= _TINY and makespan > bound * (1 + _NEAR) and not work.replicated and effort:
         makespan, better, proved = shortest(work, makespan, _WIDTH)
         orders, bound = better or orders, max(bound, proved)
-    if not work.replicated and effort:
-        bound = _raised(work, makespan, bound)
+    if not work.replicated:
+        bound = _raised(work, makespan, bound, effort)
     return makespan, orders, bound
 
 
-def _raised(work: Work, makespan: float, bound: float) -> float:
+def _raised(work: Work, makespan: float, bound: float, effort: int) -> float:
     """A better bound, from each rank alone; those that give most are tried again with more beginnings."""
     ranks = list(range(work.placement.num_ranks))
-    for width, most in _WIDTHS:
+    for part, most in _ALONE:
         given = []
         for rank in ranks[:most]:
-            if makespan > bound * (1 + _NEAR):
+            width = int(effort * part)
+            if width and makespan > bound * (1 + _NEAR):
                 given.append((-bound_alone(work, rank, makespan, bound, width), rank))
         bound = max([bound, *(-least for least, _ in given)])
         ranks = [rank for _, rank in sorted(given)]

@@ -117,7 +117,10 @@ class _Exact:
             for beginning in beginnings:
                 if beginning.bound < best:
                     best, end = beginning.bound, beginning
-        return best, None if end is None else self._orders(end), min(best, dropped)
+        if end is None:
+            return best, None, min(best, dropped)
+        orders = self._orders(end)
+        return self._work.makespan(orders), orders, min(best, dropped)
 
     def _open(self, counts: tuple[int, ...]) -> list[tuple[int, int]]:
         """Place and number of each action that may be put in next: its like in turn, what it needs there, with room."""
