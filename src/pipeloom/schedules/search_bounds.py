@@ -40,27 +40,27 @@ def lower_bound(work: Work) -> float:
 
 def heads_and_tails(work: Work) -> tuple[list[float], list[float]]:
     """For each action the least seconds before its start, and between its end and the end of the step."""
-    earlier = _earlier(work)
-    return _heads(work, earlier), _tails(work, earlier)
+    needs = earlier(work)
+    return _heads(work, needs), _tails(work, needs)
 
 
-def _earlier(work: Work) -> list[list[tuple[int, float]]]:
+def earlier(work: Work) -> list[list[tuple[int, float]]]:
     """For each action what must have ended before it starts, and the seconds between; all with lower numbers."""
     number, m = work.number, work.num_microbatches
-    earlier: list[list[tuple[int, float]]] = []
+    found: list[list[tuple[int, float]]] = []
     for n, (stage, op, b, _) in enumerate(work.actions):
         needs = [(work.before[n], work.lag[n])] if work.before[n] >= 0 else []
         if op is not _F:
             needs.append((number[Action(stage, _F if op is _I else _I, b)], 0.0))
         if b and not work.replicated:
             needs.append((number[Action(stage, op, b - 1)], 0.0))
-        earlier.append(needs)
+        found.append(needs)
     if not work.replicated:
         for rank, stages in enumerate(work.placement.stages_of):
             for stage, (other, op), distance in _forced(work, rank, stages):
                 for b in range(distance, m):
-                    earlier[number[Action(stage, _F, b)]].append((number[Action(other, op, b - distance)], 0.0))
-    return earlier
+                    found[number[Action(stage, _F, b)]].append((number[Action(other, op, b - distance)], 0.0))
+    return found
 
 
 def _forced(work: Work, rank: int, stages: Sequence[int]) -> Iterator[tuple[int, tuple[int, Op], int]]:

@@ -15,12 +15,13 @@ from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
 from pipeloom.schedules.conditions import Conditions
 from pipeloom.schedules.search import Found
+from pipeloom.schedules.search_bounds import earlier, heads_and_tails
 from pipeloom.schedules.search_work import IntOrders, Work
 
 _UNITS = 2**24  # of time in the step, and of memory in a cap
 
 
-def prove(found: Found, *, conditions: Conditions, seconds: float = 60.0, workers: int = 1) -> Found:
+def prove(found: Found, *, conditions: Conditions, seconds: float = 60.0, workers: int = 8) -> Found:
     """`found` with the better of its bound and the solver's, and with the solver's schedule where that is shorter.
 
     The gap to the best possible is ``makespan / lower_bound - 1`` of the answer.
@@ -28,8 +29,8 @@ def prove(found: Found, *, conditions: Conditions, seconds: float = 60.0, worker
     Args:
         found: by `search` under these conditions; where the solver starts.
         conditions: times, latencies and memory.
-        seconds: after which the solver stops; what it has proved by then depends on the machine.
-        workers: threads of the solver; with one, and time enough, the answer is always the same.
+        seconds: after which the solver stops; what it has found and proved by then depends on the machine.
+        workers: threads of the solver, each with another strategy.
 
     Raises:
         InputError: OR-tools is not installed.
@@ -66,30 +67,23 @@ def _model(cp_model: Any, work: Work, orders: IntOrders, bound: float) -> tuple[
     unit = makespan / _UNITS
     model = cp_model.CpModel()
     lasts = [math.floor(seconds / unit) for seconds in work.seconds]
-    starts = [model.new_int_var(0, _UNITS, f"start of {action}") for action in work.actions]
+    starts: list[Any] = []
+    for head, tail, seconds in zip(*heads_and_tails(work), work.seconds, strict=True):
+        latest = max(math.floor(head / unit), math.floor((makespan * (1 + 1e-9) - tail - seconds) / unit))
+        starts.append(model.new_int_var(math.floor(head / unit), latest, f"start {len(starts)}"))
     total = model.new_int_var(math.floor(bound / unit * (1 - 1e-9)), _UNITS, "makespan")
     for n, (start, end) in enumerate(zip(starts, ends, strict=True)):
         model.add_hint(start, max(0, math.floor((end - work.seconds[n]) / unit)))
         model.add(start + lasts[n] <= total)
-        need = work.before[n]
-        if need >= 0:
-            model.add(start >= starts[need] + lasts[need] + math.floor(work.lag[n] / unit))
-    _in_turn(model, work, starts, lasts)
+    for start, needs in zip(starts, earlier(work), strict=True):
+        for need, lag in needs:
+            model.add(start >= starts[need] + lasts[need] + math.floor(lag / unit))
     for rank, order in enumerate(orders):
         model.add_no_overlap([model.new_fixed_size_interval_var(starts[n], lasts[n], f"run {n}") for n in order])
         if math.isfinite(work.caps[rank]):
             _memory(model, work, rank, starts, lasts)
     model.minimize(total)
     return model, starts
-
-
-def _in_turn(model: Any, work: Work, starts: list[Any], lasts: list[int]) -> None:
-    """F, I and W of a stage and micro-batch follow each other; each op takes the micro-batches, all alike, in turn."""
-    for n, (stage, op, microbatch, _) in enumerate(work.actions):
-        for following in ((stage, {Op.F: Op.I, Op.I: Op.W}.get(op), microbatch), (stage, op, (microbatch or 0) + 1)):
-            other = work.number.get((*following, None))  # type: ignore[call-overload]
-            if other is not None and not (work.replicated and following[1] is op):
-                model.add(starts[other] >= starts[n] + lasts[n])
 
 
 def _memory(model: Any, work: Work, rank: int, starts: list[Any], lasts: list[int]) -> None:
