@@ -7,11 +7,12 @@
 
 1. Every named schedule of the same placement that keeps the memory caps is a start, and so is one micro-batch after the
    other, which holds the least of all.
-2. Greedy phases squeeze each of them in time under several rules: a rank that would wait takes a later F or I that is
-   ready, or a W, as long as no cap breaks.
-3. The best are improved by moves on the critical path.
+2. Greedy phases: many rules of what a rank starts next are played, and the best are bred (`search_rules`,
+   `search_evolution`). A forward starts only where all that is under way can still end within the cap.
+3. The best orders are improved by moves on the critical path (`search_moves`): many a little, a few of them more.
+4. Tiny steps are searched to the end (`search_exact`).
 
-The search stops early where it meets a bound that no order can beat.
+The search stops early where it meets a bound that no order can beat (`search_bounds`).
 """
 
 from __future__ import annotations
