@@ -37,7 +37,7 @@ _WIDTH = 300  # beginnings of the same length that are kept for that
 _ALONE = ((1e-5, None), (6e-5, 2))  # beginnings for each unit of effort, and ranks, for a better bound
 _NEAR = 1e-9
 _MOST_MOVES = 3000  # for each order
-EFFORT = 5_000_000  # about a second for each million
+EFFORT = 6_000_000  # about a second for each million
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

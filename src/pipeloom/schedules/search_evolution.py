@@ -9,9 +9,10 @@ from pipeloom.schedules.search_rules import Floats, Shop
 from pipeloom.schedules.search_work import IntOrders, Work
 
 _CHILDREN = 160  # rules that are played at once
-_PARENTS = 24  # rules that are kept
+_PARENTS = 32  # rules that are kept
 _STALE = 40  # generations without a shorter step after which no more are bred
 _FEW = 12  # micro-batches with which rules are bred first
+_TOGETHER = 0.5  # of the children that also change all ranks alike
 _NEAR = 1e-9
 _NO_LIMIT = 1e6
 
@@ -102,10 +103,10 @@ def _children(shop: Shop, parents: Floats, draw: np.random.Generator, unit: floa
     freed = limits & (draw.random((count, size)) < 0.15)
     steps = np.where(freed, _NO_LIMIT - children, steps)
     children = children + changed * steps
-    together = draw.random(count) < 0.2  # one number of all ranks by the same step
-    column = draw.integers(3 * c, size=count)
+    together = draw.random(count) < _TOGETHER  # one number of all ranks by the same step
+    column = draw.integers(genes, size=count)
     shaped = children.reshape(count, ranks, genes)
-    shaped[np.arange(count), :, column] += (together * draw.normal(size=count) * unit)[:, None]
+    shaped[np.arange(count), :, column] += (together * draw.normal(size=count) * scale[column])[:, None]
     result: Floats = shaped.reshape(count, size)
     result[:, limits] = np.maximum(result[:, limits], 1.0)
     return result
