@@ -105,8 +105,9 @@ class _Exact:
                 for place, n in self._open(counts):
                     reached = (*counts[:place], counts[place] + 1, *counts[place + 1 :])
                     others = following.setdefault(reached, [])
+                    left = self._left(reached)
                     for beginning in beginnings:
-                        made = self._put(beginning, n, reached)
+                        made = self._put(beginning, n, left)
                         if made.bound < best * (1 - _NEAR):
                             _keep(others, made)
             layer, lost = self._narrow(following)
@@ -144,30 +145,42 @@ class _Exact:
                 found.append((3 * stage + 2, w + weights * self._per))
         return found
 
-    def _put(self, beginning: _Beginning, n: int, counts: tuple[int, ...]) -> _Beginning:
-        work, rank = self._work, self._work.rank[n]
-        start = max(beginning.free[rank], self._heads[n])
-        for user, arrival in beginning.arrivals:
-            if user == n:
-                start = max(start, arrival)
-        end = start + work.seconds[n]
-        free = (*beginning.free[:rank], end, *beginning.free[rank + 1 :])
-        arrivals = [each for each in beginning.arrivals if each[0] != n]
-        user = work.after[n]
-        reach = max(beginning.reach, end + self._tails[n])
-        if user >= 0:
-            arrivals.append((user, end + work.lag[user]))
-            arrivals.sort()
-        # A value that waits for its rank might as well come when the rank is free.
-        settled = tuple((user, max(arrival, free[work.rank[user]])) for user, arrival in arrivals)
-        left = [0.0] * len(free)
+    def _left(self, counts: tuple[int, ...]) -> list[float]:
+        """Seconds of what each rank has still to run."""
+        work = self._work
+        left = [0.0] * work.placement.num_ranks
         for stage, numbers in enumerate(self._letters):
             for which, number in enumerate(numbers):
                 left[work.rank[number]] += (self._m - counts[3 * stage + which]) * work.seconds[number]
-        bound = max(reach, *(when + rest for when, rest in zip(free, left, strict=True)))
-        for user, arrival in settled:
-            bound = max(bound, arrival + work.seconds[user] + self._tails[user])
-        return _Beginning(free, settled, reach, bound, n, beginning)
+        return left
+
+    def _put(self, beginning: _Beginning, n: int, left: list[float]) -> _Beginning:
+        """`beginning` and then action `n`, after which each rank has `left` seconds to run."""
+        ranks, seconds, tails = self._work.rank, self._work.seconds, self._tails
+        rank = ranks[n]
+        start = max(beginning.free[rank], self._heads[n])
+        arrivals = []
+        for waiting in beginning.arrivals:
+            if waiting[0] != n:
+                arrivals.append(waiting)
+            elif waiting[1] > start:
+                start = waiting[1]
+        end = start + seconds[n]
+        free = (*beginning.free[:rank], end, *beginning.free[rank + 1 :])
+        reach = max(beginning.reach, end + tails[n])
+        bound = max(reach, end + left[rank], beginning.bound)
+        user = self._work.after[n]
+        if user >= 0:
+            arrivals.append((user, end + self._work.lag[user]))
+            arrivals.sort()
+        for place, (user, arrival) in enumerate(arrivals):
+            # A value that waits for its rank might as well come when the rank is free.
+            if arrival < free[ranks[user]]:
+                arrival = free[ranks[user]]
+                arrivals[place] = (user, arrival)
+            if arrival + seconds[user] + tails[user] > bound:
+                bound = arrival + seconds[user] + tails[user]
+        return _Beginning(free, tuple(arrivals), reach, bound, n, beginning)
 
     def _narrow(
         self, layer: dict[tuple[int, ...], list[_Beginning]]
