@@ -29,7 +29,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def environment() -> dict[str, Any]:
     """What a reader needs to judge the numbers: machine and versions."""
     versions = {}
-    for package in ("torch", "deepspeed", "numpy"):
+    for package in ("torch", "deepspeed", "numpy", "scipy", "ortools"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

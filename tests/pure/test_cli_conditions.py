@@ -85,7 +85,7 @@ def test_memory_in_rank_shares(capsys):
 
 def test_search_says_what_it_beat_and_what_nobody_beats(capsys, costs_file):
     path = costs_file(memory_cap_bytes=[3000, 3000, 2500, 2000])
-    words = ["--ranks", "4", "--microbatches", "6", "--costs", path]
+    words = ["--ranks", "4", "--microbatches", "6", "--costs", path, "--effort", "0.2"]
     answer = answer_of(capsys, "search", *words)
     assert list(answer) == [*KEYS, "peak_bytes", "within_memory", "best_named", "lower_bound_seconds"]
     assert answer["within_memory"] is True
@@ -101,6 +101,7 @@ def test_search_says_what_it_beat_and_what_nobody_beats(capsys, costs_file):
 def test_the_number_of_chunks_follows_the_file_and_the_placement_is_a_choice(capsys, costs_file):
     words = ["--ranks", "2", "--microbatches", "4", "--costs", costs_file()]
     assert answer_of(capsys, "interleaved", *words)["chunks"] == 2
+    words += ["--effort", "0.2"]
     answer = answer_of(capsys, "search", *words, "--placement", "v")
     assert answer["chunks"] == 2
     assert answer["best_named"]["name"] in ("zb-v", "v-half", "v-min", "hanayo", "dualpipev")
@@ -192,6 +193,8 @@ def test_timelines_that_are_compared_have_one_scale():
         (["1f1b", "--weight-gradient-memory", "1.5"], "--weight-gradient-memory 1.5"),
         (["zb-auto", "--memory-limit", "0.5"], "raise the limit"),
         (["search", "--memory-limit", "0.5"], "raise the limit"),
+        (["search", "--effort", "0"], "--effort 0: it is more than 0; raise it"),
+        (["search", "--prove", "-1"], "--prove -1: it is more than 0; raise it"),
         (["search", "--microbatches", "100000"], "are not searched"),
         (["1f1b", "--overlap", "-1"], "overlap is -1.0"),
         (["1f1b", "--costs", "nowhere.json"], "--costs nowhere.json: No such file"),

@@ -5,14 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from pipeloom import schedules
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import Placement, check
 from pipeloom.schedules import Conditions
+from pipeloom.schedules.search_bounds import lower_bound
+from pipeloom.schedules.search_exact import bound_alone, shortest
+from pipeloom.schedules.search_moves import improve
+from pipeloom.schedules.search_rules import Shop
 from pipeloom.schedules.search_work import Work
 from pipeloom.sim import Costs, Network, simulate
 from tests.pure.test_zb_auto import most_held
@@ -127,14 +133,102 @@ def test_tiny_steps_are_solved_to_the_optimum():
             choices.append([order for order in orders if work.fits(rank, order)])
         optimum = min(work.makespan([a, b]) for a in choices[0] for b in choices[1])
         found = schedules.search(placement=placement, num_microbatches=2, conditions=conditions, effort=200_000)
-        assert found.lower_bound <= optimum + 1e-9
+        assert found.lower_bound == pytest.approx(optimum)
         assert found.makespan == pytest.approx(optimum)
+        makespan, orders, bound = shortest(work, math.inf, 10_000)
+        assert makespan == pytest.approx(bound) == pytest.approx(optimum)
+        assert work.makespan(orders) == makespan
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_bounds_hold_and_small_steps_are_found(seed):
+    """Against the exact search: every bound is below the shortest step, and the search finds that step."""
+    rng = random.Random(seed)
+    shapes = [Placement.loop(3), Placement.v(2), Placement.loop(2, 2), Placement.loop(1, 2), Placement.v(2, 3)]
+    placement = shapes[seed % len(shapes)]
+    conditions = instance(rng, placement, rng.choice((1.0, 1.3, 1.6, 2.0, math.inf)))
+    work = Work(placement, 3 if placement.num_stages < 5 else 2, conditions)
+    optimum, _, bound = shortest(work, math.inf, 20_000)
+    assert bound == pytest.approx(optimum)
+    assert lower_bound(work) <= optimum * (1 + 1e-9)
+    for rank in range(placement.num_ranks):
+        for width in (3, 50):
+            assert bound_alone(work, rank, 2 * optimum, 0.0, width) <= optimum * (1 + 1e-9)
+    found = schedules.search(
+        placement=placement, num_microbatches=work.num_microbatches, conditions=conditions, effort=200_000
+    )
+    assert found.makespan == pytest.approx(optimum)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [Placement.loop(3), Placement.loop(2, 3), Placement.v(3), Placement.bidirectional(4), Placement.replicated((2, 1))],
+    ids=["loop", "chunks", "v", "bidirectional", "replicated"],
+)
+def test_whatever_the_rules_say_the_caps_hold_and_nothing_blocks(placement):
+    rng = random.Random(str(placement))
+    for looseness in (1.0, 1.6, math.inf):
+        conditions = instance(rng, placement, looseness)
+        work = Work(placement, 7, conditions)
+        shop = Shop(work)
+        draw = np.random.default_rng(0)
+        rules = draw.normal(scale=3.0, size=(20, placement.num_ranks * shop.genes))
+        spans, orders = shop.play(rules)
+        for span, row in zip(spans, orders, strict=True):
+            made = shop.orders(row)
+            check(work.schedule("played", made))
+            assert work.makespan(made) == pytest.approx(span)
+            assert work.all_fit(made)
+        limited, _ = shop.play(rules, limit=float(np.median(spans)))
+        assert (limited[spans <= np.median(spans)] == spans[spans <= np.median(spans)]).all()
+
+
+def test_moves_only_improve_and_keep_the_caps():
+    placement = Placement.v(3)
+    work = Work(placement, 6, instance(random.Random(8), placement, 2.0))
+    start = work.one_by_one()
+    makespan, orders = improve(work, start, 0.0, 200, random.Random(0))
+    assert makespan == work.makespan(orders) < 0.7 * work.makespan(start)
+    assert work.all_fit(orders)
+    check(work.schedule("improved", orders))
+
+
+def test_cp_sat_proves_what_was_found():
+    pytest.importorskip("ortools")
+    for placement in (Placement.loop(3), Placement.v(2), Placement.bidirectional(2)):
+        conditions = instance(random.Random(1), placement, 1.5)
+        found = schedules.search(placement=placement, num_microbatches=2, conditions=conditions, effort=0)
+        proved = schedules.prove(found, conditions=conditions, seconds=20.0)
+        check(proved.schedule)
+        assert simulated(proved.schedule, conditions).makespan == pytest.approx(proved.makespan)
+        assert found.lower_bound <= proved.lower_bound <= proved.makespan <= found.makespan
+        assert proved.makespan <= proved.lower_bound * (1 + 1e-5)
+
+
+def test_proving_without_the_solver_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    found = schedules.search(placement=Placement.loop(2), num_microbatches=2, effort=0)
+    with pytest.raises(InputError, match=r"OR-tools, which is not installed; run `pip install 'pipeloom\[search\]'`"):
+        schedules.prove(found, conditions=Conditions.uniform(Placement.loop(2)))
+
+
+def test_the_caps_that_a_refusal_names_are_the_smallest_that_do():
+    placement = Placement.bidirectional(4)
+    conditions = instance(random.Random(2), placement, 0.1)
+    with pytest.raises(ScheduleError) as refused:
+        schedules.search(placement=placement, num_microbatches=4, conditions=conditions)
+    named = tuple(map(float, str(refused.value).rpartition(" are ")[2].split(", ")))
+    found = schedules.search(
+        placement=placement, num_microbatches=4, conditions=replace(conditions, caps=named), effort=0
+    )
+    assert most_held(found.schedule, conditions) == pytest.approx(named)
 
 
 def test_caps_that_hold_no_micro_batch_and_foreign_conditions_are_refused():
     placement = Placement.v(2)
     with pytest.raises(
-        ScheduleError, match=r"rank 0 may hold 0\.9, but one micro-batch keeps 1 there; raise the limit"
+        ScheduleError,
+        match=r"rank 0 may hold 0\.9, but one micro-batch keeps 1 there; raise the limit .* smallest caps .* are 1, 1$",
     ):
         schedules.search(
             placement=placement, num_microbatches=2, conditions=Conditions.uniform(placement, memory_limit=0.9)

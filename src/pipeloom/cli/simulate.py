@@ -161,6 +161,8 @@ def _parser() -> Parser:
     parser.add_argument("--memory-limit", type=float, help="most that a rank may hold, in rank-shares of a micro-batch")
     parser.add_argument("--weight-gradient-memory", type=float, help="part of it that is left between I and W (1)")
     parser.add_argument("--placement", choices=("loop", "v"), default="loop", help="of the chunks, for search")
+    parser.add_argument("--effort", type=float, help="of search: about so many seconds, but the same everywhere (6)")
+    parser.add_argument("--prove", type=float, help="of search: let CP-SAT raise the bound for so many seconds")
     parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
     parser.add_argument("--csv", type=str, help="write the orders as torch.distributed.pipelining loads them")
     parser.add_argument("--html", type=str, help="write the picture and the numbers as one offline page")

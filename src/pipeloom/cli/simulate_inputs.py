@@ -49,6 +49,10 @@ class Inputs:
             raise InputError(
                 f"--weight-gradient-memory {ratio:g}: it is a part, from 0 to 1, of what F keeps; correct it"
             )
+        for what in ("effort", "prove"):
+            value = getattr(options, what)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise InputError(f"--{what} {value:g}: it is more than 0; raise it")
         if options.costs is None:
             forward, backward_input, backward_weight = (
                 1.0 if seconds is None else seconds
@@ -113,8 +117,7 @@ class Inputs:
         if name == "search":
             placement = (Placement.v if options.placement == "v" else Placement.loop)(ranks, chunks)
             conditions = self.conditions(placement)
-            found = schedules.search(placement=placement, num_microbatches=microbatches, conditions=conditions)
-            return found.schedule, found
+            return self._search(placement, conditions)
         measured = self.conditions(Placement.loop(ranks, chunks)) if family.to_measure else None
         schedule = family(
             num_ranks=ranks,
@@ -124,6 +127,21 @@ class Inputs:
             conditions=measured,
         )
         return schedule, None
+
+    def _search(self, placement: Placement, conditions: Conditions) -> tuple[Schedule, Found]:
+        """Search, and prove if asked to.
+
+        Raises:
+            ScheduleError, InputError: caps that nothing keeps; no solver to prove with.
+        """
+        options = self.options
+        effort = int(schedules.EFFORT if options.effort is None else options.effort * 1_000_000)
+        found = schedules.search(
+            placement=placement, num_microbatches=options.microbatches, conditions=conditions, effort=effort
+        )
+        if options.prove is not None:
+            found = schedules.prove(found, conditions=conditions, seconds=options.prove)
+        return found.schedule, found
 
     def conditions(self, placement: Placement) -> Conditions:
         """What schedules are made for on `placement`; memory in bytes or rank-shares, see `in_bytes`."""

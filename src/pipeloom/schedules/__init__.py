@@ -22,7 +22,8 @@ from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
 from pipeloom.schedules.own import from_file, from_function, from_orders, is_file
-from pipeloom.schedules.search import Found, search, search_loop
+from pipeloom.schedules.search import EFFORT, Found, search, search_loop
+from pipeloom.schedules.search_prove import prove
 from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
 from pipeloom.schedules.table import NAMED, Family
 from pipeloom.schedules.terapipe import terapipe
@@ -31,6 +32,7 @@ from pipeloom.schedules.zb_v import zb_v
 from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
+    "EFFORT",
     "FAMILIES",
     "Conditions",
     "Family",
@@ -50,6 +52,7 @@ __all__ = [
     "is_file",
     "naive",
     "one_f_one_b",
+    "prove",
     "search",
     "seq1f1b",
     "seq1f1b_interleaved",

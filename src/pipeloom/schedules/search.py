@@ -7,32 +7,37 @@
 
 1. Every named schedule of the same placement that keeps the memory caps is a start, and so is one micro-batch after the
    other, which holds the least of all.
-2. Greedy phases squeeze each of them in time under several rules: a rank that would wait takes a later F or I that is
-   ready, or a W, as long as no cap breaks.
-3. The best are improved by moves on the critical path.
+2. Greedy phases: many rules of what a rank starts next are played, and the best are bred (`search_rules`,
+   `search_evolution`). A forward starts only where all that is under way can still end within the cap.
+3. The best orders are improved by moves on the critical path (`search_moves`): many a little, a few of them more.
+4. Tiny steps are searched to the end (`search_exact`).
 
-The search stops early where it meets a bound that no order can beat.
+The search stops early where it meets a bound that no order can beat (`search_bounds`).
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.conditions import Conditions
-from pipeloom.schedules.search_greedy import Rule, squeeze
+from pipeloom.schedules.search_bounds import lower_bound
+from pipeloom.schedules.search_exact import bound_alone, shortest
 from pipeloom.schedules.search_moves import improve
 from pipeloom.schedules.search_work import IntOrders, Work
 from pipeloom.schedules.table import NAMED
 
-_STARTS = 4  # orders that are squeezed, beside one micro-batch after the other
-_BEST = 3  # squeezed orders that are improved
+_GREEDY = 0.6  # part of the effort that goes into greedy phases
+_CHOSEN = (12, 4, 1)  # orders that are improved: a third of the rest for many, a third for the best of these, and so on
+_TINY = 40  # actions up to which the shortest step is proved, where that needs few beginnings
+_WIDTH = 300  # beginnings of the same length that are kept for that
+_ALONE = ((1e-5, None), (4e-5, 2))  # beginnings for each unit of effort, and ranks, for a better bound
 _NEAR = 1e-9
-EFFORT = 2_000_000  # actions timed while improving; about a second for each million
+_MOST_MOVES = 3000  # for each order
+EFFORT = 6_000_000  # about a second for each million
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +72,9 @@ def search(
         placement: which ranks hold which stage.
         num_microbatches: m.
         conditions: times, latencies and memory; equal times, no latency and no limit if not given.
-        effort: actions to be timed in the improvement phase; 0 leaves it out.
-        seed: of the random moves; the same seed finds the same schedule.
+        effort: work to be done, about a million for each second, but not by the clock: the same effort finds the same
+            on every machine. 0 plays one generation of rules and improves nothing.
+        seed: of all that is drawn by chance; the same seed finds the same schedule.
 
     Raises:
         ScheduleError: conditions for another placement, or caps below what one micro-batch holds.
@@ -80,18 +86,19 @@ def search(
             f"{conditions.num_stages} and {conditions.num_ranks}; give one entry for each"
         )
     work = Work(placement, num_microbatches, conditions)
-    least = work.one_by_one()
-    for rank, order in enumerate(least):
-        if not work.fits(rank, order):
-            raise ScheduleError(
-                f"search: rank {rank} may hold {conditions.caps[rank]:g}, but one micro-batch keeps "
-                f"{sum(conditions.activation[s] for s in placement.stages_of[rank]):g} there; raise the limit"
-            )
+    _check_caps(work)
+    bound = lower_bound(work)
     starts, best_named = _named(work)
-    bound = work.lower_bound()
-    makespan, orders = _shortest(work, [least, *starts], bound, effort, random.Random(seed))
+    makespan, orders, bound = _shortest(work, [work.one_by_one(), *starts], bound, effort, seed)
     schedule = work.schedule("search", orders)
-    return Found(schedule=schedule, makespan=makespan, best_named=best_named, lower_bound=bound)
+    if best_named is not None and best_named[1] < makespan:  # the same order with sums rounded otherwise
+        makespan, schedule = best_named[1], replace(best_named[0], name="search")
+    return Found(
+        schedule=schedule,
+        makespan=makespan,
+        best_named=None if best_named is None else (best_named[0].name, best_named[1]),
+        lower_bound=min(bound, makespan),
+    )
 
 
 def search_loop(
@@ -102,48 +109,90 @@ def search_loop(
     return search(placement=placement, num_microbatches=num_microbatches, conditions=conditions).schedule
 
 
+def _check_caps(work: Work) -> None:
+    """Refuse caps below what one micro-batch holds.
+
+    Raises:
+        ScheduleError: some rank's is.
+    """
+    least = work.least_caps()
+    short = [rank for rank, needed in enumerate(least) if needed > work.caps[rank]]
+    if short:
+        rank = short[0]
+        others = f" (and ranks {', '.join(map(str, short[1:]))} theirs)" if len(short) > 1 else ""
+        raise ScheduleError(
+            f"search: rank {rank} may hold {_plain(work.conditions.caps[rank])}, but one micro-batch keeps "
+            f"{_plain(least[rank])} there; raise the limit to at least that{others}: the smallest caps that do are "
+            f"{', '.join(map(_plain, least))}"
+        )
+
+
+def _plain(number: float) -> str:
+    """All digits, so that the number can be pasted."""
+    return str(int(number)) if number.is_integer() else repr(number)
+
+
 def _shortest(
-    work: Work, starts: list[IntOrders], bound: float, effort: int, rng: random.Random
-) -> tuple[float, IntOrders]:
-    """Greedy phases, then improvement; ends early at the bound."""
+    work: Work, starts: list[IntOrders], bound: float, effort: int, seed: int
+) -> tuple[float, IntOrders, float]:
+    """The three phases; ends early at the bound. Makespan, orders, and the bound, which tiny cases raise."""
+    found = [(work.makespan(orders), orders) for orders in starts]
 
     def done() -> bool:
         return min(found, key=_makespan)[0] <= bound * (1 + _NEAR)
 
-    found = [(work.makespan(orders), orders) for orders in starts]
-    horizon = 4 * work.placement.num_stages + 4
-    for _, orders in sorted(found, key=_makespan)[:_STARTS] + found[:1]:
-        for backwards_first, weights_first, stretch in product((True, False), (True, False), (1.0, 0.5, 0.0)):
-            if done():
-                break
-            rule = Rule(backwards_first=backwards_first, weights_first=weights_first, stretch=stretch, horizon=horizon)
-            squeezed = squeeze(work, orders, rule)
-            found.append((work.makespan(squeezed), squeezed))
-    moves = effort // (_BEST * max(1, len(work.actions)))
-    for _, orders in _different(sorted(found, key=_makespan)):
-        if not done():
-            found.append(improve(work, orders, bound, moves, rng))
-    return min(found, key=_makespan)
+    if not done():
+        from pipeloom.schedules.search_evolution import evolve  # numpy takes a while to import
+
+        found += evolve(work, int(effort * _GREEDY), bound, seed)
+    rng = random.Random(seed)
+    steps = int(effort * (1 - _GREEDY)) // (max(1, len(work.actions)) * len(_CHOSEN))
+    for most in _CHOSEN:
+        chosen = _different(sorted(found, key=_makespan), most)
+        for _, orders in chosen:
+            if not done():
+                found.append(improve(work, orders, bound, min(_MOST_MOVES, steps // len(chosen)), rng))
+    makespan, orders = min(found, key=_makespan)
+    if len(work.actions) <= _TINY and makespan > bound * (1 + _NEAR) and not work.replicated and effort:
+        makespan, better, proved = shortest(work, makespan, _WIDTH)
+        orders, bound = better or orders, max(bound, proved)
+    if not work.replicated:
+        bound = _raised(work, makespan, bound, effort)
+    return makespan, orders, bound
+
+
+def _raised(work: Work, makespan: float, bound: float, effort: int) -> float:
+    """A better bound, from each rank alone; those that give most are tried again with more beginnings."""
+    ranks = list(range(work.placement.num_ranks))
+    for part, most in _ALONE:
+        given = []
+        for rank in ranks[:most]:
+            width = int(effort * part)
+            if width and makespan > bound * (1 + _NEAR):
+                given.append((-bound_alone(work, rank, makespan, bound, width), rank))
+        bound = max([bound, *(-least for least, _ in given)])
+        ranks = [rank for _, rank in sorted(given)]
+    return bound
 
 
 def _makespan(pair: tuple[float, IntOrders]) -> float:
     return pair[0]
 
 
-def _different(found: list[tuple[float, IntOrders]]) -> list[tuple[float, IntOrders]]:
+def _different(found: list[tuple[float, IntOrders]], most: int) -> list[tuple[float, IntOrders]]:
     """The best, no two with the same makespan."""
     chosen: list[tuple[float, IntOrders]] = []
     for makespan, orders in found:
         if not chosen or makespan > chosen[-1][0] * (1 + _NEAR):
             chosen.append((makespan, orders))
-    return chosen[:_BEST]
+    return chosen[:most]
 
 
-def _named(work: Work) -> tuple[list[IntOrders], tuple[str, float] | None]:
+def _named(work: Work) -> tuple[list[IntOrders], tuple[Schedule, float] | None]:
     """The orders of the named schedules that are legal here, and the best of them as it is, B and all."""
     placement, starts = work.placement, []
-    best: tuple[str, float] | None = None
-    for name, family in NAMED.items():
+    best: tuple[Schedule, float] | None = None
+    for family in NAMED.values():
         try:
             schedule = family(
                 num_ranks=placement.num_ranks,
@@ -160,5 +209,5 @@ def _named(work: Work) -> tuple[list[IntOrders], tuple[str, float] | None]:
             starts.append(orders)
             makespan = work.makespan_of(schedule)
             if best is None or makespan < best[1]:
-                best = (name, makespan)
+                best = schedule, makespan
     return starts, best

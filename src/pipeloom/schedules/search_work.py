@@ -1,10 +1,9 @@
-"""The search's view of a step: every F, I and W as a number, with its rank, time, memory and predecessors."""
+"""The search's view of a step: every F, I and W as a number, with its rank, time, memory and what it waits for."""
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
@@ -14,7 +13,7 @@ from pipeloom.schedules.conditions import Conditions
 
 IntOrders = list[list[int]]  # for each rank, action numbers in order
 
-_TOLERANCE = 1e-9  # of sums of memory and of times
+_TOLERANCE = 1e-12  # of sums of memory
 
 
 class Work:
@@ -23,8 +22,9 @@ class Work:
     Attributes:
         actions: by number.
         rank, seconds, takes, frees: of each action; memory is taken when it starts and freed when it ends.
-        needs: for each action, ``(number, lag in seconds)`` of what it waits for, beside its rank.
-        users: the same the other way round.
+        before, lag: for each action, the one of the neighbouring stage that it waits for (-1 if none), and the seconds
+            between the two; that a stage runs F, I and W of a micro-batch in this order is beside it.
+        after: the same the other way round.
         weight_of: for each I, the number of its W; -1 for the others.
     """
 
@@ -47,20 +47,19 @@ class Work:
         kept, left = conditions.activation, conditions.weight_gradient
         self.takes = [kept[a.stage] if a.op is Op.F else 0.0 for a in self.actions]
         self.frees = [{Op.F: 0.0, Op.I: kept[a.stage] - left[a.stage], Op.W: left[a.stage]}[a.op] for a in self.actions]
-        self.caps = [cap + _TOLERANCE * (cap if math.isfinite(cap) else 0.0) for cap in conditions.caps]
-        self.needs: list[list[tuple[int, float]]] = []
-        self.users: list[list[tuple[int, float]]] = [[] for _ in self.actions]
+        self.caps = [cap * (1 + _TOLERANCE) for cap in conditions.caps]
+        self.before, self.after = [-1] * len(self.actions), [-1] * len(self.actions)
+        self.lag = [0.0] * len(self.actions)
         plan = self.schedule("plan", self.one_by_one())
         for n, action in enumerate(self.actions):
-            needs = []
             for need in dependencies(action, plan):
-                other = self.number[need]
-                source, target = self.rank[other], self.rank[n]
-                lag = conditions.latency[source][target] if source != target else 0.0
-                needs.append((other, lag))
-                self.users[other].append((n, lag))
-            self.needs.append(needs)
+                if need.stage != action.stage:
+                    other = self.number[need]
+                    source, target = self.rank[other], self.rank[n]
+                    self.before[n], self.after[other] = other, n
+                    self.lag[n] = conditions.latency[source][target] if source != target else 0.0
         self.weight_of = [self.number[a.with_op(Op.W)] if a.op is Op.I else -1 for a in self.actions]
+        self.replicated = any(len(ranks) > 1 for ranks in placement.replicas)
 
     def one_by_one(self) -> IntOrders:
         """Each micro-batch down and up before the next: holds the least that any order can."""
@@ -69,9 +68,25 @@ class Work:
             orders[rank].append(n)
         return orders
 
+    def least_caps(self) -> list[float]:
+        """For each rank, what it holds of one micro-batch: no order needs less, and one by one needs no more."""
+        least = []
+        for order in self.one_by_one():
+            held = highest = 0.0
+            for n in order:
+                held += self.takes[n]
+                highest = max(highest, held)
+                held -= self.frees[n]
+            least.append(highest)
+        return least
+
     def orders_of(self, schedule: Schedule) -> IntOrders:
-        """A schedule's orders in numbers; each B becomes I and W, which never takes longer."""
-        return [
+        """A schedule's orders in numbers; each B becomes I and W, which never takes longer.
+
+        Where every stage is on one rank, each op of a stage takes the micro-batches in turn: they are all alike, so the
+        first to arrive may as well be the first to go, and no action comes later.
+        """
+        orders = [
             [
                 self.number[action.with_op(op)]
                 for action in order
@@ -79,6 +94,15 @@ class Work:
             ]
             for order in schedule.orders
         ]
+        if self.replicated:
+            return orders
+        turns = {(s, op): 0 for s in range(self.placement.num_stages) for op in (Op.F, Op.I, Op.W)}
+        for order in orders:
+            for at, n in enumerate(order):
+                stage, op = self.actions[n][:2]
+                order[at] = self.number[Action(stage, op, turns[stage, op])]
+                turns[stage, op] += 1
+        return orders
 
     def schedule(self, name: str, orders: IntOrders) -> Schedule:
         """The inverse of `orders_of`."""
@@ -102,44 +126,45 @@ class Work:
     def all_fit(self, orders: IntOrders) -> bool:
         return all(self.fits(rank, order) for rank, order in enumerate(orders))
 
-    def ends(self, orders: IntOrders) -> list[float] | None:
-        """When each action ends if all start as early as they can; None if some wait in a circle."""
-        seconds, needs = self.seconds, self.needs
-        ended = [-1.0] * len(self.actions)
+    def ends(self, orders: IntOrders) -> tuple[list[float], list[int]] | None:
+        """When each action ends if all start as early as they can, and all in an order that respects everything.
+
+        `orders` have F, I and W of a stage and micro-batch in this order. None if some actions wait in a circle.
+        """
+        seconds, before, lag = self.seconds, self.before, self.lag
+        ended = [-1.0] * len(seconds)
         position = [0] * len(orders)
         clocks = [0.0] * len(orders)
-        waiting: dict[int, list[int]] = {}
+        waiting: dict[int, int] = {}
         ready = list(range(len(orders)))
-        left = len(self.actions)
+        passed: list[int] = []
         while ready:
             rank = ready.pop()
             order, clock = orders[rank], clocks[rank]
-            at, size = position[rank], len(order)
-            while at < size:
-                n = order[at]
-                for need, lag in needs[n]:
-                    end = ended[need]
-                    if end < 0.0:
-                        waiting.setdefault(need, []).append(rank)
+            at = position[rank]
+            for n in order[at:] if at else order:
+                need = before[n]
+                if need >= 0:
+                    arrival = ended[need]
+                    if arrival < 0.0:
+                        waiting[need] = rank
                         break
-                    if end + lag > clock:
-                        clock = end + lag
-                else:
-                    clock += seconds[n]
-                    ended[n] = clock
-                    at += 1
-                    left -= 1
-                    if n in waiting:
-                        ready.extend(waiting.pop(n))
-                    continue
-                break
-            position[rank], clocks[rank] = at, ended[order[at - 1]] if at else 0.0
-        return ended if left == 0 else None
+                    arrival += lag[n]
+                    if arrival > clock:
+                        clock = arrival
+                clock += seconds[n]
+                ended[n] = clock
+                passed.append(n)
+                at += 1
+                if n in waiting:
+                    ready.append(waiting.pop(n))
+            position[rank], clocks[rank] = at, clock
+        return (ended, passed) if len(passed) == len(seconds) else None
 
     def makespan(self, orders: IntOrders) -> float:
         """Seconds of the step; infinity if the orders deadlock."""
-        ended = self.ends(orders)
-        return math.inf if ended is None else max(ended, default=0.0)
+        timed = self.ends(orders)
+        return math.inf if timed is None else max(timed[0], default=0.0)
 
     def makespan_of(self, schedule: Schedule) -> float:
         """Seconds of a schedule as it is, its full backwards and overlapped pairs included."""
@@ -158,65 +183,3 @@ class Work:
             partner = schedule.partners.get(action)
             ended[action] = clock[rank] + (seconds[partner.op][partner.stage] if partner else 0.0)
         return max(clock)
-
-    def lower_bound(self) -> float:
-        """No order that keeps the caps is shorter.
-
-        Two bounds of every rank: Jackson's preemptive one, with heads and tails from the dependencies; and what the
-        rank holds over time: an activation lives at least as long as its micro-batch is on its way to the end and back.
-        """
-        heads = [0.0] * len(self.actions)
-        for n, needs in enumerate(self.needs):
-            heads[n] = max((heads[need] + self.seconds[need] + lag for need, lag in needs), default=0.0)
-        tails = [0.0] * len(self.actions)
-        for n in reversed(range(len(self.actions))):
-            tails[n] = max((tails[user] + self.seconds[user] + lag for user, lag in self.users[n]), default=0.0)
-        bound = max((h + s + t for h, s, t in zip(heads, self.seconds, tails, strict=True)), default=0.0)
-        for rank in range(self.placement.num_ranks):
-            jobs = [(heads[n], tails[n], self.seconds[n]) for n, where in enumerate(self.rank) if where == rank]
-            bound = max(bound, _preemptive(jobs), self._memory_bound(rank, heads, tails))
-        return bound
-
-    def _memory_bound(self, rank: int, heads: list[float], tails: list[float]) -> float:
-        """Seconds for which the rank's cap makes its micro-batches wait for each other, heads and tails added."""
-        cap, total = self.caps[rank], 0.0
-        first, bound = math.inf, 0.0
-        count: dict[int, int] = {}  # of the micro-batches of each stage so far
-        for n, action in enumerate(self.actions):
-            if self.rank[n] != rank or action.op is not Op.F:
-                continue
-            backward = self.number[action.with_op(Op.I)]
-            weight = self.weight_of[backward]
-            life = heads[backward] + self.seconds[backward] - heads[n]
-            total += self.takes[n] * life + self.frees[weight] * self.seconds[weight]
-            first = min(first, heads[n])
-            count[action.stage] = count.get(action.stage, 0) + 1
-            rest = max(tails[backward], self.seconds[weight])
-            slots = int(cap / self.takes[n]) if self.takes[n] and math.isfinite(cap) else self.num_microbatches
-            rounds = -(-count[action.stage] // max(1, slots))
-            bound = max(bound, heads[n] + rounds * life + rest)
-        return max(bound, first + total / cap) if total and math.isfinite(cap) else bound
-
-
-def _preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:
-    """Of (head, tail, seconds): the makespan of one machine that always runs the ready job with the longest tail."""
-    coming = sorted(jobs)
-    ready: list[list[float]] = []  # [-tail, seconds left]
-    now = makespan = 0.0
-    index = 0
-    while index < len(coming) or ready:
-        if not ready:
-            now = max(now, coming[index][0])
-        while index < len(coming) and coming[index][0] <= now:
-            heapq.heappush(ready, [-coming[index][1], coming[index][2]])
-            index += 1
-        job = ready[0]
-        until = coming[index][0] if index < len(coming) else math.inf
-        if now + job[1] <= until:
-            now += job[1]
-            makespan = max(makespan, now - job[0])
-            heapq.heappop(ready)
-        else:
-            job[1] -= until - now
-            now = until
-    return makespan
