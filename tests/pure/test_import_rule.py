@@ -74,7 +74,7 @@ def test_the_core_needs_the_standard_library_alone_and_numpy_where_there_is_much
     for path in files_of(room):
         loaded = {name.split(".")[0] for name in imports_of(path)} - {"pipeloom"}
         many = path.name in ("columns.py", "rounds.py") or path.name.startswith("search")
-        allowed = {"numpy", "ortools"} if many else set()
+        allowed = {"numpy", "ortools", "scipy"} if many else set()
         assert loaded <= set(sys.stdlib_module_names) | allowed, path
 
 
