@@ -5,7 +5,8 @@ every rank:   split -> own stages -> bind programs (step, evaluate, forward) -> 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, Op, Program, Schedule, WeightPolicy, check, peer_of
 from pipeloom.passes import forward_only, lower, merge_backwards
+from pipeloom.runtime.calls import call_count, call_number
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
+from pipeloom.runtime.speculation import Speculation
 from pipeloom.runtime.threads import RankThreads
-from pipeloom.runtime.transport import Channel, Lane, Transport
+from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport
 from pipeloom.runtime.values import Value, flatten, join_batch, split_batch
-from pipeloom.runtime.worker import RUNNABLE_OPS, Batch, Bound, LossFn, Worker, call_number
+from pipeloom.runtime.worker import RUNNABLE_OPS, Batch, Bound, LossFn, Worker
 from pipeloom.split import Stages, split
 
 
@@ -109,6 +112,8 @@ class Pipeline:
         self._bound: dict[tuple[int, bool], Bound] = {}
         self._last_run: dict[int, Bound] = {}
         self._num_calls = 0
+        self._has_update_channels = False
+        self._speculation: Speculation | None = None  # while parameters wait to be validated
         self._ended: str | None = None  # why this pipeline cannot run any more
         in_threads = self.rank is None and self._transport.blocking and self.num_ranks > 1
         self._threads = RankThreads(self.num_ranks, self._transport) if in_threads else None  # type: ignore[arg-type]
@@ -144,15 +149,21 @@ class Pipeline:
         for _, parameter in self.named_parameters():
             yield parameter
 
-    def owned_parameters(self) -> Iterator[tuple[int, nn.Parameter]]:
+    def owned_parameters(self, rank: int | None = None) -> Iterator[tuple[int, nn.Parameter]]:
         """Position in `parameter_names` and parameter, of those that no lower rank holds too.
 
-        Over all processes these are the model's parameters, each once: for norms and checkpoints.
+        Over all processes these are the model's parameters, each once: for norms and checkpoints. With `rank`, those
+        of one rank of this process.
         """
         for position, name in enumerate(self.parameter_names):
-            for rank, held in self._ownership.held.items():
-                if name in held and rank == self._ownership.ranks_with(name)[0]:
+            for holder, held in self._ownership.held.items():
+                if name in held and holder == self._ownership.ranks_with(name)[0] and rank in (None, holder):
                     yield position, held[name]
+
+    def rank_parameters(self, rank: int) -> list[nn.Parameter]:
+        """The parameters that one rank of this process holds, each once, in the model's order."""
+        held = self._ownership.held[rank]
+        return [held[name] for name in self.parameter_names if name in held]
 
     def modules(self) -> Iterator[nn.Module]:
         """The stage modules of all ranks of this process."""
@@ -185,11 +196,23 @@ class Pipeline:
             InputError: no loss function, a batch smaller than the number of micro-batches, inputs missing.
             StageError: the model or the loss raised. PeerLost: another rank ended.
         """
+        return self.total_loss(self._train(inputs, targets, share_losses=True))
+
+    def accumulate(self, inputs: Value = None, targets: Value = None) -> dict[int, Tensor]:
+        """`step` that does not wait for the losses of other ranks.
+
+        Returns:
+            By micro-batch, the losses that are known here, those of the last stage's ranks, each times its share of
+            the batch. `total_loss` makes the step's loss of all of them.
+        """
+        return self._train(inputs, targets, share_losses=False)
+
+    def _train(self, inputs: Value, targets: Value, *, share_losses: bool) -> dict[int, Tensor]:
         if self._loss_fn is None:
             raise InputError("step() on a Pipeline without loss_fn: a step needs a loss; pass loss_fn to Pipeline")
         if not torch.is_grad_enabled():
             raise InputError("step() where gradients are switched off: it computes them; leave torch.no_grad() first")
-        return self._loss(self._run(self._train_program, inputs, targets, with_loss=True))
+        return self._run(self._train_program, inputs, targets, with_loss=True, share_losses=share_losses).losses
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
         """The loss of one batch in evaluation mode, on every rank; gradients and modes stay as they are."""
@@ -199,7 +222,7 @@ class Pipeline:
         self.eval()
         try:
             with torch.no_grad():
-                return self._loss(self._run(self._forward_program, inputs, targets, with_loss=True))
+                return self.total_loss(self._run(self._forward_program, inputs, targets, with_loss=True).losses)
         finally:
             for module, training in modes:  # parents first; a module may do more in train() than set the flag
                 if module.training != training:
@@ -212,6 +235,14 @@ class Pipeline:
         with torch.no_grad():
             batch = self._run(self._forward_program, inputs, None, with_loss=False)
         return join_batch([batch.outputs[b] for b in sorted(batch.outputs)]) if batch.outputs else None
+
+    def total_loss(self, losses: dict[int, Tensor]) -> Tensor:
+        """The sum of all micro-batches' losses in their order, the same on every rank to the last bit."""
+        ordered = [losses[b] for b in sorted(losses)]
+        total = ordered[0].clone()
+        for loss in ordered[1:]:
+            total += loss
+        return total.reshape(())
 
     @property
     def records(self) -> list[tuple[int, list[tuple[Action, float, float]]]]:
@@ -245,30 +276,78 @@ class Pipeline:
 
     # How
 
-    def _run(self, program: Program, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
+    def _run(
+        self, program: Program, inputs: Value, targets: Value, *, with_loss: bool, share_losses: bool = True
+    ) -> Batch:
         """Run `program` on all ranks of this process."""
         if self._ended is not None:
             raise RunError(f"this Pipeline cannot run any more ({self._ended}); make a new one")
         batch = self._cut_batch(inputs, targets, with_loss)
         bound = {rank: self._bind(rank, program) for rank in self.local_ranks}
+        speculation = self._speculation
+        if speculation is not None and (program.schedule.forward_only or not self._transport.blocking):
+            self.settle()  # an evaluation is not done twice, and ranks that take turns have nothing to win
+            speculation = None
+        self._speculation = None
         self._num_calls += 1
         call = call_number(self._num_calls, not program.schedule.forward_only)
-        runs = {rank: self._workers[rank].run(bound[rank], batch, call) for rank in self.local_ranks}
+        runs = {rank: self._workers[rank].run(bound[rank], batch, call, speculation) for rank in self.local_ranks}
         self._last_run = bound
-        try:
+        with self.ended_by_errors(runs.values()):
             if self._threads is not None:
                 self._threads.run(runs)
             else:
                 _take_turns(list(runs.values()))
-            self._share_losses(batch, with_loss)
+            if with_loss and share_losses:
+                self._share_losses(batch)
             self._transport.end_step()
+        self._num_calls = call_count(self._workers[self.local_ranks[0]].call)
+        return batch
+
+    @contextmanager
+    def ended_by_errors(self, runs: Iterable[Iterator[None]] = ()) -> Iterator[None]:
+        """After an error inside the block the ranks are out of step: the pipeline closes."""
+        try:
+            yield
         except BaseException as error:
             self._ended = f"it failed: {type(error).__name__}: {error}"
-            for run in runs.values():  # the ranks that were waiting let go of what they hold
+            for run in runs:  # the ranks that were waiting let go of what they hold
                 run.close()  # type: ignore[attr-defined]
             self.close()
             raise
-        return batch
+
+    # Updates that are validated later
+
+    def neighbours(self, rank: int) -> dict[int, tuple[Outgoing, Incoming]]:
+        """The channels of updates between a rank of this process and the ranks before and behind it, by their number.
+
+        The first call opens them, on all ranks.
+        """
+        pairs = [(a, b) for low in range(self.num_ranks - 1) for a, b in ((low, low + 1), (low + 1, low))]
+        if not self._has_update_channels:
+            self._transport.open([Channel(a, b, Lane.UPDATE) for a, b in pairs])
+            self._has_update_channels = True
+        return {
+            peer: (
+                self._transport.outgoing(Channel(rank, peer, Lane.UPDATE)),
+                self._transport.incoming(Channel(peer, rank, Lane.UPDATE)),
+            )
+            for source, peer in pairs
+            if source == rank
+        }
+
+    def speculate(self, speculation: Speculation) -> None:
+        """The parameters may be wrong: `speculation` is asked in the next training run, or before anything else."""
+        self._speculation = speculation
+
+    def settle(self) -> None:
+        """Make sure that the parameters are the right ones. Every rank calls it, as `step`; free where they are."""
+        speculation, self._speculation = self._speculation, None
+        if speculation is not None:
+            with self.ended_by_errors():
+                for rank in reversed(self.local_ranks):  # the last rank knows first
+                    speculation.validate(rank)
+                self._transport.end_step()
 
     def _bind(self, rank: int, program: Program) -> Bound:
         key = (rank, program.schedule.forward_only)
@@ -295,9 +374,9 @@ class Pipeline:
                 )
         return batch
 
-    def _share_losses(self, batch: Batch, with_loss: bool) -> None:
+    def _share_losses(self, batch: Batch) -> None:
         """Every rank learns the losses of all micro-batches from the ranks with the last stage."""
-        if not with_loss or self.rank is None:
+        if self.rank is None:
             return
         holders = self.schedule.placement.replicas[-1]
         if self.rank in holders:
@@ -314,14 +393,6 @@ class Pipeline:
         """The micro-batches whose last stage runs on rank `holder`."""
         place, last = self.schedule.placement.rank_of, self.schedule.num_stages - 1
         return [b for b in range(self.schedule.num_microbatches) if place(last, b) == holder]
-
-    def _loss(self, batch: Batch) -> Tensor:
-        """The sum in order of micro-batches, the same on every rank to the last bit."""
-        ordered = [batch.losses[b] for b in sorted(batch.losses)]
-        total = ordered[0].clone()
-        for loss in ordered[1:]:
-            total += loss
-        return total.reshape(())
 
     def _channels(self) -> list[Channel]:
         """All channels of all programs, in an order that every rank agrees on."""

@@ -27,10 +27,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import InputError, PeerLost, PipeloomError, RunError, StageError
 from pipeloom.ir import Action, Op, Program, peer_of
+from pipeloom.passes import warm_up_lengths
+from pipeloom.runtime.calls import call_name, cancel_number, next_call
 from pipeloom.runtime.gradient_sum import GradientSum
+from pipeloom.runtime.speculation import CancelledError, ForwardState, Speculation
 from pipeloom.runtime.split_backward import Root, WeightGradients, backward_input, run_backward
-from pipeloom.runtime.transport import Channel, Lane, Transport
-from pipeloom.runtime.values import Layout, Value, flatten, unflatten
+from pipeloom.runtime.transport import Channel, Lane, Message, Transport
+from pipeloom.runtime.values import Layout, Value, copied, flatten, unflatten
 
 LossFn = Callable[[Any, Any], Tensor]
 _Key = tuple[int, int | None, int | None]  # stage, micro-batch, slice
@@ -69,9 +72,17 @@ class _Instruction:
 
 @dataclass
 class Bound:
-    """A program bound to one worker, and when its actions last started and ended (time.perf_counter, seconds)."""
+    """A program bound to one worker, and when its actions last started and ended (time.perf_counter, seconds).
+
+    Attributes:
+        instructions: what it runs.
+        num_warm_up: so many of the first can be thrown away and done again: forwards that need no backward.
+        training: whether there are backwards.
+        starts, ends: of the last run.
+    """
 
     instructions: tuple[_Instruction, ...]
+    num_warm_up: int
     training: bool
     starts: list[float]
     ends: list[float]
@@ -108,7 +119,9 @@ class Worker:
         self.stages = stages
         self.batch = Batch()
         self.peak_live_activations = 0
-        self._call = 0
+        self.call = 0
+        self._speculating = False
+        self._stale_calls: tuple[int, ...] = ()  # what still arrives of them is dropped
         self._loss_fn = loss_fn
         self._transport = transport
         self._gradient_sum = gradient_sum
@@ -117,6 +130,7 @@ class Worker:
         self._saved: dict[_Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = {}
         self._gradients: dict[_Key, Sequence[Tensor | None]] = {}
         self._departing: dict[Action, tuple[Layout, list[Tensor]]] = {}
+        self._sends: dict[Channel, Callable[[Layout, list[Tensor], int], None]] = {}  # to all this rank sends to
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         # A leaf may not be changed in place, so a stage that might do that to its input gets a copy of it.
         self._copies_input = {
@@ -148,15 +162,23 @@ class Worker:
             for run, ready in steps:
                 instructions.append(_Instruction(action, run, None if self._transport.blocking else ready, label))
         times = len(instructions)
-        return Bound(tuple(instructions), not program.schedule.forward_only, [0.0] * times, [0.0] * times)
+        return Bound(
+            tuple(instructions),
+            warm_up_lengths(program)[self.rank],
+            not program.schedule.forward_only,
+            [0.0] * times,
+            [0.0] * times,
+        )
 
-    def run(self, bound: Bound, batch: Batch, call: int) -> Iterator[None]:
+    def run(self, bound: Bound, batch: Batch, call: int, speculation: Speculation | None = None) -> Iterator[None]:
         """Run a bound program; yields whenever it has to wait and the transport does not block.
 
         Args:
             bound: the program.
             batch: what it reads and writes.
             call: a number that is the same on all ranks if they make the same calls; it goes with every message.
+            speculation: says, during the warm-up, whether the parameters were the right ones. If not, the run begins
+                anew with the next call's number.
 
         Raises:
             StageError: the module, the loss or autograd raised.
@@ -164,13 +186,24 @@ class Worker:
         """
         self.batch = batch
         self.peak_live_activations = 0
-        self._call = call
-        starts, ends, blackbox = bound.starts, bound.ends, self._blackbox
-        if bound.training:
-            self._gradient_sum.begin()
-        position = 0
+        self.call = call
         try:
-            for position, instruction in enumerate(bound.instructions):
+            start = 0
+            if speculation is not None:
+                start = self._warm_up(bound, speculation)
+            if bound.training:
+                self._gradient_sum.begin()
+            yield from self._execute(bound, start, len(bound.instructions))
+        finally:
+            self._forget()
+            self.batch = Batch()
+
+    def _execute(self, bound: Bound, start: int, stop: int) -> Iterator[None]:
+        """Run the instructions from `start` to before `stop`."""
+        starts, ends, blackbox = bound.starts, bound.ends, self._blackbox
+        position = start
+        try:
+            for position, instruction in enumerate(bound.instructions[start:stop], start):
                 if instruction.ready is not None:
                     while not instruction.ready():
                         yield
@@ -179,12 +212,49 @@ class Worker:
                 starts[position] = perf_counter()
                 instruction.run()
                 ends[position] = perf_counter()
+        except CancelledError:
+            raise
         except Exception as error:
             raise self._explain(error, bound.instructions[position].action) from error
-        finally:
-            for store in (self._arrived, self._saved, self._gradients, self._departing):
-                store.clear()
-            self.batch = Batch()
+
+    def _warm_up(self, bound: Bound, speculation: Speculation) -> int:
+        """Run forwards until it is known whether their parameters stand; returns how many instructions then count."""
+        before = ForwardState.take(self.stages.values(), with_random_state=speculation.owns_random_state)
+        failure: StageError | None = None
+        position = 0
+        self._speculating = True
+        try:
+            while position < bound.num_warm_up and not speculation.ready(self.rank):
+                for _ in self._execute(bound, position, position + 1):
+                    pass
+                position += 1
+        except CancelledError:
+            pass
+        except StageError as error:  # it may be the wrong parameters that make a stage raise
+            failure = error
+            self._cancel()
+        self._speculating = False
+        if speculation.validate(self.rank):
+            if failure is not None:
+                raise failure
+            return position
+        if failure is None:
+            self._cancel()
+        self._forget()
+        self.peak_live_activations = 0
+        before.restore()
+        self._stale_calls = (self.call, cancel_number(self.call))
+        self.call = next_call(self.call)
+        return 0
+
+    def _cancel(self) -> None:
+        """Tell all who may wait for a forward of this call that none will come."""
+        for send in self._sends.values():
+            send(*flatten(None), cancel_number(self.call))
+
+    def _forget(self) -> None:
+        for store in (self._arrived, self._saved, self._gradients, self._departing):
+            store.clear()
 
     def _explain(self, error: Exception, action: Action) -> PipeloomError:
         where = f"rank {self.rank}, stage {action.stage}, action {action}"
@@ -197,11 +267,20 @@ class Worker:
             return RunError(f"{where}: {text}")
         return StageError(f"{where}: {type(error).__name__}: {text}")
 
-    def _out_of_step(self, source: int, call: int) -> RunError:
-        return RunError(
-            f"rank {source} is in {_call_name(call)}, and this rank in {_call_name(self._call)}: every rank makes the "
-            "same calls in the same order"
-        )
+    def _of_this_call(self, source: int, message: Message, receive: Callable[[], Message]) -> Message:
+        """`message`, or the first behind it that belongs to this call; what a cancelled call left is dropped."""
+        while message.call != self.call:
+            if message.call == cancel_number(self.call):
+                if self._speculating:
+                    raise CancelledError
+                raise PeerLost(f"rank {source} gave up {call_name(self.call)}")
+            if message.call not in self._stale_calls:
+                raise RunError(
+                    f"rank {source} is in {call_name(message.call)}, and this rank in {call_name(self.call)}: every "
+                    "rank makes the same calls in the same order"
+                )
+            message = receive()
+        return message
 
     # Binding: each method returns the function of one action, and what to ask before running it without blocking.
 
@@ -216,7 +295,7 @@ class Worker:
         first = stage == 0
 
         def forward() -> None:
-            value, leaves = (self.batch.inputs[microbatch], []) if first else arrived.pop(key)
+            value, leaves = (self._input(microbatch), []) if first else arrived.pop(key)
             saved[key] = None
             if len(saved) > self.peak_live_activations:
                 self.peak_live_activations = len(saved)
@@ -238,11 +317,15 @@ class Worker:
 
         return forward, None
 
+    def _input(self, microbatch: int) -> Value:
+        """The model's input; a copy where this forward may have to be done again, for stages that change theirs."""
+        value = self.batch.inputs[microbatch]
+        return copied(value) if self._speculating else value
+
     def _copied(self, stage: int, value: Value) -> Value:
         """A copy of a stage's input, which the stage changes in place; from now on it always gets one."""
         self._copies_input[stage] = True
-        layout, tensors = flatten(value)
-        return unflatten(layout, [tensor.clone() for tensor in tensors])
+        return copied(value)
 
     def _bind_loss(self, microbatch: int) -> Callable[[Value], list[Root]]:
         """What the last stage does with its output: the loss, or keeping it for the caller."""
@@ -393,10 +476,11 @@ class Worker:
     def _bind_send(self, action: Action, program: Program) -> tuple[Callable[[], None], None]:
         channel = Channel(self.rank, peer_of(action, program.placement), Lane.PIPELINE)
         end, departing = self._transport.outgoing(channel).send, self._departing
+        self._sends[channel] = end
 
         def send() -> None:
             layout, tensors = departing.pop(action)
-            end(layout, tensors, self._call)
+            end(layout, tensors, self.call)
 
         return send, None
 
@@ -410,29 +494,20 @@ class Worker:
             enter = self._bind_entry(stage, not program.schedule.forward_only)
 
             def receive() -> None:
-                layout, tensors, call = next_message()
-                if call != self._call:
-                    raise self._out_of_step(channel.source, call)
-                arrived[key] = enter(layout, tensors)
+                message = next_message()
+                if message.call != self.call:
+                    message = self._of_this_call(channel.source, message, next_message)
+                arrived[key] = enter(message.layout, message.tensors)
         else:
 
             def receive() -> None:
-                layout, tensors, call = next_message()
-                if call != self._call:
-                    raise self._out_of_step(channel.source, call)
-                value = unflatten(layout, tensors)
+                message = next_message()
+                if message.call != self.call:
+                    message = self._of_this_call(channel.source, message, next_message)
+                value = unflatten(message.layout, message.tensors)
                 gradients[key] = value if isinstance(value, tuple) else (value,)
 
         return receive, end.ready
-
-
-def call_number(count: int, training: bool) -> int:
-    """What goes with every message of a pipeline's `count`-th call."""
-    return 2 * count + training
-
-
-def _call_name(call: int) -> str:
-    return f"call {call // 2} of this Pipeline, {'step' if call % 2 else 'evaluate or forward'}"
 
 
 def _root(tensor: Tensor) -> Root:

@@ -1,0 +1,327 @@
+"""The optimizer step without a barrier: weights, optimizer states and norms are those behind a barrier, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipeloom as pl
+from pipeloom.errors import InputError, StageError
+from pipeloom.passes import lower, repeat_steps, warm_up_lengths
+from tests.cpu.ranks import run_ranks
+from tests.cpu.reference import language_loss, make_gpt, make_mlp, tokens
+
+mse = nn.functional.mse_loss
+NUM_STEPS = 12
+NORMS = [1.0, 0.02, 1.0, 1.0, 0.02, 0.02, 1.0, math.nan, 1.0, 0.02, math.inf, 1.0]  # scale of each step's gradients
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, fused=True)
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+
+
+def _groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    matrices, vectors = ([p for p in parameters if (p.ndim > 1) is wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.3, "amsgrad": True}, {"params": vectors, "lr": 0.01}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.05, weight_decay=0.0)
+
+
+OPTIMIZERS = {"adamw": _adamw, "sgd": _sgd, "groups": _groups}
+
+
+def _batches(width: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
+    """Samples whose gradients are large, small or not finite, as `NORMS` says."""
+    generator = torch.Generator().manual_seed(3)
+    for scale in NORMS[:NUM_STEPS]:
+        inputs, targets = (torch.randn(8, width, generator=generator) for _ in range(2))
+        yield inputs, targets * scale if math.isfinite(scale) else targets.index_fill(0, torch.tensor(5), scale)
+
+
+class _Scaled(nn.Module):
+    """The mean squared error, weighed so that small targets have small gradients."""
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        return (output * targets).mean() * 40
+
+
+def _train(
+    model: nn.Module,
+    schedule: pl.Schedule,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    batches: list[tuple[Tensor, Tensor]],
+    *,
+    kind: type[Any],
+    transport: str,
+    loss_fn: Any = None,
+    max_norm: float = 0.5,
+    settle_after: tuple[int, ...] = (),
+) -> tuple[list[Any], Any]:
+    """Everything that must agree to the last bit, and the step object."""
+    with pl.Pipeline(model, schedule, loss_fn=loss_fn or _Scaled(), transport=transport) as pipe:
+        optimizer = make_optimizer(pipe.parameters())
+        stepper = kind(pipe, optimizer, max_norm=max_norm)
+        updates = []
+        for number, (inputs, targets) in enumerate(batches):
+            for group in optimizer.param_groups:  # a schedule: an update that is done again must know its own
+                group["lr"] *= 0.9
+            updates += stepper.step(inputs, targets, lambda: torch.tensor([2.5]))
+            if number in settle_after:
+                updates += stepper.settle()
+                pipe.evaluate(inputs, targets)
+        updates += stepper.settle()
+        states = [optimizer.state.get(p, {}) for p in pipe.parameters()]
+        facts = [
+            [(float(u.loss), float(u.grad_norm), u.applied, u.numbers.tolist()) for u in updates],
+            {name: (p.detach().clone(), p.grad) for name, p in pipe.named_parameters()},
+            [{key: torch.as_tensor(value).clone() for key, value in state.items()} for state in states],
+            {f"{i}.{name}": b.clone() for i, m in enumerate(pipe.modules()) for name, b in m.named_buffers()},
+        ]
+        return facts, stepper
+
+
+def _assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert torch.equal(one.nan_to_num(nan=7e7), other.nan_to_num(nan=7e7))
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            _assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            _assert_same(a, b)
+    else:
+        assert one == other or (one != one and other != other), (one, other)
+
+
+def _compare(transport: str, name: str, optimizer: str, num_ranks: int = 3) -> tuple[dict[int, int], int]:
+    schedule = pl.schedules.build(name, num_ranks=num_ranks, num_microbatches=8)
+    make_model, batches = lambda: make_mlp(depth=2 * schedule.num_stages), list(_batches())
+    arguments = (schedule, OPTIMIZERS[optimizer], batches)
+    expected, _ = _train(make_model(), *arguments, kind=pl.BarrierStep, transport=transport, settle_after=(5, 6))
+    found, stepper = _train(
+        make_model(), *arguments, kind=pl.PostValidatedStep, transport=transport, settle_after=(5, 6)
+    )
+    _assert_same(found, expected)
+    rows = expected[0]
+    clipped = [applied and norm > 0.5 for _, norm, applied, _ in rows]
+    assert len(rows) == NUM_STEPS == stepper.num_updates
+    assert 2 <= sum(clipped) <= 8 and sum(not applied for *_, applied, _ in rows) == 2
+    return stepper.num_rollbacks, stepper.num_repeats
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("transport", ["loopback", "threads"])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "1f1b"])
+def test_one_process_trains_as_with_a_barrier(name: str, transport: str, optimizer: str) -> None:
+    rollbacks, repeats = _compare(transport, name, optimizer)
+    assert 0 < sum(rollbacks.values()) < 2 * NUM_STEPS and 0 < repeats < NUM_STEPS
+    assert rollbacks[2] == 0  # the last rank knows
+
+
+def _in_processes(rank: int, transport: str, name: str, optimizer: str) -> tuple[dict[int, int], int]:
+    return _compare(transport, name, optimizer)
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "torch"])
+@pytest.mark.parametrize(("name", "optimizer"), [("zb-h2", "adamw"), ("zb-v", "groups"), ("zb-h1", "sgd")])
+def test_processes_train_as_with_a_barrier(transport: str, name: str, optimizer: str) -> None:
+    answers = run_ranks(_in_processes, 3, transport, name, optimizer)
+    assert 0 < sum(sum(rollbacks.values()) for rollbacks, _ in answers)
+    assert {repeats for _, repeats in answers} == {answers[0][1]} and 0 < answers[0][1] < NUM_STEPS
+
+
+# --- replicas, tied weights, random numbers, buffers ------------------------------------------------------------------
+
+
+class _Block(nn.Module):
+    """What forwards change beside the graph: running means and random numbers, and its own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.9) + self.dropout(self.norm(self.linear(x)))
+
+
+def _stateful(rank: int, transport: str) -> int:
+    batches = [(torch.cat([x, x]), torch.cat([y, y])) for x, y in _batches()]  # a norm needs two samples
+    facts = []
+    for kind in (pl.BarrierStep, pl.PostValidatedStep):
+        torch.manual_seed(rank)
+        model = nn.Sequential(*(_Block() for _ in range(3)))
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+        schedule = pl.schedules.zb_h2(num_ranks=3, num_microbatches=8)
+        data = copy.deepcopy(batches)
+        found, stepper = _train(model, schedule, _adamw, data, kind=kind, transport=transport)
+        facts.append([*found, torch.get_rng_state()])
+    _assert_same(facts[1], facts[0])
+    return stepper.num_repeats
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "torch"])
+def test_buffers_and_random_states_go_back_too(transport: str) -> None:
+    assert min(run_ranks(_stateful, 3, transport)) > 0
+
+
+@pytest.mark.parametrize("transport", ["loopback", "threads"])
+@pytest.mark.parametrize("name", ["dualpipe", "chimera", "dualpipev"])
+def test_replicas_count_once_and_stay_equal(name: str, transport: str) -> None:
+    schedule = pl.schedules.build(name, num_ranks=4, num_microbatches=8)
+    facts = []
+    for kind in (pl.BarrierStep, pl.PostValidatedStep):
+        model = make_mlp(depth=schedule.num_stages)
+        found, stepper = _train(model, schedule, _groups, list(_batches()), kind=kind, transport=transport)
+        facts.append(found)
+    _assert_same(facts[1], facts[0])
+    assert stepper.num_repeats > 0
+
+
+def _tied(rank: int, transport: str) -> int:
+    schedule = pl.schedules.zb_v(num_ranks=2, num_microbatches=4)
+    batches = [tokens(4, seed=seed) for seed in range(10)]
+    facts = []
+    for kind in (pl.BarrierStep, pl.PostValidatedStep):
+        found, stepper = _train(
+            make_gpt(tied=True),
+            schedule,
+            _adamw,
+            batches,
+            kind=kind,
+            transport=transport,
+            loss_fn=language_loss,
+            max_norm=0.85,
+        )
+        facts.append(found)
+    _assert_same(facts[1], facts[0])
+    return stepper.num_repeats
+
+
+@pytest.mark.parametrize("transport", ["auto", "torch"])
+def test_tied_weights(transport: str) -> None:
+    repeats = run_ranks(_tied, 2, transport)
+    assert 0 < repeats[0] == repeats[1] < 10
+
+
+# --- what users may do ------------------------------------------------------------------------------------------------
+
+
+class _Picky(nn.Module):
+    """Refuses what a step that should have been clipped makes of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        nn.init.eye_(self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.linear.weight.abs().max() > 100:
+            raise ValueError("the weights exploded")
+        return self.linear(x)
+
+
+def _picky(rank: int, raises: bool) -> int:
+    torch.manual_seed(0)
+    batch = torch.randn(8, 8), torch.randn(8, 8) * 1e4
+    max_norm = math.inf if raises else 0.5
+    schedule = pl.schedules.zb_h2(num_ranks=3, num_microbatches=8)
+    with pl.Pipeline([_Picky() for _ in range(3)], schedule, loss_fn=_Scaled()) as pipe:
+        stepper = pl.PostValidatedStep(pipe, _sgd(pipe.parameters()), max_norm=max_norm)
+        stepper.step(*batch)
+        if raises:
+            with pytest.raises((StageError, pl.errors.PeerLost)) as caught:
+                stepper.step(*batch)
+            return isinstance(caught.value, StageError)
+        stepper.step(*batch)
+        stepper.settle()
+        return stepper.num_repeats
+
+
+def test_an_error_counts_only_if_the_parameters_stand() -> None:
+    assert all(run_ranks(_picky, 3, False))
+    assert any(run_ranks(_picky, 3, True))
+
+
+def test_gradients_of_several_batches_and_evaluation_between() -> None:
+    facts = []
+    schedule = pl.schedules.zb_h1(num_ranks=2, num_microbatches=4)
+    for kind in (pl.BarrierStep, pl.PostValidatedStep):
+        with pl.Pipeline(make_mlp(), schedule, loss_fn=_Scaled(), transport="threads") as pipe:
+            stepper = kind(pipe, _adamw(pipe.parameters()), max_norm=0.5)
+            found: list[Any] = []
+            for inputs, targets in list(_batches())[:7]:
+                found.append(pipe.step(inputs, targets))
+                found.append(pipe.evaluate(inputs, targets))
+                found += [update.grad_norm for update in stepper.step(inputs, targets)]
+                found.append(pipe.forward(inputs))
+            found += [update.grad_norm for update in stepper.settle()]
+            facts.append(found if kind is pl.BarrierStep else found)
+    norms = [[f for f in found if f.shape == ()] for found in facts]
+    assert sorted(map(float, norms[0])) == sorted(map(float, norms[1]))
+    outputs = [[f for f in found if f.shape != ()] for found in facts]
+    _assert_same(*outputs)
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_refused() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+
+    schedule = pl.schedules.zb_h1(num_ranks=2, num_microbatches=2)
+    pipe = pl.Pipeline(make_mlp(), schedule, loss_fn=mse, transport="loopback")
+    stepper = pl.PostValidatedStep(pipe, Counting(pipe.parameters(), lr=0.1))
+    with pytest.raises(InputError, match="Counting writes count into its parameter groups"):
+        stepper.step(torch.randn(4, 8), torch.randn(4, 8))
+
+
+def test_parameters_of_others_are_refused() -> None:
+    schedule = pl.schedules.zb_h1(num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(make_mlp(), schedule, loss_fn=mse, transport="loopback") as pipe:
+        with pytest.raises(InputError, match="not the pipeline's"):
+            pl.PostValidatedStep(pipe, _sgd(nn.Linear(2, 2).parameters()))
+        with pytest.raises(InputError, match="max_norm is 0"):
+            pl.BarrierStep(pipe, _sgd(pipe.parameters()), max_norm=0)
+
+
+# --- the passes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(pl.schedules.FAMILIES))
+def test_warm_ups_are_forwards_and_the_first_backward_is_not_held_back(name: str) -> None:
+    """Nothing in a warm-up needs anything else, and what is behind it starts with a backward or waits for one."""
+    schedule = pl.schedules.build(name, num_ranks=4, num_microbatches=8)
+    program = lower(schedule)
+    lengths = warm_up_lengths(program)
+    warm = {action for order, length in zip(program.orders, lengths, strict=True) for action in order[:length]}
+    assert all(action.op in ("F", "SEND_F", "RECV_F") for action in warm)
+    for action in warm:
+        assert warm.issuperset(pl.ir.dependencies(action, program))
+    assert any(order[length].op in ("B", "I") for order, length in zip(program.orders, lengths, strict=True))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "dualpipe"])
+def test_steps_in_a_row_are_a_legal_schedule(name: str) -> None:
+    schedule = pl.schedules.build(name, num_ranks=4, num_microbatches=8)
+    steps = repeat_steps(schedule, 3)
+    pl.check(steps)
+    costs = pl.Costs.uniform(forward=1.0, backward=2.0)
+    one, three = (pl.simulate(each, costs) for each in (schedule, steps))
+    assert one.span_seconds - 1e-9 <= (three.makespan - one.makespan) / 2 <= one.makespan + 1e-9
