@@ -86,7 +86,7 @@ def _schedules() -> str:
 def _train() -> str:
     rows = ["| option | default | meaning |", "|---|---|---|", "| `--config FILE` | | YAML file with these options |"]
     for key, _, default, text in options():
-        shown = {None: "", True: "true", False: "false"}.get(default, f"`{default}`")
+        shown = str(default).lower() if isinstance(default, bool) else "" if default is None else f"`{default}`"
         rows.append(f"| `--{key}` | {shown} | {text} |")
     return "\n".join(rows)
 
