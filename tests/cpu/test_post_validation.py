@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pipeloom as pl
@@ -319,6 +324,74 @@ def test_parameters_of_others_are_refused() -> None:
             pl.PostValidatedStep(pipe, _sgd(nn.Linear(2, 2).parameters()))
         with pytest.raises(InputError, match="max_norm is 0"):
             pl.BarrierStep(pipe, _sgd(pipe.parameters()), max_norm=0)
+
+
+def test_leaving_the_pipeline_settles() -> None:
+    schedule = pl.schedules.zb_h1(num_ranks=2, num_microbatches=4)
+    weights = []
+    for kind in (pl.BarrierStep, pl.PostValidatedStep):
+        with pl.Pipeline(make_mlp(), schedule, loss_fn=_Scaled(), transport="threads") as pipe:
+            stepper = kind(pipe, _adamw(pipe.parameters()), max_norm=0.5)
+            stepper.step(*next(_batches()))
+        weights.append([p.detach() for p in pipe.parameters()])
+        assert [u.applied for u in stepper.settle()] == [True] * (kind is pl.PostValidatedStep)
+    _assert_same(*weights)
+
+
+# --- pipeloom train ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Trains a tiny model; returns the output directory."""
+    directory = tmp_path_factory.mktemp("post-validation")
+    (directory / "text").mkdir()
+    for number in range(6):
+        (directory / "text" / f"{number}.txt").write_text("the loom weaves micro-batches " * (40 + number))
+
+    def train(name: str, *more: str, code: int = 0) -> Path:
+        options = {
+            "data.path": directory / "text", "data.validation_fraction": 0.4, "steps": 12, "save_steps": 4,
+            "eval_steps": 5, "eval_batches": 1, "sample_tokens": 0, "model.layers": 3, "model.width": 16,
+            "model.heads": 2, "model.sequence_length": 16, "model.dropout": 0.1, "batch.size": 10,
+            "batch.microbatches": 5, "optimizer.warmup_steps": 1, "optimizer.clip_norm": 0.96, "schedule": "zb-h2",
+            "parallel.pipeline": 3, "save_total_limit": "null", "output_dir": directory / name,
+        }  # fmt: skip
+        words = ["train", *(f"--{key}={value}" for key, value in options.items()), *more]
+        done = subprocess.run([sys.executable, "-m", "pipeloom", *words], capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        return directory / name
+
+    return train
+
+
+def _story(output_dir: Path) -> list[tuple[Any, ...]]:
+    rows = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [tuple(row.get(key) for key in ("step", "loss", "grad_norm", "lr", "eval_loss")) for row in rows]
+
+
+def _saved(checkpoint: Path) -> dict[str, Tensor]:
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {f"{file.name.split('-')[0]} {key}": t for file in files for key, t in load_file(file).items()}
+
+
+def test_train_gives_the_same_run_with_and_without_a_barrier(run: Callable[..., Path]) -> None:
+    barrier, free = run("barrier"), run("free", "--optimizer.barrier=false")
+    norms = [row[2] for row in _story(barrier) if row[2] is not None]
+    assert 2 <= sum(norm > 0.96 for norm in norms) <= len(norms) - 2, norms
+    assert _story(free) == _story(barrier)
+    for name in ("checkpoint-4", "checkpoint-12"):
+        _assert_same(_saved(free / name), _saved(barrier / name))
+    resumed = run("resumed", "--optimizer.barrier=false", f"--resume_from_checkpoint={free / 'checkpoint-4'}")
+    assert _story(resumed) == [row for row in _story(barrier) if row[0] > 4]
+    _assert_same(_saved(resumed / "checkpoint-12"), _saved(barrier / "checkpoint-12"))
+
+
+def test_train_ends_alike_at_numbers_that_are_not_finite(run: Callable[..., Path]) -> None:
+    more = ["--optimizer.learning_rate=1e30", "--optimizer.clip_norm=0", "--eval_steps=0", "--save_steps=0", "--local"]
+    free, barrier = (run(f"endless-{b}", *more, f"--optimizer.barrier={b}", code=1) for b in ("false", "true"))
+    assert _story(free) == _story(barrier)
+    assert None in _story(free)[-1][1:3]
 
 
 # --- the passes -------------------------------------------------------------------------------------------------------

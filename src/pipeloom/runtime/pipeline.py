@@ -272,6 +272,8 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None and self._ended is None:
+            self.settle()
         self.close()
 
     # How
