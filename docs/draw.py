@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import re
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pipeloom as pl
 from pipeloom import cli
+from pipeloom.passes import repeat_steps
 from pipeloom.report import timeline_svg
 from pipeloom.report.drawing import seconds_text
 from pipeloom.sim import Timeline
@@ -43,7 +45,8 @@ def draw(directory: Path) -> list[Path]:
             raise SystemExit(f"pipeloom simulate {words} --svg {directory / name}: exit code {code}")
     (directory / "eager-latency.svg").write_text(_eager() + "\n", encoding="utf-8")
     (directory / "run.svg").write_text(_run() + "\n", encoding="utf-8")
-    return [directory / name for name in (*SIMULATED, "eager-latency.svg", "run.svg")]
+    (directory / "steps.svg").write_text(_steps() + "\n", encoding="utf-8")
+    return [directory / name for name in (*SIMULATED, "eager-latency.svg", "run.svg", "steps.svg")]
 
 
 def _eager() -> str:
@@ -65,6 +68,36 @@ def _run() -> str:
         for kind, timeline in zip(("measured", "predicted"), timelines, strict=True)
     ]
     return timeline_svg(timelines, titles=titles, standalone=True)
+
+
+def _steps() -> str:
+    """Three steps of ZB-H2 one behind the other, with a barrier between them and without."""
+    schedule, costs, num_steps = pl.schedules.zb_h2(num_ranks=4, num_microbatches=7), pl.Costs.uniform(), 3
+    one, free = pl.simulate(schedule, costs), pl.simulate(repeat_steps(schedule, num_steps), costs)
+    starts = [step * one.makespan for step in range(num_steps)]
+    barrier = replace(
+        one,
+        spans=tuple(
+            tuple(
+                span._replace(
+                    action=span.action._replace(microbatch=span.action.microbatch + step * schedule.num_microbatches),
+                    start=span.start + start,
+                    end=span.end + start,
+                )
+                for step, start in enumerate(starts)
+                for span in row
+            )
+            for row in one.spans
+        ),
+        memory=tuple(tuple((at + start, live) for start in starts for at, live in row) for row in one.memory),
+        ideal_seconds=num_steps * one.ideal_seconds,
+        num_microbatches=free.num_microbatches,
+    )
+    titles = [
+        f"zb-h2, 3 steps {kind} a barrier: {timeline.makespan:g} s, bubble {100 * timeline.bubble_fraction:.1f} %"
+        for kind, timeline in (("with", barrier), ("without", free))
+    ]
+    return timeline_svg([barrier, free], titles=titles, standalone=True)
 
 
 def fill_tables(text: str) -> str:

@@ -353,8 +353,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         options = {
             "data.path": directory / "text", "data.validation_fraction": 0.4, "steps": 12, "save_steps": 4,
             "eval_steps": 5, "eval_batches": 1, "sample_tokens": 0, "model.layers": 3, "model.width": 16,
-            "model.heads": 2, "model.sequence_length": 16, "model.dropout": 0.1, "batch.size": 10,
-            "batch.microbatches": 5, "optimizer.warmup_steps": 1, "optimizer.clip_norm": 0.96, "schedule": "zb-h2",
+            "model.heads": 2, "model.sequence_length": 16, "batch.size": 10,
+            "batch.microbatches": 5, "optimizer.warmup_steps": 1, "optimizer.clip_norm": 1.15, "schedule": "zb-h2",
             "parallel.pipeline": 3, "save_total_limit": "null", "output_dir": directory / name,
         }  # fmt: skip
         words = ["train", *(f"--{key}={value}" for key, value in options.items()), *more]
@@ -371,18 +371,20 @@ def _story(output_dir: Path) -> list[tuple[Any, ...]]:
 
 
 def _saved(checkpoint: Path) -> dict[str, Tensor]:
-    files = sorted(checkpoint.glob("*.safetensors"))
-    return {f"{file.name.split('-')[0]} {key}": t for file in files for key, t in load_file(file).items()}
+    """Model and optimizer; the random states are each process's own."""
+    files = [file for kind in ("model", "optimizer") for file in checkpoint.glob(f"{kind}*.safetensors")]
+    return {f"{file.name[:5]} {key}": tensor for file in files for key, tensor in load_file(file).items()}
 
 
 def test_train_gives_the_same_run_with_and_without_a_barrier(run: Callable[..., Path]) -> None:
-    barrier, free = run("barrier"), run("free", "--optimizer.barrier=false")
+    barrier, free = run("barrier", "--local"), run("free", "--optimizer.barrier=false")
     norms = [row[2] for row in _story(barrier) if row[2] is not None]
-    assert 2 <= sum(norm > 0.96 for norm in norms) <= len(norms) - 2, norms
+    assert 2 <= sum(norm > 1.15 for norm in norms) <= len(norms) - 2, norms
     assert _story(free) == _story(barrier)
     for name in ("checkpoint-4", "checkpoint-12"):
         _assert_same(_saved(free / name), _saved(barrier / name))
-    resumed = run("resumed", "--optimizer.barrier=false", f"--resume_from_checkpoint={free / 'checkpoint-4'}")
+    more = ["--local", "--optimizer.barrier=false", f"--resume_from_checkpoint={free / 'checkpoint-4'}"]
+    resumed = run("resumed", *more)
     assert _story(resumed) == [row for row in _story(barrier) if row[0] > 4]
     _assert_same(_saved(resumed / "checkpoint-12"), _saved(barrier / "checkpoint-12"))
 
