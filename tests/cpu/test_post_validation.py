@@ -17,17 +17,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pipeloom as pl
+from pipeloom.cli import main
 from pipeloom.errors import InputError, StageError
 from pipeloom.passes import lower, repeat_steps, warm_up_lengths
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, make_mlp, tokens
 
 mse = nn.functional.mse_loss
-SMALL = 0.004
+SMALL = 4e-4
 # What the gradients of each step are multiplied by, on all ranks but the last and on the last. Clipping is needed where
 # either is 1; where the last alone knows, the others have to take their update back.
 FACTORS = [
-    (SMALL, SMALL), (SMALL, 1), (1, 1), (SMALL, SMALL), (SMALL, SMALL), (SMALL, math.nan),
+    (SMALL, 1), (SMALL, SMALL), (1, 1), (SMALL, SMALL), (SMALL, SMALL), (SMALL, math.nan),
     (SMALL, 1), (math.nan, math.nan), (SMALL, SMALL), (SMALL, math.inf), (1, SMALL), (SMALL, SMALL),
 ]  # fmt: skip
 NUM_STEPS = len(FACTORS)
@@ -74,7 +75,7 @@ class _Scaled(nn.Module):
     """A loss whose gradients stay large however long it is trained."""
 
     def forward(self, output: Tensor, targets: Tensor) -> Tensor:
-        return (output * targets).mean() * 40
+        return (output * targets).mean() * 400
 
 
 def _train(
@@ -358,8 +359,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             "parallel.pipeline": 3, "save_total_limit": "null", "output_dir": directory / name,
         }  # fmt: skip
         words = ["train", *(f"--{key}={value}" for key, value in options.items()), *more]
-        done = subprocess.run([sys.executable, "-m", "pipeloom", *words], capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stderr
+        if "--local" in more:
+            assert main(words) == code
+        else:
+            done = subprocess.run(
+                [sys.executable, "-m", "pipeloom", *words], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == code, done.stderr
         return directory / name
 
     return train
