@@ -220,7 +220,7 @@ class Worker:
     def _warm_up(self, bound: Bound, speculation: Speculation) -> int:
         """Run forwards until it is known whether their parameters stand; returns how many instructions then count."""
         before = ForwardState.take(self.stages.values(), with_random_state=speculation.owns_random_state)
-        failure: StageError | None = None
+        failure: RunError | None = None
         position = 0
         self._speculating = True
         try:
@@ -228,12 +228,13 @@ class Worker:
                 for _ in self._execute(bound, position, position + 1):
                     pass
                 position += 1
-        except CancelledError:
-            pass
+        except CancelledError as error:
+            failure = PeerLost(str(error))
         except StageError as error:  # it may be the wrong parameters that make a stage raise
             failure = error
-            self._cancel()
         self._speculating = False
+        if failure is not None:  # before any wait: somebody may wait for what this rank will not send
+            self._cancel()
         if speculation.validate(self.rank):
             if failure is not None:
                 raise failure
@@ -271,9 +272,8 @@ class Worker:
         """`message`, or the first behind it that belongs to this call; what a cancelled call left is dropped."""
         while message.call != self.call:
             if message.call == cancel_number(self.call):
-                if self._speculating:
-                    raise CancelledError
-                raise PeerLost(f"rank {source} gave up {call_name(self.call)}")
+                text = f"rank {source} gave up {call_name(self.call)}"
+                raise CancelledError(text) if self._speculating else PeerLost(text)
             if message.call not in self._stale_calls:
                 raise RunError(
                     f"rank {source} is in {call_name(message.call)}, and this rank in {call_name(self.call)}: every "
