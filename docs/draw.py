@@ -18,6 +18,7 @@ from typing import Any
 
 import pipeloom as pl
 from pipeloom import cli
+from pipeloom.passes import repeat_steps
 from pipeloom.plan.slicing import parse_slice_costs, slice_batch, slicing_timeline, uniform
 from pipeloom.report import timeline_svg
 from pipeloom.report.drawing import number_text, seconds_text
@@ -47,12 +48,13 @@ def draw(directory: Path) -> list[Path]:
             raise SystemExit(f"pipeloom simulate {words} --svg {directory / name}: exit code {code}")
     (directory / "eager-latency.svg").write_text(_eager() + "\n", encoding="utf-8")
     (directory / "run.svg").write_text(_run() + "\n", encoding="utf-8")
+    (directory / "steps.svg").write_text(_steps() + "\n", encoding="utf-8")
     (directory / "slices.svg").write_text(_slices() + "\n", encoding="utf-8")
     shown = _gallery_timelines()
     for name, timeline in shown.items():
         (directory / f"gallery-{name}.svg").write_text(_gallery_picture(timeline) + "\n", encoding="utf-8")
-    drawn = (*SIMULATED, "eager-latency.svg", "run.svg", "slices.svg", *(f"gallery-{name}.svg" for name in shown))
-    return [directory / name for name in drawn]
+    more = ("eager-latency.svg", "run.svg", "steps.svg", "slices.svg")
+    return [directory / name for name in (*SIMULATED, *more, *(f"gallery-{name}.svg" for name in shown))]
 
 
 def _eager() -> str:
@@ -131,6 +133,36 @@ def _gallery() -> str:
     return "\n".join(rows) + "\n\n" + "\n\n".join(sections)
 
 
+def _steps() -> str:
+    """Three steps of ZB-H2 one behind the other, with a barrier between them and without."""
+    schedule, costs, num_steps = pl.schedules.zb_h2(num_ranks=4, num_microbatches=7), pl.Costs.uniform(), 3
+    one, free = pl.simulate(schedule, costs), pl.simulate(repeat_steps(schedule, num_steps), costs)
+    starts = [step * one.makespan for step in range(num_steps)]
+    barrier = replace(
+        one,
+        spans=tuple(
+            tuple(
+                span._replace(
+                    action=span.action._replace(microbatch=span.action.microbatch + step * schedule.num_microbatches),
+                    start=span.start + start,
+                    end=span.end + start,
+                )
+                for step, start in enumerate(starts)
+                for span in row
+            )
+            for row in one.spans
+        ),
+        memory=tuple(tuple((at + start, live) for start in starts for at, live in row) for row in one.memory),
+        ideal_seconds=num_steps * one.ideal_seconds,
+        num_microbatches=free.num_microbatches,
+    )
+    titles = [
+        f"zb-h2, 3 steps {kind} a barrier: {timeline.makespan:g} s, bubble {100 * timeline.bubble_fraction:.1f} %"
+        for kind, timeline in (("with", barrier), ("without", free))
+    ]
+    return timeline_svg([barrier, free], titles=titles, standalone=True)
+
+
 def fill_tables(text: str) -> str:
     """`text` with every marked table made anew."""
 
@@ -150,7 +182,7 @@ def _schedules() -> str:
 def _train() -> str:
     rows = ["| option | default | meaning |", "|---|---|---|", "| `--config FILE` | | YAML file with these options |"]
     for key, _, default, text in options():
-        shown = {None: "", True: "true", False: "false"}.get(default, f"`{default}`")
+        shown = str(default).lower() if isinstance(default, bool) else "" if default is None else f"`{default}`"
         rows.append(f"| `--{key}` | {shown} | {text} |")
     return "\n".join(rows)
 

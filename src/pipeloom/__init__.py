@@ -13,7 +13,7 @@ from pipeloom.errors import PipeloomError
 from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
 
 if TYPE_CHECKING:
-    from pipeloom.runtime import Pipeline, clip_grad_norm
+    from pipeloom.runtime import BarrierStep, Pipeline, PostValidatedStep, Update, clip_grad_norm
     from pipeloom.sim import Costs, Network, Timeline, simulate
 
 from pipeloom.version import __version__
@@ -24,7 +24,10 @@ _LAZY = {
     "Network": "pipeloom.sim",
     "Timeline": "pipeloom.sim",
     "simulate": "pipeloom.sim",
+    "BarrierStep": "pipeloom.runtime",
     "Pipeline": "pipeloom.runtime",
+    "PostValidatedStep": "pipeloom.runtime",
+    "Update": "pipeloom.runtime",
     "clip_grad_norm": "pipeloom.runtime",
     "split": "pipeloom.split",
     "sim": "pipeloom.sim",
@@ -34,15 +37,18 @@ _LAZY = {
 
 __all__ = [
     "Action",
+    "BarrierStep",
     "Costs",
     "Network",
     "Op",
     "Pipeline",
     "PipeloomError",
     "Placement",
+    "PostValidatedStep",
     "Program",
     "Schedule",
     "Timeline",
+    "Update",
     "__version__",
     "check",
     "clip_grad_norm",

@@ -6,10 +6,20 @@ from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.passes.communication import insert_communication
 from pipeloom.passes.gradient_reduction import insert_gradient_reduction
 
-__all__ = ["forward_only", "insert_communication", "insert_gradient_reduction", "lower", "merge_backwards"]
+__all__ = [
+    "forward_only",
+    "insert_communication",
+    "insert_gradient_reduction",
+    "lower",
+    "merge_backwards",
+    "repeat_steps",
+    "warm_up_lengths",
+]
 
 from pipeloom.passes.forward_only import forward_only
 from pipeloom.passes.merge_backwards import merge_backwards
+from pipeloom.passes.repeat_steps import repeat_steps
+from pipeloom.passes.warm_up import warm_up_lengths
 
 
 def lower(schedule: Schedule, *, tied_stages: tuple[tuple[int, ...], ...] = ()) -> Program:

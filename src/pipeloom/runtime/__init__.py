@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from pipeloom.runtime.gradients import clip_by_norms, clip_grad_norm, gradient_norms
     from pipeloom.runtime.loopback import LoopbackTransport
     from pipeloom.runtime.mixed import MixedTransport
+    from pipeloom.runtime.optimizer_step import BarrierStep, OptimizerStep, Update
     from pipeloom.runtime.pipeline import Pipeline
+    from pipeloom.runtime.post_validation import PostValidatedStep
     from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport
     from pipeloom.runtime.values import Layout
     from pipeloom.runtime.worker import BLACKBOX_BYTES, RUNNABLE_OPS
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 # Public names, and the module each lives in.
 _HOMES = {
     "BLACKBOX_BYTES": "pipeloom.runtime.worker",
+    "BarrierStep": "pipeloom.runtime.optimizer_step",
     "Channel": "pipeloom.runtime.transport",
     "Incoming": "pipeloom.runtime.transport",
     "Lane": "pipeloom.runtime.transport",
@@ -28,10 +31,13 @@ _HOMES = {
     "LoopbackTransport": "pipeloom.runtime.loopback",
     "MixedTransport": "pipeloom.runtime.mixed",
     "Outgoing": "pipeloom.runtime.transport",
+    "OptimizerStep": "pipeloom.runtime.optimizer_step",
     "Pipeline": "pipeloom.runtime.pipeline",
+    "PostValidatedStep": "pipeloom.runtime.post_validation",
     "RUNNABLE_OPS": "pipeloom.runtime.worker",
     "Transport": "pipeloom.runtime.transport",
     "all_gather_bytes": "pipeloom.runtime.collectives",
+    "Update": "pipeloom.runtime.optimizer_step",
     "clip_by_norms": "pipeloom.runtime.gradients",
     "clip_grad_norm": "pipeloom.runtime.gradients",
     "gradient_norms": "pipeloom.runtime.gradients",
@@ -40,15 +46,19 @@ _HOMES = {
 __all__ = [
     "BLACKBOX_BYTES",
     "RUNNABLE_OPS",
+    "BarrierStep",
     "Channel",
     "Incoming",
     "Lane",
     "Layout",
     "LoopbackTransport",
     "MixedTransport",
+    "OptimizerStep",
     "Outgoing",
     "Pipeline",
+    "PostValidatedStep",
     "Transport",
+    "Update",
     "all_gather_bytes",
     "clip_by_norms",
     "clip_grad_norm",

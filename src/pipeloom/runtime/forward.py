@@ -13,7 +13,7 @@ from pipeloom.ir import Action, Op, Program
 from pipeloom.runtime.slices import Extent, cut_slice, join_slices, sliced_module
 from pipeloom.runtime.split_backward import Root
 from pipeloom.runtime.state import RankState, Step
-from pipeloom.runtime.values import Layout, Value, flatten, unflatten
+from pipeloom.runtime.values import Layout, Value, copied, flatten, unflatten
 
 
 def bind_forward(state: RankState, action: Action, program: Program) -> Step:
@@ -28,7 +28,7 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     first = stage == 0
 
     def forward() -> None:
-        value, leaves = (state.batch.inputs[microbatch], []) if first else arrived.pop(key)
+        value, leaves = (_input(state, microbatch), []) if first else arrived.pop(key)
         saved[key] = None
         if len(saved) > state.peak_live_activations:
             state.peak_live_activations = len(saved)
@@ -51,11 +51,16 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     return forward, None
 
 
+def _input(state: RankState, microbatch: int) -> Value:
+    """The model's input; a copy where this forward may have to be done again, for stages that change theirs."""
+    value = state.batch.inputs[microbatch]
+    return copied(value) if state.speculating else value
+
+
 def _copied(state: RankState, stage: int, value: Value) -> Value:
     """A copy of a stage's input, which the stage changes in place; from now on it always gets one."""
     state.copies_input[stage] = True
-    layout, tensors = flatten(value)
-    return unflatten(layout, [tensor.clone() for tensor in tensors])
+    return copied(value)
 
 
 def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:

@@ -9,14 +9,14 @@ from torch import Tensor
 from pipeloom.runtime.pipeline import Pipeline
 
 
-def gradient_norms(pipeline: Pipeline) -> Tensor:
-    """The 2-norms of the gradients that this process owns, as its share of a sum over processes.
+def gradient_norms(pipeline: Pipeline, rank: int | None = None) -> Tensor:
+    """The 2-norms of the gradients that this process owns, or one of its ranks, as the share of a sum over all.
 
     Shape [2, number of parameters of the model], float64: the norms in the model's order and, below them, ones where
     there is a gradient. Parameters of other processes, and copies of what a lower rank holds too, are zero.
     """
     norms = torch.zeros(2, len(pipeline.parameter_names), dtype=torch.float64)
-    owned = [(position, p.grad) for position, p in pipeline.owned_parameters() if p.grad is not None]
+    owned = [(position, p.grad) for position, p in pipeline.owned_parameters(rank) if p.grad is not None]
     if owned:
         positions = [position for position, _ in owned]
         norms[0, positions] = torch.stack([torch.linalg.vector_norm(grad).double().cpu() for _, grad in owned])
@@ -24,10 +24,16 @@ def gradient_norms(pipeline: Pipeline) -> Tensor:
     return norms
 
 
-def clip_by_norms(pipeline: Pipeline, norms: Tensor, max_norm: float) -> Tensor:
-    """The second half of `clip_grad_norm`: clip by the sum over processes of their `gradient_norms`."""
+def total_norm(pipeline: Pipeline, norms: Tensor) -> Tensor:
+    """The 2-norm over all parameters, from a sum of `gradient_norms`."""
     # Parameters without a gradient are left out, not zero: they would change the order in which the others add up.
     norm: Tensor = torch.linalg.vector_norm(norms[0, norms[1] > 0].to(pipeline.norm_dtype))
+    return norm
+
+
+def clip_by_norms(pipeline: Pipeline, norms: Tensor, max_norm: float) -> Tensor:
+    """The second half of `clip_grad_norm`: clip by the sum over processes of their `gradient_norms`."""
+    norm = total_norm(pipeline, norms)
     torch.nn.utils.clip_grads_with_norm_(list(pipeline.parameters()), max_norm, norm)
     return norm
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from pipeloom.errors import RunError
+from collections.abc import Callable
+
+from pipeloom.errors import PeerLost, RunError
 from pipeloom.ir import Action, Op, Program, peer_of
+from pipeloom.runtime.calls import call_name, cancel_number
 from pipeloom.runtime.forward import bind_entry
+from pipeloom.runtime.speculation import CancelledError
 from pipeloom.runtime.state import RankState, Step
-from pipeloom.runtime.transport import Channel, Lane
+from pipeloom.runtime.transport import Channel, Lane, Message
 from pipeloom.runtime.values import unflatten
 
 
 def bind_send(state: RankState, action: Action, program: Program) -> Step:
     channel = Channel(state.rank, peer_of(action, program.placement), Lane.PIPELINE)
     end, departing = state.transport.outgoing(channel).send, state.departing
+    state.sends[channel] = end
 
     def send() -> None:
         layout, tensors = departing.pop(action)
@@ -31,33 +36,33 @@ def bind_receive(state: RankState, action: Action, program: Program) -> Step:
         enter = bind_entry(state, stage, not program.schedule.forward_only)
 
         def receive() -> None:
-            layout, tensors, call = next_message()
-            if call != state.call:
-                raise _out_of_step(channel.source, call, state.call)
-            arrived[key] = enter(layout, tensors)
+            message = next_message()
+            if message.call != state.call:
+                message = _of_this_call(state, channel.source, message, next_message)
+            arrived[key] = enter(message.layout, message.tensors)
     else:
 
         def receive() -> None:
-            layout, tensors, call = next_message()
-            if call != state.call:
-                raise _out_of_step(channel.source, call, state.call)
-            value = unflatten(layout, tensors)
+            message = next_message()
+            if message.call != state.call:
+                message = _of_this_call(state, channel.source, message, next_message)
+            value = unflatten(message.layout, message.tensors)
             gradients[key] = value if isinstance(value, tuple) else (value,)
 
     return receive, end.ready
 
 
-def call_number(count: int, training: bool) -> int:
-    """What goes with every message of a pipeline's `count`-th call."""
-    return 2 * count + training
-
-
-def _call_name(call: int) -> str:
-    return f"call {call // 2} of this Pipeline, {'step' if call % 2 else 'evaluate or forward'}"
-
-
-def _out_of_step(source: int, theirs: int, ours: int) -> RunError:
-    return RunError(
-        f"rank {source} is in {_call_name(theirs)}, and this rank in {_call_name(ours)}: every rank makes the "
-        "same calls in the same order"
-    )
+def _of_this_call(state: RankState, source: int, message: Message, receive: Callable[[], Message]) -> Message:
+    """`message`, or the first behind it that belongs to this call; what a cancelled call left is dropped."""
+    while message.call != state.call:
+        if message.call == cancel_number(state.call):
+            if state.speculating:
+                raise CancelledError
+            raise PeerLost(f"rank {source} gave up {call_name(state.call)}")
+        if message.call not in state.stale_calls:
+            raise RunError(
+                f"rank {source} is in {call_name(message.call)}, and this rank in {call_name(state.call)}: every "
+                "rank makes the same calls in the same order"
+            )
+        message = receive()
+    return message

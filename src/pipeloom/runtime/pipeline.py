@@ -5,7 +5,8 @@ every rank:   split -> own stages -> bind programs (step, evaluate, forward) -> 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -15,17 +16,18 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, Program, Schedule, check
 from pipeloom.passes import forward_only, lower, merge_backwards
+from pipeloom.runtime.calls import call_count, call_number
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.host_memory import keep_freed_memory
-from pipeloom.runtime.messages import call_number
 from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
 from pipeloom.runtime.results import ResultExchange, total
 from pipeloom.runtime.runnable import check_loss, check_runnable, check_slices
 from pipeloom.runtime.slices import check_sequences
+from pipeloom.runtime.speculation import Speculation
 from pipeloom.runtime.state import Batch, LossFn
 from pipeloom.runtime.threads import RankThreads
-from pipeloom.runtime.transport import Transport, program_channels
+from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport, program_channels
 from pipeloom.runtime.values import Value, join_batch
 from pipeloom.runtime.worker import Bound, Worker
 from pipeloom.slicing import make_sliceable
@@ -135,6 +137,8 @@ class Pipeline:
         self._bound: dict[tuple[int, bool], Bound] = {}
         self._last_run: dict[int, Bound] = {}
         self._num_calls = 0
+        self._has_update_channels = False
+        self._speculation: Speculation | None = None  # while parameters wait to be validated
         self._ended: str | None = None  # why this pipeline cannot run any more
         in_threads = self.rank is None and self._transport.blocking and self.num_ranks > 1
         self._threads = RankThreads(self.num_ranks, self._transport) if in_threads else None  # type: ignore[arg-type]
@@ -170,15 +174,21 @@ class Pipeline:
         for _, parameter in self.named_parameters():
             yield parameter
 
-    def owned_parameters(self) -> Iterator[tuple[int, nn.Parameter]]:
+    def owned_parameters(self, rank: int | None = None) -> Iterator[tuple[int, nn.Parameter]]:
         """Position in `parameter_names` and parameter, of those that no lower rank holds too.
 
-        Over all processes these are the model's parameters, each once: for norms and checkpoints.
+        Over all processes these are the model's parameters, each once: for norms and checkpoints. With `rank`, those
+        of one rank of this process.
         """
         for position, name in enumerate(self.parameter_names):
-            for rank, held in self._ownership.held.items():
-                if name in held and rank == self._ownership.ranks_with(name)[0]:
+            for holder, held in self._ownership.held.items():
+                if name in held and holder == self._ownership.ranks_with(name)[0] and rank in (None, holder):
                     yield position, held[name]
+
+    def rank_parameters(self, rank: int) -> list[nn.Parameter]:
+        """The parameters that one rank of this process holds, each once, in the model's order."""
+        held = self._ownership.held[rank]
+        return [held[name] for name in self.parameter_names if name in held]
 
     def modules(self) -> Iterator[nn.Module]:
         """The stage modules of all ranks of this process."""
@@ -211,11 +221,23 @@ class Pipeline:
             InputError: no loss function, a batch smaller than the number of micro-batches, inputs missing.
             StageError: the model or the loss raised. PeerLost: another rank ended.
         """
+        return total(self._train(inputs, targets, share_losses=True))
+
+    def accumulate(self, inputs: Value = None, targets: Value = None) -> dict[int, Tensor]:
+        """`step` that does not wait for the losses of other ranks.
+
+        Returns:
+            By micro-batch, the losses that are known here, those of the last stage's ranks, each times its share of
+            the batch. `pipeloom.runtime.results.total` makes the step's loss of all of them.
+        """
+        return self._train(inputs, targets, share_losses=False)
+
+    def _train(self, inputs: Value, targets: Value, *, share_losses: bool) -> dict[int, Tensor]:
         if self._loss_fn is None:
             raise InputError("step() on a Pipeline without loss_fn: a step needs a loss; pass loss_fn to Pipeline")
         if not torch.is_grad_enabled():
             raise InputError("step() where gradients are switched off: it computes them; leave torch.no_grad() first")
-        return total(self._run(self._train_program, inputs, targets, with_loss=True).losses)
+        return self._run(self._train_program, inputs, targets, with_loss=True, share_losses=share_losses).losses
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
         """The loss of one batch in evaluation mode, on every rank; gradients and modes stay as they are."""
@@ -267,9 +289,13 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None and self._ended is None:
+            self.settle()
         self.close()
 
-    def _run(self, program: Program, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
+    def _run(
+        self, program: Program, inputs: Value, targets: Value, *, with_loss: bool, share_losses: bool = True
+    ) -> Batch:
         """Run `program` on all ranks of this process."""
         if self._ended is not None:
             raise RunError(f"this Pipeline cannot run any more ({self._ended}); make a new one")
@@ -284,24 +310,70 @@ class Pipeline:
             check_sequences(batch, self.schedule.num_slices, self._slice_lengths)
             batch.seed = None if program.schedule.forward_only else int(torch.randint(2**63 - 1, ()))
         bound = {rank: self._bind(rank, program) for rank in self.local_ranks}
+        speculation = self._speculation
+        if speculation is not None and (program.schedule.forward_only or not self._transport.blocking):
+            self.settle()  # an evaluation is not done twice, and ranks that take turns have nothing to win
+            speculation = None
+        self._speculation = None
         self._num_calls += 1
         call = call_number(self._num_calls, not program.schedule.forward_only)
-        runs = {rank: self._workers[rank].run(bound[rank], batch, call) for rank in self.local_ranks}
+        runs = {rank: self._workers[rank].run(bound[rank], batch, call, speculation) for rank in self.local_ranks}
         self._last_run = bound
-        try:
+        with self.ended_by_errors(runs.values()):
             if self._threads is not None:
                 self._threads.run(runs)
             else:
                 _take_turns(list(runs.values()))
-            self._results.share(batch.losses if with_loss else batch.outputs, everywhere=with_loss)
+            if share_losses:
+                self._results.share(batch.losses if with_loss else batch.outputs, everywhere=with_loss)
             self._transport.end_step()
+        self._num_calls = call_count(self._workers[self.local_ranks[0]].call)
+        return batch
+
+    @contextmanager
+    def ended_by_errors(self, runs: Iterable[Iterator[None]] = ()) -> Iterator[None]:
+        """After an error inside the block the ranks are out of step: the pipeline closes."""
+        try:
+            yield
         except BaseException as error:
             self._ended = f"it failed: {type(error).__name__}: {error}"
-            for run in runs.values():  # the ranks that were waiting let go of what they hold
+            for run in runs:  # the ranks that were waiting let go of what they hold
                 run.close()  # type: ignore[attr-defined]
             self.close()
             raise
-        return batch
+
+    # Updates that are validated later
+
+    def neighbours(self, rank: int) -> dict[int, tuple[Outgoing, Incoming]]:
+        """The channels of updates between a rank of this process and the ranks before and behind it, by their number.
+
+        The first call opens them, on all ranks.
+        """
+        pairs = [(a, b) for low in range(self.num_ranks - 1) for a, b in ((low, low + 1), (low + 1, low))]
+        if not self._has_update_channels:
+            self._transport.open([Channel(a, b, Lane.UPDATE) for a, b in pairs])
+            self._has_update_channels = True
+        return {
+            peer: (
+                self._transport.outgoing(Channel(rank, peer, Lane.UPDATE)),
+                self._transport.incoming(Channel(peer, rank, Lane.UPDATE)),
+            )
+            for source, peer in pairs
+            if source == rank
+        }
+
+    def speculate(self, speculation: Speculation) -> None:
+        """The parameters may be wrong: `speculation` is asked in the next training run, or before anything else."""
+        self._speculation = speculation
+
+    def settle(self) -> None:
+        """Make sure that the parameters are the right ones. Every rank calls it, as `step`; free where they are."""
+        speculation, self._speculation = self._speculation, None
+        if speculation is not None:
+            with self.ended_by_errors():
+                for rank in reversed(self.local_ranks):  # the last rank knows first
+                    speculation.validate(rank)
+                self._transport.end_step()
 
     def _bind(self, rank: int, program: Program) -> Bound:
         key = (rank, program.schedule.forward_only)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Program
 from pipeloom.runtime.split_backward import Root, WeightGradients
-from pipeloom.runtime.transport import Transport
+from pipeloom.runtime.transport import Channel, Transport
 from pipeloom.runtime.values import Layout, Value, split_batch
 from pipeloom.slicing import SliceContext
 
@@ -93,6 +93,9 @@ class RankState:
         sliced: whether micro-batches run in slices, be it one.
         slice_lengths: how sequences are cut then; None: evenly.
         batch, call: of the running step.
+        speculating: whether the forwards that run may have to be done again.
+        stale_calls: numbers of cancelled calls, of which messages may still come.
+        sends: to all whom this rank sends to in the pipeline's own lane.
         peak_live_activations: the most entries that `saved` had in the last run.
     """
 
@@ -104,6 +107,9 @@ class RankState:
     slice_lengths: Sequence[int] | None = None
     batch: Batch = field(default_factory=Batch)
     call: int = 0
+    speculating: bool = False
+    stale_calls: tuple[int, ...] = ()
+    sends: dict[Channel, Callable[[Layout, list[Tensor], int], None]] = field(default_factory=dict)
     peak_live_activations: int = 0
     arrived: dict[Key, tuple[Value, list[Tensor]]] = field(default_factory=dict)
     saved: dict[Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = field(default_factory=dict)
@@ -128,12 +134,16 @@ class RankState:
 
     def clear(self) -> None:
         """Let go of everything, also after an error."""
+        self.forget()
+        self.batch = Batch()
+
+    def forget(self) -> None:
+        """Let go of what was computed; the batch stays."""
         for store in (self.arrived, self.saved, self.gradients, self.departing, self.extents, self.loss_weights):
             store.clear()
         for context in self.contexts.values():
             context.close()
         self.contexts.clear()
-        self.batch = Batch()
 
     def seed(self, weight: float, like: Tensor) -> Tensor:
         """The gradient of the whole step's loss by one micro-batch's loss."""

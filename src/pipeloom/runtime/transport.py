@@ -1,7 +1,7 @@
 """`Transport`: how messages get from one rank to another. One small interface, wrapped rather than overridden.
 
 A transport opens channels. A channel runs from one rank to another in one lane and is first in, first out. Lanes keep
-what follows different orders apart: the pipeline's own messages, gradient sums, results.
+what follows different orders apart: the pipeline's own messages, gradient sums, results, what an update depends on.
 
     loopback            all ranks in one process; tensors are handed over as they are
     shared_memory       ranks that are processes of one machine; one copy
@@ -27,6 +27,7 @@ class Lane(StrEnum):
     PIPELINE = "pipeline"
     GRADIENT = "gradient"
     RESULT = "result"
+    UPDATE = "update"
 
 
 class Channel(NamedTuple):

@@ -80,6 +80,12 @@ def unflatten(layout: Layout, tensors: Sequence[Tensor]) -> Value:
     return _fill(json.loads(layout.structure), iter(tensors))
 
 
+def copied(value: Value) -> Value:
+    """The value with a copy of each of its tensors."""
+    layout, tensors = flatten(value)
+    return unflatten(layout, [tensor.clone() for tensor in tensors])
+
+
 def _strip(value: Value, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)

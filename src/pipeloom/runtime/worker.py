@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from time import perf_counter
 from typing import Any
 
@@ -16,13 +17,17 @@ from torch import nn
 
 from pipeloom.errors import InputError, PeerLost, PipeloomError, RunError, StageError
 from pipeloom.ir import Action, Op, Program
+from pipeloom.passes import warm_up_lengths
 from pipeloom.runtime.backward import bind_backward, bind_input_backward, bind_weight_backward
+from pipeloom.runtime.calls import cancel_number, next_call
 from pipeloom.runtime.forward import bind_forward
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.messages import bind_receive, bind_send
 from pipeloom.runtime.slices import in_slice
+from pipeloom.runtime.speculation import CancelledError, ForwardState, Speculation
 from pipeloom.runtime.state import Batch, Binder, LossFn, RankState, Step
 from pipeloom.runtime.transport import Transport
+from pipeloom.runtime.values import flatten
 
 BLACKBOX_BYTES = 64  # how much of a blackbox the label of the running action takes
 
@@ -51,9 +56,17 @@ class _Instruction:
 
 @dataclass
 class Bound:
-    """A program bound to one worker, and when its actions last started and ended (time.perf_counter, seconds)."""
+    """A program bound to one worker, and when its actions last started and ended (time.perf_counter, seconds).
+
+    Attributes:
+        instructions: what it runs.
+        num_warm_up: so many of the first can be thrown away and done again: forwards that need no backward.
+        training: whether there are backwards.
+        starts, ends: of the last run.
+    """
 
     instructions: tuple[_Instruction, ...]
+    num_warm_up: int
     training: bool
     starts: list[float]
     ends: list[float]
@@ -97,6 +110,11 @@ class Worker:
         self._blackbox = blackbox
 
     @property
+    def call(self) -> int:
+        """The number of the last run's call, which is a later one than was asked for if that had to be done again."""
+        return self._state.call
+
+    @property
     def live_activations(self) -> int:
         """How many activations are held at this moment."""
         return len(self._state.saved)
@@ -128,27 +146,41 @@ class Worker:
             for run, ready in steps:
                 instructions.append(_Instruction(action, run, None if blocking else ready, label))
         times = len(instructions)
-        return Bound(tuple(instructions), not program.schedule.forward_only, [0.0] * times, [0.0] * times)
+        warm_up = set(program.orders[self.rank][: warm_up_lengths(program)[self.rank]])
+        num_warm_up = sum(1 for _ in takewhile(lambda instruction: instruction.action in warm_up, instructions))
+        return Bound(tuple(instructions), num_warm_up, not program.schedule.forward_only, [0.0] * times, [0.0] * times)
 
-    def run(self, bound: Bound, batch: Batch, call: int) -> Iterator[None]:
+    def run(self, bound: Bound, batch: Batch, call: int, speculation: Speculation | None = None) -> Iterator[None]:
         """Run a bound program; yields whenever it has to wait and the transport does not block.
 
         Args:
             bound: the program.
             batch: what it reads and writes.
             call: a number that is the same on all ranks if they make the same calls; it goes with every message.
+            speculation: says, during the warm-up, whether the parameters were the right ones. If not, the run begins
+                anew with the next call's number.
 
         Raises:
             StageError: the module, the loss or autograd raised.
             PeerLost: a rank it waited for went away.
         """
         self._state.begin(batch, call)
-        starts, ends, blackbox = bound.starts, bound.ends, self._blackbox
-        if bound.training:
-            self._gradient_sum.begin()
-        position = 0
         try:
-            for position, instruction in enumerate(bound.instructions):
+            start = 0
+            if speculation is not None:
+                start = self._warm_up(bound, speculation)
+            if bound.training:
+                self._gradient_sum.begin()
+            yield from self._execute(bound, start, len(bound.instructions))
+        finally:
+            self._state.clear()
+
+    def _execute(self, bound: Bound, start: int, stop: int) -> Iterator[None]:
+        """Run the instructions from `start` to before `stop`."""
+        starts, ends, blackbox = bound.starts, bound.ends, self._blackbox
+        position = start
+        try:
+            for position, instruction in enumerate(bound.instructions[start:stop], start):
                 if instruction.ready is not None:
                     while not instruction.ready():
                         yield
@@ -157,10 +189,46 @@ class Worker:
                 starts[position] = perf_counter()
                 instruction.run()
                 ends[position] = perf_counter()
+        except CancelledError:
+            raise
         except Exception as error:
             raise self._explain(error, bound.instructions[position].action) from error
-        finally:
-            self._state.clear()
+
+    def _warm_up(self, bound: Bound, speculation: Speculation) -> int:
+        """Run forwards until it is known whether their parameters stand; returns how many instructions then count."""
+        state = self._state
+        before = ForwardState.take(self.stages.values(), with_random_state=speculation.owns_random_state)
+        failure: StageError | None = None
+        position = 0
+        state.speculating = True
+        try:
+            while position < bound.num_warm_up and not speculation.ready(self.rank):
+                for _ in self._execute(bound, position, position + 1):
+                    pass
+                position += 1
+        except CancelledError:
+            pass
+        except StageError as error:  # it may be the wrong parameters that make a stage raise
+            failure = error
+            self._cancel()
+        state.speculating = False
+        if speculation.validate(self.rank):
+            if failure is not None:
+                raise failure
+            return position
+        if failure is None:
+            self._cancel()
+        state.forget()
+        state.peak_live_activations = 0
+        before.restore()
+        state.stale_calls = (state.call, cancel_number(state.call))
+        state.call = next_call(state.call)
+        return 0
+
+    def _cancel(self) -> None:
+        """Tell all who may wait for a forward of this call that none will come."""
+        for send in self._state.sends.values():
+            send(*flatten(None), cancel_number(self._state.call))
 
     def _explain(self, error: Exception, action: Action) -> PipeloomError:
         where = f"rank {self.rank}, stage {action.stage}, action {action}"

@@ -63,6 +63,9 @@ class OptimizerConfig:
     beta1: float = _option(0.9, "decay of the first moment")
     beta2: float = _option(0.95, "decay of the second moment")
     clip_norm: float = _option(1.0, "largest gradient norm over all stages; 0: no clipping")
+    barrier: bool = _option(
+        True, "ranks wait for the norm of all before they update; false: they go on at once and validate later"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""AdamW over this process's parameters, and the learning rate as a function of the step alone."""
+"""AdamW over this process's parameters, its step, and the learning rate as a function of the step alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from pipeloom.runtime import BarrierStep, OptimizerStep, Pipeline, PostValidatedStep
 from pipeloom.train.config import OptimizerConfig
+from pipeloom.train.group import Group
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
@@ -41,6 +43,16 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
         betas=(config.beta1, config.beta2),
         fused=True,
     )
+
+
+def make_stepper(
+    pipeline: Pipeline, optimizer: torch.optim.Optimizer, config: OptimizerConfig, group: Group
+) -> OptimizerStep:
+    """Steps of `pipeline` with or without a barrier, as `config` says."""
+    max_norm = config.clip_norm or math.inf
+    if config.barrier:
+        return BarrierStep(pipeline, optimizer, max_norm=max_norm, sum_over_processes=group.sum)
+    return PostValidatedStep(pipeline, optimizer, max_norm=max_norm)
 
 
 def apply_options(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:

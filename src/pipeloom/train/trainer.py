@@ -6,10 +6,11 @@ import json
 import math
 import statistics
 import time
+from collections import deque
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from pipeloom.ir.text import parse_action
 from pipeloom.models import loss_fn
 from pipeloom.passes import lower
 from pipeloom.report import write_report
-from pipeloom.runtime import Pipeline, clip_by_norms, gradient_norms
+from pipeloom.runtime import Pipeline, Update
 from pipeloom.runtime.launcher import Membership
 from pipeloom.sim import measured_timeline
 from pipeloom.train import checkpoint
@@ -29,7 +30,7 @@ from pipeloom.train.data import Sampler
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group, meet
 from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, read_cost
-from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, set_learning_rate
+from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, make_stepper, set_learning_rate
 from pipeloom.train.output import append_metrics, in_use, prepare_output
 from pipeloom.train.progress import Display, display
 from pipeloom.train.validate import make_schedule, open_corpus, resume_path
@@ -47,10 +48,15 @@ def train(config: TrainConfig, member: Membership | None) -> None:
             with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
                 trainer.open_output(shown)
                 for step in range(done + 1, config.steps + 1):
-                    shown.step(trainer.step(step))
-                    if _is_due(step, config.eval_steps, config.steps):
+                    rows = trainer.step(step)
+                    evaluates, saves = (_is_due(step, n, config.steps) for n in (config.eval_steps, config.save_steps))
+                    if evaluates or saves or step == config.steps:
+                        rows += trainer.settle()
+                    for row in rows:
+                        shown.step(row)
+                    if evaluates:
                         shown.say(f"step {step}  validation loss {trainer.evaluate(step):.4f}")
-                    if _is_due(step, config.save_steps, config.steps):
+                    if saves:
                         shown.say(f"step {step}  saved {trainer.save(step)}")
             trainer.report(shown)
             if config.sample_tokens:
@@ -66,6 +72,14 @@ def _shows_messages(steps_here: int) -> bool:
 
 def _is_due(step: int, every: int, last: int) -> bool:
     return bool(every) and (step % every == 0 or step == last)
+
+
+class _Begun(NamedTuple):
+    """A step that has run and whose update is not final."""
+
+    step: int
+    learning_rate: float
+    seconds: float
 
 
 class Trainer:
@@ -96,6 +110,8 @@ class Trainer:
         )
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.pipe.named_parameters()}
         self.optimizer = make_optimizer(self.pipe.parameters(), config.optimizer)
+        self.stepper = make_stepper(self.pipe, self.optimizer, config.optimizer, group)
+        self._begun: deque[_Begun] = deque()  # steps whose updates are not final yet
         tied = tuple(parameter.stages for parameter in self.stages.tied)
         self.predictor = Predictor(lower(self.pipe.schedule, tied_stages=tied))
         self.records: Records = []  # of the last training step on this process's ranks
@@ -149,36 +165,39 @@ class Trainer:
             f"{len(self.corpus.train):,} tokens of {self.corpus.num_files} files{start}"
         )
 
-    def step(self, step: int) -> dict[str, Any]:
-        """One update of the weights; returns its metrics, which rank 0 has written down."""
+    def step(self, step: int) -> list[dict[str, Any]]:
+        """One update of the weights; returns the metrics of what is final now: this step, or the one before."""
         self._enter(f"step {step}")
         started = time.perf_counter()
         rate = learning_rate(step - 1, self.config.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
         inputs, targets = self._next_batch()
-        loss = self.pipe.step(inputs, targets)
+        # One sum over processes a step: gradient norms for clipping, and what the step cost.
+        updates = self.stepper.step(inputs, targets, lambda: self._cost_numbers(step))
+        self._begun.append(_Begun(step, rate, time.perf_counter() - started))
+        return [self._finish(update) for update in updates]
+
+    def settle(self) -> list[dict[str, Any]]:
+        """Make all updates final, before anybody reads the weights; returns their metrics."""
+        return [self._finish(update) for update in self.stepper.settle()]
+
+    def _cost_numbers(self, step: int) -> Tensor:
         self.records = self.pipe.records
-
-        # One collective a step: gradient norms for clipping, and what the step cost.
-        norms = gradient_norms(self.pipe)
-        numbers = cost_numbers(self.pipe, self.records, self.group.rank, self.group.size)
-        summed = self.group.sum(torch.cat([norms.flatten(), numbers]))
-        norms = summed[: norms.numel()].view_as(norms)
         self._enter(f"step {step}, update")
-        norm = clip_by_norms(self.pipe, norms, self.config.optimizer.clip_norm or math.inf)
-        finite = bool(loss.isfinite()) and bool(norm.isfinite())
-        if finite:  # else the weights stay as they were
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        return cost_numbers(self.pipe, self.records, self.group.rank, self.group.size)
 
-        cost = read_cost(summed[norms.numel() :], self.schedule, self.group.size)
-        row = {"step": step, "loss": float(loss), "grad_norm": float(norm), "lr": rate}
-        row |= self._timing(time.perf_counter() - started, cost)
+    def _finish(self, update: Update) -> dict[str, Any]:
+        """The metrics of the first step that is not final yet, which rank 0 writes down."""
+        begun = self._begun.popleft()
+        loss, norm = float(update.loss), float(update.grad_norm)
+        cost = read_cost(update.numbers, self.schedule, self.group.size)
+        row = {"step": begun.step, "loss": loss, "grad_norm": norm, "lr": begun.learning_rate}
+        row |= self._timing(begun.seconds, cost)
         if self.group.rank == 0:
             append_metrics(self.output_dir, row)
-        if not finite:
+        if not update.applied:
             raise RunError(
-                f"step {step} has loss {float(loss)} and gradient norm {float(norm)}: training cannot go on "
+                f"step {begun.step} has loss {loss} and gradient norm {norm}: training cannot go on "
                 "from there; lower optimizer.learning_rate, or resume from an earlier checkpoint with another seed"
             )
         return row

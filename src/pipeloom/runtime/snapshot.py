@@ -1,0 +1,65 @@
+"""What an optimizer changes, put by, so that an update can be taken back to the last bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Snapshot:
+    """Parameters, gradients and optimizer state of some parameters. Its memory serves for the next one too.
+
+    A copy is exact for every optimizer, which the inverse of an update is for none: it divides what was multiplied.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._states: dict[nn.Parameter, dict[Any, Any]] = {}
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+
+    def take(self, parameters: Sequence[nn.Parameter], state: Mapping[Tensor, dict[Any, Any]]) -> None:
+        """Note everything as it is now.
+
+        Args:
+            parameters: that the update may change.
+            state: of the optimizer; those without an entry have none yet.
+        """
+        changing = [p for p in parameters if p.grad is not None]  # optimizers leave the others as they are
+        self._gradients = {p: p.grad for p in changing if p.grad is not None}
+        self._states = {
+            p: {key: value if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in state[p].items()}
+            for p in changing
+            if p in state
+        }
+        states = [value for entry in self._states.values() for value in entry.values() if isinstance(value, Tensor)]
+        self._tensors = [*(p.detach() for p in changing), *self._gradients.values(), *states]
+        self._fill_copies()
+
+    def _fill_copies(self) -> None:
+        def kind(tensor: Tensor) -> tuple[Any, ...]:
+            return tensor.shape, tensor.dtype, tensor.device
+
+        if list(map(kind, self._copies)) == list(map(kind, self._tensors)):
+            torch._foreach_copy_(self._copies, self._tensors)
+        else:
+            self._copies = [tensor.clone() for tensor in self._tensors]
+
+    def restore(self, state: dict[Tensor, dict[Any, Any]]) -> None:
+        """Make everything as it was."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._tensors, self._copies)
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+            if parameter in self._states:
+                state[parameter] = self._states[parameter]
+            else:
+                state.pop(parameter, None)
+
+    def release(self) -> None:
+        """Forget whose values these are; the memory is kept for the next snapshot."""
+        self._tensors, self._states, self._gradients = [], {}, {}
