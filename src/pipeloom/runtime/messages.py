@@ -56,9 +56,8 @@ def _of_this_call(state: RankState, source: int, message: Message, receive: Call
     """`message`, or the first behind it that belongs to this call; what a cancelled call left is dropped."""
     while message.call != state.call:
         if message.call == cancel_number(state.call):
-            if state.speculating:
-                raise CancelledError
-            raise PeerLost(f"rank {source} gave up {call_name(state.call)}")
+            text = f"rank {source} gave up {call_name(state.call)}"
+            raise CancelledError(text) if state.speculating else PeerLost(text)
         if message.call not in state.stale_calls:
             raise RunError(
                 f"rank {source} is in {call_name(message.call)}, and this rank in {call_name(state.call)}: every "

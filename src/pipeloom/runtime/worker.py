@@ -198,7 +198,7 @@ class Worker:
         """Run forwards until it is known whether their parameters stand; returns how many instructions then count."""
         state = self._state
         before = ForwardState.take(self.stages.values(), with_random_state=speculation.owns_random_state)
-        failure: StageError | None = None
+        failure: RunError | None = None
         position = 0
         state.speculating = True
         try:
@@ -206,12 +206,13 @@ class Worker:
                 for _ in self._execute(bound, position, position + 1):
                     pass
                 position += 1
-        except CancelledError:
-            pass
+        except CancelledError as error:
+            failure = PeerLost(str(error))
         except StageError as error:  # it may be the wrong parameters that make a stage raise
             failure = error
-            self._cancel()
         state.speculating = False
+        if failure is not None:  # before any wait: somebody may wait for what this rank will not send
+            self._cancel()
         if speculation.validate(self.rank):
             if failure is not None:
                 raise failure
