@@ -1,7 +1,7 @@
 """Sum the gradients of parameters that several ranks hold: tied embeddings, stages with replicas.
 
 Every member of a group sends its gradients to the others and adds what it gets in order of rank. So all copies get the
-same bits. The sum covers one step: what earlier steps left in ``.grad`` is set aside before and added back after, so
+same bits. A few values of each parameter travel along, by which members notice that their copies differ. The sum covers one step: what earlier steps left in ``.grad`` is set aside before and added back after, so
 several steps before one optimizer step add up exactly. Buffers that the members share travel along
 (`pipeloom.runtime.buffers`).
 """
@@ -10,12 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
+from pipeloom.errors import RunError
 from pipeloom.runtime.buffers import SharedBuffers
 from pipeloom.runtime.state import Step
 from pipeloom.runtime.transport import Channel, Lane, Message, Transport
 from pipeloom.runtime.values import flatten, unflatten
+
+_NUM_SAMPLED = 16
+_TOLERANCE = 0.01  # of a parameter's largest sampled value: machines may round differently, and half precision is coarse
 
 Shared = Mapping[str, tuple[nn.Parameter, tuple[int, ...]]]  # canonical name -> this rank's copy, ranks that hold it
 
@@ -63,7 +68,8 @@ class GradientSum:
             buffers.look()
             for peer, end in zip(peers, outgoing, strict=True):
                 gradients = tuple(received[self._rank][name] for name in names[peer])
-                end.send(*flatten((gradients, buffers.to_send(peer))))
+                sampled = _sample(shared, names[peer])
+                end.send(*flatten((gradients, buffers.to_send(peer), sampled), "gradients to be summed hold"))
 
         steps: list[Step] = [(send, None)]
         for peer in peers:
@@ -71,7 +77,10 @@ class GradientSum:
 
             def receive(peer: int = peer, take: Callable[[], Message] = incoming.receive) -> None:
                 message = take()
-                gradients, values = unflatten(message.layout, message.tensors)
+                gradients, values, theirs = unflatten(message.layout, message.tensors)
+                for name, mine, other in zip(names[peer], _sample(shared, names[peer]), theirs, strict=True):
+                    if not torch.equal(mine, other) and (mine - other).abs().max() > _TOLERANCE * mine.abs().max():
+                        raise _differs(name, peer)
                 received[peer] = dict(zip(names[peer], gradients, strict=True))
                 counting.update(values)
 
@@ -89,6 +98,20 @@ class GradientSum:
 
         steps.append((add, None))
         return steps
+
+
+def _sample(shared: Shared, names: Sequence[str]) -> tuple[Tensor, ...]:
+    """At most `_NUM_SAMPLED` values of each parameter, from all over it."""
+    flat = [shared[name][0].detach().reshape(-1) for name in names]
+    return tuple(values[:: max(1, -(-len(values) // _NUM_SAMPLED))] for values in flat)
+
+
+def _differs(name: str, peer: int) -> RunError:
+    return RunError(
+        f"parameter {name!r} is not the same on this rank and on rank {peer}: every rank has a copy, and all start from "
+        "the same values and are updated alike; set one seed on all ranks, and give all their parameters() to optimizers "
+        "with the same options"
+    )
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor | None:

@@ -166,7 +166,7 @@ class Worker:
         where = f"rank {self.rank}, stage {action.stage}, action {action}"
         if action.microbatch is not None:
             where += f", micro-batch {action.microbatch}"
-        text = " ".join(str(error).split("\n")) if isinstance(error, PipeloomError) else f"{error}"
+        text = " ".join(str(error).split())
         if isinstance(error, PeerLost):
             return PeerLost(f"{where}: {text}")
         if isinstance(error, RunError):

@@ -101,6 +101,8 @@ def check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int, num_slic
     """
     sizes = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks": num_chunks, "slices": num_slices}
     for what, value in sizes.items():
+        if not hasattr(value, "__index__"):
+            raise ScheduleError(f"{value!r} {what}: their number is an int; pass one")
         if value < 1:
             raise ScheduleError(f"{value} {what}: a pipeline needs at least 1; raise it")
 
