@@ -1,9 +1,9 @@
 """Sum the gradients of parameters that several ranks hold: tied embeddings, stages with replicas.
 
 Every member of a group sends its gradients to the others and adds what it gets in order of rank. So all copies get the
-same bits. A few values of each parameter travel along, by which members notice that their copies differ. The sum covers one step: what earlier steps left in ``.grad`` is set aside before and added back after, so
+same bits. The sum covers one step: what earlier steps left in ``.grad`` is set aside before and added back after, so
 several steps before one optimizer step add up exactly. Buffers that the members share travel along
-(`pipeloom.runtime.buffers`).
+(`pipeloom.runtime.buffers`), and a few values of each parameter, by which members notice that their copies differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pipeloom.runtime.transport import Channel, Lane, Message, Transport
 from pipeloom.runtime.values import flatten, unflatten
 
 _NUM_SAMPLED = 16
-_TOLERANCE = 0.01  # of a parameter's largest sampled value: machines may round differently, and half precision is coarse
+_TOLERANCE = (
+    0.01  # of a parameter's largest sampled value: machines may round differently, and half precision is coarse
+)
 
 Shared = Mapping[str, tuple[nn.Parameter, tuple[int, ...]]]  # canonical name -> this rank's copy, ranks that hold it
 
@@ -108,9 +110,9 @@ def _sample(shared: Shared, names: Sequence[str]) -> tuple[Tensor, ...]:
 
 def _differs(name: str, peer: int) -> RunError:
     return RunError(
-        f"parameter {name!r} is not the same on this rank and on rank {peer}: every rank has a copy, and all start from "
-        "the same values and are updated alike; set one seed on all ranks, and give all their parameters() to optimizers "
-        "with the same options"
+        f"parameter {name!r} is not the same on this rank and on rank {peer}: every rank has a copy, and all start "
+        "from the same values and are updated alike; set one seed on all ranks, and give each Pipeline's parameters() "
+        "to an optimizer with the same options"
     )
 
 

@@ -111,7 +111,7 @@ class Ownership:
         return self._program.ranks_of_group(self._stages_of[name])
 
     def check_equal(self) -> None:
-        """Raises InputError where a parameter that several ranks of this process hold is not the same on all of them."""
+        """Raises InputError where a parameter is not the same on all ranks of this process that hold it."""
         names = {name: rank for rank, held in reversed(self.held.items()) for name in held}  # the lowest rank
         for rank, held in self.held.items():
             for name, parameter in held.items():

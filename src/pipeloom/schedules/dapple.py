@@ -14,8 +14,10 @@ from __future__ import annotations
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def dapple_pb(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """A deep warm-up, then backward and forward in turn, then the backwards left."""
     orders = []

@@ -13,8 +13,10 @@ from __future__ import annotations
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards of the step, then all its backwards."""
     orders = tuple(

@@ -12,8 +12,10 @@ from __future__ import annotations
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def naive(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Each micro-batch goes all the way down and back up before the next one enters."""
     orders = tuple(

@@ -27,6 +27,7 @@ from pipeloom.schedules.conditions import Conditions
 from pipeloom.schedules.search_greedy import Rule, squeeze
 from pipeloom.schedules.search_moves import improve
 from pipeloom.schedules.search_work import IntOrders, Work
+from pipeloom.schedules.sizes import sized
 from pipeloom.schedules.table import NAMED
 
 _STARTS = 4  # orders that are squeezed, beside one micro-batch after the other
@@ -94,6 +95,7 @@ def search(
     return Found(schedule=schedule, makespan=makespan, best_named=best_named, lower_bound=bound)
 
 
+@sized
 def search_loop(
     *, num_ranks: int, num_microbatches: int, num_chunks: int = 1, conditions: Conditions | None = None
 ) -> Schedule:
