@@ -31,16 +31,16 @@ class Terms(NamedTuple):
         schedule = program.schedule
         cut = f", {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
         orders = [" ".join(map(str, order)) for order in program.orders]
-        sizes = [
+        shape = [
             schedule.num_microbatches,
             schedule.num_slices,
             schedule.placement.replicas,
             slices,
             program.gradient_groups,
         ]
-        digest = blake2b(json.dumps([orders, sizes, layers]).encode(), digest_size=16).hexdigest()
-        summary = f"{schedule.name!r} with {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches{cut}"
-        return cls(summary, digest)
+        digest = blake2b(json.dumps([orders, shape, layers]).encode(), digest_size=16).hexdigest()
+        sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
+        return cls(f"{schedule.name!r} of {sizes}{cut}", digest)
 
     def agree(self, group: dist.ProcessGroup) -> None:
         """Every process of `group` calls it.

@@ -43,7 +43,8 @@ def connect(num_ranks: int, transport: str | Transport, timeout_seconds: float, 
     """Prepare `transport` for `num_ranks` ranks, which are processes of one mind about the `terms`.
 
     Raises:
-        InputError: unknown name, no process group where one is needed, or one of another size, other terms on another rank.
+        InputError: unknown name, no process group where one is needed, or one of another size, or other terms
+            on another rank.
     """
     if isinstance(transport, LoopbackTransport):
         return Connection(None, transport, None)
@@ -61,11 +62,6 @@ def connect(num_ranks: int, transport: str | Transport, timeout_seconds: float, 
             f"transport {transport!r} without a process group: its ranks are processes; start them with torchrun and "
             "call torch.distributed.init_process_group, or use transport='loopback'"
         )
-    if dist.get_world_size() != num_ranks:
-        raise InputError(
-            f"a schedule of {num_ranks} ranks in a process group of {dist.get_world_size()}: the numbers must be "
-            f"equal; start {num_ranks} processes, or make a schedule of {dist.get_world_size()} ranks"
-        )
     atexit.unregister(_let_gloo_finish)  # once, however many pipelines there are
     atexit.register(_let_gloo_finish)
     rank = dist.get_rank()
@@ -73,6 +69,11 @@ def connect(num_ranks: int, transport: str | Transport, timeout_seconds: float, 
     group = dist.group.WORLD if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
     if group is not None:
         terms.agree(group)
+    if dist.get_world_size() != num_ranks:
+        raise InputError(
+            f"a schedule of {num_ranks} ranks in a process group of {dist.get_world_size()}: the numbers must be "
+            f"equal; start {num_ranks} processes, or make a schedule of {dist.get_world_size()} ranks"
+        )
     if not isinstance(transport, Transport):
         transport = _between_processes(transport, rank, group, timeout_seconds)
     return Connection(rank, transport, group)

@@ -135,6 +135,6 @@ class Holdings:
             other = values.setdefault(canonical, value)
             if other is not value and isinstance(value, Tensor) and not torch.equal(other, value):
                 raise InputError(
-                    f"the state has {name!r} and {canonical!r} with different values: the model ties them; leave one out"
+                    f"the state has {name!r} and {canonical!r} as different values: the model ties them; leave one out"
                 )
         return values

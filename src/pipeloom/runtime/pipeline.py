@@ -233,7 +233,8 @@ class Pipeline(Holdings):
             raise RunError(f"this Pipeline cannot run any more ({self._ended}); make a new one")
         if self._running:
             raise InputError(
-                "a Pipeline was called by a stage or loss of its own: it does one thing at a time; call it between steps"
+                "a Pipeline was called by a stage or a loss of its own: it does one thing at a time; call it before "
+                "or after"
             )
         batch = Batch.cut(
             self.schedule.num_microbatches,
