@@ -48,8 +48,7 @@ def test_a_pipeline_leaves_the_model_as_it_is(name: str, transport: str) -> None
     for step in range(2):  # a second pipeline over the same model finds it tied
         accumulate(reference, language_loss, inputs, targets, 4)
         with pl.Pipeline(model, _schedule(name), loss_fn=language_loss, transport=transport) as pipe:
-            for parameter, (_, old) in zip(pipe.parameters(), pipe.named_parameters(), strict=True):
-                assert parameter is old
+            assert set(map(id, model.parameters())) < set(map(id, pipe.parameters()))
             pipe.step(inputs, targets)
         assert _state(model) == before
         assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
@@ -208,11 +207,11 @@ def _other_schedules(rank: int, what: str) -> str:
     [
         (
             "sizes",
-            "rank 0 has schedule '1f1b' of 2 ranks, 2 stages, 4 micro-batches and rank 1 '1f1b' of 2 ranks, 2 st",
+            "rank 0 has schedule '1f1b' of 2 ranks, 2 stages, 4 micro-batches and rank 1 '1f1b' of 2 ranks, 2",
         ),
         (
             "ranks",
-            "rank 0 has schedule '1f1b' of 2 ranks, 2 stages, 4 micro-batches and rank 1 '1f1b' of 3 ranks, 3 st",
+            "rank 0 has schedule '1f1b' of 2 ranks, 2 stages, 4 micro-batches and rank 1 '1f1b' of 3 ranks, 3",
         ),
         ("orders", "ranks 0 and 1 both have schedule '1f1b'"),
         ("cuts", "ranks 0 and 1 both have schedule '1f1b'"),
@@ -241,19 +240,19 @@ def test_a_step_ends_at_its_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("make_inputs", "said"),
     [
-        (np.zeros((8, 8)), "inputs hold a ndarray: what travels are"),
-        (torch.zeros(8, 8).to_sparse(), r"inputs hold a torch\.sparse_coo tensor"),
-        (torch.zeros(0, 8), "inputs hold 0 samples: every micro-batch needs at least one; leave out"),
+        (lambda: np.zeros((8, 8)), "inputs hold a ndarray: what travels are"),
+        (lambda: torch.zeros(8, 8).to_sparse(), r"inputs hold a torch\.sparse_coo tensor"),
+        (lambda: torch.zeros(0, 8), "inputs hold 0 samples: every micro-batch needs at least one; leave out"),
     ],
 )
-def test_batches_that_are_none(inputs, said: str) -> None:
+def test_batches_that_are_none(make_inputs: Callable[[], object], said: str) -> None:
     with (
         pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse) as pipe,
         pytest.raises(InputError, match=said) as error,
     ):
-        pipe.step(inputs, torch.zeros(8, 8))
+        pipe.step(make_inputs(), torch.zeros(8, 8))
     _one_line(error.value)
 
 

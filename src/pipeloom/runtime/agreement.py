@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, PeerLost
 from pipeloom.ir import Program
 from pipeloom.runtime.collectives import all_gather_bytes
 
@@ -47,8 +47,13 @@ class Terms(NamedTuple):
 
         Raises:
             InputError: on all of them, where two differ.
+            PeerLost: one of them ended.
         """
-        first, *others = [Terms(*json.loads(told)) for told in all_gather_bytes(json.dumps(self).encode(), group)]
+        try:
+            told = all_gather_bytes(json.dumps(self).encode(), group)
+        except RuntimeError as error:
+            raise PeerLost("another rank ended before all had made their Pipeline; see what it said") from error
+        first, *others = [Terms(*json.loads(terms)) for terms in told]
         for rank, other in enumerate(others, 1):
             if other.summary != first.summary:
                 raise InputError(
