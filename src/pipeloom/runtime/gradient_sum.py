@@ -20,9 +20,8 @@ from pipeloom.runtime.transport import Channel, Lane, Message, Transport
 from pipeloom.runtime.values import flatten, unflatten
 
 _NUM_SAMPLED = 16
-_TOLERANCE = (
-    0.01  # of a parameter's largest sampled value: machines may round differently, and half precision is coarse
-)
+# Of a parameter's largest sampled value: machines may round differently, and half precision is coarse.
+_TOLERANCE = 0.01
 
 Shared = Mapping[str, tuple[nn.Parameter, tuple[int, ...]]]  # canonical name -> this rank's copy, ranks that hold it
 
@@ -59,6 +58,7 @@ class GradientSum:
         peers = sorted(buffers.ranks.union(*(ranks for _, ranks in shared.values())) - {self._rank})
         received: dict[int, dict[str, Tensor | None]] = {}
         counting: dict[str, Tensor | None] = {}  # values of the buffers' copies that count
+        sampled: dict[int, Tensor] = {}  # what was sent of the parameters' values
         # Both sides know the names and list them alike, so only the gradients travel.
         names = {
             rank: sorted(name for name, (_, ranks) in shared.items() if rank in ranks) for rank in (self._rank, *peers)
@@ -70,8 +70,10 @@ class GradientSum:
             buffers.look()
             for peer, end in zip(peers, outgoing, strict=True):
                 gradients = tuple(received[self._rank][name] for name in names[peer])
-                sampled = _sample(shared, names[peer])
-                end.send(*flatten((gradients, buffers.to_send(peer), sampled), "gradients to be summed hold"))
+                sample = [_sample(shared[name][0]) for name in names[peer]]
+                sampled[peer] = torch.cat(sample) if sample else torch.empty(0)
+                value = (gradients, buffers.to_send(peer), sampled[peer])
+                end.send(*flatten(value, "gradients to be summed hold"))
 
         steps: list[Step] = [(send, None)]
         for peer in peers:
@@ -80,9 +82,7 @@ class GradientSum:
             def receive(peer: int = peer, take: Callable[[], Message] = incoming.receive) -> None:
                 message = take()
                 gradients, values, theirs = unflatten(message.layout, message.tensors)
-                for name, mine, other in zip(names[peer], _sample(shared, names[peer]), theirs, strict=True):
-                    if not torch.equal(mine, other) and (mine - other).abs().max() > _TOLERANCE * mine.abs().max():
-                        raise _differs(name, peer)
+                _check_alike(shared, names[peer], sampled.pop(peer), theirs, peer)
                 received[peer] = dict(zip(names[peer], gradients, strict=True))
                 counting.update(values)
 
@@ -102,18 +102,24 @@ class GradientSum:
         return steps
 
 
-def _sample(shared: Shared, names: Sequence[str]) -> tuple[Tensor, ...]:
-    """At most `_NUM_SAMPLED` values of each parameter, from all over it."""
-    flat = [shared[name][0].detach().reshape(-1) for name in names]
-    return tuple(values[:: max(1, -(-len(values) // _NUM_SAMPLED))] for values in flat)
+def _sample(parameter: Tensor) -> Tensor:
+    """At most `_NUM_SAMPLED` values, from all over it."""
+    values = parameter.detach().reshape(-1)
+    return values[:: max(1, -(-len(values) // _NUM_SAMPLED))]
 
 
-def _differs(name: str, peer: int) -> RunError:
-    return RunError(
-        f"parameter {name!r} is not the same on this rank and on rank {peer}: every rank has a copy, and all start "
-        "from the same values and are updated alike; set one seed on all ranks, and give each Pipeline's parameters() "
-        "to an optimizer with the same options"
-    )
+def _check_alike(shared: Shared, names: Sequence[str], mine: Tensor, theirs: Tensor, peer: int) -> None:
+    """Compare the samples of all `names`; raises RunError where a parameter is not the same."""
+    if torch.equal(mine, theirs):
+        return
+    sizes = [len(_sample(shared[name][0])) for name in names]
+    for name, one, other in zip(names, torch.split(mine, sizes), torch.split(theirs, sizes), strict=True):
+        if len(one) and (one - other).abs().max() > _TOLERANCE * one.abs().max():
+            raise RunError(
+                f"parameter {name!r} is not the same on this rank and on rank {peer}: every rank has a copy, and all "
+                "start from the same values and are updated alike; set one seed on all ranks, and give each Pipeline's "
+                "parameters() to an optimizer with the same options"
+            )
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor | None:

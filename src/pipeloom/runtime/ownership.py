@@ -119,8 +119,8 @@ class Ownership:
                 if first is not parameter and not _equal(first, parameter):
                     raise InputError(
                         f"parameter {name!r} differs on ranks {names[name]} and {rank}: every rank has a copy, and all "
-                        "are to be updated alike; make the optimizer from the Pipeline's parameters(), and load values "
-                        "with its load_state_dict()"
+                        "are to be updated alike; make the optimizer from the Pipeline's parameters(), zero gradients "
+                        "with it, and load values with the Pipeline's load_state_dict()"
                     )
 
     def shared(self, rank: int) -> dict[int, Shared]:
