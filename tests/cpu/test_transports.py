@@ -59,7 +59,7 @@ def test_values_that_cannot_travel_are_refused() -> None:
     with pytest.raises(InputError, match=r"a stage returned a torch\.sparse_coo tensor"):
         flatten([torch.eye(2).to_sparse()])
     with pytest.raises(InputError, match="a stage returned a nested tensor"):
-        flatten(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
+        flatten(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged))
 
 
 def test_subclasses_of_tuples_and_dicts_arrive_as_plain_ones() -> None:
