@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from pathlib import Path
 
 import pytest
@@ -56,8 +56,19 @@ def test_values_come_apart_and_together_again(value) -> None:
 def test_values_that_cannot_travel_are_refused() -> None:
     with pytest.raises(InputError, match="a stage returned a set"):
         flatten((torch.ones(1), {1, 2}))
-    with pytest.raises(InputError, match="a stage returned a Pair"):
-        flatten(namedtuple("Pair", "a b")(torch.ones(1), torch.ones(1)))
+    with pytest.raises(InputError, match=r"a stage returned a torch\.sparse_coo tensor"):
+        flatten([torch.eye(2).to_sparse()])
+    with pytest.raises(InputError, match="a stage returned a nested tensor"):
+        flatten(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged))
+
+
+def test_subclasses_of_tuples_and_dicts_arrive_as_plain_ones() -> None:
+    layout, tensors = flatten((namedtuple("Pair", "a b")(torch.ones(1), 2), OrderedDict(a=torch.ones(1))))
+    pair, mapping = unflatten(layout, tensors)
+    assert type(pair) is tuple
+    assert pair == (torch.ones(1), 2)
+    assert type(mapping) is dict
+    assert mapping == {"a": torch.ones(1)}
 
 
 def test_batches_are_cut_evenly_and_joined() -> None:

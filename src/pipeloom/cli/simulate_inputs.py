@@ -13,7 +13,7 @@ from pipeloom import schedules
 from pipeloom.errors import InputError
 from pipeloom.ir import Op, Placement, Schedule
 from pipeloom.schedules import Conditions, Found
-from pipeloom.schedules.table import check_sizes
+from pipeloom.schedules.sizes import check_sizes
 from pipeloom.sim import Costs, CostsFile, Network, Timeline, parse_costs
 
 _MOST_ACTIONS = 20_000_000  # beyond it, a simulation takes minutes and gigabytes

@@ -96,6 +96,6 @@ def _bind_delivery(
         if here:
             gradients[before] = found
         else:
-            departing[send] = flatten(found[0] if len(found) == 1 else tuple(found))
+            departing[send] = flatten(found[0] if len(found) == 1 else tuple(found), "a backward made")
 
     return deliver

@@ -1,22 +1,37 @@
 """Numbers of a pipeline's calls. One goes with every message, by which ranks notice that they are out of step.
 
+It also says how many samples the batch has. A rank that reads neither inputs nor targets learns that from the first
+message that says it, and passes it on.
+
 A training call whose parameters turned out to be wrong is cancelled and done again as the next call. A rank that
 cancels says so to its peers, by a message without a value whose number says which call is meant.
 """
 
 from __future__ import annotations
 
-_TRAINING, _CANCEL, _KINDS = 1, 2, 4  # number = _KINDS * count + _TRAINING + _CANCEL
+_TRAINING, _CANCEL, _KINDS = 1, 2, 4  # number = samples, then _KINDS * count + _TRAINING + _CANCEL
+_COUNT_BITS = 36  # of 64; more calls than anybody makes, and batches of up to 2**28 samples
+_MAX_SAMPLES = 1 << 28
 
 
-def call_number(count: int, training: bool) -> int:
-    """What goes with every message of a pipeline's `count`-th call."""
-    return _KINDS * count + (_TRAINING if training else 0)
+def call_number(count: int, training: bool, num_samples: int = 0) -> int:
+    """What goes with every message of a pipeline's `count`-th call; `num_samples` is 0 where nobody said yet."""
+    return (min(num_samples, _MAX_SAMPLES - 1) << _COUNT_BITS) | _KINDS * count + (_TRAINING if training else 0)
+
+
+def call_only(call: int) -> int:
+    """The number without the samples."""
+    return call & ((1 << _COUNT_BITS) - 1)
+
+
+def num_samples_of(call: int) -> int:
+    """How many samples the batch has; 0 where that is not known."""
+    return call >> _COUNT_BITS
 
 
 def call_count(call: int) -> int:
     """The inverse of `call_number`."""
-    return call // _KINDS
+    return call_only(call) // _KINDS
 
 
 def next_call(call: int) -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pipeloom.errors import InputError
 from pipeloom.runtime import shared_memory
+from pipeloom.runtime.agreement import Terms
 from pipeloom.runtime.collectives import all_gather_bytes
 from pipeloom.runtime.loopback import LoopbackTransport
 from pipeloom.runtime.mixed import MixedTransport
@@ -38,11 +39,12 @@ class Connection:
     process_group: dist.ProcessGroup | None
 
 
-def connect(num_ranks: int, transport: str | Transport, timeout_seconds: float) -> Connection:
-    """Prepare `transport` for `num_ranks` ranks.
+def connect(num_ranks: int, transport: str | Transport, timeout_seconds: float, terms: Terms) -> Connection:
+    """Prepare `transport` for `num_ranks` ranks, which are processes of one mind about the `terms`.
 
     Raises:
-        InputError: unknown name, no process group where one is needed, or one of another size.
+        InputError: unknown name, no process group where one is needed, or one of another size, or other terms
+            on another rank.
     """
     if isinstance(transport, LoopbackTransport):
         return Connection(None, transport, None)
@@ -60,16 +62,18 @@ def connect(num_ranks: int, transport: str | Transport, timeout_seconds: float) 
             f"transport {transport!r} without a process group: its ranks are processes; start them with torchrun and "
             "call torch.distributed.init_process_group, or use transport='loopback'"
         )
-    if dist.get_world_size() != num_ranks:
-        raise InputError(
-            f"a schedule of {num_ranks} ranks in a process group of {dist.get_world_size()}: the numbers must be "
-            f"equal; start {num_ranks} processes, or make a schedule of {dist.get_world_size()} ranks"
-        )
     atexit.unregister(_let_gloo_finish)  # once, however many pipelines there are
     atexit.register(_let_gloo_finish)
     rank = dist.get_rank()
     # Small numbers on the CPU go around beside the pipeline's messages.
     group = dist.group.WORLD if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
+    if group is not None:
+        terms.agree(group)
+    if dist.get_world_size() != num_ranks:
+        raise InputError(
+            f"a schedule of {num_ranks} ranks in a process group of {dist.get_world_size()}: the numbers must be "
+            f"equal; start {num_ranks} processes, or make a schedule of {dist.get_world_size()} ranks"
+        )
     if not isinstance(transport, Transport):
         transport = _between_processes(transport, rank, group, timeout_seconds)
     return Connection(rank, transport, group)

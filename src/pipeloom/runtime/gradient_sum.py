@@ -3,19 +3,25 @@
 Every member of a group sends its gradients to the others and adds what it gets in order of rank. So all copies get the
 same bits. The sum covers one step: what earlier steps left in ``.grad`` is set aside before and added back after, so
 several steps before one optimizer step add up exactly. Buffers that the members share travel along
-(`pipeloom.runtime.buffers`).
+(`pipeloom.runtime.buffers`), and a few values of each parameter, by which members notice that their copies differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
+from pipeloom.errors import RunError
 from pipeloom.runtime.buffers import SharedBuffers
 from pipeloom.runtime.state import Step
 from pipeloom.runtime.transport import Channel, Lane, Message, Transport
 from pipeloom.runtime.values import flatten, unflatten
+
+_NUM_SAMPLED = 16
+# Of a parameter's largest sampled value: machines may round differently, and half precision is coarse.
+_TOLERANCE = 0.01
 
 Shared = Mapping[str, tuple[nn.Parameter, tuple[int, ...]]]  # canonical name -> this rank's copy, ranks that hold it
 
@@ -52,6 +58,7 @@ class GradientSum:
         peers = sorted(buffers.ranks.union(*(ranks for _, ranks in shared.values())) - {self._rank})
         received: dict[int, dict[str, Tensor | None]] = {}
         counting: dict[str, Tensor | None] = {}  # values of the buffers' copies that count
+        sampled: dict[int, Tensor] = {}  # what was sent of the parameters' values
         # Both sides know the names and list them alike, so only the gradients travel.
         names = {
             rank: sorted(name for name, (_, ranks) in shared.items() if rank in ranks) for rank in (self._rank, *peers)
@@ -63,7 +70,10 @@ class GradientSum:
             buffers.look()
             for peer, end in zip(peers, outgoing, strict=True):
                 gradients = tuple(received[self._rank][name] for name in names[peer])
-                end.send(*flatten((gradients, buffers.to_send(peer))))
+                sample = [_sample(shared[name][0]) for name in names[peer]]
+                sampled[peer] = torch.cat(sample) if sample else torch.empty(0)
+                value = (gradients, buffers.to_send(peer), sampled[peer])
+                end.send(*flatten(value, "gradients to be summed hold"))
 
         steps: list[Step] = [(send, None)]
         for peer in peers:
@@ -71,7 +81,8 @@ class GradientSum:
 
             def receive(peer: int = peer, take: Callable[[], Message] = incoming.receive) -> None:
                 message = take()
-                gradients, values = unflatten(message.layout, message.tensors)
+                gradients, values, theirs = unflatten(message.layout, message.tensors)
+                _check_alike(shared, names[peer], sampled.pop(peer), theirs, peer)
                 received[peer] = dict(zip(names[peer], gradients, strict=True))
                 counting.update(values)
 
@@ -89,6 +100,26 @@ class GradientSum:
 
         steps.append((add, None))
         return steps
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """At most `_NUM_SAMPLED` values, from all over it."""
+    values = parameter.detach().reshape(-1)
+    return values[:: max(1, -(-len(values) // _NUM_SAMPLED))]
+
+
+def _check_alike(shared: Shared, names: Sequence[str], mine: Tensor, theirs: Tensor, peer: int) -> None:
+    """Compare the samples of all `names`; raises RunError where a parameter is not the same."""
+    if torch.equal(mine, theirs):
+        return
+    sizes = [len(_sample(shared[name][0])) for name in names]
+    for name, one, other in zip(names, torch.split(mine, sizes), torch.split(theirs, sizes), strict=True):
+        if len(one) and (one - other).abs().max() > _TOLERANCE * one.abs().max():
+            raise RunError(
+                f"parameter {name!r} is not the same on this rank and on rank {peer}: every rank has a copy, and all "
+                "start from the same values and are updated alike; set one seed on all ranks, and give each Pipeline's "
+                "parameters() to an optimizer with the same options"
+            )
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor | None:

@@ -1,4 +1,8 @@
-"""Binders of SEND and RECV, and how ranks notice that they make different calls."""
+"""Binders of SEND and RECV, and how ranks notice that they make different calls, or are given different batches.
+
+With every message goes a number: which call this is, and how many samples its batch has. A rank that reads neither
+inputs nor targets learns the latter from the first message that says it, and passes it on.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,10 @@ from collections.abc import Callable
 
 from pipeloom.errors import PeerLost, RunError
 from pipeloom.ir import Action, Op, Program, peer_of
-from pipeloom.runtime.calls import call_name, cancel_number
+from pipeloom.runtime.calls import call_name, call_only, cancel_number, num_samples_of
 from pipeloom.runtime.forward import bind_entry
 from pipeloom.runtime.speculation import CancelledError
-from pipeloom.runtime.state import RankState, Step
+from pipeloom.runtime.state import RankState, Step, unequal_lengths
 from pipeloom.runtime.transport import Channel, Lane, Message
 from pipeloom.runtime.values import unflatten
 
@@ -53,15 +57,34 @@ def bind_receive(state: RankState, action: Action, program: Program) -> Step:
 
 
 def _of_this_call(state: RankState, source: int, message: Message, receive: Callable[[], Message]) -> Message:
-    """`message`, or the first behind it that belongs to this call; what a cancelled call left is dropped."""
-    while message.call != state.call:
-        if message.call == cancel_number(state.call):
-            text = f"rank {source} gave up {call_name(state.call)}"
+    """`message`, or the first behind it that belongs to this call; what a cancelled call left is dropped.
+
+    This rank then knows how many samples the batch has, if the message says so.
+    """
+    ours = call_only(state.call)
+    while (theirs := call_only(message.call)) != ours:
+        if theirs == cancel_number(ours):
+            text = f"rank {source} gave up {call_name(ours)}"
             raise CancelledError(text) if state.speculating else PeerLost(text)
-        if message.call not in state.stale_calls:
+        if theirs not in state.stale_calls:
             raise RunError(
-                f"rank {source} is in {call_name(message.call)}, and this rank in {call_name(state.call)}: every "
-                "rank makes the same calls in the same order"
+                f"rank {source} is in {call_name(theirs)}, and this rank in {call_name(ours)}: every rank makes the "
+                "same calls in the same order"
             )
         message = receive()
+    state.call = _agreed(state, source, message.call)
     return message
+
+
+def _agreed(state: RankState, source: int, theirs: int) -> int:
+    """The number that holds from now on, where rank `source` sent one of the same call."""
+    sent, own = num_samples_of(theirs), num_samples_of(state.call)
+    if sent and own and sent != own:
+        reads_inputs, reads_targets = bool(state.batch.inputs), state.batch.targets is not None
+        if reads_inputs != reads_targets:
+            raise RunError(unequal_lengths(own, sent) if reads_inputs else unequal_lengths(sent, own))
+        raise RunError(
+            f"rank {source} has a batch of {sent} samples and this rank one of {own}: a step has one batch; pass the "
+            "same on every rank"
+        )
+    return max(theirs, state.call)

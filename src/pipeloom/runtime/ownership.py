@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipeloom.errors import InputError
 from pipeloom.ir import Program
 from pipeloom.runtime.buffers import BufferHome, SharedBuffers
 from pipeloom.runtime.gradient_sum import Shared
@@ -21,10 +22,13 @@ from pipeloom.split import Stages
 
 
 def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dict[int, dict[int, nn.Module]]:
-    """For each of a process's ranks, the modules of its stages.
+    """For each of a process's ranks, the modules of its stages. The model itself is left as it is.
 
-    The modules are the model's own. Where a parameter belongs to an earlier rank already, the module gets a copy of
-    that parameter; a module that an earlier rank runs itself is copied whole.
+    The modules are the model's own but for these: one that holds a parameter of an earlier rank is a copy with a copy
+    of that parameter, in which everything else is the model's; what an earlier rank runs itself is copied whole.
+
+    Raises:
+        InputError: a module that has to be copied cannot be.
     """
     taken_modules: set[int] = set()
     taken_parameters: set[int] = set()
@@ -42,8 +46,9 @@ def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dic
             stage: _with_parameters(module, copies, memo, whole=any(id(m) in taken_modules for m in module.modules()))
             for stage, module in modules.items()
         }
-        for module in result[rank].values():
+        for module in modules.values():
             taken_modules.update(map(id, module.modules()))
+        for module in result[rank].values():
             taken_parameters.update(map(id, module.parameters()))
     return result
 
@@ -52,15 +57,24 @@ def _with_parameters(
     module: nn.Module, copies: dict[int, nn.Parameter], memo: dict[int, Any], *, whole: bool
 ) -> nn.Module:
     """`module`, or a copy of it, with some parameters replaced; `memo` is `copy.deepcopy`'s."""
-    if whole:
-        memo.update({id(parameter): parameter for parameter in module.parameters()})
-        memo.update(copies)
+    if not (whole or any(id(parameter) in copies for parameter in module.parameters())):
+        return module
+    memo.update({id(parameter): parameter for parameter in module.parameters()})
+    for part in () if whole else module.modules():
+        if not any(id(parameter) in copies for parameter in part.parameters()):
+            memo[id(part)] = part
+        memo.update({id(buffer): buffer for buffer in part.buffers(recurse=False)})
+        # Hooks get the module that runs, and what they write down is for whoever registered them.
+        memo.update({id(value): value for name, value in vars(part).items() if name.endswith("_hooks")})
+    memo.update(copies)
+    try:
         return copy.deepcopy(module, memo)
-    for part in module.modules() if copies else ():
-        for name, parameter in part._parameters.items():
-            if parameter is not None and id(parameter) in copies:
-                part._parameters[name] = copies[id(parameter)]
-    return module
+    except Exception as error:
+        raise InputError(
+            f"{type(module).__name__} shares parameters with a stage of another rank and cannot be copied "
+            f"({' '.join(str(error).split())}): ranks in one process need a copy each; run the ranks as processes, or "
+            "let copy.deepcopy work on it"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,19 @@ class Ownership:
         """All ranks that hold a parameter, ascending."""
         return self._program.ranks_of_group(self._stages_of[name])
 
+    def check_equal(self) -> None:
+        """Raises InputError where a parameter is not the same on all ranks of this process that hold it."""
+        names = {name: rank for rank, held in reversed(self.held.items()) for name in held}  # the lowest rank
+        for rank, held in self.held.items():
+            for name, parameter in held.items():
+                first = self.held[names[name]][name]
+                if first is not parameter and not _equal(first, parameter):
+                    raise InputError(
+                        f"parameter {name!r} differs on ranks {names[name]} and {rank}: every rank has a copy, and all "
+                        "are to be updated alike; make the optimizer from the Pipeline's parameters(), zero gradients "
+                        "with it, and load values with the Pipeline's load_state_dict()"
+                    )
+
     def shared(self, rank: int) -> dict[int, Shared]:
         """What REDUCE_GRAD sums on `rank`: by the stage it stands under, this rank's copies and all ranks with one."""
         result: dict[int, Shared] = {}
@@ -118,6 +145,10 @@ class Ownership:
             found = {name: home for stages, name, home in self._buffers[rank] if set(group).issuperset(stages)}
             result[lowest] = SharedBuffers(rank, found)
         return result
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _find_buffers(

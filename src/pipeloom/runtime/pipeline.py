@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, Program, Schedule, check
 from pipeloom.passes import forward_only, lower, merge_backwards
+from pipeloom.runtime.agreement import Terms
 from pipeloom.runtime.calls import call_count, call_number
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.gradient_sum import GradientSum
+from pipeloom.runtime.holdings import Holdings
 from pipeloom.runtime.host_memory import keep_freed_memory
-from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
 from pipeloom.runtime.results import ResultExchange, total
 from pipeloom.runtime.runnable import check_loss, check_runnable, check_slices
 from pipeloom.runtime.slices import check_sequences
@@ -34,7 +35,7 @@ from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
 
 
-class Pipeline:
+class Pipeline(Holdings):
     """A model that trains through a pipeline.
 
     Args:
@@ -56,13 +57,14 @@ class Pipeline:
         blackbox: a writable buffer of 64 bytes into which the label of the running action is written.
         timeout_seconds: how long a rank may wait for a message.
 
-    Where all ranks share this process, parameters that several ranks hold exist once for each of them, as they would
-    in processes of their own: make the optimizer from `parameters`. Where this process is one rank, the C library is
+    The model stays as it is, and its parameters are the ones that train. But where all ranks share this process, of
+    parameters that several ranks hold each higher rank has a copy, as in a process of its own: make the optimizer from
+    `parameters`. Where this process is one rank, the C library is
     told to keep freed memory (see `pipeloom.runtime.host_memory`).
 
     Raises:
-        InputError: illegal schedule, a model that cannot be cut so, a process group of another size; before any
-            communication.
+        InputError: illegal schedule, a model that cannot be cut so, a process group of another size, ranks that are
+            about to run different things.
     """
 
     def __init__(
@@ -78,7 +80,6 @@ class Pipeline:
         blackbox: Any = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        check(schedule)
         check_runnable(schedule)
         check_loss(loss_fn)
         check_slices(schedule, slices)
@@ -94,30 +95,26 @@ class Pipeline:
         if self._sliced:
             for module in cut_model.modules:
                 make_sliceable(module)
-        self.parameter_names = cut_model.parameter_names
-        self.norm_dtype = common_dtype(cut_model)
         tied = tuple(parameter.stages for parameter in cut_model.tied)
         self._train_program = lower(schedule, tied_stages=tied)
         self._forward_program = lower(forward_only(schedule))
         check(self._train_program)
         check(self._forward_program)
 
-        connection = connect(schedule.num_ranks, transport, timeout_seconds)
+        given = not isinstance(model, nn.Module | Stages)  # a list of stages may hold a dummy for those of other ranks
+        terms = Terms.of(self._train_program, () if given else cut_model.layers, slices)
+        connection = connect(schedule.num_ranks, transport, timeout_seconds, terms)
         self.rank = connection.rank
         self.process_group = connection.process_group
         self._transport = connection.transport
         if connection.rank is not None:
             keep_freed_memory()
         self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
+        super().__init__(cut_model, self._train_program, self.local_ranks)
         self._results = ResultExchange(self.rank, schedule, self._transport)
         # In an order that every rank agrees on.
         self._transport.open(sorted({*program_channels(self._train_program), *self._results.channels()}))
 
-        by_rank = own_stages(cut_model, self._train_program, self.local_ranks)
-        self.stages: dict[int, nn.Module] = {
-            stage: module for stages in reversed(by_rank.values()) for stage, module in stages.items()
-        }
-        self._ownership = Ownership.find(by_rank, cut_model, self._train_program)
         self._workers = {
             rank: Worker(
                 rank,
@@ -131,7 +128,7 @@ class Pipeline:
                 slice_lengths=slices,
                 blackbox=blackbox,
             )
-            for rank, stages in by_rank.items()
+            for rank, stages in self._by_rank.items()
         }
         self._loss_fn = loss_fn
         self._bound: dict[tuple[int, bool], Bound] = {}
@@ -139,11 +136,10 @@ class Pipeline:
         self._num_calls = 0
         self._has_update_channels = False
         self._speculation: Speculation | None = None  # while parameters wait to be validated
+        self._running = False
         self._ended: str | None = None  # why this pipeline cannot run any more
         in_threads = self.rank is None and self._transport.blocking and self.num_ranks > 1
         self._threads = RankThreads(self.num_ranks, self._transport) if in_threads else None  # type: ignore[arg-type]
-
-    # What this process holds
 
     @property
     def num_ranks(self) -> int:
@@ -159,52 +155,6 @@ class Pipeline:
         """Whether this process holds the last stage."""
         return self.schedule.num_stages - 1 in self.stages
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Canonical name and parameter of everything that the ranks of this process hold, in the model's order.
-
-        A parameter that several ranks of this process hold comes once for each of them.
-        """
-        for name in self.parameter_names:
-            for held in self._ownership.held.values():
-                if name in held:
-                    yield name, held[name]
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that this process's optimizer has to update."""
-        for _, parameter in self.named_parameters():
-            yield parameter
-
-    def owned_parameters(self, rank: int | None = None) -> Iterator[tuple[int, nn.Parameter]]:
-        """Position in `parameter_names` and parameter, of those that no lower rank holds too.
-
-        Over all processes these are the model's parameters, each once: for norms and checkpoints. With `rank`, those
-        of one rank of this process.
-        """
-        for position, name in enumerate(self.parameter_names):
-            for holder, held in self._ownership.held.items():
-                if name in held and holder == self._ownership.ranks_with(name)[0] and rank in (None, holder):
-                    yield position, held[name]
-
-    def rank_parameters(self, rank: int) -> list[nn.Parameter]:
-        """The parameters that one rank of this process holds, each once, in the model's order."""
-        held = self._ownership.held[rank]
-        return [held[name] for name in self.parameter_names if name in held]
-
-    def modules(self) -> Iterator[nn.Module]:
-        """The stage modules of all ranks of this process."""
-        for worker in self._workers.values():
-            yield from worker.stages.values()
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """Set the training mode of all stages held here."""
-        for module in self.modules():
-            module.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        """Set the evaluation mode of all stages held here."""
-        return self.train(False)
-
     # What it does
 
     def step(self, inputs: Value = None, targets: Value = None) -> Tensor:
@@ -218,7 +168,8 @@ class Pipeline:
             The loss, the mean over all samples of the batch, on every rank; without a graph.
 
         Raises:
-            InputError: no loss function, a batch smaller than the number of micro-batches, inputs missing.
+            InputError: no loss function, a batch smaller than the number of micro-batches, inputs missing or with a
+                graph behind them, copies of a parameter that differ.
             StageError: the model or the loss raised. PeerLost: another rank ended.
         """
         return total(self._train(inputs, targets, share_losses=True))
@@ -237,6 +188,8 @@ class Pipeline:
             raise InputError("step() on a Pipeline without loss_fn: a step needs a loss; pass loss_fn to Pipeline")
         if not torch.is_grad_enabled():
             raise InputError("step() where gradients are switched off: it computes them; leave torch.no_grad() first")
+        if self._speculation is None:  # else ranks of this process may disagree for a while
+            self._ownership.check_equal()
         return self._run(self._train_program, inputs, targets, with_loss=True, share_losses=share_losses).losses
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
@@ -299,6 +252,11 @@ class Pipeline:
         """Run `program` on all ranks of this process."""
         if self._ended is not None:
             raise RunError(f"this Pipeline cannot run any more ({self._ended}); make a new one")
+        if self._running:
+            raise InputError(
+                "a Pipeline was called by a stage or a loss of its own: it does one thing at a time; call it before "
+                "or after"
+            )
         batch = Batch.cut(
             self.schedule.num_microbatches,
             inputs,
@@ -316,9 +274,10 @@ class Pipeline:
             speculation = None
         self._speculation = None
         self._num_calls += 1
-        call = call_number(self._num_calls, not program.schedule.forward_only)
+        call = call_number(self._num_calls, not program.schedule.forward_only, batch.num_samples)
         runs = {rank: self._workers[rank].run(bound[rank], batch, call, speculation) for rank in self.local_ranks}
         self._last_run = bound
+        self._running = True
         with self.ended_by_errors(runs.values()):
             if self._threads is not None:
                 self._threads.run(runs)
@@ -341,6 +300,8 @@ class Pipeline:
                 run.close()  # type: ignore[attr-defined]
             self.close()
             raise
+        finally:
+            self._running = False
 
     # Updates that are validated later
 

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from torch import nn
 
 from pipeloom.errors import InputError
-from pipeloom.ir import Schedule, WeightPolicy
+from pipeloom.ir import Schedule, WeightPolicy, check
 from pipeloom.runtime.state import LossFn
 from pipeloom.runtime.worker import RUNNABLE_OPS
 
 
 def check_runnable(schedule: Schedule) -> None:
-    """Raises InputError where a legal schedule is more than the executor can do."""
+    """Raises InputError where there is no schedule, or a legal one is more than the executor can do."""
+    if not isinstance(schedule, Schedule):
+        raise InputError(
+            f"schedule is {schedule!r}: a Pipeline runs a Schedule; make one, for example with "
+            "pipeloom.schedules.build('1f1b', num_ranks=2, num_microbatches=8)"
+        )
+    check(schedule)
     if schedule.weights is not WeightPolicy.FLUSH:
         raise InputError(
             f"schedule {schedule.name!r} has weight policy {schedule.weights.value!r}: the executor runs 'flush', one "
@@ -28,7 +34,9 @@ def check_runnable(schedule: Schedule) -> None:
 
 
 def check_loss(loss_fn: LossFn | None) -> None:
-    """Raises InputError where the loss has parameters, which would be in no stage."""
+    """Raises InputError where the loss is no function, or has parameters, which would be in no stage."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(f"loss_fn is {loss_fn!r}: it is called as loss_fn(output, targets); pass a function")
     if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
         raise InputError(
             "loss_fn is a module with parameters: they would be in no stage; put it at the end of the model, and leave "

@@ -23,7 +23,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Action, Program
 from pipeloom.runtime.split_backward import Root, WeightGradients
 from pipeloom.runtime.transport import Channel, Transport
-from pipeloom.runtime.values import Layout, Value, split_batch
+from pipeloom.runtime.values import Layout, Value, flatten, split_batch
 from pipeloom.slicing import SliceContext
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -44,6 +44,7 @@ class Batch:
         weights: the share of each micro-batch in the loss.
         losses: of the micro-batches whose last stage ran here, each times its weight; of slices, their sum.
         outputs: of the last stage, where no loss is asked for; of slices, a list until all are there.
+        num_samples: of the batch; 0 where this process reads neither inputs nor targets.
         seed: what the dropout masks of slices follow from; None: drawn where one is needed.
     """
 
@@ -52,6 +53,7 @@ class Batch:
     weights: Sequence[float] = ()
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Value] = field(default_factory=dict)
+    num_samples: int = 0
     seed: int | None = None
 
     @classmethod
@@ -61,24 +63,38 @@ class Batch:
         """The batch as micro-batches, where this process needs it.
 
         Raises:
-            InputError: what is needed is missing, too short, or of another length than the rest.
+            InputError: what is needed is missing, too short, of another length than the rest, or part of a graph.
         """
         batch = cls()
         if needs_inputs:
-            if inputs is None:
-                raise InputError("inputs are None on the rank with the first stage: it reads them; pass the batch")
-            batch.inputs, input_sizes = split_batch(inputs, num_microbatches, "inputs")
+            batch.inputs, sizes = _cut(inputs, num_microbatches, "inputs", "first")
+            batch.num_samples = sum(sizes)
         if needs_targets:
-            if targets is None:
-                raise InputError("targets are None on the rank with the last stage: it reads them; pass the batch")
-            batch.targets, sizes = split_batch(targets, num_microbatches, "targets")
-            batch.weights = [size / sum(sizes) for size in sizes]
-            if needs_inputs and sizes != input_sizes:
-                raise InputError(
-                    f"inputs hold {sum(input_sizes)} samples and targets {sum(sizes)}: every sample has its target; "
-                    "pass batches of one length"
-                )
+            batch.targets, sizes = _cut(targets, num_microbatches, "targets", "last")
+            if needs_inputs and sum(sizes) != batch.num_samples:
+                raise InputError(unequal_lengths(batch.num_samples, sum(sizes)))
+            batch.num_samples = sum(sizes)
+            batch.weights = [size / batch.num_samples for size in sizes]
         return batch
+
+
+def _cut(value: Value, num_microbatches: int, what: str, where: str) -> tuple[list[Value], list[int]]:
+    if value is None:
+        raise InputError(f"{what} are None on the rank with the {where} stage: it reads them; pass the batch")
+    pieces = split_batch(value, num_microbatches, what)
+    if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in flatten(value)[1]):
+        raise InputError(
+            f"{what} were computed with gradients: a step goes back to its batch and no further, once for each "
+            "micro-batch; detach() them"
+        )
+    return pieces
+
+
+def unequal_lengths(inputs: int, targets: int) -> str:
+    """What is said of `inputs` and `targets` samples."""
+    return (
+        f"inputs hold {inputs} samples and targets {targets}: every sample has its target; pass batches of one length"
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +108,8 @@ class RankState:
         transport: with all channels of the programs open.
         sliced: whether micro-batches run in slices, be it one.
         slice_lengths: how sequences are cut then; None: evenly.
-        batch, call: of the running step.
+        batch: of the running step.
+        call: of the running step, what goes with its messages (see `pipeloom.runtime.calls`).
         speculating: whether the forwards that run may have to be done again.
         stale_calls: numbers of cancelled calls, of which messages may still come.
         sends: to all whom this rank sends to in the pipeline's own lane.

@@ -60,16 +60,20 @@ def decode(header: bytes) -> Layout:
     return _layout(structure, specs)
 
 
-def flatten(value: Value) -> tuple[Layout, list[Tensor]]:
-    """Take a value apart; the inverse of `unflatten`.
+def flatten(value: Value, what: str = "a stage returned") -> tuple[Layout, list[Tensor]]:
+    """Take a value apart; the inverse of `unflatten`, but that subclasses of tuple, list and dict come out as these.
+
+    Args:
+        value: what is to travel.
+        what: how an error begins.
 
     Raises:
-        InputError: the value holds something that is neither a tensor nor a plain constant.
+        InputError: the value holds something that is neither a dense tensor nor a plain constant.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         return _layout(_TENSOR, ((value.shape, value.dtype, value.requires_grad),)), [value]
     tensors: list[Tensor] = []
-    structure = json.dumps(_strip(value, tensors))
+    structure = json.dumps(_strip(value, tensors, what))
     return _layout(structure, tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)), tensors
 
 
@@ -86,19 +90,22 @@ def copied(value: Value) -> Value:
     return unflatten(layout, [tensor.clone() for tensor in tensors])
 
 
-def _strip(value: Value, tensors: list[Tensor]) -> Any:
+def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
+    kind = type(value).__name__
     if isinstance(value, Tensor):
-        tensors.append(value)
-        return _TENSOR
-    if type(value) in (tuple, list):  # a named tuple would come out as another type, so it does not go in
-        return {type(value).__name__: [_strip(v, tensors) for v in value]}
-    if type(value) is dict and all(isinstance(key, str | int) for key in value):
-        return {"dict": [[key, _strip(item, tensors)] for key, item in value.items()]}
-    if value is None or isinstance(value, bool | int | float | str):
+        if value.layout is torch.strided and not value.is_nested:
+            tensors.append(value)
+            return _TENSOR
+        kind = "nested tensor" if value.is_nested else f"{value.layout} tensor"
+    elif isinstance(value, tuple | list):  # a class of the user's would have to be looked up by name on the other side
+        return {"tuple" if isinstance(value, tuple) else "list": [_strip(v, tensors, what) for v in value]}
+    elif isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+        return {"dict": [[key, _strip(item, tensors, what)] for key, item in value.items()]}
+    elif value is None or isinstance(value, bool | int | float | str):
         return {"constant": value}
     raise InputError(
-        f"a stage returned a {type(value).__name__}: between stages may stand tensors, plain tuples, lists and dicts "
-        "of them and plain constants; return one of these"
+        f"{what} a {kind}: what travels are dense tensors, tuples, lists and dicts of them and plain constants; turn "
+        "it into one of these"
     )
 
 
@@ -123,16 +130,18 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
     Raises:
         InputError: the batch has no tensor, tensors of different length, or fewer samples than micro-batches.
     """
-    layout, tensors = flatten(value)
+    layout, tensors = flatten(value, f"{what} hold")
     lengths = {t.shape[0] if t.dim() else 0 for t in tensors}
     if len(lengths) != 1:
         seen = f"tensors of {sorted(lengths)} samples" if lengths else "no tensor"
         raise InputError(f"{what} hold {seen}: every tensor of a batch needs the samples along dimension 0; reshape it")
     length = lengths.pop()
+    if length == 0:
+        raise InputError(f"{what} hold 0 samples: every micro-batch needs at least one; leave out empty batches")
     if length < num_microbatches:
         raise InputError(
             f"{what} hold {length} samples for {num_microbatches} micro-batches: each needs at least one sample; "
-            f"use a batch of {num_microbatches} or more, or a schedule of {length or 1} micro-batches"
+            f"use a batch of {num_microbatches} or more, or a schedule of {length} micro-batches"
         )
     small, larger = divmod(length, num_microbatches)
     sizes = [small + 1] * larger + [small] * (num_microbatches - larger)

@@ -19,7 +19,7 @@ from pipeloom.errors import InputError, PeerLost, PipeloomError, RunError, Stage
 from pipeloom.ir import Action, Op, Program
 from pipeloom.passes import warm_up_lengths
 from pipeloom.runtime.backward import bind_backward, bind_input_backward, bind_weight_backward
-from pipeloom.runtime.calls import cancel_number, next_call
+from pipeloom.runtime.calls import call_only, cancel_number, next_call
 from pipeloom.runtime.forward import bind_forward
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.messages import bind_receive, bind_send
@@ -222,7 +222,7 @@ class Worker:
         state.forget()
         state.peak_live_activations = 0
         before.restore()
-        state.stale_calls = (state.call, cancel_number(state.call))
+        state.stale_calls = (call_only(state.call), cancel_number(call_only(state.call)))
         state.call = next_call(state.call)
         return 0
 
@@ -235,7 +235,7 @@ class Worker:
         where = f"rank {self.rank}, stage {action.stage}, action {action}"
         if action.microbatch is not None:
             where += f", micro-batch {action.microbatch}"
-        text = " ".join(str(error).split("\n")) if isinstance(error, PipeloomError) else f"{error}"
+        text = " ".join(str(error).split())
         if isinstance(error, PeerLost):
             return PeerLost(f"{where}: {text}")
         if isinstance(error, RunError):

@@ -13,8 +13,10 @@ from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import Phases
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def breadth_first(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Chunk after chunk forwards, then chunk after chunk backwards."""
     orders = []

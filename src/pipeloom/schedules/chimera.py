@@ -20,8 +20,10 @@ from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.merging import merge
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def chimera(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Bidirectional 1F1B: stage s on ranks s and p-1-s.
 

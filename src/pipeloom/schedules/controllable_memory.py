@@ -27,11 +27,13 @@ from collections import deque
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Orders, Schedule
+from pipeloom.schedules.sizes import sized
 
 _PERIOD = 6  # F, I and W of two chunks
 _HORIZON = 2 * _PERIOD  # how far ahead a waiting rank looks
 
 
+@sized
 def v_half(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Half of 1F1B's memory, half of its bubble."""
     p, delta = num_ranks, 3 if num_ranks % 2 == 0 else 0
@@ -39,6 +41,7 @@ def v_half(*, num_ranks: int, num_microbatches: int) -> Schedule:
     return _build("v-half", blocks, num_microbatches)
 
 
+@sized
 def v_min(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """A third of 1F1B's memory, two thirds of its bubble."""
     p, delta = num_ranks, 2 if num_ranks % 3 == 0 else 0

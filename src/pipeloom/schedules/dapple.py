@@ -15,8 +15,10 @@ from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import Phases
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def dapple_pb(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """A deep warm-up, then backward and forward in turn, then the backwards left."""
     orders = []

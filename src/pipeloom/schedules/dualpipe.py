@@ -28,10 +28,12 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.sizes import sized
 
 _Pair = tuple[Action, Action]
 
 
+@sized
 def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Bidirectional: stage s on ranks s and p-1-s.
 
@@ -58,6 +60,7 @@ def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     return _schedule("dualpipe", m, Placement.bidirectional(p), lanes)
 
 
+@sized
 def dualpipev(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Two chunks a rank in a V.
 

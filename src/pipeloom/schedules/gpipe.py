@@ -14,8 +14,10 @@ from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import Phases
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards of the step, then all its backwards."""
     orders = []

@@ -19,8 +19,10 @@ from pipeloom.ir.check import live_activations
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.merging import merge
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Waves over a zig-zag placement; two chunks make one wave.
 

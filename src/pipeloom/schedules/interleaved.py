@@ -14,8 +14,10 @@ from pipeloom.ir.action import Action, Op
 from pipeloom.ir.order import STAGE_STEP, Order, encode
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def interleaved(
     *, num_ranks: int, num_microbatches: int, num_chunks: int = 2, group_size: int | None = None
 ) -> Schedule:

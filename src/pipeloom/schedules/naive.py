@@ -13,8 +13,10 @@ from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import Phases
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def naive(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Each micro-batch goes all the way down and back up before the next one enters."""
     orders = []

@@ -13,8 +13,10 @@ from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import Phases
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def one_f_one_b(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """A warm-up of ``p - 1 - d`` forwards on rank ``d``, then forward and backward in turn, then the backwards left."""
     orders = []

@@ -28,6 +28,7 @@ from pipeloom.schedules.search_bounds import lower_bound
 from pipeloom.schedules.search_exact import bound_alone, shortest
 from pipeloom.schedules.search_moves import improve
 from pipeloom.schedules.search_work import IntOrders, Work
+from pipeloom.schedules.sizes import sized
 from pipeloom.schedules.table import NAMED
 
 _GREEDY = 0.6  # part of the effort that goes into greedy phases
@@ -101,6 +102,7 @@ def search(
     )
 
 
+@sized
 def search_loop(
     *, num_ranks: int, num_microbatches: int, num_chunks: int = 1, conditions: Conditions | None = None
 ) -> Schedule:

@@ -21,15 +21,18 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.sizes import sized
 
 _Unit = tuple[int, int | None]  # micro-batch, slice
 
 
+@sized
 def seq1f1b(*, num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
     """A warm-up of ``p - 2 - d + k`` slices on rank ``d``, then forward and backward in turn, then what is left."""
     return _alternating("seq1f1b", num_ranks, num_microbatches, num_slices, 1)
 
 
+@sized
 def seq1f1b_interleaved(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2, num_slices: int = 1) -> Schedule:
     """Seq1F1B over the virtual order of (unit, chunk) pairs, in groups of p units.
 

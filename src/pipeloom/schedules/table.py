@@ -20,6 +20,7 @@ from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
 from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
+from pipeloom.schedules.sizes import check_sizes
 from pipeloom.schedules.terapipe import terapipe
 from pipeloom.schedules.zb_auto import zb_auto
 from pipeloom.schedules.zb_v import zb_v
@@ -91,18 +92,6 @@ class Family:
         if self.to_measure:
             options["conditions"] = conditions
         return self.build(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
-
-
-def check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int, num_slices: int = 1) -> None:
-    """Refuse sizes that no schedule has.
-
-    Raises:
-        ScheduleError: one of them is below 1.
-    """
-    sizes = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks": num_chunks, "slices": num_slices}
-    for what, value in sizes.items():
-        if value < 1:
-            raise ScheduleError(f"{value} {what}: a pipeline needs at least 1; raise it")
 
 
 NAMED: dict[str, Family] = {

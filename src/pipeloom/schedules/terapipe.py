@@ -14,8 +14,10 @@ from __future__ import annotations
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def terapipe(*, num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
     """All forwards over (micro-batch, slice), then all backwards; slices descend there, micro-batches ascend."""
     k = num_slices

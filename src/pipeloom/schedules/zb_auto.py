@@ -21,8 +21,10 @@ from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.conditions import Conditions
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def zb_auto(*, num_ranks: int, num_microbatches: int, conditions: Conditions | None = None) -> Schedule:
     """Split backwards, placed for these times, latencies and memory.
 

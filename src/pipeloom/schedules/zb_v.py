@@ -15,8 +15,10 @@ from pipeloom.ir.order import Order
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import Phases
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def zb_v(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """The hand-made order of the paper."""
     orders = tuple(_rank_order(num_ranks, num_microbatches, d) for d in range(num_ranks))

@@ -21,13 +21,16 @@ from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import Phases
+from pipeloom.schedules.sizes import sized
 
 
+@sized
 def zb_h1(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B's warm-up; rank d puts W of a micro-batch d backwards late."""
     return _build("zb-h1", num_ranks, num_microbatches, [num_ranks - 1 - d for d in range(num_ranks)], delay=1)
 
 
+@sized
 def zb_h2(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Twice the warm-up; rank d puts W of a micro-batch 2d backwards late."""
     return _build("zb-h2", num_ranks, num_microbatches, [2 * (num_ranks - d) - 2 for d in range(num_ranks)], delay=2)

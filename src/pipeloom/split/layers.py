@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ def find_layers(model: nn.Module, patterns: Sequence[str] | None) -> list[Layer]
         patterns = getattr(model, "pipeline_layers", None)
     if patterns is None:
         if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+            if not len(model):
+                raise SplitError("the nn.Sequential is empty: a model has at least one layer; put its layers in")
             return [Layer(name, module, True) for name, module in _children(model)]
         if not _children(model):
             raise SplitError(
@@ -88,6 +91,12 @@ def _check_layers(layers: list[Layer]) -> None:
     if not layers:
         raise SplitError("layers=[] names no layer: a model has at least one; name them in the order in which they run")
     names = {layer.name for layer in layers}
+    twice = next((name for name, count in Counter(layer.name for layer in layers).items() if count > 1), None)
+    if twice is not None:
+        raise SplitError(
+            f"layer {twice!r} is named twice: it would run twice; name it once, or where that is meant, pass a list of "
+            "modules, one a stage"
+        )
     for name, module, _ in layers:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise SplitError(
@@ -110,7 +119,11 @@ def check_complete(model: nn.Module, layers: Sequence[Layer], beside: Sequence[s
     if missing:
         homes = sorted({name.rpartition(".")[0] for name in missing})
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        fix = f"add {homes} to layers" if homes != [""] else "move them into a submodule and add it to layers"
+        of_model = [name for name in missing if "." not in name]
+        fixes = [f"add {[home for home in homes if home]} to layers"] if homes != [""] else []
+        if of_model:
+            fixes.append(f"move {', '.join(map(repr, of_model))} into a submodule that is in layers")
+        fix = " and ".join(fixes)
         raise SplitError(f"{', '.join(map(repr, missing[:3]))}{more}: in no layer, so in no stage; {fix}")
     outer = {".".join(layer.name.split(".")[:i]) for layer in layers for i in range(layer.name.count(".") + 1)}
     for name, module in model.named_modules():

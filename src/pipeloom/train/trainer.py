@@ -134,7 +134,9 @@ class Trainer:
             return 0
         self._enter(f"loading {self.resumed}")
         saved = checkpoint.load(self.resumed)
-        saved.load_model(self._model_tensors())
+        tensors = self.pipe.state_dict()
+        saved.load_model(tensors)
+        self.pipe.load_state_dict(tensors)  # all ranks of this process, where several hold a tensor
         saved.load_optimizer(self.optimizer, self.names)
         apply_options(self.optimizer, self.config.optimizer)
         sampler = saved.state["sampler"]
@@ -226,7 +228,7 @@ class Trainer:
         return checkpoint.save(
             self.output_dir,
             step,
-            model=self._model_tensors(),
+            model=self.pipe.state_dict(),
             optimizer=checkpoint.optimizer_state(self.optimizer, self.names),
             random=checkpoint.random_state(),
             state={
@@ -318,10 +320,6 @@ class Trainer:
             (rank, [(parse_action(action), start, end) for action, start, end in rows])
             for rank, rows in sorted(gathered)
         ]
-
-    def _model_tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers held here, by their names in the uncut model."""
-        return {name: tensor for module in self.pipe.modules() for name, tensor in module.state_dict().items()}
 
     def _layout(self) -> dict[str, Any]:
         return {

@@ -1,0 +1,146 @@
+"""`Holdings`: what a process holds of a model, and how a user reads and changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.ir import Program
+from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
+from pipeloom.split import Stages
+
+
+class Holdings:
+    """The stages that the ranks of this process hold, and their parameters.
+
+    Args:
+        cut_model: all stages.
+        program: which says what rank holds which stage.
+        ranks: those of this process.
+
+    Attributes:
+        stages: the modules held here by stage, of the lowest rank that holds it.
+        parameter_names: canonical names of all parameters of the model, in its order.
+        norm_dtype: the type in which norms of all parameters add up, the same on every rank.
+    """
+
+    def __init__(self, cut_model: Stages, program: Program, ranks: Iterable[int]) -> None:
+        self._by_rank = own_stages(cut_model, program, ranks)
+        self._ownership = Ownership.find(self._by_rank, cut_model, program)
+        self.stages: dict[int, nn.Module] = {
+            stage: module for stages in reversed(self._by_rank.values()) for stage, module in stages.items()
+        }
+        self.parameter_names = cut_model.parameter_names
+        self.norm_dtype = common_dtype(cut_model)
+        self._canonical_names = cut_model.canonical_names
+        self._all_names = {
+            name
+            for module in cut_model.modules
+            for named in (module.named_parameters, module.named_buffers)
+            for name, _ in named(remove_duplicate=False)
+        }
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Canonical name and parameter of everything that the ranks of this process hold, in the model's order.
+
+        A parameter that several ranks of this process hold comes once for each of them.
+        """
+        for name in self.parameter_names:
+            for held in self._ownership.held.values():
+                if name in held:
+                    yield name, held[name]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that this process's optimizer has to update."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def owned_parameters(self, rank: int | None = None) -> Iterator[tuple[int, nn.Parameter]]:
+        """Position in `parameter_names` and parameter, of those that no lower rank holds too.
+
+        Over all processes these are the model's parameters, each once: for norms and checkpoints. With `rank`, those
+        of one rank of this process.
+        """
+        for position, name in enumerate(self.parameter_names):
+            for holder, held in self._ownership.held.items():
+                if name in held and holder == self._ownership.ranks_with(name)[0] and rank in (None, holder):
+                    yield position, held[name]
+
+    def rank_parameters(self, rank: int) -> list[nn.Parameter]:
+        """The parameters that one rank of this process holds, each once, in the model's order."""
+        held = self._ownership.held[rank]
+        return [held[name] for name in self.parameter_names if name in held]
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The stage modules of all ranks of this process."""
+        for stages in self._by_rank.values():
+            yield from stages.values()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the training mode of all stages held here."""
+        for module in self.modules():
+            module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the evaluation mode of all stages held here."""
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and persistent buffers held here, by their names in the uncut model; not copied.
+
+        Of all processes together it is the model's own ``state_dict()``. What several ranks of this process hold is
+        that of the lowest.
+        """
+        state: dict[str, Any] = {}
+        for module in self.modules():
+            for name, value in module.state_dict().items():
+                state.setdefault(name, value)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy values into everything held here, in place, on all ranks of this process alike.
+
+        Args:
+            state: by names of the uncut model. It may hold what other processes hold, and a tied parameter under any
+                of its names.
+
+        Raises:
+            InputError: a name is missing or not the model's, a shape is another, or the names of a tied parameter have
+                different values; before anything is changed.
+        """
+        values = self._by_canonical_name(state)
+        found = []
+        for module in self.modules():
+            own = module.state_dict()
+            for name, mine in own.items():
+                canonical = self._canonical_names.get(name, name)
+                if canonical not in values:
+                    raise InputError(f"the state has no {name!r}: this process holds it; pass the state of this model")
+                value = values[canonical]
+                if isinstance(mine, Tensor) and getattr(value, "shape", None) != mine.shape:
+                    seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                    raise InputError(
+                        f"the state has {name!r} as {seen}: the model's has shape {tuple(mine.shape)}; pass the state "
+                        "of this model"
+                    )
+            found.append((module, {name: values[self._canonical_names.get(name, name)] for name in own}))
+        for module, loaded in found:
+            module.load_state_dict(loaded)
+
+    def _by_canonical_name(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, value in state.items():
+            if name not in self._all_names and not name.endswith("_extra_state"):
+                raise InputError(f"the state has {name!r}: the model has nothing of that name; pass its own state")
+            canonical = self._canonical_names.get(name, name)
+            other = values.setdefault(canonical, value)
+            if other is not value and isinstance(value, Tensor) and not torch.equal(other, value):
+                raise InputError(
+                    f"the state has {name!r} and {canonical!r} as different values: the model ties them; leave one out"
+                )
+        return values
