@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
@@ -16,7 +17,7 @@ class Costs:
     """The time of every computation on one micro-batch.
 
     A number is the time of **one rank's whole share of the model**: a stage takes `Schedule.stage_share` of it (1/V
-    with V chunks a rank). A tuple has one time for each stage. A slice takes 1/K of either.
+    with V chunks a rank). A tuple has one time for each stage. A slice takes 1/K of either, times its factor.
 
     Attributes:
         forward: seconds of F.
@@ -27,6 +28,8 @@ class Costs:
         other: seconds of other ops, on any stage (REDUCE_GRAD, STEP, UNSHARD, ...); those not named take none.
         activation_bytes: for each stage, bytes that F of one micro-batch keeps for its backward.
         weight_gradient_bytes: for each stage, bytes of these that are left between I and W; all if not given.
+        slice_factors: for each slice, its seconds over those of an equal share: of F, and of B, I and W. All 1 if not
+            given.
 
     Raises:
         InputError: a time or size is negative or not finite, or more bytes are left after I than before.
@@ -40,6 +43,7 @@ class Costs:
     other: Mapping[Op, float] = field(default_factory=dict)
     activation_bytes: tuple[float, ...] | None = None
     weight_gradient_bytes: tuple[float, ...] | None = None
+    slice_factors: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     def __post_init__(self) -> None:
         for what in ("forward", "backward_input", "backward_weight", "backward"):
@@ -51,7 +55,8 @@ class Costs:
         _check_seconds("overlap", self.overlap)
         for op, seconds in self.other.items():
             _check_seconds(op.value, seconds)
-
+        for factor in chain(*self.slice_factors or ()):
+            _check_seconds("a slice factor", factor)
         self._check_bytes()
 
     def _check_bytes(self) -> None:
@@ -128,6 +133,22 @@ class Costs:
         kept = _by_stage("activation_bytes", self.activation_bytes, schedule)
         left = self.weight_gradient_bytes
         return kept, kept if left is None else _by_stage("weight_gradient_bytes", left, schedule)
+
+    def factors(self, schedule: Schedule) -> dict[Op, tuple[float, ...]]:
+        """`slice_factors` by op; empty where all slices are equal.
+
+        Raises:
+            InputError: there are factors for another number of slices.
+        """
+        if self.slice_factors is None:
+            return {}
+        if any(len(each) != schedule.num_slices for each in self.slice_factors):
+            raise InputError(
+                f"slice_factors are for {len(self.slice_factors[0])} and {len(self.slice_factors[1])} slices: schedule "
+                f"{schedule.name!r} has {schedule.num_slices}; give one for each"
+            )
+        forward, backward = self.slice_factors
+        return {Op.F: forward, Op.B: backward, Op.I: backward, Op.W: backward}
 
     def seconds(self, schedule: Schedule) -> dict[Op, tuple[float, ...]]:
         """For each op that is no communication, the seconds of one action on each stage of `schedule`.

@@ -28,11 +28,11 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
 
     Raises:
         ScheduleError: the actions wait for each other in a circle.
-        InputError: the costs or latencies are for another number of stages or ranks.
+        InputError: the costs or latencies are for another number of stages, slices or ranks.
     """
     network = network or Network()
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
-    seconds = costs.seconds(schedule)
+    seconds, factors = costs.seconds(schedule), costs.factors(schedule)
     latency = network.latency(schedule.num_ranks)
     clock = [0.0] * schedule.num_ranks
     spans: list[list[Span]] = [[] for _ in clock]
@@ -71,6 +71,8 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
             ended[action] = (rank, unit_ends[partner])
         elif action in unit_ends:
             end = unit_ends.pop(action)
+        elif op in factors:
+            end = ready + seconds[op][stage] * factors[op][action.slice or 0]
         else:
             end = ready + seconds[op][stage]
         clock[rank] = end

@@ -32,6 +32,7 @@ from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, r
 from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, set_learning_rate
 from pipeloom.train.output import append_metrics, in_use, prepare_output
 from pipeloom.train.progress import Display, display
+from pipeloom.train.slices import choose_slices, slice_lengths
 from pipeloom.train.validate import make_schedule, open_corpus, resume_path
 
 
@@ -41,11 +42,16 @@ def train(config: TrainConfig, member: Membership | None) -> None:
     Raises:
         RunError: a loss or gradient that is not finite, a lost rank, a model that raises.
     """
-    with meet(member) as group, Trainer(config, group, member) as trainer:
+    with ExitStack() as stack:
+        group = stack.enter_context(meet(member))
+        config, note = choose_slices(config, group, resume_path(config))
+        trainer = stack.enter_context(Trainer(config, group, member))
         done = trainer.resume()
         try:
             with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
                 trainer.open_output(shown)
+                if note:
+                    shown.say(note)
                 for step in range(done + 1, config.steps + 1):
                     shown.step(trainer.step(step))
                     if _is_due(step, config.eval_steps, config.steps):
@@ -92,6 +98,7 @@ class Trainer:
             self.schedule,
             loss_fn=loss_fn,
             transport=self.transport,
+            slices=slice_lengths(config),
             blackbox=self.black_box and self.black_box.action_buffer,
         )
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.pipe.named_parameters()}

@@ -14,6 +14,7 @@ from pipeloom.train.checkpoint.manifest import verify
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.data import Corpus, prepare_corpus
 from pipeloom.train.output import in_use
+from pipeloom.train.slices import check_slices, schedule_name, slice_lengths
 
 CUTS = ("layers", "parameters", "time")
 
@@ -52,10 +53,21 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
 def make_schedule(config: TrainConfig) -> Schedule:
     """The schedule of every step, checked."""
     ranks, microbatches = config.parallel.pipeline, config.batch.microbatches
+    check_slices(config)
+    lengths = slice_lengths(config)
     schedule = schedules.build(
-        config.schedule, num_ranks=ranks, num_microbatches=microbatches, num_chunks=config.parallel.chunks
+        schedule_name(config),
+        num_ranks=ranks,
+        num_microbatches=microbatches,
+        num_chunks=config.parallel.chunks,
+        num_slices=len(lengths or (0,)),
     )
     check(schedule)
+    if lengths is not None and len(lengths) != schedule.num_slices:
+        raise InputError(
+            f"parallel.slices is {config.parallel.slices}: schedule {schedule.name!r} has {schedule.num_slices} slices; "
+            "leave slices out, or make both agree"
+        )
     if schedule.num_stages > config.model.layers:
         raise InputError(
             f"schedule {schedule.name!r} has {schedule.num_stages} stages for model.layers {config.model.layers}: each "
