@@ -150,7 +150,7 @@ def _schedules() -> str:
 def _train() -> str:
     rows = ["| option | default | meaning |", "|---|---|---|", "| `--config FILE` | | YAML file with these options |"]
     for key, _, default, text in options():
-        shown = {None: "", True: "true", False: "false"}.get(default, f"`{default}`")
+        shown = "" if default is None else str(default).lower() if isinstance(default, bool) else f"`{default}`"
         rows.append(f"| `--{key}` | {shown} | {text} |")
     return "\n".join(rows)
 

@@ -38,7 +38,7 @@ def slice_lengths(config: TrainConfig) -> tuple[int, ...] | None:
     parts = str(asked).split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise InputError(
-            f"parallel.slices is {asked!r}: it is auto, a number of slices, or their lengths such as 48,40,40; choose one"
+            f"parallel.slices is {asked!r}: it is auto, a number, or lengths of slices such as 48,40,40; choose one"
         )
     lengths = tuple(map(int, parts))
     if len(lengths) == 1:
@@ -74,7 +74,7 @@ def check_slices(config: TrainConfig) -> None:
         )
     if config.parallel.slices == AUTO and (family is None or family.chunks is None):
         raise ScheduleError(
-            f"parallel.slices is auto with schedule {name!r}, which does not have every number of slices: give a number, "
+            f"parallel.slices is auto with schedule {name!r}, which has not every number of slices: give a number, "
             "or use seq1f1b or terapipe"
         )
 

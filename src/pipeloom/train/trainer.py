@@ -29,8 +29,9 @@ from pipeloom.train.data import Sampler
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group, meet
 from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, read_cost
+from pipeloom.train.notices import resume_notices, skipped_notice
 from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, set_learning_rate
-from pipeloom.train.output import append_metrics, in_use, prepare_output
+from pipeloom.train.output import append_metrics, in_use, prepare_output, writing
 from pipeloom.train.progress import Display, display
 from pipeloom.train.slices import choose_slices, slice_lengths
 from pipeloom.train.validate import make_schedule, open_corpus, resume_path
@@ -107,6 +108,7 @@ class Trainer:
         self.predictor = Predictor(lower(self.pipe.schedule, tied_stages=tied))
         self.records: Records = []  # of the last training step on this process's ranks
         self.steps_here = 0
+        self.notices = skipped_notice(self.corpus.skipped)
         self.resumed: Path | None = None
         self.first_step = 1
 
@@ -138,13 +140,17 @@ class Trainer:
         else:
             self._seed_generators(saved.step)
         self.first_step = saved.step + 1
+        again = sampler["num_windows"] != self.sampler.num_windows
+        self.notices += resume_notices(self.config, saved.state["config"], self.resumed, saved.step, other_text=again)
         return saved.step
 
     def open_output(self, shown: Display) -> None:
         """Make the output directory ready and say what is about to run."""
         if self.group.rank == 0:
-            self._held.enter_context(in_use(self.output_dir))
-            moved = prepare_output(self.config, self.resumed, self.first_step - 1)
+            if self.black_box is None:  # else the launcher holds it
+                self._held.enter_context(in_use(self.output_dir))
+            with writing(self.output_dir):
+                moved = prepare_output(self.config, self.resumed, self.first_step - 1)
             if moved:
                 shown.say(moved)
         self.group.all_gather(b"")  # nobody saves or logs before the directory is ready
@@ -155,6 +161,8 @@ class Trainer:
             f"{self.pipe.num_ranks} ranks, {self.config.batch.microbatches} micro-batches; "
             f"{len(self.corpus.train):,} tokens of {self.corpus.num_files} files{start}"
         )
+        for line in self.notices:
+            shown.say(line)
 
     def step(self, step: int) -> dict[str, Any]:
         """One update of the weights; returns its metrics, which rank 0 has written down."""
@@ -239,7 +247,9 @@ class Trainer:
                 "measured": json.loads(measured.to_json()),
                 "predicted": json.loads(self.predictor.predict().to_json()),
             }
-            (self.output_dir / "timelines.json").write_text(json.dumps(timelines), encoding="utf-8")
+            path = self.output_dir / "timelines.json"
+            with writing(path):
+                path.write_text(json.dumps(timelines), encoding="utf-8")
             shown.say(f"report: {write_report(self.output_dir)}")
 
     def sample(self) -> str:
