@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -108,11 +108,14 @@ def _check_keys_of_file(parser: Parser, file: str) -> None:
         parser.error(f"configuration {file} cannot be read: {one_line(str(error))}; it must be a YAML file")
     if not isinstance(content, Mapping):
         parser.error(f"configuration {file} holds no keys: write some, such as `steps: 100`")
-    known = [key for key, *_ in options()]
+    kinds = {key: kind for key, kind, *_ in options()}
+    known = list(kinds)
     groups = {key.rpartition(".")[0] for key in known}
     for key, value in _flat_keys(content, groups):
         if value == "" and f"--{key}" not in parser.may_be_empty:
             parser.error(f"configuration {file}: {key} has an empty value: give one, or leave it out")
+        if value is None and type(None) not in get_args(kinds.get(key, None | int)):
+            parser.error(f"configuration {file}: {key} is null: it needs a value; give one, or leave the key out")
         if key in groups:
             inside = next(name for name in known if name.startswith(f"{key}."))
             parser.error(f"configuration {file}: {key} is {value!r}: it holds keys such as {inside}; nest them")
