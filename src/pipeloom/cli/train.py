@@ -10,7 +10,7 @@ from typing import Any, get_args
 import yaml
 
 from pipeloom.cli.parser import Parser, did_you_mean, one_line
-from pipeloom.train.config import TrainConfig, options
+from pipeloom.train.config import TrainConfig, as_utf8, options
 
 ENV_PREFIX = "PIPELOOM_"
 _DESCRIPTION = """\
@@ -69,8 +69,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     plain = [word for word in words if not word.startswith("--print_config")]
     values = parser.parse_args(plain, env=False).as_dict()
     values.pop("config")
-    # Bytes of the command line that the locale could not read: a prompt is UTF-8 wherever it was typed.
-    values["sample_prompt"] = values["sample_prompt"].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    values["sample_prompt"] = as_utf8(values["sample_prompt"])  # paths keep the bytes that the system knows them by
     config = TrainConfig.from_mapping(values)
     if plain != words:
         from pipeloom.train.validate import validate_settings

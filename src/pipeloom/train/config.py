@@ -95,8 +95,8 @@ class TrainConfig:
     local: bool = _option(False, "all ranks in this one process, one after another")
 
     def to_mapping(self) -> dict[str, Any]:
-        """Nested plain values, for YAML."""
-        return dataclasses.asdict(self)
+        """Nested plain values, for YAML and JSON."""
+        return _as_utf8(dataclasses.asdict(self))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> TrainConfig:
@@ -107,6 +107,18 @@ class TrainConfig:
             for key, value in mapping.items()
         }
         return cls(**values)
+
+
+def as_utf8(text: str) -> str:
+    """`text` of a command line: bytes that the locale could not read are taken for UTF-8, which files hold."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _as_utf8(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _as_utf8(value) if isinstance(value, Mapping) else as_utf8(value) if isinstance(value, str) else value
+        for key, value in mapping.items()
+    }
 
 
 def options() -> Iterator[tuple[str, Any, Any, str]]:

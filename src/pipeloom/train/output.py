@@ -75,6 +75,7 @@ def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str 
         f"# pipeloom {__version__}; repeat this run: pipeloom train --config {directory.absolute() / 'config.yaml'}\n"
         + to_yaml(repeatable(config)),
         encoding="utf-8",
+        errors="surrogateescape",  # paths that the locale could not read
     )
     (directory / "environment.json").write_text(json.dumps(_environment(), indent=2) + "\n", encoding="utf-8")
     return f"an earlier run was moved to {place}" if place else None
