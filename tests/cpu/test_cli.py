@@ -201,7 +201,7 @@ def test_empty_values_are_refused(words: tuple[str, ...], capsys: pytest.Capture
 
 
 def test_missing_options_are_named_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, missing in (("simulate 1f1b --ranks 2", "--microbatches is"), ("checkpoint ls", "DIR is")):
+    for words, missing in (("simulate 1f1b --ranks 2", "--microbatches is"), ("checkpoint ls", "argument dir is")):
         assert main(words.split()) == 2
         assert f"error: {missing} missing" in capsys.readouterr().err
 

@@ -61,7 +61,9 @@ class Parser(ArgumentParser):
             return self._explain_unknown(found.group(1).split())
         if found := re.match(r"the following arguments are required: (.*)", message):
             known = set(self._all_options())
-            missing = ", ".join(f"--{name}" if f"--{name}" in known else name.upper() for name in found[1].split(", "))
+            missing = ", ".join(
+                f"--{name}" if f"--{name}" in known else f"argument {name}" for name in found[1].split(", ")
+            )
             return (
                 f"{missing} {'are' if ',' in missing else 'is'} missing: the command needs it; see `{self.prog} --help`"
             )

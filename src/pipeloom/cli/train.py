@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
 
             with in_use(Path(config.output_dir)):
                 return launcher.launch(config.parallel.pipeline, ["-m", "pipeloom", "train", *argv])
-        from pipeloom.train.trainer import train
+        from pipeloom.train.run import train
 
         train(config, member)
         if member is not None:

@@ -1,4 +1,4 @@
-"""The training loop. Every rank runs `train`, and all of them say the same things in the same order."""
+"""`Trainer`: one process's part of a run, step by step. `pipeloom.train.run` is the loop around it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.errors import InputError, RunError
+from pipeloom.errors import RunError
 from pipeloom.ir.text import parse_action
 from pipeloom.models import loss_fn
 from pipeloom.passes import lower
@@ -27,52 +27,19 @@ from pipeloom.train.build import build_stages, model_config
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.data import Sampler
 from pipeloom.train.generate import generate
-from pipeloom.train.group import Group, meet
+from pipeloom.train.group import Group
 from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, read_cost
 from pipeloom.train.notices import resume_notices, skipped_notice
 from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, set_learning_rate
 from pipeloom.train.output import append_metrics, in_use, prepare_output, writing
-from pipeloom.train.progress import Display, display
-from pipeloom.train.slices import choose_slices, slice_lengths
+from pipeloom.train.progress import Display
+from pipeloom.train.slices import slice_lengths
 from pipeloom.train.validate import make_schedule, open_corpus, resume_path
-
-
-def train(config: TrainConfig, member: Membership | None) -> None:
-    """Train as one rank of `member`'s run, or as all ranks in this process; `validate` has passed.
-
-    Raises:
-        RunError: a loss or gradient that is not finite, a lost rank, a model that raises.
-    """
-    with ExitStack() as stack:
-        group = stack.enter_context(meet(member))
-        config, note = choose_slices(config, group, resume_path(config))
-        trainer = stack.enter_context(Trainer(config, group, member))
-        done = trainer.resume()
-        try:
-            with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
-                trainer.open_output(shown)
-                if note:
-                    shown.say(note)
-                for step in range(done + 1, config.steps + 1):
-                    shown.step(trainer.step(step))
-                    if _is_due(step, config.eval_steps, config.steps):
-                        shown.say(f"step {step}  validation loss {trainer.evaluate(step):.4f}")
-                    if _is_due(step, config.save_steps, config.steps):
-                        shown.say(f"step {step}  saved {trainer.save(step)}")
-            trainer.report(shown)
-            if config.sample_tokens:
-                shown.say(f"sample:\n{trainer.sample()}")
-        except InputError as error:  # the input passed: now it is a failure, such as a disk that is full
-            raise RunError(str(error)) from error
 
 
 def _shows_messages(steps_here: int) -> bool:
     """Whether the times of messages are taken from this step: the first warms up, and it costs a collective."""
     return 2 <= steps_here <= 6 or steps_here % 20 == 0
-
-
-def _is_due(step: int, every: int, last: int) -> bool:
-    return bool(every) and (step % every == 0 or step == last)
 
 
 class Trainer:
