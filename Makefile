@@ -36,9 +36,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.ready-run: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing pipeloom and torch into $(VENV); this takes a minute or more, the first time only"
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.ready-dev: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing pipeloom, torch and the development tools into $(VENV); this takes a minute or more, the first time only"
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.ready-run

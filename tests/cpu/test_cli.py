@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from pipeloom.cli.parser import did_you_mean
 from pipeloom.cli.train import parse
 from pipeloom.runtime import launcher
 from pipeloom.train.config import TrainConfig, options, repeatable, to_yaml
+from pipeloom.train.output import in_use
 from pipeloom.train.validate import parse_cut, validate
 from pipeloom.version import __version__
 
@@ -101,6 +103,29 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ("--config", "option --config needs a file"),
         ("--config nowhere.yaml", "nowhere.yaml cannot be read"),
         ("extra", "argument 'extra' is one too many"),
+        ("--output_dir null", "output_dir is null"),
+        ("--seed 18446744073709551616", "less than 2..64; lower it"),
+        ("--parallel.cut 4,0", "stage 1 has no block"),
+        ("--local --parallel.transport torch", "--local with parallel.transport torch"),
+        ("--optimizer.learning_rate nan", "optimizer.learning_rate is nan: it must be a finite number"),
+        ("--steps 1e3", "steps is 1000.0: it must be a whole number; write 1000"),
+        ("--save_total_limit x", "save_total_limit is x: it must be a whole number"),
+        ("--steps", "option --steps has no value"),
+        ("--data.path=", "option --data.path has an empty value"),
+        ("--print_config --steps -1", "steps is -1"),
+        ("--data.path /dev/zero", "is a device, a pipe or a socket"),
+        (
+            "--model.layers 100000000 --model.width 1024 --model.heads 16",
+            "training takes at least .* GiB for the model",
+        ),
+        ("--batch.size 1000000000", "batch.size 1000000000 in 8 micro-batches.*training takes at least"),
+        ("--batch.size 1000000000 --batch.microbatches 1000000000 --model.layers 100000", "training takes at least"),
+        ("--parallel.slices 17", "parallel.slices is 17 for model.sequence_length 16"),
+        ("--parallel.slices 8,7", "15 tokens for model.sequence_length 16"),
+        ("--parallel.slices many", "parallel.slices is 'many'"),
+        ("--parallel.slices 2 --schedule gpipe", "'gpipe', which does not cut sequences.*terapipe"),
+        ("--parallel.slices auto --schedule 1f1b", "'1f1b', which does not cut sequences"),
+        ("--parallel.slices auto --schedule seq1f1b-interleaved --parallel.chunks 2", "give a number"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(refused: Refused, words: str, expected: str) -> None:
@@ -119,6 +144,11 @@ def test_bad_input_is_refused_in_one_line(refused: Refused, words: str, expected
         ("model: {layers: many}\n", "model.layers"),
         ("- steps\n", "holds no keys"),
         ("", "holds no keys"),
+        ("steps: 3\nsteps: 4\n", "key steps stands twice, again in line 2"),
+        ("model: {width: 3, width: 4}\n", "key width stands twice"),
+        ("data: {path: ''}\n", "data.path has an empty value"),
+        ("output_dir: null\n", "output_dir is null: it needs a value"),
+        ("steps:\n", "steps is null"),
         ("steps: [3\n", "cannot be read"),
         ("steps: \xff\n", "cannot be read"),
     ],
@@ -152,9 +182,73 @@ def test_a_group_of_another_size_is_refused(refused: Refused, monkeypatch: pytes
     assert "--local in a group of 3 processes" in refused("--local")
 
 
-def test_nothing_is_made_by_what_is_refused_early(refused: Refused, tmp_path: Path) -> None:
-    refused("--batch.microbatches", "0")
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(
+    "words", ["--batch.microbatches 0", "--resume_from_checkpoint nowhere", "--model.sequence_length 100000"]
+)
+def test_nothing_is_made_by_what_is_refused(refused: Refused, tmp_path: Path, words: str) -> None:
+    refused(*words.split(), "--output_dir", str(tmp_path / "new" / "out"))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [("train", "--output_dir", ""), ("report", ""), ("slice", "--costs", ""), ("simulate", "1f1b", "--svg=")]
+)
+def test_empty_values_are_refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "has an empty value" in error
+    assert error.count("\n") == 1
+
+
+def test_missing_options_are_named_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, missing in (("simulate 1f1b --ranks 2", "--microbatches is"), ("checkpoint ls", "argument dir is")):
+        assert main(words.split()) == 2
+        assert f"error: {missing} missing" in capsys.readouterr().err
+
+
+def test_a_directory_in_use_is_refused_before_ranks_start(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with in_use(tmp_path / "out"):
+        assert "is in use by another run" in refused()
+
+
+def test_the_launcher_holds_the_directory_while_ranks_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+
+    def launch(*_: object) -> int:
+        descriptor = os.open(tmp_path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held.append(True)
+        os.close(descriptor)
+        return 0
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    assert main(["train", "--output_dir", str(tmp_path), "--data.path", str(text)]) == 2 * (not held)
+
+
+def test_any_terminal_can_show_what_is_printed(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONIOENCODING": "ascii",
+        "PYTHONUTF8": "0",
+        "LC_ALL": "C",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    program = (
+        "import sys; from pipeloom.cli import main; from pipeloom.cli.train import parse\n"
+        "assert main(['schedules']) == 0\n"
+        "prompt = parse(['--sample_prompt', sys.argv[1]]).sample_prompt\n"
+        "assert prompt.encode() == b'h\\xc3\\xa9', ascii(prompt)\n"
+        "print(prompt)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "hé"], capture_output=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(b"h?\n")
+    assert re.search(rb"\nseq1f1b-interleaved +Seq1F1B, arXiv:2406.03488 +k slices of each sequence; v", done.stdout)
 
 
 def test_config_files_count_less_than_the_environment_and_that_less_than_flags(

@@ -70,6 +70,7 @@ def texts(tmp_path: Path) -> Path:
     (root / ".git").mkdir()
     (root / ".git" / "config").write_text("hidden")
     (root / "gone.txt").symlink_to(root / "nowhere")
+    os.mkfifo(root / "pipe.txt")
     return root
 
 
@@ -81,9 +82,12 @@ def documents(tokens: np.ndarray) -> list[bytes]:
 def test_every_document_once_and_whole(texts: Path, tmp_path: Path):
     corpus = prepare_corpus(str(texts), None, tmp_path / "cache", validation_fraction=0.2)
     assert corpus.divided_by == "file"
-    assert (corpus.num_files, corpus.num_skipped, corpus.vocabulary_size) == (60, 2, 256)
+    assert (corpus.num_files, corpus.vocabulary_size) == (60, 256)
+    assert corpus.skipped == {"not UTF-8 text": 2, "empty": 1, "broken link": 1, "no regular file": 1}
     train, validation = documents(corpus.train), documents(corpus.validation)
-    expected = [f.read_bytes() for f in texts.rglob("*.txt") if f.name not in ("nul.txt", "empty.txt", "gone.txt")]
+    expected = [
+        f.read_bytes() for f in texts.rglob("*.txt") if f.name not in ("nul.txt", "empty.txt", "gone.txt", "pipe.txt")
+    ]
     assert sorted(train + validation) == sorted(expected)
     assert 3 <= len(validation) <= 25
 
@@ -261,6 +265,11 @@ def test_refusals_say_what_is_wrong_in_one_line(texts: Path, tmp_path: Path):
     (tmp_path / "plain").write_text("x")
     assert "'/no/such' does not exist" in refusal("/no/such", None, cache)
     assert "has no files" in refusal(str(tmp_path / "*.nothing"), None, cache)
+    assert "is a device, a pipe or a socket" in refusal("/dev/zero", None, cache)
+    assert "is a device, a pipe or a socket" in refusal(str(texts / "pipe.txt"), None, cache)
+    assert "has no files" in refusal("/dev/zer[o]", None, cache)
+    assert f"its 65 files lie in {tmp_path}" not in (inside := refusal(str(texts), None, tmp_path))
+    assert f"lie in {tmp_path}, where the run keeps its tokens" in inside
     assert "has no files" in refusal(str(tmp_path / "nothing"), None, cache)
     assert "no UTF-8 text" in refusal(str(texts / "image.bin"), None, cache)
     assert "all empty" in refusal(str(texts / "empty.txt"), None, cache)

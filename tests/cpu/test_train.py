@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,6 +139,31 @@ def test_a_run_says_what_it_does_in_plain_lines(reference: Path) -> None:
 def test_all_layouts_train_alike_to_the_last_bit(text: Path, reference: Path, tmp_path: Path, ranks: int) -> None:
     local(text, tmp_path / "out", "--parallel.pipeline", str(ranks))
     assert story(tmp_path / "out") == story(reference)
+
+
+def test_slices_train_alike_however_they_are_cut(text: Path, reference: Path, tmp_path: Path) -> None:
+    expected = [row["loss"] for row in metrics(reference) if "loss" in row]
+    for number, slices in enumerate(("1", "4", "7,5,3,1")):
+        local(text, tmp_path / str(number), f"--parallel.slices={slices}")
+        rows = metrics(tmp_path / str(number))
+        assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(expected, rel=1e-5)
+        assert all(0 < row["predicted_bubble_fraction"] < 1 for row in rows if "loss" in row)
+
+
+def test_measured_slices_are_kept_by_the_run_that_goes_on(text: Path, tmp_path: Path) -> None:
+    done = run(text, tmp_path / "out", "--parallel.slices=auto", "--steps=6", "--model.sequence_length=32")
+    assert done.returncode == 0, done.stderr
+    slices = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["parallel"]["slices"]
+    assert slices == 1 or sum(map(int, slices.split(","))) == 32
+    assert "by what a block takes here" in done.stdout
+    before = story(tmp_path / "out")
+    for path in (tmp_path / "out").glob("checkpoint-6"):
+        shutil.rmtree(path)
+    more = ("--parallel.slices=auto", "--steps=6", "--model.sequence_length=32", "--resume_from_checkpoint=latest")
+    done = run(text, tmp_path / "out", *more)
+    assert done.returncode == 0, done.stderr
+    assert f"slices {slices}: those of" in done.stdout
+    assert story(tmp_path / "out") == before
 
 
 def test_torch_messages_and_an_uneven_cut_train_alike_to_the_last_bit(

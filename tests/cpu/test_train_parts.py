@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import statistics
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 from pipeloom import schedules
+from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Placement
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.passes import lower, merge_backwards
@@ -23,6 +26,7 @@ from pipeloom.train.config import OptimizerConfig, TrainConfig
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
 from pipeloom.train.metrics import Predictor, StepCost, cost_numbers, message_times, read_cost
+from pipeloom.train.notices import resume_notices, skipped_notice
 from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, set_learning_rate
 from pipeloom.train.output import append_metrics, prepare_output
 from pipeloom.train.progress import describe, display
@@ -129,6 +133,53 @@ def test_a_resumed_run_keeps_its_metrics_up_to_the_checkpoint(tmp_path: Path) ->
         file.write('{"step": 2, "eval')
     assert prepare_output(config, tmp_path / "checkpoint-2", 2) is None
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == rows[:3]
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"metrics.jsonl cannot be written: No space left on device") as error:
+        append_metrics(tmp_path, {"step": 1})
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_that_goes_on_says_what_is_other() -> None:
+    config = TrainConfig()
+    place = Path("out/checkpoint-5")
+    assert resume_notices(config, config.to_mapping(), place, 5, other_text=False) == []
+    batch, data = replace(config.batch, size=16), replace(config.data, path="text")
+    other = replace(config, batch=batch, data=data, seed=3, steps=5, output_dir="elsewhere")
+    changed, text, steps = resume_notices(other, config.to_mapping(), place, 5, other_text=True)
+    assert changed == f"other than in {place}: data.path the default -> text, batch.size 32 -> 16, seed 0 -> 3"
+    assert "samples begin anew" in text
+    assert "nothing to train" in steps
+    assert skipped_notice({"not UTF-8 text": 2, "empty": 1}) == ["3 files skipped: 2 not UTF-8 text, 1 empty"]
+    assert skipped_notice({}) == []
+
+
+def test_unequal_slices_are_measured_and_predicted() -> None:
+    model = GPT(GPTConfig(layers=2, width=8, heads=2, sequence_length=64))
+    init_parameters(model, seed=0)
+    schedule = schedules.build("seq1f1b", num_ranks=2, num_microbatches=2, num_slices=3)
+    tokens = torch.zeros(4, 64, dtype=torch.long)
+    with Pipeline(model, schedule, loss_fn=loss_fn, transport="loopback", slices=[40, 20, 4]) as pipe:
+        pipe.step(tokens, tokens)
+        cost = read_cost(cost_numbers(pipe, pipe.records, 0, 1), schedule, 1)
+        took = {}
+        for _, rows in pipe.records:
+            for action, start, end in rows:
+                took.setdefault((action.stage, action.op, action.slice), []).append(end - start)
+        predictor = Predictor(lower(pipe.schedule))
+    for op, column in ((Op.F, 0), (Op.B, 1)):
+        for stage in range(2):
+            whole = sum(statistics.median(took[stage, op, piece]) for piece in range(3))
+            assert float(cost.stage_seconds[stage, column]) == pytest.approx(whole)
+    predictor.observe(cost)
+    timeline = predictor.predict()
+    forward, backward = cost.slice_factors.tolist()
+    for span in timeline.compute_spans[0]:
+        op, piece = span.action.op, span.action.slice
+        share = float(cost.stage_seconds[0, 0 if op is Op.F else 1]) / 3
+        assert span.end - span.start == pytest.approx(share * (forward if op is Op.F else backward)[piece])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -34,6 +34,18 @@ def test_a_full_backward_is_the_sum_of_its_parts():
     assert spans_of(simulate(schedule, costs), 0) == [("0F0", 0.0, 1.0), ("0B0", 2.75, 3.5)]
 
 
+def test_slices_of_other_lengths_take_other_times():
+    schedule = schedules.seq1f1b(num_ranks=2, num_microbatches=1, num_slices=2)
+    costs = replace(Costs.uniform(forward=2.0, backward=4.0), slice_factors=((1.5, 0.5), (0.5, 1.5)))
+    assert spans_of(simulate(schedule, costs), 1) == [
+        ("1F0.0", 1.5, 3.0), ("1F0.1", 3.0, 3.5), ("1B0.1", 3.5, 6.5), ("1B0.0", 6.5, 7.5)
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="slice_factors are for 2 and 2 slices: schedule 'gpipe' has 1"):
+        simulate(schedules.gpipe(num_ranks=2, num_microbatches=1), costs)
+    with pytest.raises(InputError, match="a slice factor is -1"):
+        replace(costs, slice_factors=((-1.0,), (1.0,)))
+
+
 def test_backward_alone_splits_into_halves():
     costs = Costs.uniform(forward=1.0, backward=3.0)
     assert (costs.backward_input, costs.backward_weight) == (1.5, 1.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ exit codes: 0 done, 2 bad input, 1 failure
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names (default: the command line of this process); returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows what it can; stderr escapes anyway
+        sys.stdout.reconfigure(errors="replace")
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if words else 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 
 from pipeloom.cli.parser import Parser
@@ -29,12 +30,18 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(rows, indent=1))
         return 0
+    headings = (*_COLUMNS[:-1], "peak on rank d")
+    if not sys.stdout.isatty():  # whole lines, for grep and less
+        widths = [max(map(len, column)) for column in zip(headings, *(row.values() for row in rows), strict=True)]
+        for cells in (headings, *(row.values() for row in rows)):
+            print("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+        return 0
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("name", "paper", "constraints", "bubble", "peak on rank d"):
+    for column in headings:
         table.add_column(column, style="bold" if column == "name" else None, no_wrap=column == "name", overflow="fold")
     for row in rows:
         table.add_row(*row.values())

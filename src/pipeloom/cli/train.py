@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import yaml
 
 from pipeloom.cli.parser import Parser, did_you_mean, one_line
-from pipeloom.train.config import TrainConfig, options
+from pipeloom.train.config import TrainConfig, as_utf8, options
 
 ENV_PREFIX = "PIPELOOM_"
 _DESCRIPTION = """\
@@ -28,9 +29,23 @@ torchrun --nproc-per-node 2 -m pipeloom train
 """
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key stands once: of two, the first would count for nothing without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.YAMLError(f"key {key.value} stands twice, again in line {key.start_mark.line + 1}; drop one")
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key.value, str):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def make_parser() -> Parser:
     """The parser of ``pipeloom train``; its keys are those of `TrainConfig`."""
     parser = Parser("pipeloom train", _DESCRIPTION, examples=_EXAMPLES, default_env=True, env_prefix=ENV_PREFIX[:-1])
+    parser.may_be_empty = frozenset({"--sample_prompt"})
     parser.add_argument("--config", action="config", help="YAML file with these options")
     for key, kind, default, text in options():
         action = parser.add_argument(f"--{key}", type=kind, default=default, help=text)
@@ -51,9 +66,17 @@ def parse(argv: Sequence[str]) -> TrainConfig:
         _check_keys_of_file(parser, file)
     environment = list(_from_environment(parser, os.environ))
     words = [word for file in files for word in ("--config", file)] + environment + flags
-    values = parser.parse_args(words, env=False).as_dict()
+    plain = [word for word in words if not word.startswith("--print_config")]
+    values = parser.parse_args(plain, env=False).as_dict()
     values.pop("config")
-    return TrainConfig.from_mapping(values)
+    values["sample_prompt"] = as_utf8(values["sample_prompt"])  # paths keep the bytes that the system knows them by
+    config = TrainConfig.from_mapping(values)
+    if plain != words:
+        from pipeloom.train.validate import validate_settings
+
+        validate_settings(config)
+        parser.parse_args(words, env=False)  # prints and exits
+    return config
 
 
 def _take_config_files(parser: Parser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -79,14 +102,19 @@ def _check_keys_of_file(parser: Parser, file: str) -> None:
     """Answer an unknown key of a YAML file with the nearest right one."""
     try:
         with open(file, encoding="utf-8") as stream:
-            content = yaml.safe_load(stream)
+            content = yaml.load(stream, _UniqueKeys)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         parser.error(f"configuration {file} cannot be read: {one_line(str(error))}; it must be a YAML file")
     if not isinstance(content, Mapping):
         parser.error(f"configuration {file} holds no keys: write some, such as `steps: 100`")
-    known = [key for key, *_ in options()]
+    kinds = {key: kind for key, kind, *_ in options()}
+    known = list(kinds)
     groups = {key.rpartition(".")[0] for key in known}
     for key, value in _flat_keys(content, groups):
+        if value == "" and f"--{key}" not in parser.may_be_empty:
+            parser.error(f"configuration {file}: {key} has an empty value: give one, or leave it out")
+        if value is None and type(None) not in get_args(kinds.get(key, None | int)):
+            parser.error(f"configuration {file}: {key} is null: it needs a value; give one, or leave the key out")
         if key in groups:
             inside = next(name for name in known if name.startswith(f"{key}."))
             parser.error(f"configuration {file}: {key} is {value!r}: it holds keys such as {inside}; nest them")
@@ -125,10 +153,17 @@ def main(argv: Sequence[str]) -> int:
         config = parse(argv)
         from pipeloom.train.validate import validate
 
-        validate(config, world_size=member.world_size if member else None)
+        validate(
+            config,
+            world_size=member.world_size if member else None,
+            locked=member is not None and member.black_box is not None,
+        )
         if member is None and not config.local:
-            return launcher.launch(config.parallel.pipeline, ["-m", "pipeloom", "train", *argv])
-        from pipeloom.train.trainer import train
+            from pipeloom.train.output import in_use
+
+            with in_use(Path(config.output_dir)):
+                return launcher.launch(config.parallel.pipeline, ["-m", "pipeloom", "train", *argv])
+        from pipeloom.train.run import train
 
         train(config, member)
         if member is not None:

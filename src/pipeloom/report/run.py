@@ -49,7 +49,7 @@ def write_report(output_dir: Path) -> Path:
     report = output_dir / "report.html"
     page = _page(output_dir, metrics, timelines)
     try:
-        report.write_text(page, encoding="utf-8")
+        report.write_text(page, encoding="utf-8", errors="surrogateescape")
         if "measured" in timelines:
             write_trace(timelines["measured"], output_dir / "timeline.json.gz")
     except OSError as error:

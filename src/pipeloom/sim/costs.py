@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
@@ -16,7 +17,7 @@ class Costs:
     """The time of every computation on one micro-batch.
 
     A number is the time of **one rank's whole share of the model**: a stage takes `Schedule.stage_share` of it (1/V
-    with V chunks a rank). A tuple has one time for each stage. A slice takes 1/K of either.
+    with V chunks a rank). A tuple has one time for each stage. A slice takes 1/K of either, times its factor.
 
     Attributes:
         forward: seconds of F.
@@ -31,6 +32,8 @@ class Costs:
         gradient_message_bytes: for each stage, bytes of the gradients that come back to it; as `message_bytes` if not
             given.
         rank_slowness: for each rank, the factor by which its computations take longer; 1 if not given.
+        slice_factors: for each slice, its seconds over those of an equal share: of F, and of B, I and W. All 1 if not
+            given.
 
     Raises:
         InputError: a time, size or factor is negative or not finite, or more bytes are left after I than before.
@@ -47,6 +50,7 @@ class Costs:
     message_bytes: tuple[float, ...] | None = None
     gradient_message_bytes: tuple[float, ...] | None = None
     rank_slowness: tuple[float, ...] | None = None
+    slice_factors: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     def __post_init__(self) -> None:
         for what in ("forward", "backward_input", "backward_weight", "backward"):
@@ -58,6 +62,8 @@ class Costs:
         check_seconds("overlap", self.overlap)
         for op, seconds in self.other.items():
             check_seconds(op.value, seconds)
+        for factor in chain(*self.slice_factors or ()):
+            check_seconds("a slice factor", factor)
         for rank, factor in enumerate(self.rank_slowness or ()):
             if not (math.isfinite(factor) and factor > 0):
                 raise InputError(
@@ -167,6 +173,22 @@ class Costs:
                 "give one factor for each"
             )
         return factors
+
+    def factors(self, schedule: Schedule) -> dict[Op, tuple[float, ...]]:
+        """`slice_factors` by op; empty where all slices are equal.
+
+        Raises:
+            InputError: there are factors for another number of slices.
+        """
+        if self.slice_factors is None:
+            return {}
+        if any(len(each) != schedule.num_slices for each in self.slice_factors):
+            raise InputError(
+                f"slice_factors are for {len(self.slice_factors[0])} and {len(self.slice_factors[1])} slices: schedule "
+                f"{schedule.name!r} has {schedule.num_slices}; give one for each"
+            )
+        forward, backward = self.slice_factors
+        return {Op.F: forward, Op.B: backward, Op.I: backward, Op.W: backward}
 
     def seconds(self, schedule: Schedule) -> dict[Op, tuple[float, ...]]:
         """For each op that is no communication, the seconds of one action on each stage of `schedule`.

@@ -81,6 +81,7 @@ class _Run:
         self.schedule = schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
         self.orders: Sequence[Sequence[Action]] = [tuple(order) for order in pipeline.orders]
         self.seconds, self.overlap = costs.seconds(schedule), costs.overlap
+        self.factors = costs.factors(schedule)
         self.slowness = costs.slowness(schedule) or (1.0,) * schedule.num_ranks
         self.latency = network.latency(schedule.num_ranks)
         self.bytes_sent = costs.bytes_sent(schedule) if network.limited else None
@@ -132,6 +133,8 @@ class _Run:
 
     def _computing(self, action: Action, rank: int) -> float:
         seconds = self.seconds[action.op][action.stage]
+        if action.op in self.factors:
+            seconds *= self.factors[action.op][action.slice or 0]
         return seconds * self.slowness[rank] if action.op in COMPUTE_OPS else seconds
 
     def finish(self, now: float, rank: int) -> None:

@@ -35,7 +35,8 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     """
     network = network or Network()
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
-    if isinstance(pipeline, Schedule) and pipeline.large and not network.limited and pipeline.proof is not None:
+    by_rounds = isinstance(pipeline, Schedule) and pipeline.large and not network.limited and not costs.slice_factors
+    if by_rounds and isinstance(pipeline, Schedule) and pipeline.proof is not None:
         return _timed_by_rounds(pipeline, costs, network)
     spans, transfers = spans_by_events(pipeline, costs, network)
     return build_timeline(

@@ -45,6 +45,9 @@ class ParallelConfig:
     pipeline: int = _option(2, "number of ranks of the pipeline")
     chunks: int | None = _option(None, "stages a rank; left out: the schedule's own number")
     cut: str = _option("layers", "where stages begin: layers, parameters, time, or blocks a stage such as 5,3")
+    slices: int | str | None = _option(
+        None, "cut every sequence: a number, lengths such as 1600,1344,1152, or auto: measured here; left out: whole"
+    )
     transport: Literal["auto", "shared-memory", "torch"] = _option("auto", "how messages travel between ranks")
 
 
@@ -77,7 +80,9 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: str = _option("1f1b", "see `pipeloom schedules`; or a file: mine.csv, mine.json, mine.py:function")
+    schedule: str = _option(
+        "auto", "auto: 1f1b, or seq1f1b with slices; see `pipeloom schedules`; or mine.csv, mine.json, mine.py:function"
+    )
     steps: int = _option(200, "optimizer steps")
     seed: int = _option(0, "seed of weights, order of samples, dropout and sampling")
     output_dir: str = _option("runs/train", "where metrics, report and checkpoints go")
@@ -93,8 +98,8 @@ class TrainConfig:
     local: bool = _option(False, "all ranks in this one process, one after another")
 
     def to_mapping(self) -> dict[str, Any]:
-        """Nested plain values, for YAML."""
-        return dataclasses.asdict(self)
+        """Nested plain values, for YAML and JSON."""
+        return _as_utf8(dataclasses.asdict(self))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> TrainConfig:
@@ -105,6 +110,18 @@ class TrainConfig:
             for key, value in mapping.items()
         }
         return cls(**values)
+
+
+def as_utf8(text: str) -> str:
+    """`text` of a command line: bytes that the locale could not read are taken for UTF-8, which files hold."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _as_utf8(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _as_utf8(value) if isinstance(value, Mapping) else as_utf8(value) if isinstance(value, str) else value
+        for key, value in mapping.items()
+    }
 
 
 def options() -> Iterator[tuple[str, Any, Any, str]]:

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
@@ -31,7 +31,7 @@ Part = Literal["train", "validation"]
 
 # The standard library without what is no library code: tests, and packages installed beside it.
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-_FORMAT = 1  # changes when the same files would give another stream
+_FORMAT = 2  # changes when the same files would give another stream
 _BATCH_BYTES = 1 << 20
 
 
@@ -44,7 +44,7 @@ class Corpus:
         validation: token ids, memory-mapped.
         tokenizer: what made them; ``tokenizer.decode`` turns ids back into text.
         num_files: text files that are in it.
-        num_skipped: files that were passed over because they are no UTF-8 text.
+        skipped: why files were passed over, and how many for each reason.
         divided_by: "file", or "position" where the files are too few or too unequal to divide them.
     """
 
@@ -52,7 +52,7 @@ class Corpus:
     validation: NDArray[Any]
     tokenizer: Tokenizer
     num_files: int
-    num_skipped: int
+    skipped: Mapping[str, int]
     divided_by: str
 
     @property
@@ -120,7 +120,7 @@ def prepare_corpus(
     if not 0 <= validation_fraction < 1:
         raise DataError(f"validation_fraction={validation_fraction}: it is a fraction of the text; use 0 up to 1")
     encoder = load_tokenizer(tokenizer)
-    root, files = _find_files(path, directory)
+    root, files, passed_over = _find_files(path, directory)
     key = blake2b(encoder.fingerprint, digest_size=12)
     key.update(json.dumps([_FORMAT, str(root), validation_fraction, [_facts(file) for file in files]]).encode())
     stream, about = (directory / f"corpus-{key.hexdigest()}{ending}" for ending in (".bin", ".json"))
@@ -139,31 +139,43 @@ def prepare_corpus(
         validation=tokens[facts["num_train_tokens"] :],
         tokenizer=encoder,
         num_files=facts["num_files"],
-        num_skipped=facts["num_skipped"],
+        skipped={reason: n for reason, n in {**facts["skipped"], **passed_over}.items() if n},
         divided_by=facts["divided_by"],
     )
 
 
-def _find_files(path: str | None, kept_out: Path) -> tuple[Path, list[Path]]:
-    """The directory that relative paths start from, and the files in a fixed order."""
+def _find_files(path: str | None, kept_out: Path) -> tuple[Path, list[Path], dict[str, int]]:
+    """The directory that relative paths start from, the files in a fixed order, and what else is there."""
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        return root, [file for file in _walk(root, _STDLIB_SKIPPED) if file.suffix == ".py"]
+        return root, [file for file in _walk(root, _STDLIB_SKIPPED) if file.suffix == ".py" and file.is_file()], {}
     root = Path(path).expanduser()
     if root.is_dir():
         files = list(_walk(root))
-    elif root.exists():
+    elif root.is_file():
         root, files = root.parent, [root]
+    elif root.exists():
+        raise DataError(f"data path {path!r} is a device, a pipe or a socket: training reads files; name one")
     elif glob.has_magic(path):
-        files = sorted(match for match in map(Path, glob.glob(str(root), recursive=True)) if match.is_file())
+        files = sorted(match for match in map(Path, glob.glob(str(root), recursive=True)) if not match.is_dir())
         root = Path(*takewhile(lambda part: not glob.has_magic(part), root.parts))
     else:
         raise DataError(f"data path {path!r} does not exist: it is a directory, a glob pattern or a file; correct it")
     kept_out = kept_out.resolve()
-    files = [file for file in files if not file.resolve().is_relative_to(kept_out)]
+    found = [file for file in files if file.is_file()]  # reading anything else may never end
+    passed_over = {"broken link": 0, "no regular file": 0}
+    for file in files:
+        if not file.is_file():
+            passed_over["no regular file" if file.exists() else "broken link"] += 1
+    files = [file for file in found if not file.resolve().is_relative_to(kept_out)]
+    if found and not files:
+        raise DataError(
+            f"data path {path!r}: its {len(found)} files lie in {kept_out}, where the run keeps its tokens and nothing "
+            "is read from; name another output_dir, or move the text"
+        )
     if not files:
         raise DataError(f"data path {path!r} has no files: training needs text; name another")
-    return root, files
+    return root, files, passed_over
 
 
 def _facts(file: Path) -> list[Any]:
@@ -185,7 +197,7 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
         for name in sorted(names):
             file = Path(folder, name)
-            if not name.startswith(".") and file.is_file():  # no broken links, no sockets
+            if not name.startswith("."):
                 yield file
 
 
@@ -210,13 +222,15 @@ def _write_stream(
     out: BinaryIO, root: Path, files: Sequence[Path], tokenizer: Tokenizer, fraction: float
 ) -> dict[str, Any]:
     """Write the training files, then the validation files; return what `about` says of them."""
-    num_tokens, num_files, num_skipped, counts = 0, 0, 0, []
+    num_tokens, num_files, counts = 0, 0, []
+    skipped = {"not UTF-8 text": 0, "empty": 0}
     for wanted in (False, True):
         texts: list[str] = []
         chosen = [file for file in files if _in_validation(file, root, fraction) is wanted]
         for index, file in enumerate(chosen):
             text = _read_text(file)
-            num_skipped += text is None
+            skipped["not UTF-8 text"] += text is None
+            skipped["empty"] += text == ""
             if text:
                 texts.append(text)
                 num_files += 1
@@ -227,7 +241,8 @@ def _write_stream(
                 texts.clear()
         counts.append(num_tokens)
     if not num_tokens:
-        what = f"{num_skipped} of them no UTF-8 text, the others empty" if num_skipped else "all empty"
+        binary = skipped["not UTF-8 text"]
+        what = f"{binary} of them no UTF-8 text, the others empty" if binary else "all empty"
         raise DataError(f"data in {root}: {len(files)} files, {what}; training needs text; name other files")
     num_train, kept = counts[0], num_tokens - counts[0]
     by_file = fraction * num_tokens / 4 <= kept <= min(4 * fraction, (1 + fraction) / 2) * num_tokens
@@ -235,7 +250,7 @@ def _write_stream(
         "num_tokens": num_tokens,
         "num_train_tokens": num_train if by_file else round(num_tokens * (1 - fraction)),
         "num_files": num_files,
-        "num_skipped": num_skipped,
+        "skipped": skipped,
         "divided_by": "file" if by_file else "position",
     }
 

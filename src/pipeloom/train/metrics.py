@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import statistics
 import sys
@@ -34,14 +35,17 @@ class StepCost:
             computation. Each rank takes it by its own clock, so it holds across machines.
         peak_memory_bytes: for each process, its peak so far.
         live_activations: for each rank, the most held at once.
-        stage_seconds: [stages, 4]: median seconds of F, B, I, W of one micro-batch, averaged over the ranks with the
-            stage; 0 where there is none.
+        stage_seconds: [stages, 4]: median seconds of F, B, I, W of one micro-batch (of its slices, added up), averaged
+            over the ranks with the stage; 0 where there is none.
+        slice_factors: [2, slices]: what the slices of a micro-batch take over their mean, forward and backward; None
+            where there is one.
     """
 
     bubble_fraction: float
     peak_memory_bytes: list[int]
     live_activations: list[int]
     stage_seconds: Tensor
+    slice_factors: Tensor | None = None
 
 
 def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_processes: int) -> Tensor:
@@ -55,34 +59,44 @@ def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_process
     ranks, stages = pipeline.num_ranks, pipeline.schedule.num_stages
     by_rank = torch.zeros(ranks, 3, dtype=torch.float64)  # busy seconds, first to last, live activations
     memory = torch.zeros(num_processes, dtype=torch.float64)
-    by_stage = torch.zeros(2, stages, len(_OPS), dtype=torch.float64)  # medians, and how many ranks have one
+    slices = pipeline.schedule.num_slices
+    by_stage = torch.zeros(2, stages, len(_OPS), slices, dtype=torch.float64)  # medians, and how many ranks have one
     memory[process] = peak_memory_bytes()
     for rank, rows in records:
-        durations: dict[tuple[int, int], list[float]] = {}
+        durations: dict[tuple[int, int, int], list[float]] = {}
         computed = [row for row in rows if row[0].op in _OPS]
         for action, start, end in computed:
-            durations.setdefault((action.stage, _OPS.index(action.op)), []).append(end - start)
+            key = (action.stage, _OPS.index(action.op), action.slice or 0)
+            durations.setdefault(key, []).append(end - start)
         by_rank[rank, 0] = sum(map(sum, durations.values()))
         by_rank[rank, 1] = computed[-1][2] - computed[0][1] if computed else 0.0
         by_rank[rank, 2] = pipeline.peak_live_activations[rank]
-        for (stage, op), found in durations.items():
-            by_stage[0, stage, op] += statistics.median(found)
-            by_stage[1, stage, op] += 1
+        for key, found in durations.items():
+            by_stage[0][key] += statistics.median(found)
+            by_stage[1][key] += 1
     return torch.cat([by_rank.flatten(), memory, by_stage.flatten()])
 
 
 def read_cost(numbers: Tensor, schedule: Schedule, num_processes: int) -> StepCost:
     """The inverse of `cost_numbers`, after the sum over processes."""
-    ranks = schedule.num_ranks
-    by_rank, memory, by_stage = torch.split(numbers, [3 * ranks, num_processes, 2 * schedule.num_stages * len(_OPS)])
+    ranks, shape = schedule.num_ranks, (2, schedule.num_stages, len(_OPS), schedule.num_slices)
+    by_rank, memory, by_stage = torch.split(numbers, [3 * ranks, num_processes, math.prod(shape)])
     busy, seconds, live = by_rank.view(ranks, 3).unbind(1)
-    medians, counts = by_stage.view(2, schedule.num_stages, len(_OPS))
+    medians, counts = by_stage.view(shape)
+    seconds_of_slices = medians / counts.clamp_min(1)  # [stages, 4, slices]
     return StepCost(
         bubble_fraction=float(1 - busy.mean() / seconds.max()),
         peak_memory_bytes=[int(value) for value in memory.tolist()],
         live_activations=[int(value) for value in live.tolist()],
-        stage_seconds=medians / counts.clamp_min(1),
+        stage_seconds=seconds_of_slices.sum(2),
+        slice_factors=_factors(seconds_of_slices.sum(0)) if schedule.num_slices > 1 else None,
     )
+
+
+def _factors(seconds: Tensor) -> Tensor:
+    """[4, slices] seconds of F, B, I, W -> [2, slices]: forward and backward over their means."""
+    both = torch.stack([seconds[0], seconds[1:].sum(0)])
+    return both / both.mean(1, keepdim=True).clamp_min(1e-12)
 
 
 def peak_memory_bytes() -> int:
@@ -99,6 +113,7 @@ class Predictor:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._recent: deque[Tensor] = deque(maxlen=_RECENT_STEPS)
+        self._factors: deque[Tensor] = deque(maxlen=_RECENT_STEPS)
         self._messages: deque[MessageTimes] = deque(maxlen=_RECENT_MESSAGES)
         self._warm = False
 
@@ -106,8 +121,11 @@ class Predictor:
         """Take in a step. The first one, which warms up, counts only until there is another."""
         if not self._warm and self._recent:
             self._recent.clear()
+            self._factors.clear()
             self._warm = True
         self._recent.append(cost.stage_seconds)
+        if cost.slice_factors is not None:
+            self._factors.append(cost.slice_factors)
 
     def observe_messages(self, records: Records) -> None:
         """Take in what the messages of a step took; records of all ranks, one clock."""
@@ -121,6 +139,7 @@ class Predictor:
             backward_input=tuple(torch.where(i > 0, i, b / 2).tolist()),
             backward_weight=tuple(torch.where(w > 0, w, b / 2).tolist()),
             backward=tuple(torch.where(b > 0, b, i + w).tolist()),
+            slice_factors=self._slice_factors(),
         )
         send, latency, receive = (
             statistics.median(found) if (found := [value for times in self._messages for value in times[kind]]) else 0.0
@@ -128,6 +147,12 @@ class Predictor:
         )
         network = Network(latency_seconds=max(0.0, latency - receive), send_seconds=send, receive_seconds=receive)
         return simulate(self._program, costs, network)
+
+    def _slice_factors(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        if not self._factors:
+            return None
+        forward, backward = torch.stack(list(self._factors)).median(0).values.tolist()
+        return tuple(forward), tuple(backward)
 
 
 class MessageTimes(NamedTuple):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, RunError
 from pipeloom.train.checkpoint.directory import list_checkpoints
 from pipeloom.train.config import TrainConfig, repeatable, to_yaml
 from pipeloom.version import __version__
@@ -75,9 +75,26 @@ def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str 
         f"# pipeloom {__version__}; repeat this run: pipeloom train --config {directory.absolute() / 'config.yaml'}\n"
         + to_yaml(repeatable(config)),
         encoding="utf-8",
+        errors="surrogateescape",  # paths that the locale could not read
     )
     (directory / "environment.json").write_text(json.dumps(_environment(), indent=2) + "\n", encoding="utf-8")
     return f"an earlier run was moved to {place}" if place else None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say which file could not be written, and why.
+
+    Raises:
+        RunError: the system refused, such as for a disk that is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{error.filename or path} cannot be written: {error.strerror or error}; make room, then go on with "
+            "--resume_from_checkpoint latest"
+        ) from error
 
 
 def _free_place(directory: Path) -> Path:
@@ -113,7 +130,8 @@ def append_metrics(directory: Path, row: Mapping[str, Any]) -> None:
     plain = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
     }
-    with (directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+    path = directory / "metrics.jsonl"
+    with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain, allow_nan=False) + "\n")
 
 

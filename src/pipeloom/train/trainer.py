@@ -1,4 +1,4 @@
-"""The training loop. Every rank runs `train`, and all of them say the same things in the same order."""
+"""`Trainer`: one process's part of a run, step by step. `pipeloom.train.run` is the loop around it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeloom.errors import InputError, RunError
+from pipeloom.errors import RunError
 from pipeloom.ir.text import parse_action
 from pipeloom.models import loss_fn
 from pipeloom.passes import lower
@@ -28,50 +28,19 @@ from pipeloom.train.build import build_stages, model_config
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.data import Sampler
 from pipeloom.train.generate import generate
-from pipeloom.train.group import Group, meet
+from pipeloom.train.group import Group
 from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, read_cost
+from pipeloom.train.notices import resume_notices, skipped_notice
 from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, make_stepper, set_learning_rate
-from pipeloom.train.output import append_metrics, in_use, prepare_output
-from pipeloom.train.progress import Display, display
+from pipeloom.train.output import append_metrics, in_use, prepare_output, writing
+from pipeloom.train.progress import Display
+from pipeloom.train.slices import slice_lengths
 from pipeloom.train.validate import make_schedule, open_corpus, resume_path
-
-
-def train(config: TrainConfig, member: Membership | None) -> None:
-    """Train as one rank of `member`'s run, or as all ranks in this process; `validate` has passed.
-
-    Raises:
-        RunError: a loss or gradient that is not finite, a lost rank, a model that raises.
-    """
-    with meet(member) as group, Trainer(config, group, member) as trainer:
-        done = trainer.resume()
-        try:
-            with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
-                trainer.open_output(shown)
-                for step in range(done + 1, config.steps + 1):
-                    rows = trainer.step(step)
-                    evaluates, saves = (_is_due(step, n, config.steps) for n in (config.eval_steps, config.save_steps))
-                    if evaluates or saves or step == config.steps:
-                        rows += trainer.settle()
-                    for row in rows:
-                        shown.step(row)
-                    if evaluates:
-                        shown.say(f"step {step}  validation loss {trainer.evaluate(step):.4f}")
-                    if saves:
-                        shown.say(f"step {step}  saved {trainer.save(step)}")
-            trainer.report(shown)
-            if config.sample_tokens:
-                shown.say(f"sample:\n{trainer.sample()}")
-        except InputError as error:  # the input passed: now it is a failure, such as a disk that is full
-            raise RunError(str(error)) from error
 
 
 def _shows_messages(steps_here: int) -> bool:
     """Whether the times of messages are taken from this step: the first warms up, and it costs a collective."""
     return 2 <= steps_here <= 6 or steps_here % 20 == 0
-
-
-def _is_due(step: int, every: int, last: int) -> bool:
-    return bool(every) and (step % every == 0 or step == last)
 
 
 class _Begun(NamedTuple):
@@ -106,6 +75,7 @@ class Trainer:
             self.schedule,
             loss_fn=loss_fn,
             transport=self.transport,
+            slices=slice_lengths(config),
             blackbox=self.black_box and self.black_box.action_buffer,
         )
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.pipe.named_parameters()}
@@ -116,6 +86,7 @@ class Trainer:
         self.predictor = Predictor(lower(self.pipe.schedule, tied_stages=tied))
         self.records: Records = []  # of the last training step on this process's ranks
         self.steps_here = 0
+        self.notices = skipped_notice(self.corpus.skipped)
         self.resumed: Path | None = None
         self.first_step = 1
 
@@ -149,13 +120,17 @@ class Trainer:
         else:
             self._seed_generators(saved.step)
         self.first_step = saved.step + 1
+        again = sampler["num_windows"] != self.sampler.num_windows
+        self.notices += resume_notices(self.config, saved.state["config"], self.resumed, saved.step, other_text=again)
         return saved.step
 
     def open_output(self, shown: Display) -> None:
         """Make the output directory ready and say what is about to run."""
         if self.group.rank == 0:
-            self._held.enter_context(in_use(self.output_dir))
-            moved = prepare_output(self.config, self.resumed, self.first_step - 1)
+            if self.black_box is None:  # else the launcher holds it
+                self._held.enter_context(in_use(self.output_dir))
+            with writing(self.output_dir):
+                moved = prepare_output(self.config, self.resumed, self.first_step - 1)
             if moved:
                 shown.say(moved)
         self.group.all_gather(b"")  # nobody saves or logs before the directory is ready
@@ -166,6 +141,8 @@ class Trainer:
             f"{self.pipe.num_ranks} ranks, {self.config.batch.microbatches} micro-batches; "
             f"{len(self.corpus.train):,} tokens of {self.corpus.num_files} files{start}"
         )
+        for line in self.notices:
+            shown.say(line)
 
     def step(self, step: int) -> list[dict[str, Any]]:
         """One update of the weights; returns the metrics of what is final now: this step, or the one before."""
@@ -253,7 +230,9 @@ class Trainer:
                 "measured": json.loads(measured.to_json()),
                 "predicted": json.loads(self.predictor.predict().to_json()),
             }
-            (self.output_dir / "timelines.json").write_text(json.dumps(timelines), encoding="utf-8")
+            path = self.output_dir / "timelines.json"
+            with writing(path):
+                path.write_text(json.dumps(timelines), encoding="utf-8")
             shown.say(f"report: {write_report(self.output_dir)}")
 
     def sample(self) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import tempfile
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from pipeloom import schedules
@@ -13,26 +16,47 @@ from pipeloom.train.checkpoint import directory as checkpoint_directory
 from pipeloom.train.checkpoint.manifest import verify
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.data import Corpus, prepare_corpus
+from pipeloom.train.memory import check_memory
 from pipeloom.train.output import in_use
+from pipeloom.train.slices import check_slices, schedule_name, slice_lengths
+from pipeloom.train.tokenize import load_tokenizer
 
 CUTS = ("layers", "parameters", "time")
 
 
-def validate(config: TrainConfig, *, world_size: int | None) -> None:
-    """Refuse `config` where it cannot be trained as it stands.
-
-    Args:
-        config: what was asked for.
-        world_size: processes that the environment says there are; None where this process is alone (the launcher,
-            or a run with `local`).
+def validate_settings(config: TrainConfig) -> None:
+    """Refuse options that contradict each other or mean nothing, on whatever machine, with whatever data.
 
     Raises:
         InputError: what was seen, the rule, the fix; in one line.
     """
     _check_numbers(config)
     _check_model(config)
-    schedule = make_schedule(config)
-    parse_cut(config, schedule.num_stages)
+    if config.output_dir == "null":
+        raise InputError("output_dir is null: results need a directory; name one (./null for one of that name)")
+    if config.local and config.parallel.transport != "auto":
+        raise InputError(
+            f"--local with parallel.transport {config.parallel.transport}: one process sends no messages; drop one"
+        )
+    parse_cut(config, make_schedule(config).num_stages)
+
+
+def validate(config: TrainConfig, *, world_size: int | None, locked: bool = False) -> None:
+    """Refuse `config` where it cannot be trained as it stands.
+
+    Args:
+        config: what was asked for.
+        world_size: processes that the environment says there are; None where this process is alone (the launcher,
+            or a run with `local`).
+        locked: whether another process, the launcher, holds the output directory for this one.
+
+    Raises:
+        InputError: what was seen, the rule, the fix; in one line.
+    """
+    _check_numbers(config)
+    _check_model(config)
+    check_memory(config, os.environ)  # first, for a schedule of absurd sizes takes as absurdly long
+    validate_settings(config)
     ranks = config.parallel.pipeline
     if config.local and world_size not in (None, 1):
         raise InputError(f"--local in a group of {world_size} processes: it is one process; start it without torchrun")
@@ -41,21 +65,41 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
             f"{world_size} processes for a pipeline of {ranks} ranks: each rank is one process; start {ranks} "
             f"of them or give --parallel.pipeline {world_size}"
         )
-    _check_writable(Path(config.output_dir))
-    corpus = open_corpus(config)
-    _check_windows(config, corpus)
     checkpoint = resume_path(config)
     if checkpoint is not None:
-        _check_checkpoint(config, checkpoint, corpus.vocabulary_size)
+        _check_checkpoint(config, checkpoint, load_tokenizer(config.data.tokenizer).vocabulary_size)
+    output_dir = Path(config.output_dir)
+    made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
+    try:
+        _check_writable(output_dir, locked)
+        _check_windows(config, open_corpus(config))
+    except InputError:
+        if made and world_size is None:  # nobody else is at work in it
+            shutil.rmtree(output_dir / "data", ignore_errors=True)
+            with suppress(OSError):
+                for path in made:
+                    path.rmdir()
+        raise
 
 
 def make_schedule(config: TrainConfig) -> Schedule:
     """The schedule of every step, checked."""
     ranks, microbatches = config.parallel.pipeline, config.batch.microbatches
+    check_slices(config)
+    lengths = slice_lengths(config)
     schedule = schedules.build(
-        config.schedule, num_ranks=ranks, num_microbatches=microbatches, num_chunks=config.parallel.chunks
+        schedule_name(config),
+        num_ranks=ranks,
+        num_microbatches=microbatches,
+        num_chunks=config.parallel.chunks,
+        num_slices=len(lengths or (0,)),
     )
     check(schedule)
+    if lengths is not None and len(lengths) != schedule.num_slices:
+        raise InputError(
+            f"parallel.slices is {config.parallel.slices}: schedule {schedule.name!r} has {schedule.num_slices}; "
+            "leave slices out, or make both agree"
+        )
     if schedule.num_stages > config.model.layers:
         raise InputError(
             f"schedule {schedule.name!r} has {schedule.num_stages} stages for model.layers {config.model.layers}: each "
@@ -76,6 +120,11 @@ def parse_cut(config: TrainConfig, num_stages: int) -> str | list[int]:
         raise InputError(
             f"parallel.cut is {cut}: {len(counts)} stages of {sum(counts)} blocks, the run has {num_stages} stages and "
             f"{config.model.layers} blocks; make both agree"
+        )
+    if not all(counts):
+        raise InputError(
+            f"parallel.cut is {cut}: stage {counts.index(0)} has no block, and each needs one; give it one, or lower "
+            "parallel.pipeline or parallel.chunks"
         )
     return counts
 
@@ -126,6 +175,8 @@ def _check_numbers(config: TrainConfig) -> None:
     for key, (value, smallest) in least.items():
         if value < smallest:
             raise InputError(f"{key} is {value}: it must be at least {smallest}; raise it")
+    if config.seed >= 2**64:
+        raise InputError(f"seed is {config.seed}: generators take less than 2**64; lower it")
     rates = {
         "optimizer.learning_rate": (optimizer.learning_rate, math.inf),
         "optimizer.weight_decay": (optimizer.weight_decay, math.inf),
@@ -167,10 +218,10 @@ def _check_model(config: TrainConfig) -> None:
         )
 
 
-def _check_writable(output_dir: Path) -> None:
+def _check_writable(output_dir: Path, locked: bool) -> None:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        with in_use(output_dir), tempfile.TemporaryFile(dir=output_dir) as file:
+        with nullcontext() if locked else in_use(output_dir), tempfile.TemporaryFile(dir=output_dir) as file:
             file.write(b"0")
     except OSError as error:
         raise InputError(

@@ -1,0 +1,66 @@
+"""Refuse sizes that no amount of care fits into this machine, before anything is made of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeloom.errors import InputError
+from pipeloom.train.config import TrainConfig
+
+_GPU = Path("/dev/nvidiactl")  # where there is one, memory is asked for elsewhere, and torch says what is missing
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_PARAMETER_BYTES = 16  # float32 weight, gradient, and two moments of AdamW
+_KEPT_WIDTHS = 12  # floats a token and block, in widths, that a forward keeps at least: norms, q, k, v, attention, MLP
+_LEAST_VOCABULARY = 256
+
+
+def check_memory(config: TrainConfig, environment: Mapping[str, str]) -> None:
+    """Refuse a model or a batch that takes more than all memory of this machine by the least that it can take.
+
+    Raises:
+        InputError: the sizes, what they take, and what there is.
+    """
+    if _GPU.exists():
+        return
+    model, batch = least_bytes(config)
+    ranks = config.parallel.pipeline
+    local = environment.get("LOCAL_WORLD_SIZE", "")
+    share = min(1.0, int(local) / ranks) if local.isdecimal() else 1.0
+    limit = _memory_bytes()
+    if (model + batch) * share > limit:
+        what, fix = (
+            (f"model.layers {config.model.layers} of model.width {config.model.width}", "lower one of them")
+            if model > batch
+            else (
+                f"batch.size {config.batch.size} in {config.batch.microbatches} micro-batches of "
+                f"model.sequence_length {config.model.sequence_length}",
+                "lower batch.size, or raise batch.microbatches",
+            )
+        )
+        raise InputError(
+            f"{what}: training takes at least {_text(model * share)} for the model and {_text(batch * share)} for a "
+            f"batch, this machine has {_text(limit)}; {fix}"
+        )
+
+
+def least_bytes(config: TrainConfig) -> tuple[int, int]:
+    """What all ranks hold at least: weights, gradients and moments; a batch and one micro-batch's activations."""
+    model, batch = config.model, config.batch
+    parameters = 12 * model.layers * model.width**2 + (2 - model.tie_embeddings) * _LEAST_VOCABULARY * model.width
+    tokens = -(-batch.size // batch.microbatches) * model.sequence_length
+    activations = 4 * tokens * (_KEPT_WIDTHS * model.width * model.layers + _LEAST_VOCABULARY)
+    return _PARAMETER_BYTES * parameters, activations + 16 * batch.size * model.sequence_length
+
+
+def _memory_bytes() -> int:
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(installed, int(_CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):
+        return installed
+
+
+def _text(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,56 @@
+"""What a run says before it starts, because it would surprise otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeloom.train.config import TrainConfig
+
+_MATTERS = ("data", "batch", "optimizer", "seed", "model")  # what changes the losses of a run that goes on
+_PATHS = ("data.path", "data.tokenizer")
+
+
+def skipped_notice(skipped: Mapping[str, int]) -> list[str]:
+    """``["3 files skipped: 2 not UTF-8 text, 1 empty"]``, or nothing."""
+    number = sum(skipped.values())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
+    return [f"{number} file{'s' if number > 1 else ''} skipped: {reasons}"] if number else []
+
+
+def resume_notices(
+    config: TrainConfig, saved: Mapping[str, Any], checkpoint: Path, step: int, *, other_text: bool
+) -> list[str]:
+    """What is not as it was when `checkpoint` was written, and that nothing is left to train where that is so."""
+    before, now = dict(_flat(saved)), dict(_flat(config.to_mapping()))
+    changed = [
+        f"{key} {_shown(before[key])} -> {_shown(value)}"
+        for key, value in now.items()
+        if key.split(".")[0] in _MATTERS and key in before and _plain(key, before[key]) != _plain(key, value)
+    ]
+    lines = []
+    if changed:
+        seed = "; samples stay in the order of the first seed" if config.seed != before.get("seed", config.seed) else ""
+        lines.append(f"other than in {checkpoint}: {', '.join(changed)}{'' if other_text else seed}")
+    if other_text:
+        lines.append(f"the text is another than that of {checkpoint}: its samples begin anew")
+    if config.steps <= step:
+        lines.append(f"nothing to train: {checkpoint} is after step {step}, and steps is {config.steps}; raise --steps")
+    return lines
+
+
+def _flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in mapping.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _plain(key: str, value: Any) -> Any:
+    return str(Path(value).absolute()) if key in _PATHS and value is not None else value
+
+
+def _shown(value: Any) -> str:
+    return "the default" if value is None else str(value)

@@ -1,0 +1,52 @@
+"""The training loop. Every rank runs `train`, and all of them say the same things in the same order."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from pipeloom.errors import InputError, RunError
+from pipeloom.runtime.launcher import Membership
+from pipeloom.train.config import TrainConfig
+from pipeloom.train.group import meet
+from pipeloom.train.progress import display
+from pipeloom.train.slices import choose_slices
+from pipeloom.train.trainer import Trainer
+from pipeloom.train.validate import resume_path
+
+
+def train(config: TrainConfig, member: Membership | None) -> None:
+    """Train as one rank of `member`'s run, or as all ranks in this process; `validate` has passed.
+
+    Raises:
+        RunError: a loss or gradient that is not finite, a lost rank, a model that raises.
+    """
+    with ExitStack() as stack:
+        group = stack.enter_context(meet(member))
+        config, note = choose_slices(config, group, resume_path(config))
+        trainer = stack.enter_context(Trainer(config, group, member))
+        done = trainer.resume()
+        try:
+            with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
+                trainer.open_output(shown)
+                if note:
+                    shown.say(note)
+                for step in range(done + 1, config.steps + 1):
+                    rows = trainer.step(step)
+                    evaluates, saves = (_is_due(step, n, config.steps) for n in (config.eval_steps, config.save_steps))
+                    if evaluates or saves or step == config.steps:
+                        rows += trainer.settle()
+                    for row in rows:
+                        shown.step(row)
+                    if evaluates:
+                        shown.say(f"step {step}  validation loss {trainer.evaluate(step):.4f}")
+                    if saves:
+                        shown.say(f"step {step}  saved {trainer.save(step)}")
+            trainer.report(shown)
+            if config.sample_tokens:
+                shown.say(f"sample:\n{trainer.sample()}")
+        except InputError as error:  # the input passed: now it is a failure, such as a disk that is full
+            raise RunError(str(error)) from error
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    return bool(every) and (step % every == 0 or step == last)
