@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from pipeloom import schedules
-from pipeloom.ir.text import from_csv, to_csv
+from pipeloom.ir.torch_csv import from_csv, to_csv
 from pipeloom.passes import lower
 
 
