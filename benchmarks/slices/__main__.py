@@ -20,7 +20,7 @@ from pipeloom.models import loss_fn
 from pipeloom.plan.slicing import slice_batch
 from pipeloom.plan.slicing.measure import measure_slices
 
-TOLERANCE = 1e-4
+TOLERANCE = 2e-5
 
 
 def write_reference(sequence: int, path: Path) -> None:

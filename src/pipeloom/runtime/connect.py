@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,8 +109,3 @@ def _between_processes(name: str, rank: int, group: dist.ProcessGroup | None, ti
             )
         return near
     return MixedTransport(near, make_far(near.flush), lambda channel: near.reaches(channel.source, of=channel.target))
-
-
-def num_local_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

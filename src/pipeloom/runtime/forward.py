@@ -10,9 +10,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program
-from pipeloom.runtime.slices import Extent, cut_slice, join_slices, sliced_module
+from pipeloom.runtime.slices import cut_slice, join_slices, sliced_module
 from pipeloom.runtime.split_backward import Root
-from pipeloom.runtime.state import RankState, Step
+from pipeloom.runtime.state import Extent, RankState, Step
 from pipeloom.runtime.values import Layout, Value, copied, flatten, unflatten
 
 

@@ -24,7 +24,7 @@ from pipeloom.runtime.holdings import Holdings
 from pipeloom.runtime.host_memory import keep_freed_memory
 from pipeloom.runtime.results import ResultExchange, total
 from pipeloom.runtime.runnable import check_loss, check_runnable, check_slices
-from pipeloom.runtime.slices import check_sequences
+from pipeloom.runtime.slices import cut_sequences
 from pipeloom.runtime.speculation import Speculation
 from pipeloom.runtime.state import Batch, LossFn
 from pipeloom.runtime.threads import RankThreads
@@ -125,7 +125,6 @@ class Pipeline(Holdings):
                     rank, self._ownership.shared(rank), self._ownership.shared_buffers(rank), self._transport
                 ),
                 sliced=self._sliced,
-                slice_lengths=slices,
                 blackbox=blackbox,
             )
             for rank, stages in self._by_rank.items()
@@ -265,7 +264,7 @@ class Pipeline(Holdings):
             needs_targets=self.needs_targets and with_loss,
         )
         if self._sliced:
-            check_sequences(batch, self.schedule.num_slices, self._slice_lengths)
+            cut_sequences(batch, self.schedule.num_slices, self._slice_lengths)
             batch.seed = None if program.schedule.forward_only else int(torch.randint(2**63 - 1, ()))
         bound = {rank: self._bind(rank, program) for rank in self.local_ranks}
         speculation = self._speculation

@@ -13,29 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Program
-from pipeloom.runtime.state import Batch, RankState, Step
+from pipeloom.runtime.state import Batch, Extent, RankState, Step
 from pipeloom.runtime.values import Value, flatten, unflatten
 from pipeloom.slicing import SliceContext
-
-
-class Extent(NamedTuple):
-    """Tokens `start` to `end` of a sequence of `length`."""
-
-    start: int
-    end: int
-    length: int
-
-    @property
-    def share(self) -> float:
-        """Of the sequence."""
-        return (self.end - self.start) / self.length
 
 
 def slice_extents(length: int, num_slices: int, lengths: Sequence[int] | None) -> list[Extent]:
@@ -75,8 +61,8 @@ def sequence_length(value: Value, what: str) -> int:
     return found.pop()
 
 
-def check_sequences(batch: Batch, num_slices: int, lengths: Sequence[int] | None) -> None:
-    """Refuse a batch that cannot be cut into slices, before any rank starts.
+def cut_sequences(batch: Batch, num_slices: int, lengths: Sequence[int] | None) -> None:
+    """Say in the batch where its slices are, before any rank starts.
 
     Raises:
         InputError: sequences shorter than the number of slices, or inputs and targets of different length.
@@ -87,7 +73,7 @@ def check_sequences(batch: Batch, num_slices: int, lengths: Sequence[int] | None
         if values
     }
     for length in found.values():
-        slice_extents(length, num_slices, lengths)
+        batch.extents = slice_extents(length, num_slices, lengths)
     if len(set(found.values())) > 1:
         raise InputError(
             f"inputs are sequences of {found['inputs']} tokens and targets of {found['targets']}: every token has its "
@@ -116,12 +102,12 @@ def sliced_module(state: RankState, action: Action, program: Program) -> Callabl
     module, contexts, extents = state.stages[stage], state.contexts, state.extents
     key, context_key, num_slices = (stage, microbatch, action.slice), (stage, microbatch), program.schedule.num_slices
     piece = action.slice or 0
-    lengths, first, last_slice = state.slice_lengths, stage == 0, piece == num_slices - 1
+    first, last_slice = stage == 0, piece == num_slices - 1
     forward_only = program.schedule.forward_only
 
     def run(value: Value) -> tuple[Value, Tensor]:
         if first:
-            extent = slice_extents(sequence_length(value, "inputs"), num_slices, lengths)[piece]
+            extent = state.batch.extents[piece]
             value, mark = cut_slice(value, extent), torch.tensor(extent)
         else:
             value, mark = value

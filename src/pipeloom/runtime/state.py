@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,19 @@ Step = tuple[Callable[[], None], Callable[[], bool] | None]
 Binder = Callable[["RankState", Action, Program], Step]
 
 
+class Extent(NamedTuple):
+    """A slice: tokens `start` to `end` of a sequence of `length`."""
+
+    start: int
+    end: int
+    length: int
+
+    @property
+    def share(self) -> float:
+        """Of the sequence."""
+        return (self.end - self.start) / self.length
+
+
 @dataclass
 class Batch:
     """What the actions of one step read and write beside messages.
@@ -45,6 +58,7 @@ class Batch:
         losses: of the micro-batches whose last stage ran here, each times its weight; of slices, their sum.
         outputs: of the last stage, where no loss is asked for; of slices, a list until all are there.
         num_samples: of the batch; 0 where this process reads neither inputs nor targets.
+        extents: of the slices, on ranks that read inputs or targets; others learn them with each value.
         seed: what the dropout masks of slices follow from; None: drawn where one is needed.
     """
 
@@ -54,6 +68,7 @@ class Batch:
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Value] = field(default_factory=dict)
     num_samples: int = 0
+    extents: Sequence[Extent] = ()
     seed: int | None = None
 
     @classmethod
@@ -107,7 +122,6 @@ class RankState:
         loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
         transport: with all channels of the programs open.
         sliced: whether micro-batches run in slices, be it one.
-        slice_lengths: how sequences are cut then; None: evenly.
         batch: of the running step.
         call: of the running step, what goes with its messages (see `pipeloom.runtime.calls`).
         speculating: whether the forwards that run may have to be done again.
@@ -121,7 +135,6 @@ class RankState:
     loss_fn: LossFn | None
     transport: Transport
     sliced: bool = False
-    slice_lengths: Sequence[int] | None = None
     batch: Batch = field(default_factory=Batch)
     call: int = 0
     speculating: bool = False
@@ -133,7 +146,7 @@ class RankState:
     gradients: dict[Key, Sequence[Tensor | None]] = field(default_factory=dict)
     departing: dict[Action, tuple[Layout, list[Tensor]]] = field(default_factory=dict)
     contexts: dict[tuple[int, int], SliceContext] = field(default_factory=dict)
-    extents: dict[Key, tuple[int, int, int]] = field(default_factory=dict)
+    extents: dict[Key, Extent] = field(default_factory=dict)
     loss_weights: dict[Key, float] = field(default_factory=dict)
     copies_input: dict[int, bool] = field(init=False)
     seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)

@@ -86,7 +86,6 @@ class Worker:
         transport: with all channels of the programs open.
         gradient_sum: the parameters that other ranks hold too.
         sliced: whether micro-batches run in slices, be it one.
-        slice_lengths: tokens of each slice; None: cut evenly.
         blackbox: a buffer of at least `BLACKBOX_BYTES` bytes into which the running action is written, for whoever
             has to say after a crash what this rank was doing.
     """
@@ -100,12 +99,11 @@ class Worker:
         transport: Transport,
         gradient_sum: GradientSum,
         sliced: bool = False,
-        slice_lengths: Sequence[int] | None = None,
         blackbox: Any = None,
     ) -> None:
         self.rank = rank
         self.stages = stages
-        self._state = RankState(rank, stages, loss_fn, transport, sliced, slice_lengths)
+        self._state = RankState(rank, stages, loss_fn, transport, sliced)
         self._gradient_sum = gradient_sum
         self._blackbox = blackbox
 

@@ -11,24 +11,12 @@ latency c the makespan is GPipe's ``(m + p - 1) * (tF + tB) + 2*c*(p-1)`` as lon
 
 from __future__ import annotations
 
-from pipeloom.ir.action import Op
-from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.phases import Phases
+from pipeloom.schedules.one_f_one_b import alternating
 from pipeloom.schedules.sizes import sized
 
 
 @sized
 def dapple_pb(*, num_ranks: int, num_microbatches: int) -> Schedule:
-    """A deep warm-up, then backward and forward in turn, then the backwards left."""
-    orders = []
-    for d in range(num_ranks):
-        warmup = min(2 * (num_ranks - d) - 1, num_microbatches)
-        lane = Phases()
-        lane.repeat(warmup, (d, Op.F))
-        lane.repeat(num_microbatches - warmup, (d, Op.B), (d, Op.F))
-        lane.repeat(warmup, (d, Op.B))
-        orders.append(lane.order())
-    return Schedule(
-        name="dapple-pb", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=tuple(orders)
-    )
+    """1F1B's order with twice its warm-up."""
+    return alternating("dapple-pb", num_microbatches, [2 * (num_ranks - 1 - d) for d in range(num_ranks)])

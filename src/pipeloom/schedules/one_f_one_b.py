@@ -9,6 +9,8 @@ Makespan ``(m + p - 1) * (tF + tB)`` like GPipe, but rank ``d`` holds only ``min
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
@@ -19,14 +21,19 @@ from pipeloom.schedules.sizes import sized
 @sized
 def one_f_one_b(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """A warm-up of ``p - 1 - d`` forwards on rank ``d``, then forward and backward in turn, then the backwards left."""
+    return alternating("1f1b", num_microbatches, [num_ranks - 1 - d for d in range(num_ranks)])
+
+
+def alternating(name: str, num_microbatches: int, warmups: Sequence[int]) -> Schedule:
+    """One stage a rank; rank d begins with ``warmups[d]`` forwards, or all there are."""
     orders = []
-    for d in range(num_ranks):
-        warmup = min(num_ranks - 1 - d, num_microbatches)
+    for d, forwards in enumerate(warmups):
+        warmup = min(forwards, num_microbatches)
         lane = Phases()
         lane.repeat(warmup, (d, Op.F))
         lane.repeat(num_microbatches - warmup, (d, Op.F), (d, Op.B))
         lane.repeat(warmup, (d, Op.B))
         orders.append(lane.order())
     return Schedule(
-        name="1f1b", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=tuple(orders)
+        name=name, num_microbatches=num_microbatches, placement=Placement.loop(len(warmups)), orders=tuple(orders)
     )

@@ -21,7 +21,7 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     * REDUCE_GRAD lasts from the moment a rank comes to it until what all members of its group sent when they came is
       there.
 
-    A large schedule without bandwidths is timed by its columns, to the same numbers.
+    A large schedule without bandwidths and slice factors is timed by its columns, to the same numbers.
 
     Args:
         pipeline: a legal schedule or program (`pipeloom.ir.check` proves that).
@@ -35,9 +35,9 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     """
     network = network or Network()
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
-    by_rounds = isinstance(pipeline, Schedule) and pipeline.large and not network.limited and not costs.slice_factors
-    if by_rounds and isinstance(pipeline, Schedule) and pipeline.proof is not None:
-        return _timed_by_rounds(pipeline, costs, network)
+    has_columns = pipeline is schedule and schedule.large and schedule.proof is not None
+    if has_columns and not network.limited and costs.slice_factors is None:
+        return _timed_by_rounds(schedule, costs, network)
     spans, transfers = spans_by_events(pipeline, costs, network)
     return build_timeline(
         schedule,
