@@ -9,6 +9,7 @@ from itertools import pairwise, product, zip_longest
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
 from pipeloom.ir.schedule import Program, Schedule, WeightPolicy, peer_of
+from pipeloom.ir.versions import weight_versions, with_updates
 from pipeloom.ir.walk import dependency_order
 
 
@@ -54,10 +55,11 @@ def check(pipeline: Schedule | Program) -> Checked:
 
 def _checked(schedule: Schedule, live: tuple[int, ...]) -> Checked:
     share = schedule.stage_share / schedule.num_slices
+    updates = schedule.microbatches_per_update is not None and not schedule.forward_only
     return Checked(
         live_activations=live,
         peak_activations=tuple(count * share for count in live),
-        weight_versions=_weight_versions(schedule, live),
+        weight_versions=weight_versions(schedule) if updates else (1,) * schedule.num_ranks,
     )
 
 
@@ -80,25 +82,43 @@ def live_activations(pipeline: Schedule | Program) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def _weight_versions(schedule: Schedule, live: tuple[int, ...]) -> tuple[int, ...]:
-    if schedule.weights is WeightPolicy.FLUSH:
-        return (1,) * schedule.num_ranks
-    if schedule.weights is WeightPolicy.DOUBLE_BUFFER:
-        return (2,) * schedule.num_ranks
-    return live  # one version for each micro-batch in flight
-
-
 def _check_sizes(pipeline: Schedule | Program, schedule: Schedule) -> None:
     if schedule.num_microbatches < 1 or schedule.num_slices < 1:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {schedule.num_microbatches} micro-batches and {schedule.num_slices} "
             "slices: both must be at least 1; raise them"
         )
+    _check_updates(schedule)
     if len(pipeline.orders) != schedule.num_ranks:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {len(pipeline.orders)} orders for {schedule.num_ranks} ranks: "
             "each rank of the placement needs one; add or drop orders"
         )
+
+
+def _check_updates(schedule: Schedule) -> None:
+    """A stream of micro-batches is a whole number of updates on every stage."""
+    count = schedule.microbatches_per_update
+    if (count is None) is not (schedule.weights is WeightPolicy.FLUSH) or (count is not None and count < 1):
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has weight policy {schedule.weights.value!r} and {count} micro-batches an "
+            "update: 'flush' has None, every other policy at least 1; correct one of them"
+        )
+    if count is None:
+        return
+    if schedule.num_slices > 1:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {schedule.num_slices} slices under weight policy "
+            f"{schedule.weights.value!r}: slices run under 'flush' alone; take one slice"
+        )
+    for stage in range(schedule.num_stages):
+        interval = schedule.update_interval(stage)
+        if schedule.num_microbatches % interval:
+            raise ScheduleError(
+                f"schedule {schedule.name!r} has {schedule.num_microbatches} micro-batches, and stage {stage} with "
+                f"{len(schedule.placement.replicas[stage])} replicas updates after every {interval}: a stream is a "
+                f"whole number of updates; take a multiple of {interval}"
+            )
 
 
 def _check_complete(pipeline: Schedule | Program, schedule: Schedule) -> None:
@@ -201,6 +221,9 @@ def _check_messages(program: Program) -> None:
 def _check_reductions(program: Program) -> None:
     """Every rank of a gradient group meets the others once, after all its backwards of the group's stages."""
     group_of = {stage: group for group in program.gradient_groups for stage in group}
+    if program.schedule.microbatches_per_update is not None and not program.schedule.forward_only:
+        _check_stream(program)
+        return
     for rank, order in enumerate(program.orders):
         met: set[tuple[int, ...]] = set()
         for action in order:
@@ -224,3 +247,17 @@ def _check_reductions(program: Program) -> None:
                     f"program {program.name!r}: {Action(held, Op.REDUCE_GRAD)} is missing: every rank with one of "
                     f"the stages {group} sums their gradients once; add it to the end of rank {rank}"
                 )
+
+
+def _check_stream(program: Program) -> None:
+    """In a stream every update stands where the schedule has it."""
+    ops = (Op.B, Op.W, Op.REDUCE_GRAD, Op.STEP)
+    for rank, order in enumerate(program.orders):
+        expected = (action for action in with_updates(program.schedule, rank) if action.op in ops)
+        found = (action for action in order if action.op in ops)
+        wrong = next(((want, got) for want, got in zip_longest(expected, found) if want != got), None)
+        if wrong is not None:
+            raise ScheduleError(
+                f"program {program.name!r}: rank {rank} runs {wrong[1]} where {wrong[0]} has to stand: updates come "
+                "behind the last backward of their micro-batches; lower the schedule with pipeloom.passes.lower"
+            )

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from math import lcm
 from typing import TYPE_CHECKING
 
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
@@ -52,6 +53,8 @@ class Schedule:
         num_slices: slices of a micro-batch along the sequence; 1 leaves `Action.slice` None.
         placement: which ranks hold which stage.
         weights: which version of the parameters a micro-batch sees.
+        microbatches_per_update: where parameters change while the schedule runs, how many micro-batches in a row make
+            an update (see `pipeloom.ir.versions`); None with `WeightPolicy.FLUSH`: they change after it.
         orders: ``orders[rank]`` is that rank's sequence of actions: a tuple, or in a large schedule an `Order`, which
             makes its actions when they are asked for.
         overlapped: pairs of an F and the B or I directly behind it that run as one unit (DualPipe's F&B); it starts
@@ -64,6 +67,7 @@ class Schedule:
     num_slices: int = 1
     placement: Placement
     weights: WeightPolicy = WeightPolicy.FLUSH
+    microbatches_per_update: int | None = None
     orders: Orders
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
     forward_only: bool = False
@@ -96,6 +100,11 @@ class Schedule:
     def stage_share(self) -> float:
         """One stage as a fraction of one rank's share of the model: 1/V with V chunks a rank."""
         return min(1.0, self.num_ranks / self.num_stages)
+
+    def update_interval(self, stage: int) -> int:
+        """Of a stream, how many micro-batches make an update of `stage`: more than of others if replicas need more."""
+        assert self.microbatches_per_update is not None
+        return lcm(self.microbatches_per_update, len(self.placement.replicas[stage]))
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int | None, int | None]]:
@@ -177,6 +186,8 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
         return (Action(stage + 1, Op.SEND_B, microbatch, piece),)
     if op is Op.SEND_B or op is W:
         return (_backward(schedule, stage, microbatch, piece),)
+    if op is Op.STEP and microbatch is not None and isinstance(pipeline, Program):
+        return _gradients_of_update(stage, microbatch, pipeline)
     if op not in COMPUTE_OPS or microbatch is None:
         return ()
     needs = []
@@ -193,6 +204,15 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
     if piece is not None and piece < schedule.num_slices - 1:
         needs.append(_backward(schedule, stage, microbatch, piece + 1))
     return tuple(needs)
+
+
+def _gradients_of_update(stage: int, update: int, program: Program) -> tuple[Action, ...]:
+    """The REDUCE_GRAD of every replica of a stage for one update of a stream, each under its last micro-batch."""
+    num_replicas = len(program.placement.replicas[stage])
+    if num_replicas == 1:
+        return ()
+    end = (update + 1) * program.schedule.update_interval(stage)
+    return tuple(Action(stage, Op.REDUCE_GRAD, b) for b in range(end - num_replicas, end))
 
 
 def awaited(action: Action, pipeline: Schedule | Program) -> tuple[Action, ...]:

@@ -1,4 +1,4 @@
-"""Schedule -> Program, one concern a file: merged backwards, communication, gradient reduction."""
+"""Schedule -> Program, one concern a file: merged backwards, communication, gradient reduction, updates."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ __all__ = [
     "forward_only",
     "insert_communication",
     "insert_gradient_reduction",
+    "insert_updates",
     "lower",
     "merge_backwards",
     "repeat_steps",
@@ -19,6 +20,7 @@ __all__ = [
 from pipeloom.passes.forward_only import forward_only
 from pipeloom.passes.merge_backwards import merge_backwards
 from pipeloom.passes.repeat_steps import repeat_steps
+from pipeloom.passes.updates import insert_updates
 from pipeloom.passes.warm_up import warm_up_lengths
 
 
@@ -29,4 +31,7 @@ def lower(schedule: Schedule, *, tied_stages: tuple[tuple[int, ...], ...] = ()) 
         schedule: a legal schedule.
         tied_stages: groups of stages that share parameters (tied embeddings: ``((0, num_stages - 1),)``).
     """
-    return insert_gradient_reduction(insert_communication(schedule), tied_stages)
+    program = insert_communication(schedule)
+    if schedule.microbatches_per_update is not None:
+        return insert_updates(program, tied_stages)
+    return insert_gradient_reduction(program, tied_stages)
