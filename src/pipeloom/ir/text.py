@@ -77,9 +77,7 @@ def from_json(text: str) -> Schedule:
             num_slices=int(data["num_slices"]),
             placement=Placement(tuple(tuple(int(rank) for rank in ranks) for ranks in data["placement"])),
             weights=WeightPolicy(data["weights"]),
-            microbatches_per_update=None
-            if data.get("microbatches_per_update") is None
-            else int(data["microbatches_per_update"]),
+            microbatches_per_update=None if count is None else int(count),
             forward_only=bool(data["forward_only"]),
             overlapped=frozenset((parse_action(a), parse_action(b)) for a, b in data["overlapped"]),
             orders=tuple(tuple(parse_action(word) for word in order.split()) for order in data["orders"]),
