@@ -82,7 +82,7 @@ def from_json(text: str) -> Schedule:
             overlapped=frozenset((parse_action(a), parse_action(b)) for a, b in data["overlapped"]),
             orders=tuple(tuple(parse_action(word) for word in order.split()) for order in data["orders"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ScheduleError):
             raise
         raise ScheduleError(f"not the JSON of a schedule ({error}): write it with pipeloom.ir.text.to_json") from error
