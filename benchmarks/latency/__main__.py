@@ -14,7 +14,7 @@ from benchmarks.common.waiting import measure_waiting, simulated, waiting_system
 from pipeloom.ir import Schedule
 from pipeloom.schedules import FAMILIES
 
-NUM_RANKS, NUM_MICROBATCHES = 4, 8
+NUM_RANKS, NUM_MICROBATCHES = 4, 16
 
 
 def label(name: str, latency_ms: float) -> str:
