@@ -1,0 +1,175 @@
+"""DAPPLE's planner (arXiv:2007.01045): stages with replicas for synchronous 1F1B, by the latency of a pivot stage.
+
+A step of M micro-batches takes, where every stage runs 1F1B and then sums its gradients over its replicas,
+
+    warm-up   sum of F_s over s <= Q
+    steady    (M - 1) (F_Q + B_Q)
+    end       max over s of  AR_s + (sum of B_a over a = s..Q if s <= Q, else  - sum of B_a over a = Q..s)
+
+seconds. The pivot Q is the last stage, or an earlier one that the steady phase keeps busier than all between leave time
+for. A stage on r ranks splits every micro-batch among them (PipeDream deals out whole ones): F_s and B_s are the sums of
+its layers over r, AR_s = 2 (r - 1) W / (r B) seconds of a ring for W bytes of weights. A transfer between stages counts
+as one more stage, of the output's bytes over B and the fewer replicas of the two sides, forward and backward.
+
+The search is the paper's: of all plans whose first layers are planned on some ranks, and whose others are one stage on
+the rest, keep the fastest; cut that one stage in all ways; and so on. That finds good plans, not always the best. The
+paper's three ways to place a stage on nodes make no difference here, where all ranks are joined alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeloom.errors import InputError
+from pipeloom.plan.partition.problem import Array, Problem
+from pipeloom.plan.partition.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SynchronousPlan:
+    """Stages for a synchronous step.
+
+    Attributes:
+        stages: (first layer, last layer, replicas) of each; layers from 0, both inclusive.
+        step_seconds: of the pivot's formula, which no simulated step is shorter than, but for reductions behind Q.
+        at_most_seconds: sum of (F + B) + (M - 1) max (F + B) + max AR, which none is longer than.
+        forward_seconds, backward_seconds, reduce_seconds: of the stages, for a micro-batch and (the last) for a step.
+    """
+
+    stages: tuple[tuple[int, int, int], ...]
+    step_seconds: float
+    at_most_seconds: float
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    reduce_seconds: tuple[float, ...]
+
+
+def pivot_seconds(
+    forward: Sequence[Any], backward: Sequence[Any], reduce: Sequence[Any], *, num_microbatches: int
+) -> Array:
+    """The formula above; each stage's times are numbers, or arrays of shapes that broadcast together.
+
+    Returns:
+        Seconds of a step, of the broadcast shape.
+    """
+    stages = range(len(forward))
+    steady = [(num_microbatches - 1) * (forward[s] + backward[s]) for s in stages]
+    pivot, longest, between = np.asarray(stages[-1]), steady[-1], np.asarray(0.0)
+    for s in stages[-2::-1]:
+        better = steady[s] > longest + between
+        pivot, longest = np.where(better, s, pivot), np.where(better, steady[s], longest)
+        between = np.where(better, 0.0, between + forward[s] + backward[s])
+    warm_up = sum(np.where(s <= pivot, forward[s], 0.0) for s in stages)
+    before = sum(np.where(s < pivot, backward[s], 0.0) for s in stages)  # backwards of the stages before the pivot
+    own = sum(np.where(s == pivot, backward[s], 0.0) for s in stages)
+    passed: Any = 0.0  # backwards of the stages before s
+    end = np.asarray(-np.inf)
+    for s in stages:
+        back = np.where(s <= pivot, before + own - passed, before - passed - backward[s])
+        end = np.maximum(end, reduce[s] + back)
+        passed = passed + backward[s]
+    return np.asarray(warm_up + longest + end, dtype=np.float64)
+
+
+class _Times:
+    """F, B and AR of stages and of transfers between them."""
+
+    def __init__(self, profile: Profile, ranks: int, bandwidth: float) -> None:
+        self._problem = Problem(profile, [(ranks, bandwidth)])  # checks the numbers
+        self._bandwidth = bandwidth
+        total = {"forward": [0.0], "backward": [0.0], "weights": [0.0]}
+        for layer in profile.layers:
+            total["forward"].append(total["forward"][-1] + layer.forward_seconds)
+            total["backward"].append(total["backward"][-1] + layer.backward_seconds)
+            total["weights"].append(total["weights"][-1] + layer.parameter_bytes)
+        self._forward, self._backward, self._weights = (np.array(column) for column in total.values())
+
+    def stage(self, first: Any, end: Any, replicas: Any) -> tuple[Any, Any, Any]:
+        """Of layers first..end-1."""
+        weights = self._weights[end] - self._weights[first]
+        return (
+            (self._forward[end] - self._forward[first]) / replicas,
+            (self._backward[end] - self._backward[first]) / replicas,
+            2 * (replicas - 1) * weights / (replicas * self._bandwidth),
+        )
+
+    def transfer(self, end: Any, replicas: Any, others: Any) -> tuple[Any, Any, Any]:
+        """Between a stage that ends before layer `end` and the next one."""
+        seconds = self._problem.outputs[np.asarray(end) - 1] / (self._bandwidth * np.minimum(replicas, others))
+        return seconds, seconds, 0.0
+
+    def rows(self, stages: Sequence[tuple[Any, Any, Any]]) -> list[tuple[Any, Any, Any]]:
+        """Of stages (first, end, replicas) in a row, and the transfers between them."""
+        rows: list[tuple[Any, Any, Any]] = []
+        for number, stage in enumerate(stages):
+            if number:
+                rows.append(self.transfer(stage[0], stages[number - 1][2], stage[2]))
+            rows.append(self.stage(*stage))
+        return rows
+
+
+def plan_synchronous(profile: Profile, *, ranks: int, bandwidth: float, num_microbatches: int) -> SynchronousPlan:
+    """Stages with replicas for a synchronous step of 1F1B.
+
+    Args:
+        profile: of one micro-batch.
+        ranks: to use, all of them.
+        bandwidth: of each rank, in bytes per second.
+        num_microbatches: of a step.
+
+    Raises:
+        InputError: a number is impossible.
+    """
+    if num_microbatches < 1:
+        raise InputError(f"microbatches {num_microbatches}: a step has one at least; raise it")
+    times = _Times(profile, ranks, bandwidth)
+    num_layers = len(profile.layers)
+    latency = np.full((num_layers, ranks), np.inf)  # of plans whose first j layers are planned on m ranks
+    parent = np.zeros((num_layers, ranks, 2), dtype=np.int64)
+    latency[0, 0] = _latency(times, [(0, num_layers, ranks)], num_microbatches)
+    for layers in range(num_layers - 1):
+        for used in range(ranks - 1):
+            if not math.isfinite(latency[layers, used]):
+                continue
+            planned = _planned(parent, layers, used)
+            end = np.arange(layers + 1, num_layers)[:, None]
+            replicas = np.arange(1, ranks - used)[None, :]
+            rest = (end, np.asarray(num_layers), ranks - used - replicas)
+            found = _latency(times, [*planned, (np.asarray(layers), end, replicas), rest], num_microbatches)
+            target = latency[layers + 1 :, used + 1 :]
+            better = found < target
+            target[better] = found[better]
+            parent[layers + 1 :, used + 1 :][better] = layers, used
+    layers, used = np.unravel_index(np.argmin(latency), latency.shape)
+    stages = [*_planned(parent, int(layers), int(used)), (int(layers), num_layers, ranks - int(used))]
+    rows = times.rows(stages)
+    forward, backward, reduce = zip(*rows, strict=True)
+    busy = [f + b for f, b in zip(forward, backward, strict=True)]
+    return SynchronousPlan(
+        stages=tuple((first, end - 1, replicas) for first, end, replicas in stages),
+        step_seconds=float(latency.min()),
+        at_most_seconds=float(sum(busy) + (num_microbatches - 1) * max(busy) + max(reduce)),
+        forward_seconds=tuple(float(each) for each in forward[::2]),
+        backward_seconds=tuple(float(each) for each in backward[::2]),
+        reduce_seconds=tuple(float(each) for each in reduce[::2]),
+    )
+
+
+def _planned(parent: Any, layers: int, used: int) -> list[tuple[int, int, int]]:
+    """The stages (first, end, replicas) of the plan that is kept for these."""
+    stages = []
+    while layers:
+        first, before = (int(each) for each in parent[layers, used])
+        stages.append((first, layers, used - before))
+        layers, used = first, before
+    return stages[::-1]
+
+
+def _latency(times: _Times, stages: Sequence[tuple[Any, Any, Any]], num_microbatches: int) -> Array:
+    forward, backward, reduce = zip(*times.rows(stages), strict=True)
+    return pivot_seconds(forward, backward, reduce, num_microbatches=num_microbatches)
