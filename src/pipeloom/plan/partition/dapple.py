@@ -6,10 +6,11 @@ A step of M micro-batches takes, where every stage runs 1F1B and then sums its g
     steady    (M - 1) (F_Q + B_Q)
     end       max over s of  AR_s + (sum of B_a over a = s..Q if s <= Q, else  - sum of B_a over a = Q..s)
 
-seconds. The pivot Q is the last stage, or an earlier one that the steady phase keeps busier than all between leave time
-for. A stage on r ranks splits every micro-batch among them (PipeDream deals out whole ones): F_s and B_s are the sums of
-its layers over r, AR_s = 2 (r - 1) W / (r B) seconds of a ring for W bytes of weights. A transfer between stages counts
-as one more stage, of the output's bytes over B and the fewer replicas of the two sides, forward and backward.
+seconds. The pivot Q is the last stage, or an earlier one whose steady phase is longer than that of the pivot so far and
+all F + B between them. A stage on r ranks splits every micro-batch among them (PipeDream deals out whole ones): F_s and
+B_s are the sums of its layers over r, AR_s = 2 (r - 1) W / (r B) seconds of a ring for W bytes of weights. A transfer
+between stages counts as one more stage: forward and backward, the output's bytes over B and over the replicas of the
+side that has fewer.
 
 The search is the paper's: of all plans whose first layers are planned on some ranks, and whose others are one stage on
 the rest, keep the fastest; cut that one stage in all ways; and so on. That finds good plans, not always the best. The
@@ -19,15 +20,17 @@ paper's three ways to place a stage on nodes make no difference here, where all 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pipeloom.errors import InputError
+from pipeloom.ir.schedule import Schedule
 from pipeloom.plan.partition.problem import Array, Problem
 from pipeloom.plan.partition.profile import Profile
+from pipeloom.sim import Costs, Link, Network, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +39,39 @@ class SynchronousPlan:
 
     Attributes:
         stages: (first layer, last layer, replicas) of each; layers from 0, both inclusive.
-        step_seconds: of the pivot's formula, which no simulated step is shorter than, but for reductions behind Q.
-        at_most_seconds: sum of (F + B) + (M - 1) max (F + B) + max AR, which none is longer than.
-        forward_seconds, backward_seconds, reduce_seconds: of the stages, for a micro-batch and (the last) for a step.
+        num_microbatches: of a step.
+        step_seconds: by the pivot's formula. Without reductions, no simulated step is shorter.
+        forward_seconds, backward_seconds: of the stages, on a micro-batch.
+        reduce_seconds: of the stages' gradients, once a step.
+        transfer_seconds: between neighbours, on a micro-batch, each way; shape (stages - 1,).
     """
 
     stages: tuple[tuple[int, int, int], ...]
+    num_microbatches: int
     step_seconds: float
-    at_most_seconds: float
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
     reduce_seconds: tuple[float, ...]
+    transfer_seconds: tuple[float, ...]
+
+    def simulate(self, family: Callable[..., Schedule]) -> float:
+        """Seconds of a step under a schedule of one stage a rank, such as `one_f_one_b` or `dapple_pb`.
+
+        The two directions of a link share it, as in the formula; each stage reduces when its last backward has ended.
+        """
+        count = len(self.stages)
+        half = tuple(seconds / 2 for seconds in self.backward_seconds)
+        costs = Costs(
+            forward=self.forward_seconds,
+            backward_input=half,
+            backward_weight=half,
+            message_bytes=(*self.transfer_seconds, 0.0),  # over links of one byte a second
+        )
+        pairs = (frozenset({(d, d + 1), (d + 1, d)}) for d in range(count - 1))
+        network = Network(links=tuple(Link(ranks=pair, bytes_per_second=1.0) for pair in pairs))
+        schedule = family(num_ranks=count, num_microbatches=self.num_microbatches)
+        ends = (row[-1].end for row in simulate(schedule, costs, network).spans)
+        return max(end + seconds for end, seconds in zip(ends, self.reduce_seconds, strict=True))
 
 
 def pivot_seconds(
@@ -145,18 +170,18 @@ def plan_synchronous(profile: Profile, *, ranks: int, bandwidth: float, num_micr
             better = found < target
             target[better] = found[better]
             parent[layers + 1 :, used + 1 :][better] = layers, used
-    layers, used = np.unravel_index(np.argmin(latency), latency.shape)
-    stages = [*_planned(parent, int(layers), int(used)), (int(layers), num_layers, ranks - int(used))]
+    layers, used = divmod(int(np.argmin(latency)), ranks)
+    stages = [*_planned(parent, layers, used), (layers, num_layers, ranks - used)]
     rows = times.rows(stages)
     forward, backward, reduce = zip(*rows, strict=True)
-    busy = [f + b for f, b in zip(forward, backward, strict=True)]
     return SynchronousPlan(
         stages=tuple((first, end - 1, replicas) for first, end, replicas in stages),
+        num_microbatches=num_microbatches,
         step_seconds=float(latency.min()),
-        at_most_seconds=float(sum(busy) + (num_microbatches - 1) * max(busy) + max(reduce)),
         forward_seconds=tuple(float(each) for each in forward[::2]),
         backward_seconds=tuple(float(each) for each in backward[::2]),
         reduce_seconds=tuple(float(each) for each in reduce[::2]),
+        transfer_seconds=tuple(float(each) for each in forward[1::2]),
     )
 
 

@@ -159,9 +159,7 @@ def _judge(problem: Problem, nodes: Sequence[Node], fewer_ranks: tuple[int, floa
                 memory_bytes=float(held),
             )
         )
-    return Partition(
-        stages=tuple(stages), period_seconds=worst.seconds, bottleneck=worst, fewer_ranks=fewer_ranks
-    )
+    return Partition(stages=tuple(stages), period_seconds=worst.seconds, bottleneck=worst, fewer_ranks=fewer_ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,16 @@
 A pipeline of layers i..e over b components begins with a stage of layers i..s on r of them; the rest is a pipeline over
 b - r components:
 
-    best(i, e, b) = min( stage(i, e, r=b),  min over s, r of  max( stage(i, s, r), transfer(s), best(s + 1, e, b - r) ) )
+    best(i, e, b) = min( stage(i, e, b),  min over s, r of  max( stage(i, s, r), transfer(s), best(s + 1, e, b - r) ) )
 
-A stage takes, on each of its components, what the best pipeline over all components one level below takes; on the lowest
-level, what its layers take. PipeDream writes it from the front (the last stage split off); here it goes from the back,
-because memory depends on what lies behind: a stage holds ceil(ranks from it on / its ranks) minibatches. Inside of a
-component, those behind the component count too. There, `behind` is the number of ranks behind the component over the
-number of its copies, rounded up: with x of it, b more components of u ranks behind a stage of r of them, each component
-of that stage has ceil((x + b u) / r) behind. Rounding in between is no error, as ceil((ceil(x) + n) / r) =
-ceil((x + n) / r) for whole n and r.
+A stage takes, on each of its components, what the best pipeline over all components one level below takes; on the
+lowest level, what its layers take. PipeDream writes it from the front (the last stage split off); here it goes from the
+back, because memory depends on what lies behind: a stage holds ceil(ranks from it on / its ranks) minibatches.
+
+Inside of a component, ranks behind the component count too. There, `behind` is their number over the number of copies
+of the component, rounded up: behind a stage of r components there may be b more of u ranks each, and x (so counted)
+behind all of these; then each component of that stage has ceil((x + b u) / r) behind it. Rounding in between is no
+error, as ceil((ceil(x) + n) / r) = ceil((x + n) / r) for whole n and r.
 
 Time: (layers r)**2 for the outermost level, layers**3 components**2 for those inside.
 """
@@ -36,7 +37,7 @@ Step = Callable[[int, int], tuple[Array, Array]]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A stage: layers `first`..`last` on `replicas` components, in each of which the stages `inside` form a pipeline."""
+    """A stage: layers `first`..`last` on `replicas` components; in each of these, `inside` are the stages."""
 
     first: int
     last: int
@@ -108,7 +109,7 @@ class Pipelines:
         )
 
     def _table(self, level: int, behind: int) -> Array:
-        """The value for layers i..e on all components of a level, with `behind` ranks behind: shape (layers, layers)."""
+        """For layers i..e on all components of a level, with `behind` ranks behind: shape (layers, layers)."""
         if (level, behind) not in self._tables:
             values = self._suffixes(level, self._step(level, behind), every_end=True)
             self._tables[level, behind] = values[-1, :-1]
@@ -137,7 +138,7 @@ class Pipelines:
         if self._memory:
             return held
         seconds = problem.stage_seconds(problem.compute[first, first:], weights, replicas, level)
-        return np.where(held <= problem.memory_cap, seconds, np.inf)
+        return np.where(held <= (problem.memory_cap or np.inf), seconds, np.inf)
 
     def _step(self, level: int, behind: int) -> Step:
         transfer = np.zeros(self._problem.num_layers) if self._memory else self._problem.transfer_seconds(level)
@@ -160,7 +161,9 @@ class Pipelines:
         def counted(start: int, replicas: int) -> tuple[Array, Array]:
             alone, before = timed(start, replicas)
             till = last - start
-            return np.where(alone[: till + 1] <= allowed, 1.0, np.inf), np.where(before[:, :till] <= allowed, 1.0, np.inf)
+            return np.where(alone[: till + 1] <= allowed, 1.0, np.inf), np.where(
+                before[:, :till] <= allowed, 1.0, np.inf
+            )
 
         left = problem.levels[level].components
         counts = best_suffixes(last + 1, left, counted, most_replicas=self._most_replicas, add=True)[:, :, 0]

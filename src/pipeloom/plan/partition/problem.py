@@ -5,17 +5,17 @@ A stage of layers i..j with r replicas on components that are joined by bandwidt
     published  max(compute, sync) / r          (arXiv:1806.03377; SOSP 2019, doi:10.1145/3341301.3359646)
     summed     (compute + sync) / r
 
-`compute` is the sum of forward and backward of its layers, and `sync` what summing its gradients over the replicas takes
-once: with W bytes of weights
+`compute` is the sum of forward and backward of its layers, and `sync` what summing its gradients over the replicas
+takes once: with W bytes of weights
 
     4 (r - 1) W / (r B)     of the first paper, and always of `summed`: each replica sends and receives 2 (r - 1) / r W
     2 (r - 1) W / B         of the second paper, for `published` on several levels
 
-**What is corrected.** `published` lets a stage compute and synchronise at the same time, without end. But a replica's
-gradients are there at the end of its backward only (those of early layers last), and the next minibatch must find the
-new weights: the last part of the sum is always waited for, and where replicas reduce when a backward ends, all of it is.
-The authors' own optimizer adds the two as well. `summed` also counts the sum of a stage in the same way on every level;
-the second paper's formula has no 1 / r, so that 16 replicas on one level would cost 16 times what the first says.
+**What is corrected.** `published` lets a stage compute and synchronise at the same time, to the end. But a gradient is
+there when the backward has made it, that of the first layer last, and the next minibatch must find the new weights: the
+end of the sum is always waited for, and all of it where replicas begin to sum when their backward ends. The optimizer
+that the authors published adds the two as well. `summed` also counts a sum alike on every level; the second paper's
+formula has no 1 / r, so that for 16 replicas it says 8 times what the first does.
 
 On levels, `compute` is what the best pipeline inside of one component takes (see `pipeline`). Between neighbouring
 stages, 2 a / B seconds go by for each minibatch, of an output of `a` bytes and its gradient; they may overlap with all
@@ -85,7 +85,9 @@ class Problem:
             if components < 1:
                 raise InputError(f"ranks {components}: a level has 1 component or more; raise it")
             if not (math.isfinite(bandwidth) and bandwidth > 0):
-                raise InputError(f"bandwidth {bandwidth}: it is a finite number of bytes per second, above 0; correct it")
+                raise InputError(
+                    f"bandwidth {bandwidth}: it is a finite number of bytes per second, above 0; correct it"
+                )
         if memory_cap is not None and not (math.isfinite(memory_cap) and memory_cap > 0):
             raise InputError(f"memory cap {memory_cap}: it is a finite number of bytes, above 0; correct it")
         if not (math.isfinite(state_copies) and state_copies >= 0):

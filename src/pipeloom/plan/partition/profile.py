@@ -91,7 +91,9 @@ def parse_profile(text: str) -> Profile:
         raise InputError(f"the profile has a key {unknown[0]!r}: its keys are version and layers; drop it")
     version = data.get("version", _VERSION)
     if isinstance(version, bool) or version != _VERSION:
-        raise InputError(f"the profile is of version {version!r}: this pipeloom reads {_VERSION}; profile the model anew")
+        raise InputError(
+            f"the profile is of version {version!r}: this pipeloom reads {_VERSION}; profile the model anew"
+        )
     return Profile(tuple(_layer(number, entry) for number, entry in enumerate(data["layers"])))
 
 
@@ -100,7 +102,11 @@ def _layer(number: int, entry: Any) -> LayerProfile:
         raise InputError(f"layer {number} of the profile is no object: its keys are {', '.join(_KEYS)}; write them")
     odd = sorted(set(entry) ^ set(_KEYS), key=lambda key: (key not in _KEYS, key))
     if odd:
-        fix = "lacks the key {!r}: its keys are {}; add it" if odd[0] in _KEYS else "has a key {!r}: its keys are {}; drop it"
+        fix = (
+            "lacks the key {!r}: its keys are {}; add it"
+            if odd[0] in _KEYS
+            else "has a key {!r}: its keys are {}; drop it"
+        )
         raise InputError(f"layer {number} of the profile {fix.format(odd[0], ', '.join(_KEYS))}")
     if not isinstance(entry["name"], str):
         raise InputError(f"the name of layer {number} of the profile is {entry['name']!r}: a name is text; quote it")
