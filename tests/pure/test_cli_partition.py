@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -170,3 +172,13 @@ def test_a_bad_profile_names_what_is_wrong(capsys, tmp_path, content, message):
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_the_worked_example_of_the_documentation_is_what_is_printed(capsys, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "partitioning.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("profile.json").write_text(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
+    command, shown = re.search(r"\$ pipeloom partition ([^\n]*)\n(?!\$|```)(.*?)```", page, re.DOTALL).groups()
+    assert run(capsys, *command.split()) == (0, shown, "")
+    published = json.loads(run(capsys, *command.split(), "--form", "published", "--json")[1])
+    assert [stage["replicas"] for stage in published["stages"]] == [7, 1]

@@ -28,7 +28,9 @@ def main(argv: Sequence[str]) -> int:
         _write(given["write_profile"], profile)
         lines.append(f"wrote {given['write_profile']}")
     if given["schedule"] == "dapple":
-        answer, more = synchronous(profile, *levels[0], num_microbatches=given["microbatches"])
+        answer, more = synchronous(
+            profile, *levels[0], num_microbatches=given["microbatches"], published=given["form"] == "published"
+        )
     else:
         keys = ("form", "memory_cap", "state_copies")
         answer, more = asynchronous(profile, levels, **{key: given[key] for key in keys})
@@ -56,7 +58,7 @@ def _parser() -> Parser:
     parser.add_argument("--bandwidth", type=float | None, help="bytes a second, of each rank")
     parser.add_argument("--levels", type=str, help="instead of both: components@bandwidth of each level, inner first")
     parser.add_argument(
-        "--form", type=Form, default="summed", help="how computing and synchronising add up; published: as PipeDream"
+        "--form", type=Form, default="summed", help="how a plan is judged; published: as in the schedule's paper"
     )
     parser.add_argument("--memory-cap", type=float | None, help="most bytes a rank may hold")
     parser.add_argument(
@@ -112,7 +114,7 @@ def _check_schedule(given: dict[str, Any]) -> None:
             if dapple
             else "--microbatches without --schedule dapple: PipeDream has no steps; drop one, or add the other"
         )
-    for name, default in (("levels", None), ("memory_cap", None), ("state_copies", 0.0), ("form", "summed")):
+    for name, default in (("levels", None), ("memory_cap", None), ("state_copies", 0.0)):
         if dapple and given[name] != default:
             option = "--" + name.replace("_", "-")
             raise InputError(f"{option} with --schedule dapple: its planner knows none; drop one of the two")

@@ -61,9 +61,11 @@ def asynchronous(
     return answer, lines
 
 
-def synchronous(profile: Profile, ranks: int, bandwidth: float, *, num_microbatches: int) -> Answer:
+def synchronous(profile: Profile, ranks: int, bandwidth: float, *, num_microbatches: int, published: bool) -> Answer:
     """DAPPLE's plan, and what the simulator says of it under DAPPLE's two policies."""
-    plan = plan_synchronous(profile, ranks=ranks, bandwidth=bandwidth, num_microbatches=num_microbatches)
+    plan = plan_synchronous(
+        profile, ranks=ranks, bandwidth=bandwidth, num_microbatches=num_microbatches, published=published
+    )
     simulated = {}
     if num_microbatches * len(plan.stages) <= _MOST_SIMULATED:
         simulated = {name: plan.simulate(find(name)) for name in ("1f1b", "dapple-pb")}

@@ -6,11 +6,15 @@ A step of M micro-batches takes, where every stage runs 1F1B and then sums its g
     steady    (M - 1) (F_Q + B_Q)
     end       max over s of  AR_s + (sum of B_a over a = s..Q if s <= Q, else  - sum of B_a over a = Q..s)
 
-seconds. The pivot Q is the last stage, or an earlier one whose steady phase is longer than that of the pivot so far and
-all F + B between them. A stage on r ranks splits every micro-batch among them (PipeDream deals out whole ones): F_s and
-B_s are the sums of its layers over r, AR_s = 2 (r - 1) W / (r B) seconds of a ring for W bytes of weights. A transfer
-between stages counts as one more stage: forward and backward, the output's bytes over B and over the replicas of the
-side that has fewer.
+seconds. A stage on r ranks splits every micro-batch among them (PipeDream deals out whole ones): F_s and B_s are the
+sums of its layers over r, AR_s = 2 (r - 1) W / (r B) seconds of a ring for W bytes of weights. A transfer between
+stages counts as one more stage: forward and backward, the output's bytes over B and over the replicas of the side that
+has fewer.
+
+The paper chooses one pivot Q: the last stage, or an earlier one whose steady phase is longer than that of the pivot so
+far and all F + B between them. Without reductions, no step is shorter than the formula says of any stage. So what the
+formula says of all of them at most is nearer to a step, and a planner that minimises it finds better plans: that is
+the default here, and the paper's choice is `published`.
 
 The search is the paper's: of all plans whose first layers are planned on some ranks, and whose others are one stage on
 the rest, keep the fastest; cut that one stage in all ways; and so on. That finds good plans, not always the best. The
@@ -20,8 +24,10 @@ paper's three ways to place a stage on nodes make no difference here, where all 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -40,7 +46,7 @@ class SynchronousPlan:
     Attributes:
         stages: (first layer, last layer, replicas) of each; layers from 0, both inclusive.
         num_microbatches: of a step.
-        step_seconds: by the pivot's formula. Without reductions, no simulated step is shorter.
+        step_seconds: by the formula. Without reductions, no simulated step is shorter.
         forward_seconds, backward_seconds: of the stages, on a micro-batch.
         reduce_seconds: of the stages' gradients, once a step.
         transfer_seconds: between neighbours, on a micro-batch, each way; shape (stages - 1,).
@@ -75,30 +81,46 @@ class SynchronousPlan:
 
 
 def pivot_seconds(
-    forward: Sequence[Any], backward: Sequence[Any], reduce: Sequence[Any], *, num_microbatches: int
+    forward: Sequence[Any],
+    backward: Sequence[Any],
+    reduce: Sequence[Any],
+    *,
+    num_microbatches: int,
+    published: bool = False,
 ) -> Array:
     """The formula above; each stage's times are numbers, or arrays of shapes that broadcast together.
+
+    Args:
+        forward, backward: F and B of each stage.
+        reduce: its AR.
+        num_microbatches: M.
+        published: for the paper's pivot, not the one of which the formula says most.
 
     Returns:
         Seconds of a step, of the broadcast shape.
     """
-    stages = range(len(forward))
-    steady = [(num_microbatches - 1) * (forward[s] + backward[s]) for s in stages]
-    pivot, longest, between = np.asarray(stages[-1]), steady[-1], np.asarray(0.0)
-    for s in stages[-2::-1]:
-        better = steady[s] > longest + between
-        pivot, longest = np.where(better, s, pivot), np.where(better, steady[s], longest)
+    steady = [(num_microbatches - 1) * (f + b) for f, b in zip(forward, backward, strict=True)]
+    behind = [np.asarray(-np.inf)]  # for the stages behind each, from the last: the largest AR less all B up to there
+    through = list(accumulate(backward, initial=0.0))
+    for seconds, passed in zip(reduce[:0:-1], through[:1:-1], strict=True):
+        behind.append(np.maximum(behind[-1], seconds - passed))
+    warm_up: Any = 0.0
+    before: Any = -np.inf
+    says = []
+    for s, longest in enumerate(steady):
+        warm_up = warm_up + forward[s]
+        before = np.maximum(before, reduce[s] - through[s])
+        end = np.maximum(through[s + 1] + before, through[s] + behind[-1 - s])
+        says.append(np.asarray(warm_up + longest + end, dtype=np.float64))
+    chosen, busiest, between = says[-1], steady[-1], np.asarray(0.0)
+    for s in range(len(says) - 2, -1, -1):
+        if not published:
+            chosen = np.maximum(chosen, says[s])
+            continue
+        better = steady[s] > busiest + between
+        chosen, busiest = np.where(better, says[s], chosen), np.where(better, steady[s], busiest)
         between = np.where(better, 0.0, between + forward[s] + backward[s])
-    warm_up = sum(np.where(s <= pivot, forward[s], 0.0) for s in stages)
-    before = sum(np.where(s < pivot, backward[s], 0.0) for s in stages)  # backwards of the stages before the pivot
-    own = sum(np.where(s == pivot, backward[s], 0.0) for s in stages)
-    passed: Any = 0.0  # backwards of the stages before s
-    end = np.asarray(-np.inf)
-    for s in stages:
-        back = np.where(s <= pivot, before + own - passed, before - passed - backward[s])
-        end = np.maximum(end, reduce[s] + back)
-        passed = passed + backward[s]
-    return np.asarray(warm_up + longest + end, dtype=np.float64)
+    return np.asarray(chosen)
 
 
 class _Times:
@@ -128,17 +150,19 @@ class _Times:
         seconds = self._problem.outputs[np.asarray(end) - 1] / (self._bandwidth * np.minimum(replicas, others))
         return seconds, seconds, 0.0
 
-    def rows(self, stages: Sequence[tuple[Any, Any, Any]]) -> list[tuple[Any, Any, Any]]:
-        """Of stages (first, end, replicas) in a row, and the transfers between them."""
+    def rows(self, stages: Sequence[tuple[Any, Any, Any]]) -> Iterator[tuple[Any, ...]]:
+        """F, B and AR of stages (first, end, replicas) in a row, with the transfers between them."""
         rows: list[tuple[Any, Any, Any]] = []
         for number, stage in enumerate(stages):
             if number:
                 rows.append(self.transfer(stage[0], stages[number - 1][2], stage[2]))
             rows.append(self.stage(*stage))
-        return rows
+        return zip(*rows, strict=True)
 
 
-def plan_synchronous(profile: Profile, *, ranks: int, bandwidth: float, num_microbatches: int) -> SynchronousPlan:
+def plan_synchronous(
+    profile: Profile, *, ranks: int, bandwidth: float, num_microbatches: int, published: bool = False
+) -> SynchronousPlan:
     """Stages with replicas for a synchronous step of 1F1B.
 
     Args:
@@ -146,6 +170,7 @@ def plan_synchronous(profile: Profile, *, ranks: int, bandwidth: float, num_micr
         ranks: to use, all of them.
         bandwidth: of each rank, in bytes per second.
         num_microbatches: of a step.
+        published: judge plans by the paper's pivot.
 
     Raises:
         InputError: a number is impossible.
@@ -153,10 +178,11 @@ def plan_synchronous(profile: Profile, *, ranks: int, bandwidth: float, num_micr
     if num_microbatches < 1:
         raise InputError(f"microbatches {num_microbatches}: a step has one at least; raise it")
     times = _Times(profile, ranks, bandwidth)
+    judge = partial(pivot_seconds, num_microbatches=num_microbatches, published=published)
     num_layers = len(profile.layers)
     latency = np.full((num_layers, ranks), np.inf)  # of plans whose first j layers are planned on m ranks
     parent = np.zeros((num_layers, ranks, 2), dtype=np.int64)
-    latency[0, 0] = _latency(times, [(0, num_layers, ranks)], num_microbatches)
+    latency[0, 0] = judge(*times.rows([(0, num_layers, ranks)]))
     for layers in range(num_layers - 1):
         for used in range(ranks - 1):
             if not math.isfinite(latency[layers, used]):
@@ -165,15 +191,14 @@ def plan_synchronous(profile: Profile, *, ranks: int, bandwidth: float, num_micr
             end = np.arange(layers + 1, num_layers)[:, None]
             replicas = np.arange(1, ranks - used)[None, :]
             rest = (end, np.asarray(num_layers), ranks - used - replicas)
-            found = _latency(times, [*planned, (np.asarray(layers), end, replicas), rest], num_microbatches)
+            found = judge(*times.rows([*planned, (np.asarray(layers), end, replicas), rest]))
             target = latency[layers + 1 :, used + 1 :]
             better = found < target
             target[better] = found[better]
             parent[layers + 1 :, used + 1 :][better] = layers, used
     layers, used = divmod(int(np.argmin(latency)), ranks)
     stages = [*_planned(parent, layers, used), (layers, num_layers, ranks - used)]
-    rows = times.rows(stages)
-    forward, backward, reduce = zip(*rows, strict=True)
+    forward, backward, reduce = times.rows(stages)
     return SynchronousPlan(
         stages=tuple((first, end - 1, replicas) for first, end, replicas in stages),
         num_microbatches=num_microbatches,
@@ -193,8 +218,3 @@ def _planned(parent: Any, layers: int, used: int) -> list[tuple[int, int, int]]:
         stages.append((first, layers, used - before))
         layers, used = first, before
     return stages[::-1]
-
-
-def _latency(times: _Times, stages: Sequence[tuple[Any, Any, Any]], num_microbatches: int) -> Array:
-    forward, backward, reduce = zip(*times.rows(stages), strict=True)
-    return pivot_seconds(forward, backward, reduce, num_microbatches=num_microbatches)
