@@ -90,12 +90,15 @@ def test_dapple(capsys, profile):
     [
         (["--ranks", "0"], "ranks 0"),
         (["--ranks", "two"], "ranks"),
+        (["--ranks", "1000000000"], "4 layers on 1000000000 ranks"),
+        (["--bandwidth", "1e-300"], "bandwidth 1e-300"),
         (["--bandwidth", "0"], "bandwidth 0"),
         (["--bandwidth", "nan"], "bandwidth is nan"),
         (["--bandwidth", "inf"], "bandwidth is inf"),
         (["--memory-cap", "-1"], "memory cap -1"),
         (["--memory-cap", "9"], "1010 bytes are the least"),
         (["--state-copies", "-1"], "state copies -1"),
+        (["--state-copies", "1e300"], "state copies 1e+300"),
         (["--form", "printed"], "'summed', 'published'"),
         (["--profile", "no/such/file"], "no/such/file"),
         (["--profile", "."], "--profile ."),
@@ -106,6 +109,7 @@ def test_dapple(capsys, profile):
         (["--schedule", "dapple"], "needs --microbatches"),
         (["--microbatches", "4"], "without --schedule dapple"),
         (["--schedule", "dapple", "--microbatches", "0"], "microbatches 0"),
+        (["--schedule", "dapple", "--microbatches", "1" + "0" * 200], "microbatches 1000"),
         (["--schedule", "dapple", "--microbatches", "4", "--memory-cap", "9"], "--memory-cap with --schedule dapple"),
         (["--bandwith", "8"], "did you mean --bandwidth?"),
     ],
@@ -162,7 +166,7 @@ def changed(key: str, value: object) -> list[dict[str, object]]:
         ({"layers": changed("parameter_bytes", "many")}, "parameter_bytes of layer 1"),
         ({"layers": changed("parameter_bytes", True)}, "parameter_bytes of layer 1"),
         ({"layers": changed("parameter_bytes", 10**400)}, "parameter_bytes of layer 1"),
-        ({"layers": [{**LAYERS[0], "parameter_bytes": 1.7e308}] * 2}, "the sum of parameter_bytes"),
+        ({"layers": [{**LAYERS[0], "parameter_bytes": 1.7e308}] * 2}, "parameter_bytes of the profile add up to"),
     ],
 )
 def test_a_bad_profile_names_what_is_wrong(capsys, tmp_path, content, message):

@@ -35,7 +35,7 @@ import numpy as np
 from pipeloom.errors import InputError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.plan.partition.problem import Array, Problem
-from pipeloom.plan.partition.profile import Profile
+from pipeloom.plan.partition.profile import MOST, Profile
 from pipeloom.sim import Costs, Link, Network, simulate
 
 
@@ -175,8 +175,8 @@ def plan_synchronous(
     Raises:
         InputError: a number is impossible.
     """
-    if num_microbatches < 1:
-        raise InputError(f"microbatches {num_microbatches}: a step has one at least; raise it")
+    if not 1 <= num_microbatches <= MOST:
+        raise InputError(f"microbatches {num_microbatches}: a step has one at least, and finitely many; correct it")
     times = _Times(profile, ranks, bandwidth)
     judge = partial(pivot_seconds, num_microbatches=num_microbatches, published=published)
     num_layers = len(profile.layers)

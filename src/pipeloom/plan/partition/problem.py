@@ -37,10 +37,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import InputError
-from pipeloom.plan.partition.profile import Profile
+from pipeloom.plan.partition.profile import MOST, Profile
 
 Array = NDArray[np.float64]
 Form = Literal["summed", "published"]
+_MOST_STEPS = 10**12  # of the dynamic programme: about an hour
 
 
 class Level(NamedTuple):
@@ -84,13 +85,13 @@ class Problem:
         for components, bandwidth in levels:
             if components < 1:
                 raise InputError(f"ranks {components}: a level has 1 component or more; raise it")
-            if not (math.isfinite(bandwidth) and bandwidth > 0):
+            if not 1 / MOST <= bandwidth <= MOST:
                 raise InputError(
                     f"bandwidth {bandwidth}: it is a finite number of bytes per second, above 0; correct it"
                 )
         if memory_cap is not None and not (math.isfinite(memory_cap) and memory_cap > 0):
             raise InputError(f"memory cap {memory_cap}: it is a finite number of bytes, above 0; correct it")
-        if not (math.isfinite(state_copies) and state_copies >= 0):
+        if not 0 <= state_copies <= MOST:
             raise InputError(f"state copies {state_copies}: it is a finite number, 0 or more; correct it")
         self.profile, self.form, self.memory_cap, self.state_copies = profile, form, memory_cap, state_copies
         self.num_layers = len(profile.layers)
@@ -98,6 +99,15 @@ class Problem:
         # A level of one component changes nothing.
         self.levels = [Level(*level) for level in levels if level[0] > 1] or [Level(*levels[0])]
         self.num_ranks = math.prod(level.components for level in self.levels)
+        powers = [3] * (len(self.levels) - 1) + [2]
+        steps = sum(
+            level.components**2 * self.num_layers**power for level, power in zip(self.levels, powers, strict=True)
+        )
+        if steps > _MOST_STEPS:
+            raise InputError(
+                f"{self.num_layers} layers on {self.num_ranks} ranks: finding their partition would take hours; take "
+                "layers together, or plan for a part of the ranks"
+            )
         self.compute = _range_sums([layer.forward_seconds + layer.backward_seconds for layer in profile.layers])
         self.weights = _range_sums([layer.parameter_bytes for layer in profile.layers])
         self.kept = _range_sums([layer.activation_bytes for layer in profile.layers])

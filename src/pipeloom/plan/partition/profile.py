@@ -19,6 +19,7 @@ from typing import Any
 from pipeloom.errors import InputError
 
 _VERSION = 1
+MOST = 1e100  # of any number: products of two are finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,9 @@ class Profile:
             for key in _KEYS[1:]:
                 _check_number(f"{key} of layer {number} of the profile", getattr(layer, key))
         for key in _KEYS[1:]:
-            _check_number(f"the sum of {key} of the profile", sum(float(getattr(layer, key)) for layer in self.layers))
+            total = sum(float(getattr(layer, key)) for layer in self.layers)
+            if total > MOST:
+                raise InputError(f"{key} of the profile add up to {total:g}: the most is {MOST:g}; correct the units")
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str, float, float, float, float]]) -> Profile:
