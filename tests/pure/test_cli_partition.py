@@ -139,6 +139,12 @@ def test_what_is_missing_or_no_level(capsys, profile, words, message):
     assert len(err.splitlines()) == 1
 
 
+def test_a_wrong_cluster_is_refused_before_anything_is_measured(capsys):
+    code, _, err = run(capsys, "--ranks", "0", "--bandwidth", "1e9", "--model.layers", "2")
+    assert code == 2
+    assert "ranks 0" in err
+
+
 def changed(key: str, value: object) -> list[dict[str, object]]:
     return [LAYERS[0], {**LAYERS[1], key: value}]
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pipeloom.cli.parser import Parser
 from pipeloom.cli.partition_answers import asynchronous, synchronous
 from pipeloom.errors import InputError
-from pipeloom.plan.partition import Form, Profile, parse_profile
+from pipeloom.plan.partition import Form, Profile, check_levels, parse_profile
 from pipeloom.train.config import ModelConfig, options
 
 _MODEL = [entry for entry in options() if entry[0].startswith("model.")]
@@ -21,6 +21,7 @@ def main(argv: Sequence[str]) -> int:
     """Find the partition and show it; returns the exit code."""
     given = _parser().parse_args(list(argv)).as_dict()
     levels = _levels(given)
+    check_levels(levels)
     _check_schedule(given)
     profile = _profile(given, math.prod(components for components, _ in levels))
     lines = []

@@ -5,7 +5,7 @@
 
 from pipeloom.plan.partition.dapple import SynchronousPlan, pivot_seconds, plan_synchronous
 from pipeloom.plan.partition.partition import Bottleneck, Partition, Stage, data_parallel, partition_layers
-from pipeloom.plan.partition.problem import Form, Level, Problem
+from pipeloom.plan.partition.problem import Form, Level, Problem, check_levels
 from pipeloom.plan.partition.profile import LayerProfile, Profile, parse_profile
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Profile",
     "Stage",
     "SynchronousPlan",
+    "check_levels",
     "data_parallel",
     "parse_profile",
     "partition_layers",

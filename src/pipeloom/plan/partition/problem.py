@@ -51,6 +51,21 @@ class Level(NamedTuple):
     bytes_per_second: float
 
 
+def check_levels(levels: Sequence[tuple[int, float]]) -> None:
+    """Refuse what is no cluster.
+
+    Raises:
+        InputError: there are no levels, or a number of one is impossible.
+    """
+    if not levels:
+        raise InputError("there are no levels: a cluster has one at least; give components and bandwidth")
+    for components, bandwidth in levels:
+        if components < 1:
+            raise InputError(f"ranks {components}: a level has 1 component or more; raise it")
+        if not 1 / MOST <= bandwidth <= MOST:
+            raise InputError(f"bandwidth {bandwidth}: it is a finite number of bytes per second, above 0; correct it")
+
+
 class Problem:
     """A profile, the cluster, and how a partition is judged.
 
@@ -80,15 +95,7 @@ class Problem:
     ) -> None:
         if form not in get_args(Form):
             raise InputError(f"form {form!r} is unknown: it is {' or '.join(get_args(Form))}; choose one")
-        if not levels:
-            raise InputError("there are no levels: a cluster has one at least; give components and bandwidth")
-        for components, bandwidth in levels:
-            if components < 1:
-                raise InputError(f"ranks {components}: a level has 1 component or more; raise it")
-            if not 1 / MOST <= bandwidth <= MOST:
-                raise InputError(
-                    f"bandwidth {bandwidth}: it is a finite number of bytes per second, above 0; correct it"
-                )
+        check_levels(levels)
         if memory_cap is not None and not (math.isfinite(memory_cap) and memory_cap > 0):
             raise InputError(f"memory cap {memory_cap}: it is a finite number of bytes, above 0; correct it")
         if not 0 <= state_copies <= MOST:
