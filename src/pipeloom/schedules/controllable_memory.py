@@ -23,6 +23,7 @@ In chunk times of F, I and W alike, for enough micro-batches (1F1B idles 6(p-1) 
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
@@ -122,47 +123,53 @@ def _squeeze(orders: list[list[Action]], cap: int, horizon: int) -> tuple[int, O
     for those it overtakes; else a W. An F without room waits for a W. Each W is due at once after its I, so the
     room that an order needs is there whenever it is needed, and nothing can block.
     """
+    ranks = range(len(orders))
     clock = _Clock(2 * len(orders))
     todo = [[action for action in order if action.op is not Op.W] for order in orders]
-    weights: list[deque[Action]] = [deque() for _ in orders]  # W that may run
-    live, now = [0] * len(orders), 0
-    done: list[list[Action]] = [[] for _ in orders]
-    while any(todo) or any(weights):
-        chosen = [_choose(todo[d], weights[d], live[d], cap, horizon, clock, now) for d in range(len(orders))]
-        for d, action in enumerate(chosen):
-            if action is None:
+    weights: list[deque[Action]] = [deque() for _ in ranks]  # W that may run
+    live, now, makespan = [0 for _ in ranks], 0, 0
+    done: list[list[Action]] = [[] for _ in ranks]
+    awake = set(ranks)  # a rank that finds nothing to do sleeps until a neighbour has run something
+    while awake:
+        woken: set[int] = set()
+        for d in awake:
+            chosen = _choose(todo[d], weights[d], live[d], cap, horizon, clock, now)
+            if chosen is None:
                 continue
+            place, action = chosen
             if action.op is Op.W:
                 weights[d].popleft()
                 live[d] -= 1
             else:
-                todo[d].remove(action)
+                del todo[d][place]
                 clock.run(action, now)
                 live[d] += action.op is Op.F
                 if action.op is Op.I:
                     weights[d].append(action.with_op(Op.W))
             done[d].append(action)
+            woken.update((d - 1, d, d + 1))
+            makespan = now + 1
+        awake = woken.intersection(ranks)
         now += 1
-    return now, tuple(map(tuple, done))
+    return makespan, tuple(map(tuple, done))
 
 
 def _choose(
     todo: list[Action], weights: deque[Action], live: int, cap: int, horizon: int, clock: _Clock, now: int
-) -> Action | None:
+) -> tuple[int, Action] | None:
+    """What a rank starts, and the place of an F or I in `todo`."""
     planned = highest = live - len(weights)  # what would be live if no W were pending
-    forward: Action | None = None
-    for place, action in enumerate(todo[:horizon]):
+    forward: tuple[int, Action] | None = None
+    for place, action in enumerate(islice(todo, horizon)):
         if clock.start(action) <= now:
-            if action.op is Op.I:
-                return action
-            if live == cap and place == 0:
-                return weights[0]
-            if place == 0:
-                return action
+            if place == 0 and action.op is Op.F and live == cap:
+                return 0, weights[0]
+            if place == 0 or action.op is Op.I:
+                return place, action
             if forward is None and highest < cap and live < cap:
-                forward = action
+                forward = place, action
         planned += 1 if action.op is Op.F else -1
         highest = max(highest, planned)
     if forward is not None:
         return forward
-    return weights[0] if weights else None
+    return (0, weights[0]) if weights else None
