@@ -16,7 +16,7 @@ from benchmarks.common.reference import write_reference
 from benchmarks.common.systems import Bench, System, build_checked, step_seconds
 from benchmarks.common.workloads import WaitingWorkload
 from pipeloom.ir import Placement, Schedule
-from pipeloom.passes import lower, merge_backwards
+from pipeloom.passes import lower, merge_backwards, separate_units
 from pipeloom.schedules import FAMILIES, Conditions
 from pipeloom.sim import Timeline, measured_timeline
 
@@ -51,10 +51,15 @@ def waiting_systems(
     return systems
 
 
+def ran(schedule: Schedule) -> Schedule:
+    """What the runtime makes of `schedule`."""
+    return separate_units(merge_backwards(schedule))
+
+
 def simulated(schedule: Schedule, latency_seconds: float = 0.0) -> Timeline:
     """The timeline of the program that the runtime makes of `schedule`."""
     costs = pl.Costs(**{what: (seconds,) * schedule.num_stages for what, seconds in SECONDS.items()})
-    return pl.simulate(lower(merge_backwards(schedule)), costs, pl.Network(latency_seconds=latency_seconds))
+    return pl.simulate(lower(ran(schedule)), costs, pl.Network(latency_seconds=latency_seconds))
 
 
 def measure_waiting(
@@ -88,8 +93,8 @@ def measure_waiting(
                 for name, system in systems.items():
                     seconds[name] += step_seconds(crew.call("run_steps", name, 1))
                     if isinstance(system.schedule, Schedule):
-                        ran = measured_timeline(merge_backwards(system.schedule), crew.call("records", name))
-                        bubbles[name].append(ran.bubble_fraction)
+                        timeline = measured_timeline(ran(system.schedule), crew.call("records", name))
+                        bubbles[name].append(timeline.bubble_fraction)
                 _say(f"{num_ranks} ranks: round {round_number + 1} of {num_rounds}")
         with Crew("bare", 1, Bench, 1, scratch, process_group=False) as alone:
             alone.call("build", "bare", System(kind="bare"), waiting_workload(1, num_microbatches))
