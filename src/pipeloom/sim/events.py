@@ -155,9 +155,9 @@ class _Run:
             return
         self.clock[rank] = now
         woken: list[int] = []
-        there = _Result(rank, now)
+        result = _Result(rank, now)
         for span in spans:
-            self.results[span.action] = there if self.bytes_sent is None else self._publish(span.action, rank, now)
+            self.results[span.action] = result if self.bytes_sent is None else self._publish(span.action, rank, now)
             if span.action in self.waiting:
                 woken += self.waiting.pop(span.action)
         if spans[-1].end < self.clock[rank] and action.op in SENDS:
