@@ -170,7 +170,7 @@ class Inputs:
             forward=forward,
             backward_input=backward_input,
             backward_weight=backward_weight,
-            latency=self.network.latency(ranks),
+            latency=self.network.message_seconds(plan, self.costs),
             activation=kept[0],
             weight_gradient=kept[1],
             caps=caps,

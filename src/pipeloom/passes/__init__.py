@@ -1,4 +1,4 @@
-"""Schedule -> Program, one concern a file: merged backwards, communication, gradient reduction, updates."""
+"""Schedule -> Program, one concern a file: merged backwards, separate units, communication, reduction, updates."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ __all__ = [
     "lower",
     "merge_backwards",
     "repeat_steps",
+    "separate_units",
     "warm_up_lengths",
 ]
 
 from pipeloom.passes.forward_only import forward_only
 from pipeloom.passes.merge_backwards import merge_backwards
 from pipeloom.passes.repeat_steps import repeat_steps
+from pipeloom.passes.separate_units import separate_units
 from pipeloom.passes.updates import insert_updates
 from pipeloom.passes.warm_up import warm_up_lengths
 

@@ -43,8 +43,9 @@ def print_comparison(timelines: Sequence[Timeline], console: Console | None = No
         console.print(f"{timeline.name}", markup=False)
         _print_picture(timeline, console, timelines, legend=timeline is timelines[-1])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("schedule", "makespan", "bubble", "longest rank", "bubble", "peak live activations"):
-        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    table.add_column("schedule", no_wrap=True)  # headings give way to names
+    for heading in ("makespan", "bubble", "longest rank", "bubble", "peak live activations"):
+        table.add_column(heading, justify="right")
     for timeline in sorted(timelines, key=lambda each: each.makespan):
         table.add_row(
             timeline.name,

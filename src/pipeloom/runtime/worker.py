@@ -7,7 +7,7 @@ looked up in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter
@@ -125,7 +125,7 @@ class Worker:
     def bind(self, program: Program) -> Bound:
         """Turn this rank's part of `program` into functions."""
         instructions: list[_Instruction] = []
-        for action in one_after_the_other(program.orders[self.rank], program.schedule.partners):
+        for action in program.orders[self.rank]:
             steps: list[Step]
             if action.op is Op.REDUCE_GRAD:
                 steps = self._gradient_sum.bind(action.stage)
@@ -239,34 +239,3 @@ class Worker:
         if isinstance(error, RunError):
             return RunError(f"{where}: {text}")
         return StageError(f"{where}: {type(error).__name__}: {text}")
-
-
-def one_after_the_other(order: Sequence[Action], partners: Mapping[Action, Action]) -> list[Action]:
-    """A rank's order as one thread runs it: the two computations of an overlapped unit one after the other.
-
-        RECV_F RECV_B F B SEND_F SEND_B   ->   RECV_F F SEND_F RECV_B B SEND_B
-
-    Who runs both at once waits for the messages of both and has both results at the end. Who does not would waste the
-    time of a B before its neighbour gets the result of F, and that of an F in which the message for B may still come.
-    Messages of one channel keep their order, and every wait comes later or at the same place, so nothing can deadlock
-    that did not before.
-
-    Args:
-        order: of a program.
-        partners: the backward of each F that starts a unit.
-    """
-    result: list[Action] = []
-    position = 0
-    while position < len(order):
-        action = order[position]
-        position += 1
-        late: list[Action] = []
-        if action in partners:
-            while result and result[-1].op in (Op.RECV_F, Op.RECV_B) and result[-1] != action.with_op(Op.RECV_F):
-                late.insert(0, result.pop())
-        result.append(action)
-        if action in partners:
-            send = order[position + 1 : position + 2] == (action.with_op(Op.SEND_F),)
-            result += [*order[position + 1 : position + 1 + send], *late, order[position]]
-            position += 1 + send
-    return result
