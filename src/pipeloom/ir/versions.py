@@ -146,11 +146,17 @@ def _lanes(schedule: Schedule, rank: int) -> dict[int, _Lane]:
     """The stages of a rank, ascending."""
     lanes = {stage: _Lane([], [], [], []) for stage in schedule.placement.stages_of[rank]}
     order = schedule.orders[rank]
-    for position, (stage, op, microbatch, _) in enumerate(order):
-        if op is Op.F:
-            lanes[stage].forwards.append((position, microbatch))  # type: ignore[arg-type]
-        elif op in _LAST_BACKWARDS:
-            lanes[stage].backwards.append((position, microbatch))  # type: ignore[arg-type]
+    if schedule.large and schedule.proof is not None:
+        for stage, lane in lanes.items():
+            lane.forwards.extend(schedule.proof.columns.places(rank, stage, Op.F))
+            lane.backwards.extend(schedule.proof.columns.places(rank, stage, *_LAST_BACKWARDS))
+    else:
+        for position, (stage, op, microbatch, _) in enumerate(order):
+            assert microbatch is not None
+            if op is Op.F:
+                lanes[stage].forwards.append((position, microbatch))
+            elif op in _LAST_BACKWARDS:
+                lanes[stage].backwards.append((position, microbatch))
     for stage, lane in lanes.items():
         interval = schedule.update_interval(stage)
         last = [0] * num_updates(schedule, stage)
