@@ -124,9 +124,9 @@ def check_updates(schedule: Schedule) -> None:
         interval = schedule.update_interval(stage)
         if schedule.num_microbatches % interval:
             raise ScheduleError(
-                f"schedule {schedule.name!r} has {schedule.num_microbatches} micro-batches, and stage {stage} (replicas: "
-                f"{len(schedule.placement.replicas[stage])}) updates after every {interval}: a stream is a whole number "
-                f"of updates; take a multiple of {interval}"
+                f"schedule {schedule.name!r} has {schedule.num_microbatches} micro-batches, and stage {stage} with "
+                f"{len(schedule.placement.replicas[stage])} replicas updates after every {interval}: a stream is "
+                f"a whole number of updates; take a multiple of {interval}"
             )
 
 

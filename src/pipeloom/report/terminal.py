@@ -44,22 +44,19 @@ def print_comparison(timelines: Sequence[Timeline], console: Console | None = No
         _print_picture(timeline, console, timelines, legend=timeline is timelines[-1])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     streams = any(timeline.is_stream for timeline in timelines)
-    headings = ["schedule", "makespan", "bubble", "longest rank", "bubble", "peak live activations"]
-    for heading in headings + ["period", "weight versions"] * streams:
+    more = ("period", "weight versions") if streams else ("longest rank", "bubble")
+    for heading in ("schedule", "makespan", "bubble", *more, "peak live activations"):
         left = heading == "schedule"
         table.add_column(heading, justify="left" if left else "right", no_wrap=left)
     for timeline in sorted(timelines, key=lambda each: each.makespan):
-        cells = [
+        longest = seconds_text(timeline.span_seconds), _percent(timeline.bubble_fraction_span)
+        table.add_row(
             timeline.name,
             seconds_text(timeline.makespan),
             _percent(timeline.bubble_fraction),
-            seconds_text(timeline.span_seconds),
-            _percent(timeline.bubble_fraction_span),
+            *((_period(timeline), str(max(timeline.weight_versions))) if streams else longest),
             number_text(max(timeline.peak_activations)),
-        ]
-        if streams:
-            cells += [_period(timeline), str(max(timeline.weight_versions))]
-        table.add_row(*cells)
+        )
     console.print(table)
 
 

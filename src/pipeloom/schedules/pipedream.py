@@ -3,9 +3,11 @@
 Micro-batches stream through; parameters change while others are in flight, and the weight policy says which version
 each uses (`pipeloom.ir.versions`). One micro-batch is one update in PipeDream; in 2BW m of them are.
 
-    rank 0  0F0 0F1 0F2 ... ... 0B0 0F3 0B1 0F4 0B2 0F5 0B3 ... 0B4 ... 0B5     the order is that of 1F1B;
-    rank 1  ... 1F0 1F1 ... 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1F5 1B4 ... 1B5 ...     behind every B stands an update
+    rank 0  0F0 0F1 0F2 ... ... 0B0 0F3 0B1 0F4 0B2 0F5 0B3 ... 0B4 ... 0B5
+    rank 1  ... 1F0 1F1 ... 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1F5 1B4 ... 1B5 ...
     rank 2  ... ... 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5 ... ...
+
+The order is that of 1F1B; behind the last B of an update the stage updates at once.
 
 Stage s on r_s replicas (1F1B-RR) runs micro-batch b on replica ``b mod r_s``. ``ceil(sum_{u >= s} r_u / r_s)``
 micro-batches are in flight on each of its replicas (at the input stage that is NOAM), and as many versions of the
@@ -82,7 +84,7 @@ def pipedream_2bw(
     replicas: Sequence[int] | None = None,
     num_in_flight: int | None = None,
 ) -> Schedule:
-    """PipeDream-2BW (arXiv:2006.09503): two versions on every rank, a delay of exactly one update on every stage.
+    """PipeDream-2BW (arXiv:2006.09503): at most two versions on a rank, a delay of exactly one update on every stage.
 
     Args:
         num_ranks, num_microbatches, replicas, num_in_flight: as for `pipedream`.

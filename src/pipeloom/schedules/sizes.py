@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -26,10 +27,13 @@ def check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int, num_slic
 def sized(build: Callable[P, R]) -> Callable[P, R]:
     """`build` that looks at its arguments ``num_...`` first; raises ScheduleError as `check_sizes` does."""
 
+    parameters = inspect.signature(build).parameters
+    optional = {name for name, parameter in parameters.items() if parameter.default is None}
+
     @functools.wraps(build)
     def checked(*args: P.args, **options: P.kwargs) -> R:
         for name, value in options.items():
-            if name.startswith("num_"):
+            if name.startswith("num_") and not (value is None and name in optional):
                 check_size(name.removeprefix("num_").replace("microbatches", "micro-batches").replace("_", " "), value)
         return build(*args, **options)
 

@@ -93,8 +93,7 @@ class Family:
             )
         self.check_stream(stream)
         options: dict[str, Any] = {what: value for what, value in stream.items() if value is not None}
-        if self.chunks is None:
-            options["num_chunks"] = chunks
+        options |= {"num_chunks": chunks} if self.chunks is None else {}
         if self.sliced:
             options["num_slices"] = num_slices
         if self.to_measure:
@@ -102,17 +101,11 @@ class Family:
         return self.build(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
 
     def check_stream(self, options: StreamOptions) -> None:
-        """Refuse options of streams that the family does not have.
-
-        Raises:
-            ScheduleError: there is one.
-        """
+        """Refuse, as a ScheduleError, options of streams that the family does not have."""
         for what, value in options.items():
             if value is not None and what not in self.stream:
                 having = ", ".join(family.name for family in NAMED.values() if what in family.stream)
-                raise ScheduleError(
-                    f"{what} {value}: schedule {self.name!r} has no such option; leave it out, or use {having}"
-                )
+                raise ScheduleError(f"{what} {value}: schedule {self.name!r} has none; leave it out, or use {having}")
 
 
 NAMED: dict[str, Family] = {
