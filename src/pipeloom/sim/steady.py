@@ -16,7 +16,7 @@ def steady_period(timeline: Timeline) -> float | None:
 
     Start-up and drain stay outside: of the backwards of the input stage that have ended before one of its ranks begins
     its last forward, the later half. That is a whole number of rounds, after which all replicas have had the same turns
-    and all stages have updated.
+    and all stages have updated. In a short stream something of its start may be left in it.
     """
     ranks = timeline.placement.replicas[0]
     ends: dict[int, float] = {}
