@@ -19,7 +19,8 @@ _STYLE = """
 .pl .grid{stroke:currentColor;stroke-opacity:.13}.pl .wait{stroke:currentColor;stroke-opacity:.4;stroke-dasharray:2 2}
 .pl .memory{fill:currentColor;fill-opacity:.16;stroke:currentColor;stroke-opacity:.5;stroke-width:.7}
 .pl .odd{fill-opacity:.62}.pl .unit{fill:none;stroke:currentColor;stroke-width:1.4}
-""" + "".join(f".pl .{op.value}{{fill:{colour}}}" for op, colour in COLOURS.items())
+""" + "".join(f".pl .{op.value}{{fill:{colour}}}" for op, colour in COLOURS.items() if op is not Op.STEP)
+_UPDATE_STYLE = f".pl .STEP{{fill:{COLOURS[Op.STEP]}}}"
 _CRITICAL_STYLE = ".pl .critical{fill:none;stroke:#d0021b;stroke-width:2.6}"
 _STANDALONE_STYLE = ".pl .paper{fill:#fff}@media(prefers-color-scheme:dark){.pl{color:#e8eaf0}.pl .paper{fill:#14171f}}"
 
@@ -71,6 +72,7 @@ def timeline_svg(
     pad = 14 if standalone else 0
     box = f"{-pad} {-pad} {width + 2 * pad:.0f} {height + 2 * pad:.0f}"
     style = _STYLE + (_CRITICAL_STYLE if critical else "")
+    style += _UPDATE_STYLE if any(timeline.is_stream for timeline in timelines) else ""
     paper = f'<rect class="paper" x="{-pad}" y="{-pad}" width="100%" height="100%"/>' if standalone else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pl" viewBox="{box}" '
@@ -187,7 +189,8 @@ def _grid(seconds: float, scale: float, bottom: float) -> list[str]:
 
 
 def _legend(timelines: Sequence[Timeline], y: float, critical: bool) -> list[str]:
-    used = {span.action.op for timeline in timelines for row in timeline.spans for span in row}
+    rows = [row for timeline in timelines for row in timeline.spans]
+    used = {span.action.op for row in rows for span in row if span.end > span.start or span.action.op is Op.STEP}
     x, parts = _LEFT, []
     for op in (op for op in COLOURS if op in used):
         parts.append(f'<rect class="{op.value}" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10" rx="2"/>')

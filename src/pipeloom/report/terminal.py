@@ -186,12 +186,14 @@ def _print_table(timeline: Timeline, console: Console) -> None:
         soft_wrap=True,
     )
     summary = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
-    summary.add_row("makespan", seconds_text(timeline.makespan), f"bubble {_percent(timeline.bubble_fraction)}")
+    filled = ", start-up and drain included" if timeline.is_stream else ""
+    bubble = f"bubble {_percent(timeline.bubble_fraction)}{filled}"
+    summary.add_row("makespan", seconds_text(timeline.makespan), bubble)
     summary.add_row(
         "longest rank", seconds_text(timeline.span_seconds), f"bubble {_percent(timeline.bubble_fraction_span)}"
     )
     summary.add_row("without bubbles", seconds_text(timeline.ideal_seconds), "")
-    if timeline.is_stream:  # the bubble is that of start-up and drain
+    if timeline.is_stream:
         ideal = f"at best {seconds_text(timeline.ideal_period_seconds)}"
         summary.add_row("a micro-batch, steady state", _period(timeline), ideal)
     console.print(summary)
