@@ -12,7 +12,7 @@ from benchmarks.common.report import environment, save, table
 from benchmarks.common.statistics import ratio, spread
 from benchmarks.common.waiting import measure_waiting, simulated, waiting_schedule, waiting_systems
 
-from pipeloom.schedules import FAMILIES
+from pipeloom.schedules import SYNCHRONOUS
 
 SIZES = {4: 8, 8: 16, 16: 32}  # ranks: micro-batches; the fewest that all schedules have
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.emulated", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", nargs="+", type=int, choices=SIZES, default=[4, 8])
-    parser.add_argument("--schedules", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--schedules", nargs="+", choices=SYNCHRONOUS, default=list(SYNCHRONOUS))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "emulated.json")
     arguments = parser.parse_args()
     machine = environment()

@@ -17,7 +17,7 @@ REPLICATED = ("dualpipe", "chimera")
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_on_loopback(num_ranks: int) -> None:
     cases = grid(num_ranks, 4)
-    expected = set(pl.schedules.FAMILIES) - (set(REPLICATED) if num_ranks % 2 else set())
+    expected = set(pl.schedules.SYNCHRONOUS) - (set(REPLICATED) if num_ranks % 2 else set())
     assert {case.family for case in cases} == expected
     least = {(family, num_chunks): min(several) for family, num_chunks, several in sizes(num_ranks)}
     tried = {(case.family, case.num_chunks, case.num_microbatches) for case in cases}
@@ -28,7 +28,7 @@ def test_on_loopback(num_ranks: int) -> None:
 
 def test_the_thinned_grid_has_every_family_with_every_state_of_the_other_factors() -> None:
     cases = [case for num_ranks in (2, 3, 4) for case in grid(num_ranks, 2)]
-    for family in pl.schedules.FAMILIES:
+    for family in pl.schedules.SYNCHRONOUS:
         of_family = [case for case in cases if case.family == family]
         for factor in ("uneven", "tied", "checkpointed"):
             assert {getattr(case, factor) for case in of_family} == {False, True}, (family, factor)
