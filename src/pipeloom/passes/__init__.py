@@ -19,7 +19,8 @@ __all__ = [
     "warm_up_lengths",
 ]
 
-from pipeloom.passes.forward_only import evaluation_schedule, forward_only
+from pipeloom.passes.evaluation import evaluation_schedule
+from pipeloom.passes.forward_only import forward_only
 from pipeloom.passes.merge_backwards import merge_backwards
 from pipeloom.passes.repeat_steps import repeat_steps
 from pipeloom.passes.stretch import stretch

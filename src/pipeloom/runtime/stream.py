@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import torch
 
 from pipeloom.errors import InputError, PeerLost
-from pipeloom.ir import Program
-from pipeloom.ir.versions import Uses, versions_used
+from pipeloom.ir import Program, check
+from pipeloom.ir.versions import versions_used
 from pipeloom.passes import lower, stretch
 from pipeloom.runtime.calls import call_number
 from pipeloom.runtime.collectives import all_gather_bytes
@@ -95,7 +95,7 @@ class Stream:
         self._optimizer = StreamOptimizer(optimizer, self._options, schedule.num_stages)
         self._on_update = on_update
         self._microbatches = schedule.microbatches_per_update
-        self._last_length: tuple[Program, Uses] | None = None
+        self._last_length: tuple[Program, Mapping[tuple[int, int], int]] | None = None
         self.num_batches = num_batches
         self.peak_weight_versions: dict[int, int] = {}
         self.peak_weight_bytes: dict[int, int] = {}
@@ -187,11 +187,12 @@ class Stream:
                 )
         pipeline.ownership.check_equal()
 
-    def _program(self, count: int) -> tuple[Program, Uses]:
-        """The program of a run of `count` batches. Its orders go on as the schedule's, which is checked, do."""
+    def _program(self, count: int) -> tuple[Program, Mapping[tuple[int, int], int]]:
+        """The program of a run of `count` batches, and the version that each stage and micro-batch uses."""
         length = count * self._microbatches
         if self._last_length is None or self._last_length[0].num_microbatches != length:
             schedule = stretch(self._pipeline.schedule, length)
+            check(schedule)
             self._last_length = lower(schedule), versions_used(schedule)
         return self._last_length
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -20,7 +20,7 @@ import torch
 
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program
-from pipeloom.ir.versions import Uses, num_updates
+from pipeloom.ir.versions import num_updates
 from pipeloom.runtime.calls import call_number, num_samples_of
 from pipeloom.runtime.driver import Run
 from pipeloom.runtime.ownership import Ownership
@@ -46,7 +46,7 @@ class StreamPlan:
     """
 
     program: Program
-    used: Uses
+    used: Mapping[tuple[int, int], int]
     call: int
     batches_before: int
 
@@ -152,7 +152,7 @@ class StreamRank:
                 uses[action.stage][self._plan.used[action.stage, action.microbatch]] += 1
         mailboxes: dict[int, Mailbox] = {}
         for stage, module in self._worker.stages.items():
-            self._weights[stage] = WeightVersions(module, uses[stage])
+            self._weights[stage] = WeightVersions(module, uses[stage], self._optimizer.trained)
             replicas = schedule.placement.replicas[stage]
             if len(replicas) > 1:
                 for peer in replicas:

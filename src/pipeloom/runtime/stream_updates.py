@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeloom.errors import InputError, RunError
 from pipeloom.runtime.weight_versions import Gradients, WeightVersions
@@ -83,17 +83,22 @@ class StreamOptimizer:
         optimizer: of this process.
         options: of the stream.
         num_stages: of the pipeline.
+
+    Attributes:
+        trained: the parameters that the optimizer has.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: UpdateOptions, num_stages: int) -> None:
         self._optimizer = optimizer
+        self.trained: set[nn.Parameter] = set()
         self._options = options
         self._bound = options.max_norm / math.sqrt(num_stages)
         self._lock = threading.Lock()  # ranks of one process may have a thread each
         self._base: list[Any] = []
 
     def begin(self) -> None:
-        """Note the learning rates as they are."""
+        """Note parameters and learning rates as they are."""
+        self.trained = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
         self._base = [_rate_of(group) for group in self._optimizer.param_groups]
 
     def end(self) -> None:

@@ -14,7 +14,7 @@ gradient) versions share its leaf. A version is let go of behind the last backwa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from torch import Tensor, nn
 
@@ -29,6 +29,7 @@ class WeightVersions:
     Args:
         module: the stage.
         uses: for each version, how many backwards of this rank use it. It is counted down.
+        trained: the parameters that updates may change.
 
     Attributes:
         parameters: the user's, each once however often the module has it.
@@ -36,7 +37,7 @@ class WeightVersions:
         peak_bytes: of all parameters of the stage in all versions, the most that existed at once.
     """
 
-    def __init__(self, module: nn.Module, uses: Counter[int]) -> None:
+    def __init__(self, module: nn.Module, uses: Counter[int], trained: Set[nn.Parameter]) -> None:
         homes: dict[nn.Parameter, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
         for part in module.modules():
             for name, parameter in part._parameters.items():
@@ -44,7 +45,7 @@ class WeightVersions:
                     homes.setdefault(parameter, []).append((part._parameters, name))
         self.parameters = list(homes)
         self._homes = list(homes.values())
-        self._uses = uses
+        self._uses, self._trained = uses, trained
         self._newest = 0
         self._installed: int | None = None
         self._leaves: dict[int, list[nn.Parameter]] = {0: [_leaf(parameter) for parameter in self.parameters]}
@@ -104,7 +105,7 @@ class WeightVersions:
         shared = {id(leaf) for leaf in before}
         for parameter, leaf, gradient in zip(self.parameters, leaves, gradients, strict=True):
             parameter.grad = gradient
-            if gradient is not None and (needed or id(leaf) in shared):
+            if gradient is not None and parameter in self._trained and (needed or id(leaf) in shared):
                 parameter.data = parameter.data.clone()
         try:
             step()
