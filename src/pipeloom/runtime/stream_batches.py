@@ -36,7 +36,7 @@ class StreamBatches:
         self._num_taken = 0
         self._lock = threading.Lock()  # ranks of one process may have a thread each
         self._inputs, self._targets, self._weights = (
-            _Pieces(self._take_until, schedule.num_microbatches) for _ in range(3)
+            _Pieces(self.take_until, schedule.num_microbatches) for _ in range(3)
         )
         self.num_samples: dict[int, int] = {}
         self.batch = Batch(
@@ -48,9 +48,9 @@ class StreamBatches:
     def finish(self) -> None:
         """Take also what nobody here had to read: the iterator is where it is on other processes that read it."""
         if self._reads_inputs or self._reads_targets:
-            self._take_until(self._num_batches * self._size - 1)
+            self.take_until(self._num_batches * self._size - 1)
 
-    def _take_until(self, microbatch: int) -> None:
+    def take_until(self, microbatch: int) -> None:
         """Take batches until that of `microbatch` is there."""
         with self._lock:
             while self._num_taken <= microbatch // self._size:

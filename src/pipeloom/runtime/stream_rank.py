@@ -178,20 +178,25 @@ class StreamRank:
             run = self._with_version(action, run)
         elif action.op in (Op.B, Op.W):
             run = self._into_sum(action, run)
-        return [(self._as_part_of(action.microbatch // self._plan.batch_size, run), ready)]
+        return [(self._as_part_of_batch(action, run), ready)]
 
-    def _as_part_of(self, batch: int, run: Callable[[], None]) -> Callable[[], None]:
+    def _as_part_of_batch(self, action: Action, run: Callable[[], None]) -> Callable[[], None]:
         """Messages say how many samples their batch has, so far as this rank knows that."""
-        state, count = self._worker.state, self._plan.call
+        state, count, batches, known = self._worker.state, self._plan.call, self._batches, self._num_samples
+        stage, op, microbatch, _ = action
+        assert microbatch is not None
+        batch = microbatch // self._plan.batch_size
+        reads = op is Op.F and stage in (0, self._plan.program.schedule.num_stages - 1)
 
         def numbered() -> None:
-            known = self._num_samples.get(batch, 0)
-            state.call = count + call_number(0, False, known or self._batches.num_samples.get(batch, 0))
+            if reads:
+                batches.take_until(microbatch)
+            own, said = batches.num_samples.get(batch, 0), known.get(batch, 0)
+            if own and said and own != said:
+                raise RunError(unequal_lengths(*((own, said) if batches.batch.inputs else (said, own))))
+            state.call = count + call_number(0, False, own or said)
             run()
-            said, own = num_samples_of(state.call), self._batches.num_samples.get(batch, 0)
-            if said and own and said != own:
-                raise RunError(unequal_lengths(*((own, said) if self._batches.batch.inputs else (said, own))))
-            self._num_samples[batch] = said
+            known[batch] = num_samples_of(state.call)
 
         return numbered
 
