@@ -7,6 +7,7 @@ from pipeloom.passes.communication import insert_communication
 from pipeloom.passes.gradient_reduction import insert_gradient_reduction
 
 __all__ = [
+    "evaluation_schedule",
     "forward_only",
     "insert_communication",
     "insert_gradient_reduction",
@@ -15,13 +16,16 @@ __all__ = [
     "merge_backwards",
     "repeat_steps",
     "separate_units",
+    "stretch",
     "warm_up_lengths",
 ]
 
+from pipeloom.passes.evaluation import evaluation_schedule
 from pipeloom.passes.forward_only import forward_only
 from pipeloom.passes.merge_backwards import merge_backwards
 from pipeloom.passes.repeat_steps import repeat_steps
 from pipeloom.passes.separate_units import separate_units
+from pipeloom.passes.stretch import stretch
 from pipeloom.passes.updates import insert_updates
 from pipeloom.passes.warm_up import warm_up_lengths
 
