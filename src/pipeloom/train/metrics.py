@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,6 +117,12 @@ class Predictor:
         self._factors: deque[Tensor] = deque(maxlen=_RECENT_STEPS)
         self._messages: deque[MessageTimes] = deque(maxlen=_RECENT_MESSAGES)
         self._warm = False
+
+    def of(self, program: Program) -> Predictor:
+        """The same times, for another program of the same stages."""
+        other = copy(self)
+        other._program = program
+        return other
 
     def observe(self, cost: StepCost) -> None:
         """Take in a step. The first one, which warms up, counts only until there is another."""

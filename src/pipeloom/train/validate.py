@@ -19,6 +19,7 @@ from pipeloom.train.data import Corpus, prepare_corpus
 from pipeloom.train.memory import check_memory
 from pipeloom.train.output import in_use
 from pipeloom.train.slices import check_slices, schedule_name, slice_lengths
+from pipeloom.train.streams import check_stream, is_stream, stream_length
 from pipeloom.train.tokenize import load_tokenizer
 
 CUTS = ("layers", "parameters", "time")
@@ -38,7 +39,9 @@ def validate_settings(config: TrainConfig) -> None:
         raise InputError(
             f"--local with parallel.transport {config.parallel.transport}: one process sends no messages; drop one"
         )
-    parse_cut(config, make_schedule(config).num_stages)
+    schedule = make_schedule(config)
+    parse_cut(config, schedule.num_stages)
+    check_stream(config, schedule)
 
 
 def validate(config: TrainConfig, *, world_size: int | None, locked: bool = False) -> None:
@@ -84,15 +87,19 @@ def validate(config: TrainConfig, *, world_size: int | None, locked: bool = Fals
 
 def make_schedule(config: TrainConfig) -> Schedule:
     """The schedule of every step, checked."""
-    ranks, microbatches = config.parallel.pipeline, config.num_microbatches
     check_slices(config)
     lengths = slice_lengths(config)
+    name = schedule_name(config)
+    streams = is_stream(name)
     schedule = schedules.build(
-        schedule_name(config),
-        num_ranks=ranks,
-        num_microbatches=microbatches,
+        name,
+        num_ranks=config.num_ranks,
+        num_microbatches=stream_length(config) if streams else config.num_microbatches,
         num_chunks=config.parallel.chunks,
         num_slices=len(lengths or (0,)),
+        weights=config.weights,
+        replicas=None if config.parallel.replicas is None else config.replicas,
+        microbatches_per_update=config.num_microbatches if streams else None,
     )
     check(schedule)
     if lengths is not None and len(lengths) != schedule.num_slices:
