@@ -7,6 +7,7 @@ from pipeloom.passes.communication import insert_communication
 from pipeloom.passes.gradient_reduction import insert_gradient_reduction
 
 __all__ = [
+    "evaluation_schedule",
     "forward_only",
     "insert_communication",
     "insert_gradient_reduction",
@@ -14,12 +15,14 @@ __all__ = [
     "lower",
     "merge_backwards",
     "repeat_steps",
+    "stretch",
     "warm_up_lengths",
 ]
 
-from pipeloom.passes.forward_only import forward_only
+from pipeloom.passes.forward_only import evaluation_schedule, forward_only
 from pipeloom.passes.merge_backwards import merge_backwards
 from pipeloom.passes.repeat_steps import repeat_steps
+from pipeloom.passes.stretch import stretch
 from pipeloom.passes.updates import insert_updates
 from pipeloom.passes.warm_up import warm_up_lengths
 

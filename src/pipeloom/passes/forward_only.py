@@ -1,14 +1,31 @@
-"""Evaluation: the same placement and forward order, without backwards."""
+"""Evaluation: the same placement and forward order, without backwards and without updates."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from pipeloom.ir.action import Op
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.schedule import Schedule, WeightPolicy
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The forwards of `schedule` in their order. Legal for every legal schedule: leaving actions out adds no wait."""
     orders = tuple(tuple(action for action in order if action.op is Op.F) for order in schedule.orders)
     return replace(schedule, orders=orders, overlapped=frozenset(), forward_only=True)
+
+
+def evaluation_schedule(schedule: Schedule) -> Schedule:
+    """`forward_only` of one step, or of the micro-batches of one update of a stream: none comes between them."""
+    count = schedule.microbatches_per_update
+    if count is None:
+        return forward_only(schedule)
+    orders = tuple(
+        tuple(action for action in order if action.microbatch is not None and action.microbatch < count)
+        for order in schedule.orders
+    )
+    return replace(
+        forward_only(replace(schedule, orders=orders)),
+        num_microbatches=count,
+        weights=WeightPolicy.FLUSH,
+        microbatches_per_update=None,
+    )
