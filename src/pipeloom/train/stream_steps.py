@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.passes import lower, stretch
-from pipeloom.runtime import Discount, Pipeline, Stream
+from pipeloom.runtime import Pipeline, Stream
+from pipeloom.runtime.stream_updates import Discount
 from pipeloom.sim import Timeline, measured_timeline
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.group import Group
@@ -38,6 +39,7 @@ class StreamSteps:
         self._pipeline, self._config, self._group = pipeline, config, group
         self._tokens = config.batch.size * config.model.sequence_length
         self._live: Live | None = None
+        self._last = 0
         self._moments: list[float] = []  # at which losses came, on process 0
         self._stream = Stream(
             pipeline,
@@ -69,9 +71,11 @@ class StreamSteps:
             live: told of each loss as it comes, on process 0; not of the last.
         """
         first = self.done + 1
-        self._live, self._moments = live, [time.perf_counter()]
+        self._live, self._last, self._moments = live, first + count - 1, [time.perf_counter()]
         updates = self._stream.run(batches, count)
-        self._schedule = stretch(self._pipeline.schedule, count * (self._pipeline.schedule.microbatches_per_update or 1))
+        self._schedule = stretch(
+            self._pipeline.schedule, count * (self._pipeline.schedule.microbatches_per_update or 1)
+        )
         numbers = cost_numbers(self._pipeline, self._pipeline.records, self._group.rank, self._group.size)
         held = torch.zeros(self._pipeline.num_ranks, dtype=torch.float64)
         for rank, versions in self._stream.peak_weight_versions.items():
@@ -116,6 +120,6 @@ class StreamSteps:
 
     def _came(self, batch: int, loss: float) -> None:
         self._moments.append(time.perf_counter())
-        if self._live is not None:
+        if self._live is not None and batch + 1 < self._last:  # that comes with all its numbers
             seconds = self._moments[-1] - self._moments[-2]
             self._live(batch + 1, loss, self._tokens / max(seconds, 1e-9))
