@@ -55,11 +55,11 @@ def check(pipeline: Schedule | Program) -> Checked:
 
 def _checked(schedule: Schedule, live: tuple[int, ...]) -> Checked:
     share = schedule.stage_share / schedule.num_slices
-    updates = schedule.microbatches_per_update is not None and not schedule.forward_only
+    stream = schedule.microbatches_per_update is not None
     return Checked(
         live_activations=live,
         peak_activations=tuple(count * share for count in live),
-        weight_versions=weight_versions(schedule) if updates else (1,) * schedule.num_ranks,
+        weight_versions=weight_versions(schedule) if stream else (1,) * schedule.num_ranks,
     )
 
 
@@ -88,7 +88,7 @@ def _check_sizes(pipeline: Schedule | Program, schedule: Schedule) -> None:
             f"schedule {schedule.name!r} has {schedule.num_microbatches} micro-batches and {schedule.num_slices} "
             "slices: both must be at least 1; raise them"
         )
-    _check_updates(schedule)
+    check_updates(schedule)
     if len(pipeline.orders) != schedule.num_ranks:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {len(pipeline.orders)} orders for {schedule.num_ranks} ranks: "
@@ -96,8 +96,12 @@ def _check_sizes(pipeline: Schedule | Program, schedule: Schedule) -> None:
         )
 
 
-def _check_updates(schedule: Schedule) -> None:
-    """A stream of micro-batches is a whole number of updates on every stage."""
+def check_updates(schedule: Schedule) -> None:
+    """A stream of micro-batches is a whole number of updates on every stage.
+
+    Raises:
+        ScheduleError: it is not, or it is no stream and says that it updates, or has slices, or no backwards.
+    """
     count = schedule.microbatches_per_update
     if (count is None) is not (schedule.weights is WeightPolicy.FLUSH) or (count is not None and count < 1):
         raise ScheduleError(
@@ -106,6 +110,11 @@ def _check_updates(schedule: Schedule) -> None:
         )
     if count is None:
         return
+    if schedule.forward_only:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has no backwards and weight policy {schedule.weights.value!r}: evaluation "
+            "updates nothing and has 'flush'; make it with pipeloom.passes.forward_only"
+        )
     if schedule.num_slices > 1:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {schedule.num_slices} slices under weight policy "
@@ -115,9 +124,9 @@ def _check_updates(schedule: Schedule) -> None:
         interval = schedule.update_interval(stage)
         if schedule.num_microbatches % interval:
             raise ScheduleError(
-                f"schedule {schedule.name!r} has {schedule.num_microbatches} micro-batches, and stage {stage} with "
-                f"{len(schedule.placement.replicas[stage])} replicas updates after every {interval}: a stream is a "
-                f"whole number of updates; take a multiple of {interval}"
+                f"schedule {schedule.name!r} has {schedule.num_microbatches} micro-batches, and stage {stage} (replicas: "
+                f"{len(schedule.placement.replicas[stage])}) updates after every {interval}: a stream is a whole number "
+                f"of updates; take a multiple of {interval}"
             )
 
 
@@ -221,7 +230,7 @@ def _check_messages(program: Program) -> None:
 def _check_reductions(program: Program) -> None:
     """Every rank of a gradient group meets the others once, after all its backwards of the group's stages."""
     group_of = {stage: group for group in program.gradient_groups for stage in group}
-    if program.schedule.microbatches_per_update is not None and not program.schedule.forward_only:
+    if program.schedule.microbatches_per_update is not None:
         _check_stream(program)
         return
     for rank, order in enumerate(program.orders):

@@ -11,7 +11,7 @@ knows what an action has to wait for; the checker, the simulator, the passes and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -41,6 +41,7 @@ class WeightPolicy(StrEnum):
 
 
 Orders = tuple[Sequence[Action], ...]
+Uses = Mapping[tuple[int, int], int]  # (stage, micro-batch) -> version of the stage's parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,17 @@ class Schedule:
         from pipeloom.ir.columns import prove
 
         return prove(self)
+
+    @cached_property
+    def versions_used(self) -> Uses:
+        """Of a stream, the version that F and B of each stage and micro-batch use; see `pipeloom.ir.versions`.
+
+        Raises:
+            ScheduleError: an F stands before the update that makes its version.
+        """
+        from pipeloom.ir.versions import find_versions
+
+        return find_versions(self)
 
     @property
     def num_ranks(self) -> int:

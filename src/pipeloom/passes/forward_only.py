@@ -9,9 +9,19 @@ from pipeloom.ir.schedule import Schedule, WeightPolicy
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of `schedule` in their order. Legal for every legal schedule: leaving actions out adds no wait."""
+    """The forwards of `schedule` in their order. Legal for every legal schedule: leaving actions out adds no wait.
+
+    Of a stream, too: nothing is updated, so there is one version of the parameters, the newest.
+    """
     orders = tuple(tuple(action for action in order if action.op is Op.F) for order in schedule.orders)
-    return replace(schedule, orders=orders, overlapped=frozenset(), forward_only=True)
+    return replace(
+        schedule,
+        orders=orders,
+        overlapped=frozenset(),
+        weights=WeightPolicy.FLUSH,
+        microbatches_per_update=None,
+        forward_only=True,
+    )
 
 
 def evaluation_schedule(schedule: Schedule) -> Schedule:
@@ -23,9 +33,4 @@ def evaluation_schedule(schedule: Schedule) -> Schedule:
         tuple(action for action in order if action.microbatch is not None and action.microbatch < count)
         for order in schedule.orders
     )
-    return replace(
-        forward_only(replace(schedule, orders=orders)),
-        num_microbatches=count,
-        weights=WeightPolicy.FLUSH,
-        microbatches_per_update=None,
-    )
+    return replace(forward_only(replace(schedule, orders=orders)), num_microbatches=count)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from html import escape
 
 from pipeloom.ir.action import COMPUTE_OPS, Op
-from pipeloom.report.drawing import COLOURS, OP_NAMES, label, number_text, op_shares, seconds_text, ticks
+from pipeloom.report.drawing import COLOURS, OP_NAMES, described, label, number_text, op_shares, seconds_text, ticks
 from pipeloom.sim import Span, Timeline, critical_path
 
 _LEFT, _RIGHT, _BAR, _MEMORY, _GAP = 58.0, 46.0, 22.0, 13.0, 9.0
+_TICK = 1.6  # width of what takes no time
 _MOST_TOOLTIPS = 2000  # a tooltip makes a span several times as many bytes
 _STYLE = """
 .pl{font:11px ui-sans-serif,system-ui,sans-serif;color:var(--ink,#1d2330)}
@@ -80,10 +81,13 @@ def timeline_svg(
 
 
 def _title(timeline: Timeline) -> str:
-    return (
+    text = (
         f"{timeline.name}, {timeline.kind}: {seconds_text(timeline.makespan)}, "
         f"bubble {100 * timeline.bubble_fraction:.1f} %"
     )
+    if timeline.is_stream and timeline.period_seconds is not None:
+        text += f", {seconds_text(timeline.period_seconds)} a micro-batch in the steady state"
+    return text
 
 
 def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: float, tooltips: bool) -> list[str]:
@@ -93,6 +97,7 @@ def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: f
     stages = timeline.placement.stages_of[rank]
     boxes: dict[str, list[str]] = {}
     partners, ends = dict(timeline.overlapped), {span.action: span.end for span in row}
+    versions = timeline.versions_used if tooltips else {}
     parts = []
     numbers = []
     for span in row:
@@ -103,12 +108,16 @@ def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: f
             numbers.append(f'<rect class="unit" x="{x:.2f}" y="{y:.1f}" width="{frame:.2f}" height="{_BAR:.0f}"/>')
         if op in (Op.RECV_F, Op.RECV_B) and w > 1:
             parts.append(f'<path class="wait" d="M{x:.2f} {y + _BAR / 2:.1f}h{w:.2f}"/>')
+        if op is Op.STEP and w < _TICK:  # an update that takes no time is a line between two computations
+            x, w = x - (_TICK - w) / 2, _TICK
         if op not in COLOURS or w <= 0:
             continue
         drawn = w - 0.6 if w > 3 else w
         kind = f"{op.value} odd" if stage in stages and stages.index(stage) % 2 else op.value
         if tooltips:
             text = f"{span.action} on rank {rank}: {seconds_text(start)} to {seconds_text(end)}"
+            version = described(span, versions).get("version")
+            text += "" if version is None else f", version {version}"
             parts.append(f'<rect class="{kind}" x="{x:.2f}" y="{y:.1f}" width="{drawn:.2f}" height="{_BAR:.0f}">')
             parts.append(f"<title>{text}</title></rect>")
         else:
