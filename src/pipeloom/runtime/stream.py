@@ -14,7 +14,8 @@ import torch
 
 from pipeloom.errors import InputError, PeerLost
 from pipeloom.ir import Program
-from pipeloom.ir.versions import Uses, versions_used
+from pipeloom.ir.schedule import Uses
+from pipeloom.ir.versions import versions_used
 from pipeloom.passes import lower, stretch
 from pipeloom.runtime.calls import call_number
 from pipeloom.runtime.collectives import all_gather_bytes

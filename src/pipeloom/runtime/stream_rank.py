@@ -20,7 +20,8 @@ import torch
 
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program
-from pipeloom.ir.versions import Uses, num_updates
+from pipeloom.ir.schedule import Uses
+from pipeloom.ir.versions import num_updates
 from pipeloom.runtime.calls import call_number, num_samples_of
 from pipeloom.runtime.driver import Run
 from pipeloom.runtime.ownership import Ownership

@@ -66,6 +66,11 @@ def check_stream(config: TrainConfig, schedule: Schedule) -> None:
         raise InputError(
             f"optimizer.barrier false with schedule {schedule.name!r}: a stream has no barrier to leave out; drop it"
         )
+    if config.model.tie_embeddings and schedule.num_stages > 1:
+        raise InputError(
+            f"model.tie_embeddings with schedule {schedule.name!r}: the first and the last stage hold the same "
+            "parameters and update at different times; leave it out, or take a schedule that flushes, such as 1f1b"
+        )
     each = steps_between_drains(schedule)
     for key in ("steps", "eval_steps", "save_steps"):
         if getattr(config, key) % each:

@@ -157,12 +157,9 @@ class Trainer:
             count = last - first + 1
             start = self.samples_seen
             batches = (self._batch(start + k * self.config.batch.size) for k in range(count))
-            rows = self.stream.run(batches, count, shown.live)
+            rows = self.stream.run(batches, count, shown.live, self._gathered)
             self.samples_seen = start + count * self.config.batch.size
-            self.records = self.pipe.records
-            predicted = self.stream.predicted(self._gather_records()).bubble_fraction
-            for row in rows:
-                yield self._written(row | {"predicted_bubble_fraction": predicted})
+            yield from map(self._written, rows)
             return
         for step in range(first, last + 1):
             yield from self._step(step)
@@ -251,10 +248,10 @@ class Trainer:
         self._enter("report")
         if self.first_step > self.config.steps:
             return
-        records = self._gather_records()
+        records = self._gathered(self.records)
         if self.group.rank == 0:
             if self.stream is not None:
-                measured, predicted = self.stream.measured(records), self.stream.predicted(records)
+                measured, predicted = self.stream.measured(), self.stream.predicted()
             else:
                 measured = measured_timeline(self.pipe.schedule, [rows for _, rows in records])
                 predicted = self.predictor.predict()
@@ -308,7 +305,7 @@ class Trainer:
         self.predictor.observe(cost)
         self.steps_here += 1
         if _shows_messages(self.steps_here):
-            self.predictor.observe_messages(self._gather_records())
+            self.predictor.observe_messages(self._gathered(self.records))
         tokens = self.config.batch.size * self.config.model.sequence_length
         predicted = self.predictor.predict().bubble_fraction if self.group.rank == 0 else math.nan
         return {
@@ -320,9 +317,9 @@ class Trainer:
             "live_activations": cost.live_activations,
         }
 
-    def _gather_records(self) -> Records:
-        """The last step's records of all ranks, by rank, on every process."""
-        own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in self.records]
+    def _gathered(self, records: Records) -> Records:
+        """The records of all ranks, by rank, on every process; `records` are this one's."""
+        own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in records]
         gathered = [item for payload in self.group.all_gather(json.dumps(own).encode()) for item in json.loads(payload)]
         return [
             (rank, [(parse_action(action), start, end) for action, start, end in rows])
