@@ -62,6 +62,18 @@ def test_some_replicas_need_one_more_in_flight_to_be_all_busy(replicas):
     assert period(stream("stash", replicas, 20, in_flight=one_more), *times) == pytest.approx(1.0)
 
 
+def test_replicas_that_waited_for_each_other_at_once_would_lose_throughput():
+    program = lower(stream("stash", (2, 1, 1), 40))
+    orders = []
+    for rank, order in enumerate(program.orders):
+        rest = [action for action in order if action.op is not Op.STEP or rank > 1]
+        at_once = [[a, a._replace(op=Op.STEP, microbatch=a.microbatch // 2)] for a in rest if a.op is Op.REDUCE_GRAD]
+        orders.append(tuple(b for a in rest for b in (at_once.pop(0) if a.op is Op.REDUCE_GRAD else [a])))
+    costs = Costs.per_stage(forward=[2.0, 1.0, 1.0], backward=[4.0, 2.0, 2.0])
+    assert simulate(program, costs).period_seconds == pytest.approx(3.0)
+    assert simulate(replace(program, orders=tuple(orders)), costs).period_seconds == pytest.approx(4.5)
+
+
 def test_updates_take_their_time_once_an_update():
     for p, each in ((1, 1), (4, 1), (4, 4), (3, 2)):
         schedule = stream("stash", (1,) * p, 24 // each, each)

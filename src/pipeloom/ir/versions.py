@@ -14,7 +14,7 @@ its equal share. Version v is what a stage holds after v updates.
                                                  it runs the next micro-batch, and it updates behind that
 
 Replicas that waited for each other at once would from then on run at the same time, and what they need comes one after
-the other: with as much work on every stage that would cost up to half of the throughput (simulated).
+the other: with replicas (2, 1, 1) and as much work on every rank, that would cost a third of the throughput.
 
 Sources: PipeDream (Narayanan et al., SOSP 2019, section 3.3) and PipeDream-2BW (arXiv:2006.09503, section 3.1).
 """
