@@ -14,6 +14,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -89,8 +90,6 @@ class StreamRank:
 
     Attributes:
         norms: by stage and update, of the gradient before clipping.
-        peak_weight_versions: the most versions of one stage that existed at once.
-        peak_weight_bytes: of the parameters of all stages in all versions.
     """
 
     def __init__(
@@ -105,13 +104,23 @@ class StreamRank:
     ) -> None:
         self._worker, self._plan, self._batches, self._optimizer = worker, plan, batches, optimizer
         self._ownership, self._on_losses, self._poll = ownership, on_losses, poll
-        self._num_samples: dict[int, int] = {}  # of batches, as other ranks said
+        self._calls: dict[int, int] = {}  # by batch: the number of its messages, which says how many samples it has
         self._records: deque[Record] = deque(maxlen=_NUM_RECORDS)
         self._weights: dict[int, WeightVersions] = {}
         self._replicas: dict[int, ReplicaGradients] = {}
+        self._last_stage = plan.program.schedule.num_stages - 1
+        self._intervals = {stage: plan.program.schedule.update_interval(stage) for stage in worker.stages}
         self.norms: dict[tuple[int, int], float] = {}
-        self.peak_weight_versions = 0
-        self.peak_weight_bytes = 0
+
+    @property
+    def peak_weight_versions(self) -> int:
+        """The most versions of one stage that existed at once."""
+        return max(weights.peak_versions for weights in self._weights.values())
+
+    @property
+    def peak_weight_bytes(self) -> int:
+        """Of the parameters of all stages in all versions, each stage's most."""
+        return sum(weights.peak_bytes for weights in self._weights.values())
 
     def records(self) -> Iterable[Record]:
         """What ran when; of a long run, the last of it."""
@@ -163,96 +172,82 @@ class StreamRank:
                 self._replicas[stage] = ReplicaGradients(
                     rank, stage, replicas, named, buffers, mailboxes, num_updates(schedule, stage)
                 )
-        self._note_peaks()
 
     def _steps(self, action: Action) -> list[Step]:
-        if action.op is Op.STEP:
-            return self._update_steps(action)
-        assert action.microbatch is not None
-        if action.op is Op.REDUCE_GRAD:
-            update = action.microbatch // self._plan.program.schedule.update_interval(action.stage)
-            weights, replicas = self._weights[action.stage], self._replicas[action.stage]
-            return [(lambda: replicas.send(update, weights.gradients(update)), None)]
+        stage, op, number, _ = action
+        assert number is not None
+        if op is Op.STEP:
+            return self._update_steps(stage, number)
+        if op is Op.REDUCE_GRAD:
+            return [(partial(self._send_gradients, stage, number // self._intervals[stage]), None)]
         ((run, ready),) = self._worker.steps(action, self._plan.program)
-        if action.op in (Op.F, Op.I):
-            run = self._with_version(action, run)
-        elif action.op in (Op.B, Op.W):
-            run = self._into_sum(action, run)
-        return [(self._as_part_of_batch(action, run), ready)]
+        if op in (Op.F, Op.I):
+            return [(partial(self._forward, action, run), ready)]
+        if op in (Op.B, Op.W):
+            return [(partial(self._backward, stage, number, run), ready)]
+        return [(partial(self._message, number // self._plan.batch_size, run), ready)]
 
-    def _as_part_of_batch(self, action: Action, run: Callable[[], None]) -> Callable[[], None]:
+    def _message(self, batch: int, run: Callable[[], None]) -> None:
         """Messages say how many samples their batch has, so far as this rank knows that."""
-        state, count, batches, known = self._worker.state, self._plan.call, self._batches, self._num_samples
+        state = self._worker.state
+        state.call = self._calls.get(batch, self._plan.call)
+        run()
+        self._calls[batch] = state.call
+
+    def _forward(self, action: Action, run: Callable[[], None]) -> None:
+        """F or I by the version that the micro-batch meets."""
         stage, op, microbatch, _ = action
         assert microbatch is not None
-        batch = microbatch // self._plan.batch_size
-        reads = op is Op.F and stage in (0, self._plan.program.schedule.num_stages - 1)
+        if op is Op.F and stage in (0, self._last_stage):
+            self._read(microbatch)
+        self._weights[stage].install(self._plan.used[stage, microbatch])
+        run()
 
-        def numbered() -> None:
-            if reads:
-                batches.take_until(microbatch)
-            own, said = batches.num_samples.get(batch, 0), known.get(batch, 0)
-            if own and said and own != said:
-                raise RunError(unequal_lengths(*((own, said) if batches.batch.inputs else (said, own))))
-            state.call = count + call_number(0, False, own or said)
-            run()
-            known[batch] = num_samples_of(state.call)
+    def _read(self, microbatch: int) -> None:
+        """Take the batch, and see that it is as long as other ranks say."""
+        batches, batch = self._batches, microbatch // self._plan.batch_size
+        batches.take_until(microbatch)
+        own, said = batches.num_samples[batch], num_samples_of(self._calls.get(batch, 0))
+        if said and own != said:
+            raise RunError(unequal_lengths(*((own, said) if batches.batch.inputs else (said, own))))
+        self._calls[batch] = self._plan.call + call_number(0, False, own)
 
-        return numbered
+    def _backward(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
+        """B or W, into the sum of the micro-batch's update."""
+        version, update = self._plan.used[stage, microbatch], microbatch // self._intervals[stage]
+        weights = self._weights[stage]
+        weights.begin_backward(version, update)
+        run()
+        weights.end_backward(version, update)
 
-    def _with_version(self, action: Action, run: Callable[[], None]) -> Callable[[], None]:
-        stage, _, microbatch, _ = action
-        assert microbatch is not None
-        weights, version = self._weights[stage], self._plan.used[stage, microbatch]
+    def _send_gradients(self, stage: int, update: int) -> None:
+        self._replicas[stage].send(update, self._weights[stage].gradients(update))
 
-        def forward() -> None:
-            weights.install(version)
-            run()
-
-        return forward
-
-    def _into_sum(self, action: Action, run: Callable[[], None]) -> Callable[[], None]:
-        stage, _, microbatch, _ = action
-        assert microbatch is not None
-        weights, version = self._weights[stage], self._plan.used[stage, microbatch]
-        update = microbatch // self._plan.program.schedule.update_interval(stage)
-
-        def backward() -> None:
-            weights.begin_backward(version, update)
-            run()
-            weights.end_backward(version, update)
-
-        return backward
-
-    def _update_steps(self, action: Action) -> list[Step]:
+    def _update_steps(self, stage: int, update: int) -> list[Step]:
         """Wait for the other replicas, then update."""
-        stage, update = action.stage, action.microbatch
-        assert update is not None
+        replicas = self._replicas.get(stage)
+        received = replicas.receives(update) if replicas is not None else []
+        return [*received, (partial(self._update, stage, update), None)]
+
+    def _update(self, stage: int, update: int) -> None:
         weights, replicas = self._weights[stage], self._replicas.get(stage)
+        losses = self._losses_of(update) if stage == self._last_stage else {}
+        gradients = weights.gradients(update)
+        if replicas is not None:
+            gradients = replicas.total(update, gradients)
         what = self._plan.describe(stage, update)
+        found = [gradient for gradient in gradients if gradient is not None]
+        if what.num_batches > 1 and found:  # of every batch they are the mean over its samples
+            torch._foreach_mul_(found, 1 / what.num_batches)
+        self.norms[stage, update] = self._optimizer.apply(weights, gradients, what)
+        if losses:
+            self._on_losses(losses)
+        self._poll()
 
-        def step() -> None:
-            losses = self._losses_of(stage, update)
-            gradients = weights.gradients(update)
-            if replicas is not None:
-                gradients = replicas.total(update, gradients)
-            found = [gradient for gradient in gradients if gradient is not None]
-            if what.num_batches > 1 and found:  # of every batch they are the mean over its samples
-                torch._foreach_mul_(found, 1 / what.num_batches)
-            self.norms[stage, update] = self._optimizer.apply(weights, gradients, what)
-            self._note_peaks()
-            if losses:
-                self._on_losses(losses)
-            self._poll()
-
-        return [*(replicas.receives(update) if replicas is not None else ()), (step, None)]
-
-    def _losses_of(self, stage: int, update: int) -> dict[int, float]:
-        """Where `stage` is the last one, the losses of the update's micro-batches that ran here; to be called once."""
-        schedule, rank = self._plan.program.schedule, self._worker.rank
-        if stage < schedule.num_stages - 1:
-            return {}
-        held = [b for b in self._plan.microbatches_of(stage, update) if schedule.placement.rank_of(stage, b) == rank]
+    def _losses_of(self, update: int) -> dict[int, float]:
+        """The losses of the update's micro-batches that ran here on the last stage; to be called once."""
+        stage, place = self._last_stage, self._plan.program.placement
+        held = [b for b in self._plan.microbatches_of(stage, update) if place.rank_of(stage, b) == self._worker.rank]
         losses = {b: float(self._worker.state.batch.losses.pop(b)) for b in held}
         wrong = next((b for b, loss in losses.items() if not math.isfinite(loss)), None)
         if wrong is not None:
@@ -261,8 +256,3 @@ class StreamRank:
                 "learning rate, or go on from an earlier state"
             )
         return losses
-
-    def _note_peaks(self) -> None:
-        stages = self._weights.values()
-        self.peak_weight_versions = max(weights.peak_versions for weights in stages)
-        self.peak_weight_bytes = sum(weights.peak_bytes for weights in stages)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pipeloom.errors import PeerLost
 from pipeloom.ir.versions import num_updates
@@ -59,8 +58,8 @@ class StreamResults:
         schedule = plan.program.schedule
         self._plan, self._group, self._on_update = plan, group, on_update if rank in (None, 0) else None
         self._num_batches = schedule.num_microbatches // plan.batch_size
-        self._losses = torch.full((schedule.num_microbatches,), math.nan, dtype=torch.float64)  # nan: not known here
-        self._own = torch.zeros(schedule.num_microbatches, dtype=torch.float64)  # those that were computed here
+        self._own: dict[int, float] = {}  # losses that were computed here
+        self._untold: dict[int, float] = {}  # losses of batches that are not complete
         self._num_told = 0
         self._lock = threading.Lock()  # ranks of one process may have a thread each
         self._incoming: list[Incoming] = []
@@ -74,12 +73,12 @@ class StreamResults:
 
     def add(self, losses: dict[int, float]) -> None:
         """Take the losses of micro-batches that ran here, each times its share of its batch."""
-        rows = torch.tensor(list(losses.items()), dtype=torch.float64)
         if self._outgoing is not None:
+            rows = torch.tensor(list(losses.items()), dtype=torch.float64)
             self._outgoing.send(*flatten(rows), self._plan.call)
         with self._lock:
-            self._own[rows[:, 0].long()] = rows[:, 1]
-            self._know(rows)
+            self._own.update(losses)
+            self._tell(losses)
 
     def poll(self) -> None:
         """Take what other ranks sent so far."""
@@ -90,20 +89,19 @@ class StreamResults:
     def _take(self, which: int) -> None:
         (rows,) = self._incoming[which].receive().tensors
         self._num_due[which] -= 1
-        self._know(rows)
+        self._tell({int(microbatch): loss for microbatch, loss in rows.tolist()})
 
-    def _know(self, rows: Tensor) -> None:
-        """Note losses (rows of micro-batch and loss), and tell of the batches that are complete."""
-        self._losses[rows[:, 0].long()] = rows[:, 1]
-        while self._on_update is not None and self._num_told < self._num_batches:
-            loss = sum(self._by_batch(self._losses)[self._num_told].tolist())
-            if math.isnan(loss):
-                break
+    def _tell(self, losses: dict[int, float]) -> None:
+        """Tell of the batches that are complete with these."""
+        if self._on_update is None:
+            return
+        self._untold.update(losses)
+        while self._untold.keys() >= (held := self._microbatches_of(self._num_told)):
+            self._on_update(self._plan.batches_before + self._num_told, sum(self._untold.pop(b) for b in sorted(held)))
             self._num_told += 1
-            self._on_update(self._plan.batches_before + self._num_told - 1, loss)
 
-    def _by_batch(self, losses: Tensor) -> Tensor:
-        return losses.view(self._num_batches, -1)
+    def _microbatches_of(self, batch: int) -> set[int]:
+        return set(range(batch * self._plan.batch_size, (batch + 1) * self._plan.batch_size))
 
     def gather(self, norms: Mapping[int, Mapping[tuple[int, int], float]]) -> list[StreamUpdate]:
         """All results, on every process.
@@ -121,7 +119,8 @@ class StreamResults:
                 if schedule.placement.replicas[stage][0] == rank:  # replicas have the same
                     held = self._plan.microbatches_of(stage, update)
                     squares[held.start // size : held.stop // size, stage] = norm**2
-        table = torch.cat([self._by_batch(self._own), squares], 1)  # of every batch: losses, squares of norms
+        losses = torch.tensor([self._own.get(b, 0.0) for b in range(schedule.num_microbatches)], dtype=torch.float64)
+        table = torch.cat([losses.view(-1, size), squares], 1)  # of every batch: its losses, squares of norms
         if self._group is not None:
             try:
                 dist.all_reduce(table, group=self._group)

@@ -234,7 +234,7 @@ class Worker:
         """The error as the user is told it, with what this rank was doing."""
         where = f"rank {self.rank}, stage {action.stage}, action {action}"
         if action.microbatch is not None:
-            where += f", micro-batch {action.microbatch}"
+            where += f", {'update' if action.op is Op.STEP else 'micro-batch'} {action.microbatch}"
         text = " ".join(str(error).split())
         if isinstance(error, PeerLost):
             return PeerLost(f"{where}: {text}")
