@@ -42,7 +42,7 @@ class Tables:
     @property
     def width(self) -> int:
         """Cells of the longest slice."""
-        return self.cost.shape[2]
+        return int(self.cost.shape[2])
 
     def keep(self, allowed: NDArray[np.bool_]) -> Tables:
         """Without the slices that are not allowed, and no wider than that needs."""
@@ -118,7 +118,7 @@ def _floor(tables: Tables) -> Array:
     rest = sums[tables.batch - np.array(tables.sizes)]
     sides = np.lib.stride_tricks.sliding_window_view(before, width, axis=1)[:, 1 : cells + 1]
     sides = sides + (after[:, width + 1 :] + rest[:, None])[:, :, None]
-    return sides.swapaxes(0, 1) + tables.cost + np.sum(tables.largest, axis=0)
+    return np.asarray(sides.swapaxes(0, 1) + tables.cost + np.sum(tables.largest, axis=0))
 
 
 def _search(
