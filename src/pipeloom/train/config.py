@@ -54,7 +54,12 @@ class ParallelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
     size: int = _option(32, "samples a step, over all micro-batches")
-    microbatches: int = _option(8, "micro-batches a step")
+    microbatches: int | None = _option(None, "micro-batches a step; left out: 8, or one a sample where there are fewer")
+
+    @property
+    def num_microbatches(self) -> int:
+        """`microbatches`, or what stands for None."""
+        return max(1, min(8, self.size)) if self.microbatches is None else self.microbatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,7 +138,7 @@ class Trainer:
         start = f", from {self.resumed}" if self.resumed else ""
         shown.say(
             f"{sizes.num_parameters:,} parameters in {self.schedule.num_stages} stages, schedule {self.schedule.name}, "
-            f"{self.pipe.num_ranks} ranks, {self.config.batch.microbatches} micro-batches; "
+            f"{self.pipe.num_ranks} ranks, {self.config.batch.num_microbatches} micro-batches; "
             f"{len(self.corpus.train):,} tokens of {self.corpus.num_files} files{start}"
         )
         for line in self.notices:

@@ -84,7 +84,7 @@ def validate(config: TrainConfig, *, world_size: int | None, locked: bool = Fals
 
 def make_schedule(config: TrainConfig) -> Schedule:
     """The schedule of every step, checked."""
-    ranks, microbatches = config.parallel.pipeline, config.batch.microbatches
+    ranks, microbatches = config.parallel.pipeline, config.batch.num_microbatches
     check_slices(config)
     lengths = slice_lengths(config)
     schedule = schedules.build(
@@ -155,7 +155,7 @@ def _check_numbers(config: TrainConfig) -> None:
     """Counts are counts, rates are rates."""
     optimizer = config.optimizer
     least = {
-        "batch.microbatches": (config.batch.microbatches, 1),
+        "batch.microbatches": (config.batch.num_microbatches, 1),
         "batch.size": (config.batch.size, 1),
         "parallel.pipeline": (config.parallel.pipeline, 1),
         "model.layers": (config.model.layers, 1),
@@ -193,10 +193,10 @@ def _check_numbers(config: TrainConfig) -> None:
         if not (math.isfinite(rate) and 0 <= rate <= largest) or (key in below and rate == largest):
             bound = "" if largest == math.inf else f" and {'below' if key in below else 'at most'} {largest:g}"
             raise InputError(f"{key} is {rate}: it must be a finite number, 0 or more{bound}; correct it")
-    if config.batch.size < config.batch.microbatches:
+    if config.batch.size < config.batch.num_microbatches:
         raise InputError(
-            f"batch.size is {config.batch.size} for {config.batch.microbatches} micro-batches: each needs a sample; "
-            "raise batch.size or lower batch.microbatches"
+            f"batch.size is {config.batch.size} for {config.batch.num_microbatches} micro-batches: each needs a "
+            "sample; raise batch.size or lower batch.microbatches"
         )
 
 
@@ -235,9 +235,9 @@ def _check_windows(config: TrainConfig, corpus: Corpus) -> None:
     if not config.eval_steps:
         return
     found = corpus.num_windows(length, "validation")
-    if found < config.batch.microbatches:
+    if found < config.batch.num_microbatches:
         raise DataError(
-            f"the validation data has {found} samples of {length} tokens for {config.batch.microbatches} "
+            f"the validation data has {found} samples of {length} tokens for {config.batch.num_microbatches} "
             "micro-batches: each needs a sample; raise data.validation_fraction, add text, or give --eval_steps 0"
         )
 

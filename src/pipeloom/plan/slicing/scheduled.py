@@ -81,7 +81,7 @@ def slice_for_schedule(
     for size in (each for each in range(1, min(batch, max_piece or batch) + 1) if batch % each == 0):
         together, count = _Together(costs, size), batch // size
         tried = {}
-        for lengths in _candidates(together, sequence, num_ranks, grid) if sliced else [(sequence,)]:
+        for lengths in _candidates(together, sequence, num_ranks, count, grid) if sliced else [(sequence,)]:
             tokens = size * peak_along(_build(schedule, num_ranks, count, len(lengths)), lengths)
             least = min(least, tokens)
             if memory_limit is None or tokens <= memory_limit:
@@ -130,13 +130,12 @@ def peak_along(schedule: Schedule, lengths: Sequence[int]) -> int:
     )
 
 
-def _candidates(costs: SliceTime, sequence: int, num_ranks: int, grid: int) -> list[tuple[int, ...]]:
+def _candidates(costs: SliceTime, sequence: int, num_ranks: int, count: int, grid: int) -> list[tuple[int, ...]]:
     cells = -(-sequence // grid)
-    even = [uniform(sequence=sequence, num_slices=count, multiple=grid) for count in _COUNTS if count <= cells]
-    weighed = [
-        slice_batch(costs, sequence=sequence, num_ranks=factor * num_ranks, grid=grid).slices[0] for factor in _FACTORS
-    ]
-    return list(dict.fromkeys([*even, *weighed]))
+    even = [uniform(sequence=sequence, num_slices=each, multiple=grid) for each in _COUNTS if each <= cells]
+    sizes = {"sequence": sequence, "batch": count, "max_piece": 1, "grid": grid}
+    found = [slice_batch(costs, num_ranks=factor * num_ranks, **sizes).slices[0] for factor in _FACTORS]
+    return list(dict.fromkeys([*even, *found]))
 
 
 def _times(costs: SliceTime, lengths: Sequence[int]) -> Array:
