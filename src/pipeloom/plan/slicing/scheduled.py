@@ -133,8 +133,12 @@ def peak_along(schedule: Schedule, lengths: Sequence[int]) -> int:
 def _candidates(costs: SliceTime, sequence: int, num_ranks: int, count: int, grid: int) -> list[tuple[int, ...]]:
     cells = -(-sequence // grid)
     even = [uniform(sequence=sequence, num_slices=each, multiple=grid) for each in _COUNTS if each <= cells]
-    sizes = {"sequence": sequence, "batch": count, "max_piece": 1, "grid": grid}
-    found = [slice_batch(costs, num_ranks=factor * num_ranks, **sizes).slices[0] for factor in _FACTORS]
+    found = [
+        slice_batch(costs, sequence=sequence, num_ranks=factor * num_ranks, batch=count, grid=grid, max_piece=1).slices[
+            0
+        ]
+        for factor in _FACTORS
+    ]
     return list(dict.fromkeys([*even, *found]))
 
 
