@@ -7,10 +7,10 @@ Shapes: B batch, S slice, C context, W width, H heads, D = W / H.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from pipeloom.models.init import init_parameters
 from pipeloom.plan.slicing.costs import Sample, SliceCosts, fit
 from pipeloom.split.profile import LayerTime, profile_layers
 
-_LONG_SECONDS = 0.1  # of a slice, forward and backward: more is run once, and what disturbs it is a small part
+_LONG_SECONDS = 0.1  # of a slice, forward and backward: more is run once; what is new the first time is a small part
 _MOST_SECONDS = 1.0  # of a slice: no larger ones are measured
 
 Context = list[tuple[Tensor, Tensor]]  # keys and values of every block, [B, H, C, D]; none at the beginning
@@ -96,7 +96,8 @@ def measure_slices(
     """Costs of slices of sequences of ``config.sequence_length`` tokens, measured here and fitted.
 
     The rank measured is one with most blocks; embedding and head are left out. It computes with as many threads as the
-    launcher gives each of `num_ranks` ranks of this machine. A message costs what copying it in and out takes.
+    launcher gives each of `num_ranks` ranks of this machine; where that is one, its own time counts, so that what else
+    the machine does disturbs little. A message costs what copying it in and out takes.
 
     Args:
         config: sizes of the model.
@@ -106,7 +107,8 @@ def measure_slices(
         batch: the most of those that may go together in a slice.
         share: what to time instead of blocks of pipeloom's GPT: a module with ``sample(batch, length, context)`` that
             makes its inputs.
-        num_rounds: times that each slice is run after one that does not count, medians are taken; long ones once.
+        num_rounds: times that each slice is run after one that does not count, medians are taken; long ones are run
+            once and no more.
 
     Raises:
         InputError: more ranks than blocks.
@@ -135,10 +137,15 @@ def measure_slices(
 
 def _time(share: nn.Module, sizes: tuple[int, int, int], num_rounds: int) -> LayerTime:
     inputs = share.sample(*sizes)  # type: ignore[operator]
-    [time] = profile_layers([("slice", share)], inputs, num_warmups=1, num_rounds=1)
-    if num_rounds > 1 and time.forward_seconds + time.backward_seconds < _LONG_SECONDS:
-        [time] = profile_layers([("slice", share)], inputs, num_warmups=0, num_rounds=num_rounds)
+    [time] = profile_layers([("slice", share)], inputs, num_warmups=0, num_rounds=1, timer=_timer())
+    if time.forward_seconds + time.backward_seconds < _LONG_SECONDS:
+        [time] = profile_layers([("slice", share)], inputs, num_warmups=0, num_rounds=num_rounds, timer=_timer())
     return time
+
+
+def _timer() -> Callable[[], float]:
+    """Autograd runs the backward of CPU tensors in the thread that asks for it."""
+    return thread_time if torch.get_num_threads() == 1 else perf_counter
 
 
 def _points(sequence: int, grid: int) -> Iterator[tuple[int, int]]:
@@ -163,12 +170,12 @@ def _message(width: int, sequence: int) -> tuple[float, float]:
 
     def copy(tokens: int) -> float:
         source, target = torch.randn(tokens, width), torch.empty(tokens, width)
-        times = []
+        times, now = [], _timer()
         for _ in range(7):
-            start = perf_counter()
+            start = now()
             target.copy_(source)
             source.copy_(target)
-            times.append(perf_counter() - start)
+            times.append(now() - start)
         return sorted(times)[3]
 
     short, long = copy(1), copy(max(2, sequence))
