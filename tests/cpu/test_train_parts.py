@@ -22,7 +22,7 @@ from pipeloom.passes import lower, merge_backwards
 from pipeloom.runtime import Pipeline
 from pipeloom.sim import Costs, simulate
 from pipeloom.split import split
-from pipeloom.train.config import OptimizerConfig, TrainConfig
+from pipeloom.train.config import BatchConfig, OptimizerConfig, TrainConfig
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
 from pipeloom.train.metrics import Predictor, StepCost, cost_numbers, message_times, read_cost
@@ -154,6 +154,12 @@ def test_a_run_that_goes_on_says_what_is_other() -> None:
     assert "nothing to train" in steps
     assert skipped_notice({"not UTF-8 text": 2, "empty": 1}) == ["3 files skipped: 2 not UTF-8 text, 1 empty"]
     assert skipped_notice({}) == []
+
+
+def test_a_batch_of_few_samples_has_as_few_microbatches() -> None:
+    for size, wanted in ((1, 1), (5, 5), (32, 8)):
+        assert BatchConfig(size=size).num_microbatches == wanted
+    assert BatchConfig(size=1, microbatches=4).num_microbatches == 4
 
 
 def test_unequal_slices_are_measured_and_predicted() -> None:
