@@ -13,7 +13,7 @@ from pipeloom.errors import PipeloomError
 from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
 
 if TYPE_CHECKING:
-    from pipeloom.runtime import BarrierStep, Pipeline, PostValidatedStep, Update, clip_grad_norm
+    from pipeloom.runtime import BarrierStep, Pipeline, PostValidatedStep, Stream, StreamUpdate, Update, clip_grad_norm
     from pipeloom.sim import Costs, Network, Timeline, simulate
 
 from pipeloom.version import __version__
@@ -27,6 +27,8 @@ _LAZY = {
     "BarrierStep": "pipeloom.runtime",
     "Pipeline": "pipeloom.runtime",
     "PostValidatedStep": "pipeloom.runtime",
+    "Stream": "pipeloom.runtime",
+    "StreamUpdate": "pipeloom.runtime",
     "Update": "pipeloom.runtime",
     "clip_grad_norm": "pipeloom.runtime",
     "split": "pipeloom.split",
@@ -47,6 +49,8 @@ __all__ = [
     "PostValidatedStep",
     "Program",
     "Schedule",
+    "Stream",
+    "StreamUpdate",
     "Timeline",
     "Update",
     "__version__",

@@ -116,7 +116,7 @@ def _two_machines(rank: int) -> None:
         for name, parameter in pipe.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-12, atol=1e-15)
         neighbours = {0: (False, True), 1: (True, False), 2: (False, True), 3: (True, False)}[rank]
-        before, after = (pipe._transport._near.reaches(peer % 4, of=rank) for peer in (rank - 1, rank + 1))
+        before, after = (pipe.transport._near.reaches(peer % 4, of=rank) for peer in (rank - 1, rank + 1))
         assert (before, after) == neighbours
 
 

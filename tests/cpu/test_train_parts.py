@@ -158,8 +158,8 @@ def test_a_run_that_goes_on_says_what_is_other() -> None:
 
 def test_a_batch_of_few_samples_has_as_few_microbatches() -> None:
     for size, wanted in ((1, 1), (5, 5), (32, 8)):
-        assert BatchConfig(size=size).num_microbatches == wanted
-    assert BatchConfig(size=1, microbatches=4).num_microbatches == 4
+        assert TrainConfig(batch=BatchConfig(size=size)).num_microbatches == wanted
+    assert TrainConfig(batch=BatchConfig(size=1, microbatches=4)).num_microbatches == 4
 
 
 def test_unequal_slices_are_measured_and_predicted() -> None:

@@ -229,8 +229,15 @@ def test_every_op_is_accepted_by_the_checker_and_the_simulator():
 def test_weight_versions_follow_the_policy():
     schedule = schedules.one_f_one_b(num_ranks=3, num_microbatches=6)
     assert check(schedule).weight_versions == (1, 1, 1)
-    assert check(replace(schedule, weights=WeightPolicy.DOUBLE_BUFFER)).weight_versions == (2, 2, 2)
-    assert check(replace(schedule, weights=WeightPolicy.STASH)).weight_versions == (3, 2, 1)
+    stash = replace(schedule, weights=WeightPolicy.STASH, microbatches_per_update=1)
+    assert check(stash).weight_versions == (3, 2, 1)
+    double_buffer = replace(schedule, weights=WeightPolicy.DOUBLE_BUFFER, microbatches_per_update=2)
+    assert check(double_buffer).weight_versions == (2, 2, 2)
+    for weights, count in ((WeightPolicy.STASH, None), (WeightPolicy.FLUSH, 1), (WeightPolicy.STASH, 4)):
+        with pytest.raises(ScheduleError, match="micro-batches"):
+            check(replace(schedule, weights=weights, microbatches_per_update=count))
+    with pytest.raises(ScheduleError, match="more micro-batches an update"):
+        check(replace(double_buffer, microbatches_per_update=1))
 
 
 def test_the_json_of_a_schedule_is_refused_where_it_is_none():

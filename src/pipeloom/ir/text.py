@@ -53,6 +53,7 @@ def to_json(schedule: Schedule) -> str:
             "num_slices": schedule.num_slices,
             "placement": [list(ranks) for ranks in schedule.placement.replicas],
             "weights": schedule.weights.value,
+            "microbatches_per_update": schedule.microbatches_per_update,
             "forward_only": schedule.forward_only,
             "overlapped": sorted([str(first), str(second)] for first, second in schedule.overlapped),
             "orders": [" ".join(map(str, order)) for order in schedule.orders],
@@ -69,17 +70,19 @@ def from_json(text: str) -> Schedule:
     """
     try:
         data: dict[str, Any] = json.loads(text)
+        count = data.get("microbatches_per_update")
         return Schedule(
             name=str(data["name"]),
             num_microbatches=int(data["num_microbatches"]),
             num_slices=int(data["num_slices"]),
             placement=Placement(tuple(tuple(int(rank) for rank in ranks) for ranks in data["placement"])),
             weights=WeightPolicy(data["weights"]),
+            microbatches_per_update=None if count is None else int(count),
             forward_only=bool(data["forward_only"]),
             overlapped=frozenset((parse_action(a), parse_action(b)) for a, b in data["overlapped"]),
             orders=tuple(tuple(parse_action(word) for word in order.split()) for order in data["orders"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ScheduleError):
             raise
         raise ScheduleError(f"not the JSON of a schedule ({error}): write it with pipeloom.ir.text.to_json") from error

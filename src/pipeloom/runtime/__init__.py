@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pipeloom.runtime.optimizer_step import BarrierStep, OptimizerStep, Update
     from pipeloom.runtime.pipeline import Pipeline
     from pipeloom.runtime.post_validation import PostValidatedStep
+    from pipeloom.runtime.stream import Stream
+    from pipeloom.runtime.stream_results import StreamUpdate
     from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport
     from pipeloom.runtime.values import Layout
     from pipeloom.runtime.worker import BLACKBOX_BYTES, RUNNABLE_OPS
@@ -35,6 +37,8 @@ _HOMES = {
     "Pipeline": "pipeloom.runtime.pipeline",
     "PostValidatedStep": "pipeloom.runtime.post_validation",
     "RUNNABLE_OPS": "pipeloom.runtime.worker",
+    "Stream": "pipeloom.runtime.stream",
+    "StreamUpdate": "pipeloom.runtime.stream_results",
     "Transport": "pipeloom.runtime.transport",
     "all_gather_bytes": "pipeloom.runtime.collectives",
     "Update": "pipeloom.runtime.optimizer_step",
@@ -57,6 +61,8 @@ __all__ = [
     "Outgoing",
     "Pipeline",
     "PostValidatedStep",
+    "Stream",
+    "StreamUpdate",
     "Transport",
     "Update",
     "all_gather_bytes",

@@ -37,6 +37,7 @@ class Terms(NamedTuple):
             schedule.placement.replicas,
             slices,
             program.gradient_groups,
+            [schedule.weights, schedule.microbatches_per_update],
         ]
         digest = blake2b(json.dumps([orders, shape, layers]).encode(), digest_size=16).hexdigest()
         sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"

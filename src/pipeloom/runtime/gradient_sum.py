@@ -8,7 +8,7 @@ several steps before one optimizer step add up exactly. Buffers that the members
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +70,7 @@ class GradientSum:
             buffers.look()
             for peer, end in zip(peers, outgoing, strict=True):
                 gradients = tuple(received[self._rank][name] for name in names[peer])
-                sample = [_sample(shared[name][0]) for name in names[peer]]
-                sampled[peer] = torch.cat(sample) if sample else torch.empty(0)
+                sampled[peer] = sample(shared[name][0] for name in names[peer])
                 value = (gradients, buffers.to_send(peer), sampled[peer])
                 end.send(*flatten(value, "gradients to be summed hold"))
 
@@ -82,7 +81,7 @@ class GradientSum:
             def receive(peer: int = peer, take: Callable[[], Message] = incoming.receive) -> None:
                 message = take()
                 gradients, values, theirs = unflatten(message.layout, message.tensors)
-                _check_alike(shared, names[peer], sampled.pop(peer), theirs, peer)
+                check_alike({name: shared[name][0] for name in names[peer]}, sampled.pop(peer), theirs, peer)
                 received[peer] = dict(zip(names[peer], gradients, strict=True))
                 counting.update(values)
 
@@ -91,7 +90,7 @@ class GradientSum:
         def add() -> None:
             for name, (parameter, ranks) in shared.items():
                 parts = [received[rank][name] for rank in sorted(ranks)]
-                total = _sum([part for part in parts if part is not None])
+                total = sum_in_order([part for part in parts if part is not None])
                 before = self._set_aside.pop(name)
                 parameter.grad = total if before is None else before if total is None else before.add_(total)
             buffers.take(counting)
@@ -102,18 +101,23 @@ class GradientSum:
         return steps
 
 
-def _sample(parameter: Tensor) -> Tensor:
-    """At most `_NUM_SAMPLED` values, from all over it."""
+def sample(parameters: Iterable[Tensor]) -> Tensor:
+    """At most `_NUM_SAMPLED` values from all over each parameter."""
+    values = [_few(parameter) for parameter in parameters]
+    return torch.cat(values) if values else torch.empty(0)
+
+
+def _few(parameter: Tensor) -> Tensor:
     values = parameter.detach().reshape(-1)
     return values[:: max(1, -(-len(values) // _NUM_SAMPLED))]
 
 
-def _check_alike(shared: Shared, names: Sequence[str], mine: Tensor, theirs: Tensor, peer: int) -> None:
-    """Compare the samples of all `names`; raises RunError where a parameter is not the same."""
+def check_alike(parameters: Mapping[str, Tensor], mine: Tensor, theirs: Tensor, peer: int) -> None:
+    """Compare the samples of all `parameters`; raises RunError where one is not the same here and on rank `peer`."""
     if torch.equal(mine, theirs):
         return
-    sizes = [len(_sample(shared[name][0])) for name in names]
-    for name, one, other in zip(names, torch.split(mine, sizes), torch.split(theirs, sizes), strict=True):
+    sizes = [len(_few(parameter)) for parameter in parameters.values()]
+    for name, one, other in zip(parameters, torch.split(mine, sizes), torch.split(theirs, sizes), strict=True):
         if len(one) and (one - other).abs().max() > _TOLERANCE * one.abs().max():
             raise RunError(
                 f"parameter {name!r} is not the same on this rank and on rank {peer}: every rank has a copy, and all "
@@ -122,7 +126,7 @@ def _check_alike(shared: Shared, names: Sequence[str], mine: Tensor, theirs: Ten
             )
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor | None:
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor | None:
     """The sum in order, in new memory; None where nobody has a gradient."""
     if not parts:
         return None

@@ -25,12 +25,13 @@ class Holdings:
     Attributes:
         stages: the modules held here by stage, of the lowest rank that holds it.
         parameter_names: canonical names of all parameters of the model, in its order.
+        ownership: which parameters and buffers the ranks of this process hold.
         norm_dtype: the type in which norms of all parameters add up, the same on every rank.
     """
 
     def __init__(self, cut_model: Stages, program: Program, ranks: Iterable[int]) -> None:
         self._by_rank = own_stages(cut_model, program, ranks)
-        self._ownership = Ownership.find(self._by_rank, cut_model, program)
+        self.ownership = Ownership.find(self._by_rank, cut_model, program)
         self.stages: dict[int, nn.Module] = {
             stage: module for stages in reversed(self._by_rank.values()) for stage, module in stages.items()
         }
@@ -50,7 +51,7 @@ class Holdings:
         A parameter that several ranks of this process hold comes once for each of them.
         """
         for name in self.parameter_names:
-            for held in self._ownership.held.values():
+            for held in self.ownership.held.values():
                 if name in held:
                     yield name, held[name]
 
@@ -66,13 +67,13 @@ class Holdings:
         of one rank of this process.
         """
         for position, name in enumerate(self.parameter_names):
-            for holder, held in self._ownership.held.items():
-                if name in held and holder == self._ownership.ranks_with(name)[0] and rank in (None, holder):
+            for holder, held in self.ownership.held.items():
+                if name in held and holder == self.ownership.ranks_with(name)[0] and rank in (None, holder):
                     yield position, held[name]
 
     def rank_parameters(self, rank: int) -> list[nn.Parameter]:
         """The parameters that one rank of this process holds, each once, in the model's order."""
-        held = self._ownership.held[rank]
+        held = self.ownership.held[rank]
         return [held[name] for name in self.parameter_names if name in held]
 
     def modules(self) -> Iterator[nn.Module]:

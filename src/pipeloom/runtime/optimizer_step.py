@@ -42,6 +42,16 @@ class Update:
     numbers: Tensor
 
 
+def check_optimizer(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+    """Raises InputError where the optimizer has parameters that are not the pipeline's."""
+    held = set(pipeline.parameters())
+    if any(p not in held for group in optimizer.param_groups for p in group["params"]):
+        raise InputError(
+            "the optimizer has parameters that are not the pipeline's: the step updates those of its pipeline; make it "
+            "from pipeline.parameters()"
+        )
+
+
 class OptimizerStep(ABC):
     """Runs steps of a pipeline and updates its parameters.
 
@@ -57,12 +67,7 @@ class OptimizerStep(ABC):
     def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf) -> None:
         if not max_norm > 0:
             raise InputError(f"max_norm is {max_norm}: a norm to clip to is above 0; leave it out for no clipping")
-        held = set(pipeline.parameters())
-        if any(p not in held for group in optimizer.param_groups for p in group["params"]):
-            raise InputError(
-                "the optimizer has parameters that are not the pipeline's: the step updates those of its pipeline; "
-                "make it from pipeline.parameters()"
-            )
+        check_optimizer(pipeline, optimizer)
         self._pipeline = pipeline
         self._optimizer = optimizer
         self._max_norm = max_norm

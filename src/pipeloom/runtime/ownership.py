@@ -146,6 +146,10 @@ class Ownership:
             result[lowest] = SharedBuffers(rank, found)
         return result
 
+    def replica_buffers(self, rank: int, stage: int) -> SharedBuffers:
+        """The buffers that the replicas of one stage, and no other, hold."""
+        return SharedBuffers(rank, {name: home for stages, name, home in self._buffers[rank] if stages == [stage]})
+
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)

@@ -5,32 +5,31 @@ every rank:   split -> own stages -> bind programs (step, evaluate, forward) -> 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import InputError, RunError
-from pipeloom.ir import Action, Program, Schedule, check
-from pipeloom.passes import forward_only, lower, merge_backwards
+from pipeloom.errors import InputError
+from pipeloom.ir import Program, Schedule, check
+from pipeloom.passes import evaluation_schedule, lower, merge_backwards, separate_units
 from pipeloom.runtime.agreement import Terms
 from pipeloom.runtime.calls import call_count, call_number
 from pipeloom.runtime.connect import connect
+from pipeloom.runtime.driver import Driver
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.holdings import Holdings
 from pipeloom.runtime.host_memory import keep_freed_memory
 from pipeloom.runtime.results import ResultExchange, total
-from pipeloom.runtime.runnable import check_loss, check_runnable, check_slices
+from pipeloom.runtime.runnable import check_loss, check_runnable, check_slices, check_untied
 from pipeloom.runtime.slices import cut_sequences
 from pipeloom.runtime.speculation import Speculation
 from pipeloom.runtime.state import Batch, LossFn
-from pipeloom.runtime.threads import RankThreads
 from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport, program_channels
 from pipeloom.runtime.values import Value, join_batch
-from pipeloom.runtime.worker import Bound, Worker
+from pipeloom.runtime.worker import Bound, Record, Worker
 from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
 
@@ -83,7 +82,7 @@ class Pipeline(Holdings):
         check_runnable(schedule)
         check_loss(loss_fn)
         check_slices(schedule, slices)
-        schedule = merge_backwards(schedule)
+        schedule = separate_units(merge_backwards(schedule))
         cut_model = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
         if len(cut_model.modules) != schedule.num_stages:
             raise InputError(
@@ -97,7 +96,8 @@ class Pipeline(Holdings):
                 make_sliceable(module)
         tied = tuple(parameter.stages for parameter in cut_model.tied)
         self._train_program = lower(schedule, tied_stages=tied)
-        self._forward_program = lower(forward_only(schedule))
+        check_untied(schedule, cut_model.tied)
+        self._forward_program = lower(evaluation_schedule(schedule))
         check(self._train_program)
         check(self._forward_program)
 
@@ -106,23 +106,23 @@ class Pipeline(Holdings):
         connection = connect(schedule.num_ranks, transport, timeout_seconds, terms)
         self.rank = connection.rank
         self.process_group = connection.process_group
-        self._transport = connection.transport
+        self.transport = connection.transport
         if connection.rank is not None:
             keep_freed_memory()
         self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
         super().__init__(cut_model, self._train_program, self.local_ranks)
-        self._results = ResultExchange(self.rank, schedule, self._transport)
+        self._results = ResultExchange(self.rank, self._forward_program.schedule, self.transport)
         # In an order that every rank agrees on.
-        self._transport.open(sorted({*program_channels(self._train_program), *self._results.channels()}))
+        self.transport.open(sorted({*program_channels(self._train_program), *self._results.channels()}))
 
-        self._workers = {
+        self.workers = {
             rank: Worker(
                 rank,
                 stages,
                 loss_fn=loss_fn,
-                transport=self._transport,
+                transport=self.transport,
                 gradient_sum=GradientSum(
-                    rank, self._ownership.shared(rank), self._ownership.shared_buffers(rank), self._transport
+                    rank, self.ownership.shared(rank), self.ownership.shared_buffers(rank), self.transport
                 ),
                 sliced=self._sliced,
                 blackbox=blackbox,
@@ -131,18 +131,19 @@ class Pipeline(Holdings):
         }
         self._loss_fn = loss_fn
         self._bound: dict[tuple[int, bool], Bound] = {}
-        self._last_run: dict[int, Bound] = {}
-        self._num_calls = 0
+        self.last_run: dict[int, Callable[[], Iterable[Record]]] = {}
         self._has_update_channels = False
         self._speculation: Speculation | None = None  # while parameters wait to be validated
-        self._running = False
-        self._ended: str | None = None  # why this pipeline cannot run any more
-        in_threads = self.rank is None and self._transport.blocking and self.num_ranks > 1
-        self._threads = RankThreads(self.num_ranks, self._transport) if in_threads else None  # type: ignore[arg-type]
+        self.driver = Driver(self.rank, self.num_ranks, self.transport)
 
     @property
     def num_ranks(self) -> int:
         return self.schedule.num_ranks
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it can train."""
+        return self._loss_fn is not None
 
     @property
     def needs_inputs(self) -> bool:
@@ -185,10 +186,15 @@ class Pipeline(Holdings):
     def _train(self, inputs: Value, targets: Value, *, share_losses: bool) -> dict[int, Tensor]:
         if self._loss_fn is None:
             raise InputError("step() on a Pipeline without loss_fn: a step needs a loss; pass loss_fn to Pipeline")
+        if self.schedule.microbatches_per_update is not None:
+            raise InputError(
+                f"step() under schedule {self.schedule.name!r}: its updates are part of the stream; give the pipeline "
+                "and the optimizer to pipeloom.Stream and call its run()"
+            )
         if not torch.is_grad_enabled():
             raise InputError("step() where gradients are switched off: it computes them; leave torch.no_grad() first")
         if self._speculation is None:  # else ranks of this process may disagree for a while
-            self._ownership.check_equal()
+            self.ownership.check_equal()
         return self._run(self._train_program, inputs, targets, with_loss=True, share_losses=share_losses).losses
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
@@ -214,26 +220,23 @@ class Pipeline(Holdings):
         return join_batch([batch.outputs[b] for b in sorted(batch.outputs)]) if batch.outputs else None
 
     @property
-    def records(self) -> list[tuple[int, list[tuple[Action, float, float]]]]:
+    def records(self) -> list[tuple[int, list[Record]]]:
         """For each rank of this process, the actions of the last run with start and end (perf_counter seconds)."""
-        return [(rank, bound.records()) for rank, bound in self._last_run.items()]
+        return [(rank, list(records())) for rank, records in self.last_run.items()]
 
     @property
     def peak_live_activations(self) -> dict[int, int]:
         """For each rank of this process, the most activations held at once in the last run."""
-        return {rank: worker.peak_live_activations for rank, worker in self._workers.items()}
+        return {rank: worker.peak_live_activations for rank, worker in self.workers.items()}
 
     @property
     def live_activations(self) -> dict[int, int]:
         """For each rank of this process, the activations held now; zero between steps."""
-        return {rank: worker.live_activations for rank, worker in self._workers.items()}
+        return {rank: worker.live_activations for rank, worker in self.workers.items()}
 
     def close(self) -> None:
         """Close the channels. The parameters stay usable. Closing twice does nothing."""
-        self._ended = self._ended or "it was closed"
-        if self._threads is not None:
-            self._threads.close()
-        self._transport.close()
+        self.driver.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -241,7 +244,7 @@ class Pipeline(Holdings):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None and self._ended is None:
+        if error is None and self.driver.ended is None:
             self.settle()
         self.close()
 
@@ -249,15 +252,9 @@ class Pipeline(Holdings):
         self, program: Program, inputs: Value, targets: Value, *, with_loss: bool, share_losses: bool = True
     ) -> Batch:
         """Run `program` on all ranks of this process."""
-        if self._ended is not None:
-            raise RunError(f"this Pipeline cannot run any more ({self._ended}); make a new one")
-        if self._running:
-            raise InputError(
-                "a Pipeline was called by a stage or a loss of its own: it does one thing at a time; call it before "
-                "or after"
-            )
+        self.driver.check_free()
         batch = Batch.cut(
-            self.schedule.num_microbatches,
+            program.num_microbatches,
             inputs,
             targets,
             needs_inputs=self.needs_inputs,
@@ -268,39 +265,22 @@ class Pipeline(Holdings):
             batch.seed = None if program.schedule.forward_only else int(torch.randint(2**63 - 1, ()))
         bound = {rank: self._bind(rank, program) for rank in self.local_ranks}
         speculation = self._speculation
-        if speculation is not None and (program.schedule.forward_only or not self._transport.blocking):
+        if speculation is not None and (program.schedule.forward_only or not self.transport.blocking):
             self.settle()  # an evaluation is not done twice, and ranks that take turns have nothing to win
             speculation = None
         self._speculation = None
-        self._num_calls += 1
-        call = call_number(self._num_calls, not program.schedule.forward_only, batch.num_samples)
-        runs = {rank: self._workers[rank].run(bound[rank], batch, call, speculation) for rank in self.local_ranks}
-        self._last_run = bound
-        self._running = True
-        with self.ended_by_errors(runs.values()):
-            if self._threads is not None:
-                self._threads.run(runs)
-            else:
-                _take_turns(list(runs.values()))
+        self.driver.num_calls += 1
+        call = call_number(self.driver.num_calls, not program.schedule.forward_only, batch.num_samples)
+        runs = {rank: self.workers[rank].run(bound[rank], batch, call, speculation) for rank in self.local_ranks}
+        self.last_run = {rank: bound[rank].records for rank in self.local_ranks}
+
+        def share() -> None:
             if share_losses:
                 self._results.share(batch.losses if with_loss else batch.outputs, everywhere=with_loss)
-            self._transport.end_step()
-        self._num_calls = call_count(self._workers[self.local_ranks[0]].call)
-        return batch
 
-    @contextmanager
-    def ended_by_errors(self, runs: Iterable[Iterator[None]] = ()) -> Iterator[None]:
-        """After an error inside the block the ranks are out of step: the pipeline closes."""
-        try:
-            yield
-        except BaseException as error:
-            self._ended = f"it failed: {type(error).__name__}: {error}"
-            for run in runs:  # the ranks that were waiting let go of what they hold
-                run.close()  # type: ignore[attr-defined]
-            self.close()
-            raise
-        finally:
-            self._running = False
+        self.driver.run(runs, share)
+        self.driver.num_calls = call_count(self.workers[self.local_ranks[0]].state.call)
+        return batch
 
     # Updates that are validated later
 
@@ -311,12 +291,12 @@ class Pipeline(Holdings):
         """
         pairs = [(a, b) for low in range(self.num_ranks - 1) for a, b in ((low, low + 1), (low + 1, low))]
         if not self._has_update_channels:
-            self._transport.open([Channel(a, b, Lane.UPDATE) for a, b in pairs])
+            self.transport.open([Channel(a, b, Lane.UPDATE) for a, b in pairs])
             self._has_update_channels = True
         return {
             peer: (
-                self._transport.outgoing(Channel(rank, peer, Lane.UPDATE)),
-                self._transport.incoming(Channel(peer, rank, Lane.UPDATE)),
+                self.transport.outgoing(Channel(rank, peer, Lane.UPDATE)),
+                self.transport.incoming(Channel(peer, rank, Lane.UPDATE)),
             )
             for source, peer in pairs
             if source == rank
@@ -330,19 +310,13 @@ class Pipeline(Holdings):
         """Make sure that the parameters are the right ones. Every rank calls it, as `step`; free where they are."""
         speculation, self._speculation = self._speculation, None
         if speculation is not None:
-            with self.ended_by_errors():
+            with self.driver.ended_by_errors():
                 for rank in reversed(self.local_ranks):  # the last rank knows first
                     speculation.validate(rank)
-                self._transport.end_step()
+                self.transport.end_step()
 
     def _bind(self, rank: int, program: Program) -> Bound:
         key = (rank, program.schedule.forward_only)
         if key not in self._bound:
-            self._bound[key] = self._workers[rank].bind(program)
+            self._bound[key] = self.workers[rank].bind(program)
         return self._bound[key]
-
-
-def _take_turns(runs: list[Iterator[None]]) -> None:
-    """One thread drives all runs: each goes on until it has to wait for another."""
-    while runs:
-        runs = [run for run in runs if next(run, runs) is not runs]

@@ -112,7 +112,7 @@ class PostValidatedStep(OptimizerStep):
         final = self._final()
         own = numbers().double() if numbers is not None else torch.empty(0, dtype=torch.float64)
         self.num_updates += 1
-        with self._pipeline.ended_by_errors():
+        with self._pipeline.driver.ended_by_errors():
             for update in self._ranks.values():
                 update.begin(self.num_updates, losses, own)
                 losses, own = {}, torch.zeros_like(own)  # of a process, its first rank has them

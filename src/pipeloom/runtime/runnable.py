@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from pipeloom.errors import InputError
-from pipeloom.ir import Schedule, WeightPolicy, check
+from pipeloom.ir import Schedule, check
 from pipeloom.runtime.state import LossFn
 from pipeloom.runtime.worker import RUNNABLE_OPS
+from pipeloom.split.stages import TiedParameter
 
 
 def check_runnable(schedule: Schedule) -> None:
@@ -20,11 +21,6 @@ def check_runnable(schedule: Schedule) -> None:
             "pipeloom.schedules.build('1f1b', num_ranks=2, num_microbatches=8)"
         )
     check(schedule)
-    if schedule.weights is not WeightPolicy.FLUSH:
-        raise InputError(
-            f"schedule {schedule.name!r} has weight policy {schedule.weights.value!r}: the executor runs 'flush', one "
-            "version of the weights; take a synchronous schedule"
-        )
     unknown = next((action for _, action in schedule.actions() if action.op not in RUNNABLE_OPS), None)
     if unknown is not None:
         raise InputError(
@@ -48,6 +44,8 @@ def check_slices(schedule: Schedule, lengths: Sequence[int] | None) -> None:
     """Raises InputError where the lengths of slices are not those of the schedule's."""
     if lengths is None:
         return
+    if schedule.microbatches_per_update is not None:
+        raise InputError(f"slices under schedule {schedule.name!r}: a stream runs whole sequences; leave slices out")
     if len(lengths) != schedule.num_slices:
         raise InputError(
             f"slices have {len(lengths)} lengths: schedule {schedule.name!r} cuts a sequence into "
@@ -55,3 +53,12 @@ def check_slices(schedule: Schedule, lengths: Sequence[int] | None) -> None:
         )
     if any(length < 1 for length in lengths):
         raise InputError(f"slices of {list(lengths)} tokens: each has at least one; correct them")
+
+
+def check_untied(schedule: Schedule, tied: Sequence[TiedParameter]) -> None:
+    """Raises InputError where stages of a stream, which update at different times, hold the same parameter."""
+    if schedule.microbatches_per_update is not None and tied:
+        raise InputError(
+            f"stages {tied[0].stages} hold the same parameter {tied[0].name!r}: under weight policy "
+            f"{schedule.weights.value!r} every stage updates by itself; untie it, or take a schedule that flushes"
+        )

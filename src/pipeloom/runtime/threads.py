@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -22,7 +22,7 @@ class RankThreads:
         cores = max(1, torch.get_num_threads() // num_ranks)
         self._pool = ThreadPoolExecutor(num_ranks, "rank", initializer=torch.set_num_threads, initargs=(cores,))
 
-    def run(self, runs: dict[int, Iterator[None]]) -> None:
+    def run(self, runs: Mapping[int, Iterator[None]]) -> None:
         """Run all ranks to their ends; raises what went wrong first."""
         modes = _thread_modes()
 

@@ -45,8 +45,8 @@ def program_channels(program: Program) -> set[Channel]:
         for rank, action in program.actions()
         if action.op in (Op.SEND_F, Op.SEND_B)
     }
-    for group in program.gradient_groups:
-        ranks = program.ranks_of_group(group)
+    streams = program.schedule.microbatches_per_update is not None  # their stages sum by themselves, update by update
+    for ranks in program.placement.replicas if streams else map(program.ranks_of_group, program.gradient_groups):
         channels.update(Channel(a, b, Lane.GRADIENT) for a in ranks for b in ranks if a != b)
     return channels
 

@@ -7,7 +7,7 @@ looked up in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter
@@ -20,6 +20,7 @@ from pipeloom.ir import Action, Op, Program
 from pipeloom.passes import warm_up_lengths
 from pipeloom.runtime.backward import bind_backward, bind_input_backward, bind_weight_backward
 from pipeloom.runtime.calls import call_only, cancel_number, next_call
+from pipeloom.runtime.driver import Run
 from pipeloom.runtime.forward import bind_forward
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.messages import bind_receive, bind_send
@@ -29,6 +30,7 @@ from pipeloom.runtime.state import Batch, Binder, LossFn, RankState, Step
 from pipeloom.runtime.transport import Transport
 from pipeloom.runtime.values import flatten
 
+Record = tuple[Action, float, float]  # what ran, and when it started and ended (time.perf_counter, seconds)
 BLACKBOX_BYTES = 64  # how much of a blackbox the label of the running action takes
 
 _BINDERS: dict[Op, Binder] = {
@@ -41,7 +43,7 @@ _BINDERS: dict[Op, Binder] = {
     Op.RECV_F: bind_receive,
     Op.RECV_B: bind_receive,
 }
-RUNNABLE_OPS = frozenset(_BINDERS) | {Op.REDUCE_GRAD}
+RUNNABLE_OPS = frozenset(_BINDERS) | {Op.REDUCE_GRAD, Op.STEP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Bound:
     starts: list[float]
     ends: list[float]
 
-    def records(self) -> list[tuple[Action, float, float]]:
+    def records(self) -> list[Record]:
         """The last run: every action with its start and end."""
         return [(i.action, s, e) for i, s, e in zip(self.instructions, self.starts, self.ends, strict=True)]
 
@@ -88,6 +90,10 @@ class Worker:
         sliced: whether micro-batches run in slices, be it one.
         blackbox: a buffer of at least `BLACKBOX_BYTES` bytes into which the running action is written, for whoever
             has to say after a crash what this rank was doing.
+
+    Attributes:
+        state: what this rank holds while it runs. Its `call` is a later one than was asked for if that had to be done
+            again.
     """
 
     def __init__(
@@ -103,52 +109,47 @@ class Worker:
     ) -> None:
         self.rank = rank
         self.stages = stages
-        self._state = RankState(rank, stages, loss_fn, transport, sliced)
+        self.state = RankState(rank, stages, loss_fn, transport, sliced)
         self._gradient_sum = gradient_sum
-        self._blackbox = blackbox
-
-    @property
-    def call(self) -> int:
-        """The number of the last run's call, which is a later one than was asked for if that had to be done again."""
-        return self._state.call
+        self.blackbox = blackbox
 
     @property
     def live_activations(self) -> int:
         """How many activations are held at this moment."""
-        return len(self._state.saved)
+        return len(self.state.saved)
 
     @property
     def peak_live_activations(self) -> int:
         """The most that were held at once in the last run."""
-        return self._state.peak_live_activations
+        return self.state.peak_live_activations
 
     def bind(self, program: Program) -> Bound:
         """Turn this rank's part of `program` into functions."""
-        instructions: list[_Instruction] = []
-        for action in one_after_the_other(program.orders[self.rank], program.schedule.partners):
-            steps: list[Step]
-            if action.op is Op.REDUCE_GRAD:
-                steps = self._gradient_sum.bind(action.stage)
-            else:
-                binder = _BINDERS.get(action.op)
-                if binder is None:
-                    raise InputError(
-                        f"action {action} on rank {self.rank}: the executor runs "
-                        f"{', '.join(op.value for op in _BINDERS)} and REDUCE_GRAD; take a schedule without {action.op}"
-                    )
-                steps = [binder(self._state, action, program)]
-                if self._state.sliced and action.op in (Op.B, Op.I):
-                    steps = [in_slice(self._state, action, step) for step in steps]
-            label = f"{action}".encode().ljust(BLACKBOX_BYTES, b"\0")[:BLACKBOX_BYTES]
-            blocking = self._state.transport.blocking
-            for run, ready in steps:
-                instructions.append(_Instruction(action, run, None if blocking else ready, label))
+        blocking = self.state.transport.blocking
+        instructions = [
+            _Instruction(action, run, None if blocking else ready, label_of(action))
+            for action in program.orders[self.rank]
+            for run, ready in self.steps(action, program)
+        ]
         times = len(instructions)
         warm_up = set(program.orders[self.rank][: warm_up_lengths(program)[self.rank]])
         num_warm_up = sum(1 for _ in takewhile(lambda instruction: instruction.action in warm_up, instructions))
         return Bound(tuple(instructions), num_warm_up, not program.schedule.forward_only, [0.0] * times, [0.0] * times)
 
-    def run(self, bound: Bound, batch: Batch, call: int, speculation: Speculation | None = None) -> Iterator[None]:
+    def steps(self, action: Action, program: Program) -> list[Step]:
+        """The functions of one action."""
+        if action.op is Op.REDUCE_GRAD:
+            return self._gradient_sum.bind(action.stage)
+        binder = _BINDERS.get(action.op)
+        if binder is None:
+            raise InputError(
+                f"action {action} on rank {self.rank}: the executor runs {', '.join(op.value for op in _BINDERS)} and "
+                f"REDUCE_GRAD, and STEP in a stream; take a schedule without {action.op}"
+            )
+        step = binder(self.state, action, program)
+        return [in_slice(self.state, action, step) if self.state.sliced and action.op in (Op.B, Op.I) else step]
+
+    def run(self, bound: Bound, batch: Batch, call: int, speculation: Speculation | None = None) -> Run:
         """Run a bound program; yields whenever it has to wait and the transport does not block.
 
         Args:
@@ -162,7 +163,7 @@ class Worker:
             StageError: the module, the loss or autograd raised.
             PeerLost: a rank it waited for went away.
         """
-        self._state.begin(batch, call)
+        self.state.begin(batch, call)
         try:
             start = 0
             if speculation is not None:
@@ -171,11 +172,11 @@ class Worker:
                 self._gradient_sum.begin()
             yield from self._execute(bound, start, len(bound.instructions))
         finally:
-            self._state.clear()
+            self.state.clear()
 
-    def _execute(self, bound: Bound, start: int, stop: int) -> Iterator[None]:
+    def _execute(self, bound: Bound, start: int, stop: int) -> Run:
         """Run the instructions from `start` to before `stop`."""
-        starts, ends, blackbox = bound.starts, bound.ends, self._blackbox
+        starts, ends, blackbox = bound.starts, bound.ends, self.blackbox
         position = start
         try:
             for position, instruction in enumerate(bound.instructions[start:stop], start):
@@ -190,11 +191,11 @@ class Worker:
         except CancelledError:
             raise
         except Exception as error:
-            raise self._explain(error, bound.instructions[position].action) from error
+            raise self.explain(error, bound.instructions[position].action) from error
 
     def _warm_up(self, bound: Bound, speculation: Speculation) -> int:
         """Run forwards until it is known whether their parameters stand; returns how many instructions then count."""
-        state = self._state
+        state = self.state
         before = ForwardState.take(self.stages.values(), with_random_state=speculation.owns_random_state)
         failure: RunError | None = None
         position = 0
@@ -226,13 +227,14 @@ class Worker:
 
     def _cancel(self) -> None:
         """Tell all who may wait for a forward of this call that none will come."""
-        for send in self._state.sends.values():
-            send(*flatten(None), cancel_number(self._state.call))
+        for send in self.state.sends.values():
+            send(*flatten(None), cancel_number(self.state.call))
 
-    def _explain(self, error: Exception, action: Action) -> PipeloomError:
+    def explain(self, error: Exception, action: Action) -> PipeloomError:
+        """The error as the user is told it, with what this rank was doing."""
         where = f"rank {self.rank}, stage {action.stage}, action {action}"
         if action.microbatch is not None:
-            where += f", micro-batch {action.microbatch}"
+            where += f", {'update' if action.op is Op.STEP else 'micro-batch'} {action.microbatch}"
         text = " ".join(str(error).split())
         if isinstance(error, PeerLost):
             return PeerLost(f"{where}: {text}")
@@ -241,32 +243,6 @@ class Worker:
         return StageError(f"{where}: {type(error).__name__}: {text}")
 
 
-def one_after_the_other(order: Sequence[Action], partners: Mapping[Action, Action]) -> list[Action]:
-    """A rank's order as one thread runs it: the two computations of an overlapped unit one after the other.
-
-        RECV_F RECV_B F B SEND_F SEND_B   ->   RECV_F F SEND_F RECV_B B SEND_B
-
-    Who runs both at once waits for the messages of both and has both results at the end. Who does not would waste the
-    time of a B before its neighbour gets the result of F, and that of an F in which the message for B may still come.
-    Messages of one channel keep their order, and every wait comes later or at the same place, so nothing can deadlock
-    that did not before.
-
-    Args:
-        order: of a program.
-        partners: the backward of each F that starts a unit.
-    """
-    result: list[Action] = []
-    position = 0
-    while position < len(order):
-        action = order[position]
-        position += 1
-        late: list[Action] = []
-        if action in partners:
-            while result and result[-1].op in (Op.RECV_F, Op.RECV_B) and result[-1] != action.with_op(Op.RECV_F):
-                late.insert(0, result.pop())
-        result.append(action)
-        if action in partners:
-            send = order[position + 1 : position + 2] == (action.with_op(Op.SEND_F),)
-            result += [*order[position + 1 : position + 1 + send], *late, order[position]]
-            position += 1 + send
-    return result
+def label_of(action: Action) -> bytes:
+    """What stands in a blackbox while `action` runs."""
+    return f"{action}".encode().ljust(BLACKBOX_BYTES, b"\0")[:BLACKBOX_BYTES]

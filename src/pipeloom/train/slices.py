@@ -112,7 +112,7 @@ def _measured(config: TrainConfig) -> tuple[int | str, str]:
 
     start = perf_counter()
     model, ranks, tokens = config.model, config.parallel.pipeline, config.model.sequence_length
-    microbatches = config.batch.num_microbatches
+    microbatches = config.num_microbatches
     sizes: dict[str, Any] = {name: getattr(model, name) for name in ("width", "heads", "positions", "dropout")}
     grid = -(-tokens // _FINEST)
     # One block for each rank is enough: blocks are alike, and a rank's share takes as often as long as it has blocks.

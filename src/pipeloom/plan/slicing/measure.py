@@ -6,9 +6,7 @@ Shapes: B batch, S slice, C context, W width, H heads, D = W / H.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter, thread_time
 from typing import NamedTuple
@@ -22,7 +20,7 @@ from pipeloom.errors import InputError
 from pipeloom.models.gpt import GPT, Block, GPTConfig
 from pipeloom.models.init import init_parameters
 from pipeloom.plan.slicing.costs import Sample, SliceCosts, fit
-from pipeloom.split.profile import LayerTime, profile_layers
+from pipeloom.split.profile import LayerTime, profile_layers, threads_of_a_rank
 
 _LONG_SECONDS = 0.1  # of a slice, forward and backward: more is run once; what is new the first time is a small part
 _MOST_SECONDS = 1.0  # of a slice: no larger ones are measured
@@ -117,7 +115,7 @@ def measure_slices(
         raise InputError(f"{num_ranks} ranks share {config.layers} blocks: each has one at least; ask for fewer ranks")
     forward: list[Sample] = []
     backward: list[Sample] = []
-    with _threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
+    with threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
         share = share or Share(replace(config, layers=-(-config.layers // num_ranks)))
         for length, context in _points(config.sequence_length, grid):
             time = _time(share, (piece, length, context), num_rounds)
@@ -180,13 +178,3 @@ def _message(width: int, sequence: int) -> tuple[float, float]:
 
     short, long = copy(1), copy(max(2, sequence))
     return short, max(0.0, long - short) / max(1, sequence - 1)
-
-
-@contextmanager
-def _threads_of_a_rank(num_ranks: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,0 +1,113 @@
+"""What runs in each process: streams, or steps that flush, of stages that wait."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, NamedTuple
+
+import torch
+from benchmarks.common.processes import run_first
+from benchmarks.common.workloads import WaitingWorkload
+from torch import Tensor, nn
+
+import pipeloom as pl
+from pipeloom.ir import Action, Op, Schedule
+
+SECONDS = (0.010, 0.010, 0.010)  # F, I and W of a stage of size 1
+
+
+class Cell(NamedTuple):
+    """What is run: a schedule, how much work each stage has, how many batches."""
+
+    schedule: Schedule
+    sizes: tuple[float, ...]
+    num_batches: int
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a batch; of one step, where the schedule flushes."""
+        return self.schedule.microbatches_per_update or self.schedule.num_microbatches
+
+    @property
+    def ideal_seconds(self) -> float:
+        """A micro-batch on the slowest stage, all its replicas busy."""
+        replicas = map(len, self.schedule.placement.replicas)
+        return max(sum(SECONDS) * size / r for size, r in zip(self.sizes, replicas, strict=True))
+
+    def model(self, *, waits: bool) -> list[nn.Module]:
+        each = [tuple(seconds * size * waits for seconds in SECONDS) for size in self.sizes]
+        return [WaitingWorkload(num_stages=1, num_microbatches=1, seconds=s).model() for s in each]  # type: ignore[arg-type]
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(11)
+        shape = (self.num_batches, self.micro_batches, 4)
+        return [(x, torch.zeros_like(x)) for x in torch.randn(shape, generator=generator)]
+
+
+class Answer(NamedTuple):
+    """What one rank says of a cell.
+
+    Attributes:
+        period_seconds: of a micro-batch: of the stage in the steady state, or of whole steps.
+        versions, version_bytes: of the parameters, the most that existed at once.
+        weights: after the run.
+    """
+
+    period_seconds: float
+    versions: int
+    version_bytes: int
+    weights: dict[str, list[float]]
+
+
+def run(cell: Cell, *, waits: bool = True, transport: str = "auto") -> Answer:
+    """Train by a cell."""
+    model = cell.model(waits=waits)
+    with pl.Pipeline(model, cell.schedule, loss_fn=nn.functional.mse_loss, transport=transport) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        versions = version_bytes = 1
+        if cell.schedule.microbatches_per_update is None:
+            period = _steps(cell, pl.BarrierStep(pipe, optimizer))
+        else:
+            stream = pl.Stream(pipe, optimizer)
+            stream.run(cell.batches())
+            versions, version_bytes = max(stream.peak_weight_versions.values()), max(stream.peak_weight_bytes.values())
+            ((_, records), *_) = pipe.records
+            period = _period(cell, records)
+        return Answer(period, versions, version_bytes, {n: p.tolist() for n, p in pipe.named_parameters()})
+
+
+def _steps(cell: Cell, stepper: pl.BarrierStep) -> float:
+    first, *others = cell.batches()
+    stepper.step(*first)  # allocates and connects
+    start = time.monotonic()
+    for batch in others:
+        stepper.step(*batch)
+    return (time.monotonic() - start) / (len(others) * cell.micro_batches)
+
+
+def _period(cell: Cell, records: list[tuple[Action, float, float]]) -> float:
+    """From the ends of backwards, without start-up and drain."""
+    schedule = cell.schedule
+    edge = 2 * schedule.num_ranks * cell.micro_batches
+    ends = [
+        (action.microbatch or 0, end)
+        for action, _, end in records
+        if action.op is Op.B and edge <= (action.microbatch or 0) < schedule.num_microbatches - edge
+    ]
+    (first, start), (last, end) = ends[0], ends[-1]
+    return (end - start) / (last - first)
+
+
+class Subject:
+    """One rank of a crew."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def run_first(self) -> bool:
+        """Let all threads of this process run before others."""
+        return all(run_first(int(thread)) for thread in os.listdir("/proc/self/task"))
+
+    def run(self, cell: Any) -> Answer:
+        return run(cell)

@@ -1,0 +1,78 @@
+"""A stream of another length: fewer micro-batches, or more of its steady state.
+
+F0 F1 F2 B0 F3 B1 F4 B2 B3 B4                    of 5 micro-batches, after each of which an update stands
+F0 F1 F2 B0 F3 B1 B2 B3                          of 4: the last one left out
+         └────┘ common ┆ and then the drain      what the longer one has before its drain is one period: F4 B2
+F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 B5 B6        of 7: two periods more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import lcm
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import Action
+from pipeloom.ir.schedule import Schedule
+
+
+def stretch(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The stream that `schedule` is, over `num_microbatches`.
+
+    Raises:
+        ScheduleError: that is no whole number of updates; or a longer one is asked for, and `schedule` has no steady
+            state that could go on.
+    """
+    if num_microbatches == schedule.num_microbatches:
+        return schedule
+    period = lcm(*(schedule.update_interval(stage) for stage in range(schedule.num_stages)))
+    if num_microbatches < 1 or num_microbatches % period:
+        raise ScheduleError(
+            f"a stream of {num_microbatches} micro-batches, where every stage has updated after {period}: a stream is "
+            f"a whole number of updates; take a multiple of {period} micro-batches"
+        )
+    more = max(0, num_microbatches - schedule.num_microbatches) // period
+    orders = schedule.orders
+    if more:
+        orders = tuple(_longer(schedule, rank, period, more) for rank in range(schedule.num_ranks))
+    return replace(
+        schedule,
+        num_microbatches=num_microbatches,
+        orders=tuple(_before(order, num_microbatches) for order in orders),
+        overlapped=frozenset(),
+    )
+
+
+def _longer(schedule: Schedule, rank: int, period: int, times: int) -> Sequence[Action]:
+    """The order of a rank with the last period of its steady state `times` more."""
+    order, length = tuple(schedule.orders[rank]), schedule.num_microbatches
+    head, body, drain = _parts(order, length, period)
+    _, earlier, _ = _parts(_before(order, length - period), length - period, period)
+    if tuple(_shifted(earlier, period)) != body:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} of {length} micro-batches has no steady state that could go on: rank {rank} "
+            f"does not repeat itself after {period} micro-batches; build it with more, such as "
+            f"{length + (schedule.num_ranks // period + 2) * period}, or run as many batches as it has"
+        )
+    result = list(head)
+    for repeat in range(times + 1):
+        result += _shifted(body, repeat * period)
+    return (*result, *_shifted(drain, times * period))
+
+
+def _parts(order: tuple[Action, ...], length: int, period: int) -> tuple[tuple[Action, ...], ...]:
+    """The start of an order, its last period, and its drain."""
+    shorter = _before(order, length - period)
+    same = next((k for k, (a, b) in enumerate(zip(order, shorter, strict=False)) if a != b), len(shorter))
+    behind = len(order) - (len(shorter) - same)
+    return order[:same], order[same:behind], order[behind:]
+
+
+def _before(order: Sequence[Action], length: int) -> tuple[Action, ...]:
+    """The actions of the micro-batches below `length`."""
+    return tuple(action for action in order if action.microbatch is not None and action.microbatch < length)
+
+
+def _shifted(actions: Sequence[Action], count: int) -> list[Action]:
+    return [Action(stage, op, (b or 0) + count, piece) for stage, op, b, piece in actions]

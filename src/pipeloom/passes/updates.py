@@ -1,0 +1,62 @@
+"""Updates inside a stream of micro-batches: what a schedule with several versions of the parameters runs.
+
+... 1B3 1SEND_B3 1STEP3 1F5 ...      the last backward of an update, its result on its way, then the update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.schedule import Program
+from pipeloom.ir.versions import with_updates
+
+
+def insert_updates(program: Program, tied_stages: tuple[tuple[int, ...], ...] = ()) -> Program:
+    """Put STEP, and REDUCE_GRAD where a stage has replicas, where `pipeloom.ir.versions.with_updates` has them.
+
+    The gradient of the stage's input is sent before: the stage that waits for it is not kept by the update.
+
+    Args:
+        program: a program with communication.
+        tied_stages: groups of stages that hold the same parameters.
+
+    Raises:
+        ScheduleError: stages on different ranks hold the same parameters.
+    """
+    schedule = program.schedule
+    if schedule.microbatches_per_update is None:
+        return program
+    tied = next((group for group in tied_stages if len(program.ranks_of_group(group)) > 1), None)
+    if tied is not None:
+        raise ScheduleError(
+            f"schedule {schedule.name!r}: stages {tied} hold the same parameters and update them at different times: "
+            f"weight policy {schedule.weights.value!r} needs each parameter in one stage; untie them, or take a "
+            "schedule that flushes, such as 1f1b"
+        )
+    orders = []
+    for rank, order in enumerate(program.orders):
+        behind: dict[Action | None, list[Action]] = {}
+        last = None
+        for action in with_updates(schedule, rank):
+            if action.op in COMPUTE_OPS:
+                last = action
+            else:
+                behind.setdefault(last, []).append(action)
+        orders.append(_with(order, behind))
+    return replace(program, orders=tuple(orders))
+
+
+def _with(order: Sequence[Action], behind: dict[Action | None, list[Action]]) -> tuple[Action, ...]:
+    """`order` with actions behind some computations, and behind the send of their result."""
+    result: list[Action] = []
+    held: list[Action] = []
+    for action in order:
+        if held and action.op is not Op.SEND_B:
+            result += held
+            held = []
+        result.append(action)
+        held += behind.get(action, ())
+    return (*result, *held)

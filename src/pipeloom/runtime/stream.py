@@ -1,0 +1,220 @@
+"""`Stream`: training in which parameters change while micro-batches are in flight (PipeDream and its family).
+
+run:   start-up, then every stage alternates F and B, updating by itself behind every update's last B; drain
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any
+
+import torch
+
+from pipeloom.errors import InputError, PeerLost
+from pipeloom.ir import Program, check
+from pipeloom.ir.versions import versions_used
+from pipeloom.passes import lower, stretch
+from pipeloom.runtime.calls import call_number
+from pipeloom.runtime.collectives import all_gather_bytes
+from pipeloom.runtime.optimizer_step import check_optimizer
+from pipeloom.runtime.pipeline import Pipeline
+from pipeloom.runtime.stream_batches import StreamBatches
+from pipeloom.runtime.stream_rank import StreamPlan, StreamRank
+from pipeloom.runtime.stream_results import OnUpdate, StreamResults, StreamUpdate
+from pipeloom.runtime.stream_updates import Discount, LearningRate, StreamOptimizer, UpdateOptions
+
+
+class Stream:
+    """Trains a pipeline whose schedule updates while it runs: `pipedream`, `pipedream-2bw`, or one of your own.
+
+    Which parameters a micro-batch meets is the schedule's weight policy (see `pipeloom.ir.versions`). A batch is
+    `microbatches_per_update` micro-batches. A stage's update takes the mean over its batches of their gradients, each
+    the mean over its samples: one batch, or several where the stage has more replicas than a batch has micro-batches.
+
+    What has no versions: buffers change in the order of the forwards (running statistics of BatchNorm), with replicas
+    they are those of the first one after a run. Dropout masks are those of the micro-batch's own forward.
+
+    Args:
+        pipeline: with a schedule that has a weight policy other than "flush", and a loss.
+        optimizer: over parameters of `pipeline`, all that this process holds or some; any that leaves parameters
+            without a gradient alone, as torch's do.
+        max_norm: largest 2-norm of all gradients together. No stage waits for another: each clips its own gradient to
+            ``max_norm / sqrt(num_stages)``.
+        learning_rate: called before every update of a stage with the number of its last batch, from 0 over all runs;
+            gives the learning rate, or one for each parameter group. None: that of each group.
+        discount: what a stage whose gradient is stale by d updates divides its learning rate by. "inverse": 1 + d
+            (arXiv:1511.05950); "pipemare": ``d ** (1 - min(k / discount_updates, 1))`` in its update k
+            (arXiv:1910.05124); "none": 1.
+        discount_updates: for "pipemare".
+        scale_by_replicas: multiply the learning rate of a stage by the number of batches that its updates hold, as
+            PipeDream does for stages with replicas.
+        on_update: called with the number and the loss of every batch, in order, on the process with rank 0, soon after
+            the batch is through.
+        num_batches: how many batches have been run before, such as before the checkpoint that training goes on from.
+
+    Attributes:
+        num_batches: how many batches have been run.
+        peak_weight_versions: for each rank of this process, how many versions of a stage's parameters existed at once
+            in the last run.
+        peak_weight_bytes: for each rank, of all its parameters in all versions.
+
+    Raises:
+        InputError: one of these does not fit.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_norm: float = math.inf,
+        learning_rate: LearningRate | None = None,
+        discount: Discount = "none",
+        discount_updates: int | None = None,
+        scale_by_replicas: bool = False,
+        on_update: OnUpdate | None = None,
+        num_batches: int = 0,
+    ) -> None:
+        schedule = pipeline.schedule
+        if schedule.microbatches_per_update is None:
+            raise InputError(
+                f"a Stream of schedule {schedule.name!r}, which flushes: it trains by Pipeline.step(); take a schedule "
+                "with weight versions, such as pipedream"
+            )
+        check_optimizer(pipeline, optimizer)
+        self._pipeline = pipeline
+        self._options = UpdateOptions(
+            max_norm=max_norm,
+            learning_rate=learning_rate,
+            discount=discount,
+            discount_updates=discount_updates,
+            scale_by_replicas=scale_by_replicas,
+        )
+        self._optimizer = StreamOptimizer(optimizer, self._options, schedule.num_stages)
+        self._on_update = on_update
+        self._microbatches = schedule.microbatches_per_update
+        self._last_length: tuple[Program, Mapping[tuple[int, int], int]] | None = None
+        self.num_batches = num_batches
+        self.peak_weight_versions: dict[int, int] = {}
+        self.peak_weight_bytes: dict[int, int] = {}
+
+    def run(self, batches: Iterable[Any], num_batches: int | None = None) -> list[StreamUpdate]:
+        """Train on `batches`: start up, stream, drain. Every rank calls it alike.
+
+        Afterwards all updates are made, nothing is in flight, and the modules hold the parameters that the optimizer
+        knows. A parameter's memory may be another than before: take what ``.data``, ``detach()`` or `state_dict` gave
+        anew.
+
+        Args:
+            batches: ``(inputs, targets)`` of each batch, samples along dimension 0. Taken one by one, as they are due;
+                read on ranks with the first and the last stage, where inputs or targets may be None if not needed.
+            num_batches: how many to take; all, if `batches` has a length.
+
+        Returns:
+            What became of every batch, on every rank.
+
+        Raises:
+            InputError: no whole number of updates on every stage, gradients left from before, ranks that ask for
+                different things; before any communication.
+            RunError: a loss or a gradient is not finite, or a rank did not get what it waits for (PeerLost).
+            StageError: a stage, the loss or the optimizer raised. The parameters are back in their places, with the
+                values of the updates that were made.
+        """
+        count = self._count(batches, num_batches)
+        pipeline = self._pipeline
+        pipeline.driver.check_free()
+        self._check_ready()
+        program, used = self._program(count)
+        live = self._agree(count)
+        pipeline.driver.num_calls += 1
+        call = call_number(pipeline.driver.num_calls, True)
+        plan = StreamPlan(program, used, call, self.num_batches)
+        taken = StreamBatches(batches, count, program.schedule, pipeline.local_ranks)
+        results = StreamResults(pipeline.rank, pipeline.transport, pipeline.process_group, plan, self._on_update, live)
+        ranks = {
+            rank: StreamRank(
+                pipeline.workers[rank], plan, taken, self._optimizer, pipeline.ownership, results.add, results.poll
+            )
+            for rank in pipeline.local_ranks
+        }
+        updates: list[StreamUpdate] = []
+
+        def finish() -> None:
+            taken.finish()
+            updates.extend(results.gather({rank: part.norms for rank, part in ranks.items()}))
+
+        pipeline.last_run = {rank: part.records for rank, part in ranks.items()}
+        self._optimizer.begin()
+        try:
+            pipeline.driver.run({rank: part.run() for rank, part in ranks.items()}, finish)
+        finally:
+            self._optimizer.end()
+        self.num_batches += count
+        self.peak_weight_versions = {rank: part.peak_weight_versions for rank, part in ranks.items()}
+        self.peak_weight_bytes = {rank: part.peak_weight_bytes for rank, part in ranks.items()}
+        return updates
+
+    def _count(self, batches: Iterable[Any], num_batches: int | None) -> int:
+        if num_batches is None:
+            if not isinstance(batches, Sized):
+                raise InputError(
+                    f"batches are a {type(batches).__name__} without a length: a run has to know where it drains; pass "
+                    "num_batches"
+                )
+            num_batches = len(batches)
+        if num_batches < 1:
+            raise InputError(f"a run of {num_batches} batches: it has at least 1; leave the call out")
+        return num_batches
+
+    def _check_ready(self) -> None:
+        pipeline = self._pipeline
+        if not pipeline.has_loss:
+            raise InputError("run() on a Pipeline without loss_fn: updates need a loss; pass loss_fn to Pipeline")
+        if not torch.is_grad_enabled():
+            raise InputError("run() where gradients are switched off: it computes them; leave torch.no_grad() first")
+        for name, parameter in pipeline.named_parameters():
+            if parameter.grad is not None:
+                raise InputError(
+                    f"parameter {name!r} has a gradient: a stream makes its own and updates by them; call "
+                    "optimizer.zero_grad() before"
+                )
+            if getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise InputError(
+                    f"parameter {name!r} has a hook behind the accumulation of its gradient: here gradients accumulate "
+                    "on versions of it; remove the hook"
+                )
+        pipeline.ownership.check_equal()
+
+    def _program(self, count: int) -> tuple[Program, Mapping[tuple[int, int], int]]:
+        """The program of a run of `count` batches, and the version that each stage and micro-batch uses."""
+        length = count * self._microbatches
+        if self._last_length is None or self._last_length[0].num_microbatches != length:
+            schedule = stretch(self._pipeline.schedule, length)
+            check(schedule)
+            self._last_length = lower(schedule), versions_used(schedule)
+        return self._last_length
+
+    def _agree(self, count: int) -> bool:
+        """Make sure that all processes ask for the same; returns whether rank 0 wants losses as they come."""
+        group, options = self._pipeline.process_group, self._options
+        own = [count, self.num_batches, options.max_norm, options.discount, options.discount_updates]
+        if group is None:
+            return self._on_update is not None
+        try:
+            told = all_gather_bytes(json.dumps([own, self._on_update is not None]).encode(), group)
+        except RuntimeError as error:
+            raise PeerLost("another rank ended before all began their run; see what it said") from error
+        first, *others = [json.loads(answer) for answer in told]
+        for rank, other in enumerate(others, 1):
+            if other[0] != first[0]:
+                names = ("batches", "batches before", "max_norm", "discount", "discount_updates")
+                name, one, another = next(
+                    row for row in zip(names, first[0], other[0], strict=True) if row[1] != row[2]
+                )
+                raise InputError(
+                    f"rank 0 runs with {name} {one} and rank {rank} with {another}: all ranks run one stream; pass the "
+                    "same on each"
+                )
+        return bool(first[1])

@@ -1,0 +1,148 @@
+"""The versions of a stage's parameters that exist at once while a stream runs.
+
+The user's parameters, those that the optimizer knows, always hold the newest values. No forward uses them: their place
+in the modules is taken by leaves that share their memory, one leaf a version. What autograd saved of a leaf stays
+valid when the optimizer writes into a parameter, for before it does,
+
+    a backward to come needs the newest version    the parameter moves to a copy, its old memory stays that version
+    nobody needs it any more                       the update is made in place, the leaf becomes the next version
+
+So as many versions exist as `pipeloom.ir.versions` predicts, and where a parameter did not change (frozen, or without a
+gradient) versions share its leaf. A version is let go of behind the last backward that uses it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
+
+from torch import Tensor, nn
+
+from pipeloom.errors import RunError
+
+Gradients = list[Tensor | None]  # in the order of `WeightVersions.parameters`
+
+
+class WeightVersions:
+    """The parameters of one stage on one rank during a run, those that want a gradient; others stay as they are.
+
+    Args:
+        module: the stage.
+        uses: for each version, how many backwards of this rank use it. It is counted down.
+        trained: the parameters that updates may change.
+
+    Attributes:
+        parameters: the user's, each once however often the module has it.
+        peak_versions: the most versions that existed at once.
+        peak_bytes: of all parameters of the stage in all versions, the most that existed at once.
+    """
+
+    def __init__(self, module: nn.Module, uses: Counter[int], trained: Set[nn.Parameter]) -> None:
+        homes: dict[nn.Parameter, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    homes.setdefault(parameter, []).append((part._parameters, name))
+        self.parameters = list(homes)
+        self._homes = list(homes.values())
+        self._uses, self._trained = uses, trained
+        self._newest = 0
+        self._installed: int | None = None
+        self._leaves: dict[int, list[nn.Parameter]] = {0: [_leaf(parameter) for parameter in self.parameters]}
+        self._sums: dict[int, Gradients] = {}  # by update: the gradients of its backwards so far
+        self._sizes = [parameter.nbytes for parameter in self.parameters]
+        self._frozen_bytes = sum(p.nbytes for p in module.parameters() if not p.requires_grad)
+        self.peak_versions, self.peak_bytes = 1, self._frozen_bytes + sum(self._sizes)
+
+    def install(self, version: int) -> None:
+        """Let the module compute with `version`."""
+        if version != self._installed:
+            for leaf, homes in zip(self._leaves[version], self._homes, strict=True):
+                for place, name in homes:
+                    place[name] = leaf
+            self._installed = version
+
+    def begin_backward(self, version: int, update: int) -> None:
+        """Before a backward: what the backwards before it added up for the same update, it adds to."""
+        self.install(version)
+        for leaf, gradient in zip(self._leaves[version], self._sums.get(update, ()), strict=False):
+            leaf.grad = gradient
+
+    def end_backward(self, version: int, update: int) -> None:
+        """Behind a backward: take the sum off the leaves, and let go of a version that nobody needs any more."""
+        leaves = self._leaves[version]
+        self._sums[update] = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        self._uses[version] -= 1
+        if not self._uses[version] and version != self._newest:
+            self.install(self._newest)
+            del self._leaves[version]
+
+    def gradients(self, update: int) -> Gradients:
+        """The sum over the backwards of one update, in their order; None where there was no gradient."""
+        return self._sums[update]
+
+    def update(self, update: int, gradients: Sequence[Tensor | None], step: Callable[[], None]) -> None:
+        """Make the next version.
+
+        Args:
+            update: whose sum is not needed any more.
+            gradients: of `parameters`.
+            step: called with these in ``.grad``; writes into the parameters that have one.
+
+        Raises:
+            RunError: a parameter has a gradient that came in another way.
+        """
+        del self._sums[update]
+        if any(parameter.grad is not None for parameter in self.parameters):
+            raise RunError(
+                "a parameter has a gradient that no backward of this stage's versions made: a stage has to read its "
+                "parameters as attributes of its modules, at every call; keep no reference to one beside"
+            )
+        leaves, needed = self._leaves[self._newest], self._uses[self._newest] > 0
+        before = self._leaves.get(max((v for v in self._leaves if v < self._newest), default=-1), ())
+        shared = {id(leaf) for leaf in before}
+        for parameter, leaf, gradient in zip(self.parameters, leaves, gradients, strict=True):
+            parameter.grad = gradient
+            if gradient is not None and parameter in self._trained and (needed or id(leaf) in shared):
+                parameter.data = parameter.data.clone()
+        try:
+            step()
+        finally:
+            for parameter in self.parameters:
+                parameter.grad = None
+        if not needed:
+            del self._leaves[self._newest]
+            if self._installed == self._newest:
+                self._installed = None
+        self._newest += 1
+        self._leaves[self._newest] = [
+            leaf if leaf.data_ptr() == parameter.data_ptr() else _leaf(parameter)
+            for parameter, leaf in zip(self.parameters, leaves, strict=True)
+        ]
+        self._note_peaks()
+
+    def _note_peaks(self) -> None:
+        self.peak_versions = max(self.peak_versions, len(self._leaves))
+        columns = zip(*self._leaves.values(), strict=True)
+        copies = (len(set(map(id, column))) for column in columns)
+        held = sum(size * count for size, count in zip(self._sizes, copies, strict=True))
+        self.peak_bytes = max(self.peak_bytes, self._frozen_bytes + held)
+
+    def close(self) -> None:
+        """Put the user's parameters back into their places, and let go of all versions."""
+        for parameter, homes in zip(self.parameters, self._homes, strict=True):
+            parameter.grad = None
+            for place, name in homes:
+                place[name] = parameter
+        self._leaves.clear()
+        self._sums.clear()
+
+
+def _leaf(parameter: nn.Parameter) -> nn.Parameter:
+    """A leaf with the memory of `parameter`, but for autograd another tensor: writes into one do not count for both."""
+    leaf = nn.Parameter(parameter.data)
+    if parameter._backward_hooks:
+        leaf._backward_hooks = parameter._backward_hooks
+    return leaf

@@ -1,0 +1,55 @@
+"""Streams of another length."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir import Placement, Schedule, WeightPolicy, check
+from pipeloom.ir.text import parse_orders
+from pipeloom.passes import stretch
+from pipeloom.schedules.pipedream import pipedream
+
+
+@pytest.mark.parametrize("replicas", [(1,), (1, 1), (1, 1, 1, 1), (2, 1), (1, 2), (2, 1, 1), (3, 2, 1)])
+def test_a_stretched_stream_is_the_one_built_at_that_length(replicas: tuple[int, ...]) -> None:
+    for per_update in (1, 2, 3):
+        period = math.lcm(per_update, *replicas)
+
+        def build(periods: int, size: int = per_update, period: int = period) -> Schedule:
+            sizes = {"num_ranks": sum(replicas), "replicas": replicas, "microbatches_per_update": size}
+            return pipedream(num_microbatches=periods * period, **sizes)
+
+        enough = sum(replicas) + 2
+        for have, want in product((enough, enough + 3), (1, 2, enough - 1, enough, enough + 1, 3 * enough)):
+            assert stretch(build(have), want * period) == build(want)
+
+
+def test_a_stream_without_steady_state_is_refused() -> None:
+    short = pipedream(num_ranks=4, num_microbatches=4)
+    with pytest.raises(ScheduleError, match=r"rank 0 does not repeat itself after 1 .*; build it with more") as caught:
+        stretch(short, 5)
+    enough = int(str(caught.value).split("such as ")[1].split(",")[0])
+    check(stretch(pipedream(num_ranks=4, num_microbatches=enough), 50))
+    with pytest.raises(ScheduleError, match="take a multiple of 2 micro-batches"):
+        stretch(pipedream(num_ranks=3, num_microbatches=8, replicas=(2, 1)), 11)
+
+
+def test_an_irregular_order_has_its_own_length_alone() -> None:
+    orders = parse_orders("0F0 0B0 0F1 0F2 0B1 0B2 0F3 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3\n")
+    schedule = Schedule(
+        name="hand",
+        num_microbatches=4,
+        microbatches_per_update=1,
+        weights=WeightPolicy.STASH,
+        placement=Placement.loop(2),
+        orders=orders,
+    )
+    check(schedule)
+    assert stretch(schedule, 4) is schedule
+    assert [str(a) for a in stretch(schedule, 2).orders[0]] == ["0F0", "0B0", "0F1", "0B1"]
+    with pytest.raises(ScheduleError, match="no steady state"):
+        stretch(schedule, 6)
