@@ -76,17 +76,23 @@ def tables(results: dict[str, list[dict[str, Any]]]) -> str:
     for name, runs in results.items():
         final = spread([run["evaluations"][-1][1] for run in runs])
         pace = spread([statistics.median(run["step_seconds"]) for run in runs])
-        reached = [_first_at(run["evaluations"], goal) for run in runs]
-        known = [step for step in reached if step is not None]
-        steps = statistics.median(known) if 2 * len(known) > len(reached) else None
+        known = [step for run in runs if (step := _first_at(run["evaluations"], goal)) is not None]
+        seconds = [_seconds_to(run, step) for run in runs if (step := _first_at(run["evaluations"], goal)) is not None]
+        steps = statistics.median(known) if 2 * len(known) > len(runs) else None
         rows.append(
             (
                 name, final.show("{:.4f}"), pace.show("{:.0f}", 1e3),
                 "not reached" if steps is None else f"{steps:.0f}",
-                "" if steps is None else f"{steps * pace.median:.1f}",
+                "" if steps is None else f"{statistics.median(seconds):.1f}",
             )
         )  # fmt: skip
     return table(header, rows)
+
+
+def _seconds_to(run: dict[str, Any], step: float) -> float:
+    """Seconds of training until `step`, drains included."""
+    whole = int(step)
+    return sum(run["step_seconds"][:whole]) + (step - whole) * sum(run["step_seconds"][whole : whole + 1])
 
 
 def _first_at(evaluations: Sequence[tuple[int, float]], goal: float) -> float | None:
