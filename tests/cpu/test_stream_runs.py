@@ -159,6 +159,29 @@ def test_hooks_on_parameters_change_gradients() -> None:
     assert not torch.equal(one["0.0.0.weight"], other["0.0.0.weight"])
 
 
+def test_casts_of_weights_are_of_the_version() -> None:
+    """Autocast keeps casts of weights until it ends; a run inside it is long, and weights change in it."""
+    batches = [(x.float(), y.float()) for x, y in make_batches(8)]
+    stages = [stage.float() for stage in make_stages(2)]
+    twins = copy.deepcopy(stages)
+
+    class Cast(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(x)
+
+    expected = stream_reference.train(
+        [Cast(twin) for twin in twins], Rule("stash", (1, 1)), batches, mse, OPTIMIZERS["momentum"]
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe, _ = run(stages, make_schedule(Rule("stash", (1, 1)), 8), batches)
+    compare(pipe, {name.replace("inner.", ""): value for name, value in expected.parameters.items()})
+
+
 class Counted(list):
     """Batches that know how many of their members exist."""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 
+import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import RunError
@@ -112,6 +113,7 @@ class WeightVersions:
         finally:
             for parameter in self.parameters:
                 parameter.grad = None
+        torch.clear_autocast_cache()  # it has casts of leaves that changed in place
         if not needed:
             del self._leaves[self._newest]
             if self._installed == self._newest:
