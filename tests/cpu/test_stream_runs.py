@@ -222,6 +222,27 @@ def test_evaluation_between_runs(replicas: tuple[int, ...]) -> None:
             torch.testing.assert_close(pipe.evaluate(inputs, targets), mse(model(inputs), targets))
 
 
+def _replicas(rank: int, transport: str) -> None:
+    """Two ranks with the last stage tell rank 0; evaluations are of batches that not all replicas take part in."""
+    rule, batches = Rule("stash", (1, 2)), make_batches(8)
+    expected = stream_reference.train(make_stages(2), rule, batches, mse, OPTIMIZERS["sgd"])
+    told: list[tuple[int, float]] = []
+    with pl.Pipeline(make_stages(2), make_schedule(rule, 8), loss_fn=mse, transport=transport) as pipe:
+        optimizer = OPTIMIZERS["sgd"](list(pipe.parameters()))
+        stream = pl.Stream(pipe, optimizer, on_update=lambda *row: told.append(row))
+        updates = stream.run(iter(batches) if rank != 0 else batches, num_batches=8)
+        assert [update.loss for update in updates] == expected.losses
+        assert told == ([(update.batch, update.loss) for update in updates] if rank == 0 else [])
+        assert pipe.evaluate(*batches[0]).shape == ()
+        output = pipe.forward(batches[0][0])
+        assert (output is None) == (rank == 0)
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "torch"])
+def test_losses_as_they_come_from_replicas(transport: str) -> None:
+    run_ranks(_replicas, 3, transport)
+
+
 # What goes wrong
 
 
