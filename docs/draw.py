@@ -18,7 +18,8 @@ from typing import Any
 
 import pipeloom as pl
 from pipeloom import cli
-from pipeloom.passes import repeat_steps
+from pipeloom.ir.versions import versions_used
+from pipeloom.passes import lower, repeat_steps
 from pipeloom.plan.slicing import parse_slice_costs, slice_batch, slicing_timeline, uniform
 from pipeloom.report import timeline_svg
 from pipeloom.report.drawing import number_text, seconds_text
@@ -28,7 +29,7 @@ from pipeloom.train.config import options
 
 DOCS = Path(__file__).parent
 PICTURES = DOCS / "pictures"
-TABLES_IN = (DOCS.parent / "README.md", DOCS / "cli.md", DOCS / "gallery.md")
+TABLES_IN = (DOCS.parent / "README.md", DOCS / "cli.md", DOCS / "gallery.md", DOCS / "pipedream.md")
 SIMULATED = {
     "naive.svg": "naive --ranks 4 --microbatches 4",
     "gpipe.svg": "gpipe --ranks 4 --microbatches 8",
@@ -36,6 +37,7 @@ SIMULATED = {
     "gpipe-latency.svg": "gpipe --ranks 4 --microbatches 8 --latency 0.5",
     "1f1b-latency.svg": "1f1b --ranks 4 --microbatches 8 --latency 0.5",
     "1f1b-many.svg": "1f1b --ranks 4 --microbatches 32",
+    "pipedream.svg": "pipedream --ranks 4 --microbatches 16",
 }
 
 
@@ -49,11 +51,12 @@ def draw(directory: Path) -> list[Path]:
     (directory / "eager-latency.svg").write_text(_eager() + "\n", encoding="utf-8")
     (directory / "run.svg").write_text(_run() + "\n", encoding="utf-8")
     (directory / "steps.svg").write_text(_steps() + "\n", encoding="utf-8")
+    (directory / "pipedream-replicas.svg").write_text(_replicas() + "\n", encoding="utf-8")
     (directory / "slices.svg").write_text(_slices() + "\n", encoding="utf-8")
     shown = _gallery_timelines()
     for name, timeline in shown.items():
         (directory / f"gallery-{name}.svg").write_text(_gallery_picture(timeline) + "\n", encoding="utf-8")
-    more = ("eager-latency.svg", "run.svg", "steps.svg", "slices.svg")
+    more = ("eager-latency.svg", "run.svg", "steps.svg", "slices.svg", "pipedream-replicas.svg")
     return [directory / name for name in (*SIMULATED, *more, *(f"gallery-{name}.svg" for name in shown))]
 
 
@@ -78,6 +81,13 @@ def _run() -> str:
     return timeline_svg(timelines, titles=titles, standalone=True)
 
 
+def _replicas() -> str:
+    """A first stage with twice the work of the second, on two ranks."""
+    schedule = pl.schedules.pipedream(num_ranks=3, num_microbatches=16, replicas=(2, 1))
+    costs = pl.Costs.per_stage(forward=[2.0, 1.0], backward=[4.0, 2.0])
+    return timeline_svg([pl.simulate(lower(schedule), costs)], standalone=True)
+
+
 def _slices() -> str:
     """A sequence whole, in even slices and in the best ones, by the costs that slicing.md shows."""
     page = (DOCS / "slicing.md").read_text(encoding="utf-8")
@@ -91,13 +101,15 @@ def _slices() -> str:
 
 @cache
 def _gallery_timelines() -> dict[str, Timeline]:
-    """Every schedule on 4 ranks and 8 micro-batches, of 2 slices where there are any; F, I, W take 1 s."""
-    return {
-        name: pl.simulate(
-            family(num_ranks=4, num_microbatches=8, num_slices=2 if family.sliced else 1), pl.Costs.uniform()
-        )
-        for name, family in pl.schedules.FAMILIES.items()
-    }
+    """Every schedule on 4 ranks and 8 micro-batches, of 2 slices where there are any; F, I, W take 1 s.
+
+    Streams with their updates.
+    """
+    found = {}
+    for name, family in pl.schedules.FAMILIES.items():
+        schedule = family(num_ranks=4, num_microbatches=8, num_slices=2 if family.sliced else 1)
+        found[name] = pl.simulate(lower(schedule) if family.stream else schedule, pl.Costs.uniform())
+    return found
 
 
 def _gallery_picture(timeline: Timeline) -> str:
@@ -167,7 +179,7 @@ def fill_tables(text: str) -> str:
     """`text` with every marked table made anew."""
 
     def table(match: re.Match[str]) -> str:
-        rows = {"schedules": _schedules, "train": _train, "gallery": _gallery}[match[1]]()
+        rows = {"schedules": _schedules, "train": _train, "gallery": _gallery, "versions": _versions}[match[1]]()
         return f"<!-- table: {match[1]} -->\n{rows}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
@@ -176,6 +188,20 @@ def fill_tables(text: str) -> str:
 def _schedules() -> str:
     rows = ["| schedule | paper | bubble | most live activations on rank d |", "|---|---|---|---|"]
     rows += [f"| `{f.name}` | {f.paper} | `{f.bubble}` | `{f.peak}` |" for f in pl.schedules.FAMILIES.values()]
+    return "\n".join(rows)
+
+
+def _versions() -> str:
+    """The versions that the first micro-batches use on 4 ranks."""
+    streams = {
+        "stash": pl.schedules.pipedream(num_ranks=4, num_microbatches=24),
+        "vertical": pl.schedules.pipedream(num_ranks=4, num_microbatches=24, weights="vertical"),
+        "2BW": pl.schedules.pipedream_2bw(num_ranks=4, num_microbatches=24),
+    }
+    rows = [f"| micro-batch | {' | '.join(streams)} |", f"|---|{'---|' * len(streams)}"]
+    for b in range(10):
+        used = (" ".join(str(versions_used(each)[stage, b]) for stage in range(4)) for each in streams.values())
+        rows.append(f"| {b} | {' | '.join(f'`{versions}`' for versions in used)} |")
     return "\n".join(rows)
 
 

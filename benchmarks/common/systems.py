@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.common.links import EmulatedLinks
 from benchmarks.common.peers import DeepSpeedPipeline, TorchPipelining, parameters_of
+from benchmarks.common.ping_pong import ping_pong
 from benchmarks.common.processes import Crew, run_first
 from benchmarks.common.reference import BareStages, Sequential, compare, judge
 from benchmarks.common.workloads import Workload
@@ -153,6 +154,9 @@ class Bench:
         """What this rank did when in the last step of a pipeloom system (seconds of a clock that all ranks share)."""
         found: list[Record] = self._systems[name].records()
         return found
+
+    def ping_pong(self, count: int, wait_seconds: float) -> tuple[list[float], list[float]]:
+        return ping_pong(self._rank, self._num_ranks, count, wait_seconds)
 
     def run_first(self) -> bool:
         """`run_first` for all threads of this process."""

@@ -11,17 +11,19 @@ from typing import Any
 
 import pipeloom as pl
 from benchmarks.common.peers import TORCH_SCHEDULES
+from benchmarks.common.ping_pong import one_way_seconds
 from benchmarks.common.processes import Crew
 from benchmarks.common.reference import write_reference
 from benchmarks.common.systems import Bench, System, build_checked, step_seconds
 from benchmarks.common.workloads import WaitingWorkload
 from pipeloom.ir import Placement, Schedule
-from pipeloom.passes import lower, merge_backwards
+from pipeloom.passes import lower, merge_backwards, separate_units
 from pipeloom.schedules import FAMILIES, Conditions
 from pipeloom.sim import Timeline, measured_timeline
 
 # Of one micro-batch on one stage.
 SECONDS = {"forward": 0.010, "backward_input": 0.010, "backward_weight": 0.010}
+_MESSAGES = 25  # of each rank and round, to see what they take
 
 
 def waiting_workload(num_stages: int, num_microbatches: int) -> WaitingWorkload:
@@ -51,10 +53,15 @@ def waiting_systems(
     return systems
 
 
+def ran(schedule: Schedule) -> Schedule:
+    """What the runtime makes of `schedule`."""
+    return separate_units(merge_backwards(schedule))
+
+
 def simulated(schedule: Schedule, latency_seconds: float = 0.0) -> Timeline:
     """The timeline of the program that the runtime makes of `schedule`."""
     costs = pl.Costs(**{what: (seconds,) * schedule.num_stages for what, seconds in SECONDS.items()})
-    return pl.simulate(lower(merge_backwards(schedule)), costs, pl.Network(latency_seconds=latency_seconds))
+    return pl.simulate(lower(ran(schedule)), costs, pl.Network(latency_seconds=latency_seconds))
 
 
 def measure_waiting(
@@ -64,13 +71,15 @@ def measure_waiting(
 
     Returns:
         ``errors``: of each system, the largest against the reference; ``seconds``: of each system, of every step;
-        ``bubbles``: of each pipeloom system, the bubble of every step's measured timeline; ``bare_seconds``: what F
-        and B of one micro-batch on one stage take without any pipeline, autograd included; ``urgent``: whether the
-        processes were allowed to run before all others of the machine.
+        ``bubbles``: of each pipeloom system, the bubble of every step's measured timeline; ``message_seconds``: what
+        messages took by themselves, in the same rounds, see `one_way_seconds`; ``bare_seconds``: what F and B of one
+        micro-batch on one stage take without any pipeline, autograd included; ``urgent``: whether the processes were
+        allowed to run before all others of the machine.
     """
     errors: dict[str, float] = {}
     seconds: dict[str, list[float]] = defaultdict(list)
     bubbles: dict[str, list[float]] = defaultdict(list)
+    message_seconds: list[float] = []
     with tempfile.TemporaryDirectory(prefix="pipeloom-benchmark-") as scratch:
         with Crew(f"{num_ranks} ranks", num_ranks, Bench, num_ranks, scratch) as crew:
             for name, system in systems.items():
@@ -85,11 +94,12 @@ def measure_waiting(
             _say(f"{num_ranks} ranks: {len(errors)} systems agree with the reference")
             urgent = all(crew.call("run_first"))
             for round_number in range(num_rounds):
+                message_seconds += one_way_seconds(crew.call("ping_pong", _MESSAGES, SECONDS["forward"]))
                 for name, system in systems.items():
                     seconds[name] += step_seconds(crew.call("run_steps", name, 1))
                     if isinstance(system.schedule, Schedule):
-                        ran = measured_timeline(merge_backwards(system.schedule), crew.call("records", name))
-                        bubbles[name].append(ran.bubble_fraction)
+                        timeline = measured_timeline(ran(system.schedule), crew.call("records", name))
+                        bubbles[name].append(timeline.bubble_fraction)
                 _say(f"{num_ranks} ranks: round {round_number + 1} of {num_rounds}")
         with Crew("bare", 1, Bench, 1, scratch, process_group=False) as alone:
             alone.call("build", "bare", System(kind="bare"), waiting_workload(1, num_microbatches))
@@ -101,6 +111,7 @@ def measure_waiting(
         "errors": errors,
         "seconds": seconds,
         "bubbles": bubbles,
+        "message_seconds": message_seconds,
         "bare_seconds": bare_seconds,
         "urgent": urgent,
     }

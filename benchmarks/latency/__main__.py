@@ -12,9 +12,9 @@ from benchmarks.common.systems import System
 from benchmarks.common.waiting import measure_waiting, simulated, waiting_systems
 
 from pipeloom.ir import Schedule
-from pipeloom.schedules import FAMILIES
+from pipeloom.schedules import SYNCHRONOUS
 
-NUM_RANKS, NUM_MICROBATCHES = 4, 8
+NUM_RANKS, NUM_MICROBATCHES = 4, 16
 
 
 def label(name: str, latency_ms: float) -> str:
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.latency", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--latency", nargs="+", type=float, default=[0, 5, 10], help="one-way, in milliseconds")
-    parser.add_argument("--schedules", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--schedules", nargs="+", choices=SYNCHRONOUS, default=list(SYNCHRONOUS))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "latency.json")
     arguments = parser.parse_args()
     names, latencies = arguments.schedules, arguments.latency

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from pipeloom.runtime.host_memory import keep_freed_memory
 from pipeloom.runtime.split_backward import backward_input
 
 WIDTHS = (64, 256, 512)
@@ -199,6 +200,7 @@ def main() -> None:
     arguments = parser.parse_args()
     machine = environment()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as in every rank; else whose turn it is decides who faults in the pages of gradients again
     results = {}
     for checkpointed in (False, True):
         for width in arguments.widths:

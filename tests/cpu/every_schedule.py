@@ -52,7 +52,7 @@ def _is_legal(*sizes) -> bool:
 
 def sizes(num_ranks: int) -> Iterator[tuple[str, int, list[int]]]:
     """Every family with every legal number of chunks up to 3, and three numbers of micro-batches: from its least up."""
-    for family, row in pl.schedules.FAMILIES.items():
+    for family, row in pl.schedules.SYNCHRONOUS.items():
         for num_chunks in (1, 2, 3) if row.chunks is None else (row.chunks,):
             tried = range(1, 4 * num_ranks + 1)
             legal = [m for m in tried if _is_legal(family, num_ranks, m, num_chunks)] if family != "search" else [1, 4]

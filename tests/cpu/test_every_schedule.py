@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import nn
 
 import pipeloom as pl
-from pipeloom.ir import Op
-from pipeloom.passes import lower
-from pipeloom.runtime.worker import one_after_the_other
 from tests.cpu.every_schedule import Case, grid, sizes, train_and_compare
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import accumulate, language_loss, make_gpt, tokens
@@ -22,7 +17,7 @@ REPLICATED = ("dualpipe", "chimera")
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_on_loopback(num_ranks: int) -> None:
     cases = grid(num_ranks, 4)
-    expected = set(pl.schedules.FAMILIES) - (set(REPLICATED) if num_ranks % 2 else set())
+    expected = set(pl.schedules.SYNCHRONOUS) - (set(REPLICATED) if num_ranks % 2 else set())
     assert {case.family for case in cases} == expected
     least = {(family, num_chunks): min(several) for family, num_chunks, several in sizes(num_ranks)}
     tried = {(case.family, case.num_chunks, case.num_microbatches) for case in cases}
@@ -33,7 +28,7 @@ def test_on_loopback(num_ranks: int) -> None:
 
 def test_the_thinned_grid_has_every_family_with_every_state_of_the_other_factors() -> None:
     cases = [case for num_ranks in (2, 3, 4) for case in grid(num_ranks, 2)]
-    for family in pl.schedules.FAMILIES:
+    for family in pl.schedules.SYNCHRONOUS:
         of_family = [case for case in cases if case.family == family]
         for factor in ("uneven", "tied", "checkpointed"):
             assert {getattr(case, factor) for case in of_family} == {False, True}, (family, factor)
@@ -180,29 +175,3 @@ def test_a_buffer_that_only_some_copies_change_is_refused() -> None:
     batch = torch.randn(5, 4)
     with pytest.raises(pl.errors.RunError, match=r"buffer seen was changed by forwards on rank 1 and not .* rank 0"):
         pipe.step(batch, batch)
-
-
-@pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
-def test_a_unit_waits_for_no_message_that_it_does_not_need_yet(name: str) -> None:
-    """F of a unit starts without the message for its B, and its result leaves before B."""
-    schedule = pl.schedules.build(name, num_ranks=4, num_microbatches=10)
-    program = lower(schedule)
-    late = early = 0
-    for order in program.orders:
-        ran = one_after_the_other(order, schedule.partners)
-        assert sorted(ran) == sorted(order)
-        for ops in ((Op.RECV_F, Op.RECV_B), (Op.SEND_F, Op.SEND_B)):  # channels keep their order
-            for peer in range(4):
-                ours, theirs = (
-                    [a for a in actions if a.op in ops and pl.ir.peer_of(a, schedule.placement) == peer]
-                    for actions in (ran, order)
-                )
-                assert ours == theirs
-        position = {action: k for k, action in enumerate(ran)}
-        for forward, backward in schedule.overlapped & set(pairwise(order)):
-            between = ran[position[forward] + 1 : position[backward]]
-            early += forward.with_op(Op.SEND_F) in between
-            late += backward.with_op(Op.RECV_B) in between
-            assert position.get(forward.with_op(Op.SEND_F), -1) < position[backward]
-    assert early > 10
-    assert late > 10

@@ -133,6 +133,32 @@ def test_bandwidths_and_shared_links_of_the_costs_file(capsys, costs_file):
     assert answer_of(capsys, *words, "--slow-rank", "1:2")["makespan_seconds"] == 3.75 + 0.875
 
 
+@pytest.mark.parametrize("name", ["zb-auto", "search"])
+def test_orders_made_to_measure_count_a_message_with_its_bytes(capsys, costs_file, tmp_path, name):
+    """A second of latency, a second on its link, or half a second of each: the same order."""
+    pairs = [[a, b] for a in range(4) for b in range(4) if abs(a - b) == 1]
+    links = [{"ranks": [pair], "bytes_per_second": 100} for pair in pairs]
+    orders = []
+    for changes in (
+        {"latency": 1.0},
+        {"bytes_per_second": 100},
+        {"latency": 0.5, "bytes_per_second": 200},
+        {"bytes_per_second": 1, "links": links},
+        {},
+    ):
+        path = Path(costs_file(**changes))
+        data = json.loads(path.read_text())
+        for stage in data["stages"]:
+            stage["message_bytes"] = 100
+        path.write_text(json.dumps(data))
+        csv = tmp_path / "orders.csv"
+        words = ["simulate", name, "--ranks", "4", "--microbatches", "6", "--costs", str(path), "--csv", str(csv)]
+        assert run(capsys, *words)[0] == 0
+        orders.append(csv.read_text())
+    assert len(set(orders[:4])) == 1
+    assert orders[4] != orders[0]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_slow_rank_takes_longer_for_all_that_it_computes(capsys, costs_file, name):
     words = ["--ranks", "2", "--microbatches", "4"]
@@ -168,6 +194,15 @@ def test_several_schedules_in_one_table_and_one_picture(capsys, tmp_path):
     answer = answer_of(capsys, *words)
     assert [each["schedule"] for each in answer["schedules"]] == ["1f1b", "zb-v", "gpipe"]
     assert list(answer["schedules"][0]) == KEYS
+
+
+def test_all_schedules_can_be_compared(capsys):
+    code, out, err = run(
+        capsys, "simulate", "compare", *FAMILIES, "--ranks", "4", "--microbatches", "8", "--effort", "0.1"
+    )
+    assert (code, err) == (0, "")
+    for name in FAMILIES:
+        assert sum(line.split()[:1] == [name] for line in out.splitlines()) == 2  # above its picture, and in the table
 
 
 def test_timelines_that_are_compared_have_one_scale():

@@ -25,6 +25,8 @@ KEYS = [
     "bubble_fraction",
     "bubble_fraction_span",
     "peak_activations",
+    "period_seconds",
+    "ideal_period_seconds",
     "weight_versions",
 ]
 
@@ -52,6 +54,8 @@ def test_the_numbers_as_json(capsys):
         "bubble_fraction": pytest.approx(3 / 11),
         "bubble_fraction_span": pytest.approx(3 / 11),
         "peak_activations": [4, 3, 2, 1],
+        "period_seconds": 33 / 8,
+        "ideal_period_seconds": 3.0,
         "weight_versions": [1, 1, 1, 1],
     }
 

@@ -51,6 +51,17 @@ FORMS = {
         excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w),
         peak=lambda p, m, v, d: min(p - d, m),
     ),
+    # Of the whole stream; its steady state is in test_streams.py.
+    "pipedream": Form(
+        sizes=any_m,
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w),
+        peak=lambda p, m, v, d: min(p - d, m),
+    ),
+    "pipedream-2bw": Form(
+        sizes=lambda p: ((m, 1) for m in range(p, 4 * p + 1, p)),
+        excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w),
+        peak=lambda p, m, v, d: min(p - d, m),
+    ),
     "dapple-pb": Form(
         sizes=any_m,
         excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w),

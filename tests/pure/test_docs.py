@@ -160,6 +160,7 @@ def test_the_reference_has_every_option(monkeypatch, capsys):
     lines = [
         "simulate",
         "slice",
+        "partition",
         "schedules",
         "report",
         "doctor",

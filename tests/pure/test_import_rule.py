@@ -102,6 +102,16 @@ assert main(["slice", "--sequence", "64", "--ranks", "4", "--batch", "2", "--cos
 """
 
 
+PARTITION = """
+from pathlib import Path
+from pipeloom.cli import main
+layer = '"name": "a", "forward_seconds": 1, "backward_seconds": 2, "activation_bytes": 3, "parameter_bytes": 4'
+Path("profile.json").write_text('{"layers": [{' + layer + '}]}')
+words = ["partition", "--profile", "profile.json", "--ranks", "2", "--bandwidth", "1"]
+assert main(words) == main([*words, "--schedule", "dapple", "--microbatches", "2"]) == 0
+"""
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -111,6 +121,7 @@ assert main(["slice", "--sequence", "64", "--ranks", "4", "--batch", "2", "--cos
         SIMULATE.format("'--json'"),
         SIMULATE.format("'--html', 'a.html', '--svg', 'a.svg', '--trace', 'a.json.gz'"),
         SLICE,
+        PARTITION,
         "from pipeloom.cli import main; assert main(['schedules', '--json']) == 0",
         "from pipeloom.cli import main; assert main(['schedules']) == 0",
         "from pipeloom.cli import main; assert main(['--help']) == 0",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from pipeloom import schedules
 from pipeloom.ir import COMPUTE_OPS, Action, Op, Placement, Schedule, check, peer_of
 from pipeloom.ir.text import format_orders, parse_orders
-from pipeloom.passes import forward_only, insert_communication, insert_gradient_reduction, lower
+from pipeloom.passes import forward_only, insert_communication, insert_gradient_reduction, lower, separate_units
+from pipeloom.sim import Costs, simulate
 
 
 def by_hand(text: str, placement: Placement) -> Schedule:
@@ -150,3 +153,26 @@ def test_lowering_changes_no_order_of_computations(name):
     schedule = schedules.build(name, num_ranks=4, num_microbatches=8)
     program = lower(schedule)
     assert tuple(tuple(a for a in order if a.op in COMPUTE_OPS) for order in program.orders) == schedule.orders
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
+def test_separate_units_wait_for_no_message_too_early_and_send_none_too_late(name):
+    """F of a unit starts without the message for its B, and its result leaves before B; the step gets no longer."""
+    schedule = schedules.build(name, num_ranks=4, num_microbatches=10)
+    program, separate = lower(schedule), lower(separate_units(schedule))
+    assert separate_units(separate.schedule) is separate.schedule
+    assert check(separate).live_activations == check(program).live_activations
+    late = early = 0
+    for order, ran in zip(program.orders, separate.orders, strict=True):
+        assert sorted(ran) == sorted(order)
+        assert [a for a in ran if a.op in COMPUTE_OPS] == [a for a in order if a.op in COMPUTE_OPS]
+        position = {action: k for k, action in enumerate(ran)}
+        for forward, backward in schedule.overlapped & set(pairwise(order)):
+            between = ran[position[forward] + 1 : position[backward]]
+            early += forward.with_op(Op.SEND_F) in between
+            late += backward.with_op(Op.RECV_B) in between
+            assert position.get(forward.with_op(Op.SEND_F), -1) < position[backward]
+    assert early > 10
+    assert late > 10
+    costs = Costs.uniform(backward=2.0)
+    assert simulate(separate, costs).makespan <= simulate(program, costs).makespan

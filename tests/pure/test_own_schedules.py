@@ -57,7 +57,7 @@ def test_orders_of_every_form(orders):
     assert (schedule.orders, schedule.placement, schedule.name) == (ONE_F_ONE_B.orders, ONE_F_ONE_B.placement, "mine")
 
 
-@pytest.mark.parametrize("name", [name for name in schedules.FAMILIES if name != "search"])
+@pytest.mark.parametrize("name", [name for name in schedules.SYNCHRONOUS if name != "search"])
 def test_orders_say_it_all_but_the_overlapped_pairs(name):
     schedule = schedules.build(name, num_ranks=4, num_microbatches=8)
     assert schedules.from_orders(schedule.orders, name=name, overlapped=schedule.overlapped) == schedule

@@ -35,7 +35,7 @@ def runs(name: str, chunks: int, microbatches: int, ranks: int) -> bool:
     except ScheduleError:
         return False
     checked = check(schedule)
-    program = lower(schedule, tied_stages=((0, schedule.num_stages - 1),))
+    program = lower(schedule, tied_stages=() if family.stream else ((0, schedule.num_stages - 1),))
     assert check(program).live_activations == checked.live_activations
     direct, lowered = simulate(schedule, COSTS), simulate(program, COSTS)
     assert lowered.makespan == pytest.approx(direct.makespan, rel=1e-12)
@@ -45,8 +45,7 @@ def runs(name: str, chunks: int, microbatches: int, ranks: int) -> bool:
 
 @pytest.mark.parametrize("name", schedules.NAMED)
 def test_upstreams_plans_run_to_their_end(name):
-    heavy = name in ("v-half", "v-min", "hanayo", "chimera")  # made by trying
-    sizes = [size for size in UPSTREAM if not heavy or size[2] <= 8]
+    sizes = list(UPSTREAM)
     if name in ("interleaved", "zb-v"):
         sizes.append((4 if name == "interleaved" else 2, *LARGEST[1:]))
     assert sum(runs(name, *size) for size in sizes) >= 3

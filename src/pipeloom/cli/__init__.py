@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "train a language model through a pipeline",
     "simulate": "simulate a schedule: makespan, bubble, live activations, timeline",
     "slice": "cut long sequences into slices: where, and what it saves",
+    "partition": "cut a model into stages with replicas: which layers, how many ranks, and why",
     "schedules": "list the schedules: paper, constraints, closed forms",
     "report": "make the report of a finished run again",
     "checkpoint": "list, verify or convert checkpoints",

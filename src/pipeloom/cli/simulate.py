@@ -11,8 +11,9 @@ from pipeloom import schedules
 from pipeloom.cli.parser import Parser
 from pipeloom.cli.simulate_inputs import Inputs
 from pipeloom.errors import InputError
-from pipeloom.ir import Checked, Schedule, check
+from pipeloom.ir import Checked, Program, Schedule, check
 from pipeloom.ir.torch_csv import to_csv
+from pipeloom.passes import lower
 from pipeloom.sim import Timeline, simulate
 
 _COMPARE = "compare"
@@ -72,13 +73,20 @@ def _simulate(name: str, inputs: Inputs) -> tuple[Timeline, Schedule, dict[str, 
     """The timeline, the schedule and the numbers."""
     schedule, found = inputs.schedule(name)
     checked = check(schedule)
-    timeline = simulate(schedule, inputs.costs, inputs.network)
+    timeline = simulate(_with_updates(schedule), inputs.costs, inputs.network)
     answer = summary(timeline, checked) | inputs.memory(schedule, timeline)
     if found is not None:
         best = found.best_named
         answer["best_named"] = None if best is None else {"name": best[0], "makespan_seconds": best[1]}
         answer["lower_bound_seconds"] = found.lower_bound
     return timeline, schedule, answer
+
+
+def _with_updates(schedule: Schedule) -> Schedule | Program:
+    """What to simulate: a stream with its updates, which replicas make together; they change no time elsewhere."""
+    stream = schedule.microbatches_per_update is not None
+    replicated = any(len(ranks) > 1 for ranks in schedule.placement.replicas)
+    return lower(schedule) if stream and (replicated or not schedule.large) else schedule
 
 
 def _print_notes(answer: dict[str, Any]) -> None:
@@ -89,6 +97,9 @@ def _print_notes(answer: dict[str, Any]) -> None:
         unit = "bytes" if "peak_bytes" in answer else "rank-shares of one micro-batch"
         over = "" if answer.get("within_memory", True) else ": over the limit"
         print(f"{name}: holds at most {' '.join(f'{peak:.6g}' for peak in peaks)} {unit}{over}")
+    if "weight_version_bytes" in answer:
+        held = " ".join(f"{size:.6g}" for size in answer["weight_version_bytes"])
+        print(f"{name}: versions of the parameters take at most {held} bytes")
     if "lower_bound_seconds" in answer:
         best = answer["best_named"]
         said = (
@@ -103,7 +114,7 @@ def _print_notes(answer: dict[str, Any]) -> None:
 
 def summary(timeline: Timeline, checked: Checked) -> dict[str, Any]:
     """The numbers that scripts read."""
-    return {
+    answer: dict[str, Any] = {
         "schedule": timeline.name,
         "ranks": timeline.num_ranks,
         "microbatches": timeline.num_microbatches,
@@ -115,8 +126,13 @@ def summary(timeline: Timeline, checked: Checked) -> dict[str, Any]:
         "bubble_fraction": timeline.bubble_fraction,
         "bubble_fraction_span": timeline.bubble_fraction_span,
         "peak_activations": list(timeline.peak_activations),
+        "period_seconds": timeline.period_seconds,
+        "ideal_period_seconds": timeline.ideal_period_seconds,
         "weight_versions": list(checked.weight_versions),
     }
+    if timeline.weight_version_bytes is not None:
+        answer["weight_version_bytes"] = list(timeline.weight_version_bytes)
+    return answer
 
 
 def _parser() -> Parser:
@@ -134,6 +150,8 @@ def _parser() -> Parser:
             pipeloom simulate mine.py:eager --ranks 4 --microbatches 8
             pipeloom simulate search --ranks 4 --microbatches 16 --costs costs.json --csv found.csv
             pipeloom simulate seq1f1b --ranks 4 --microbatches 1 --slices 8
+            pipeloom simulate pipedream --ranks 4 --microbatches 16 --replicas 2,1,1 --weights vertical
+            pipeloom simulate compare 1f1b pipedream pipedream-2bw --ranks 4 --microbatches 32
             pipeloom simulate compare 1f1b zb-h1 --ranks 4 --microbatches 8 --slow-rank 2:1.5
             pipeloom simulate compare 1f1b interleaved zb-h1 zb-v --ranks 4 --microbatches 8
         """,
@@ -146,9 +164,15 @@ def _parser() -> Parser:
         help=f"schedule, or `compare` and several: {names}; or a file: .csv, .json, .py:function",
     )
     parser.add_argument("--ranks", type=int, required=True, help="processes, each driving one device")
-    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of one step")
+    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of one step, or of a stream")
     parser.add_argument("--chunks", type=int, help="stages a rank; the schedule's own number if not given")
     parser.add_argument("--slices", type=int, default=1, help="pieces of a micro-batch along the sequence (1)")
+    parser.add_argument("--weights", type=str, help="of pipedream: stash (the default) or vertical")
+    parser.add_argument("--replicas", type=str, help="of a stream: ranks of each stage, such as 2,1,1 (one each)")
+    parser.add_argument("--microbatches-per-update", type=int, help="of a stream: after how many a stage updates")
+    parser.add_argument(
+        "--in-flight", type=int, help="of a stream: micro-batches on each input rank (as few as keep busy)"
+    )
     parser.add_argument("--forward", type=float, help="seconds of a forward (1)")
     parser.add_argument("--backward-input", type=float, help="seconds of the backward of the inputs (1)")
     parser.add_argument("--backward-weight", type=float, help="seconds of the backward of the weights (1)")

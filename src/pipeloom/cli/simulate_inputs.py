@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pipeloom import schedules
 from pipeloom.errors import InputError
 from pipeloom.ir import Op, Placement, Schedule
-from pipeloom.schedules import Conditions, Found
+from pipeloom.schedules import Conditions, Found, StreamOptions
 from pipeloom.schedules.sizes import check_sizes
 from pipeloom.sim import Costs, CostsFile, Network, Timeline, parse_costs
 
@@ -99,8 +99,13 @@ class Inputs:
         chunks = options.chunks
         if schedules.is_file(name):
             check_sizes(ranks, microbatches, 1 if chunks is None else chunks)
-            return schedules.build(name, num_ranks=ranks, num_microbatches=microbatches, num_chunks=chunks), None
+            schedule = schedules.build(
+                name, num_ranks=ranks, num_microbatches=microbatches, num_chunks=chunks, **self.stream(name)
+            )
+            return schedule, None
         family = schedules.find(name)
+        stream = self.stream(name)
+        family.check_stream(stream)
         if chunks is None and family.chunks is None and self.file is not None and ranks > 0:
             chunks = max(1, self.file.num_stages // ranks)
         if chunks is None:
@@ -125,8 +130,31 @@ class Inputs:
             num_chunks=chunks,
             num_slices=slices,
             conditions=measured,
+            **stream,
         )
         return schedule, None
+
+    def stream(self, name: str) -> StreamOptions:
+        """What is said of a stream; among several schedules, those take an option who have it, if any does.
+
+        Raises:
+            InputError: the replicas are no numbers.
+        """
+        options = self.options
+        replicas = None
+        if options.replicas is not None:
+            if re.fullmatch(r"\d+(,\d+)*", options.replicas, re.ASCII) is None:
+                raise InputError(f"--replicas {options.replicas}: write the ranks of each stage, such as 2,1,1")
+            replicas = [int(count) for count in options.replicas.split(",")]
+        given = {
+            "weights": options.weights,
+            "replicas": replicas,
+            "microbatches_per_update": options.microbatches_per_update,
+            "num_in_flight": options.in_flight,
+        }
+        own = _stream_options(name)
+        others = {what for other in options.names[1:] for what in _stream_options(other)} - own
+        return cast("StreamOptions", {what: value for what, value in given.items() if what not in others})
 
     def _search(self, placement: Placement, conditions: Conditions) -> tuple[Schedule, Found]:
         """Search, and prove if asked to.
@@ -170,7 +198,7 @@ class Inputs:
             forward=forward,
             backward_input=backward_input,
             backward_weight=backward_weight,
-            latency=self.network.latency(ranks),
+            latency=self.network.message_seconds(plan, self.costs),
             activation=kept[0],
             weight_gradient=kept[1],
             caps=caps,
@@ -197,6 +225,10 @@ class Inputs:
                 peak <= cap * (1 + 1e-9) for peak, cap in zip(peaks, conditions.caps, strict=True)
             )
         return answer
+
+
+def _stream_options(name: str) -> set[str]:
+    return set() if schedules.is_file(name) else set(schedules.find(name).stream)
 
 
 def _slowness(words: Sequence[str] | None, num_ranks: int) -> tuple[float, ...] | None:

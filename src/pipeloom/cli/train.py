@@ -162,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
             from pipeloom.train.output import in_use
 
             with in_use(Path(config.output_dir)):
-                return launcher.launch(config.parallel.pipeline, ["-m", "pipeloom", "train", *argv])
+                return launcher.launch(config.num_ranks, ["-m", "pipeloom", "train", *argv])
         from pipeloom.train.run import train
 
         train(config, member)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product, zip_longest
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
-from pipeloom.ir.schedule import Program, Schedule, WeightPolicy, peer_of
+from pipeloom.ir.schedule import Program, Schedule, WeightPolicy
 from pipeloom.ir.versions import weight_versions, with_updates
 from pipeloom.ir.walk import dependency_order
 
@@ -55,11 +56,11 @@ def check(pipeline: Schedule | Program) -> Checked:
 
 def _checked(schedule: Schedule, live: tuple[int, ...]) -> Checked:
     share = schedule.stage_share / schedule.num_slices
-    updates = schedule.microbatches_per_update is not None and not schedule.forward_only
+    stream = schedule.microbatches_per_update is not None
     return Checked(
         live_activations=live,
         peak_activations=tuple(count * share for count in live),
-        weight_versions=weight_versions(schedule) if updates else (1,) * schedule.num_ranks,
+        weight_versions=weight_versions(schedule) if stream else (1,) * schedule.num_ranks,
     )
 
 
@@ -88,7 +89,7 @@ def _check_sizes(pipeline: Schedule | Program, schedule: Schedule) -> None:
             f"schedule {schedule.name!r} has {schedule.num_microbatches} micro-batches and {schedule.num_slices} "
             "slices: both must be at least 1; raise them"
         )
-    _check_updates(schedule)
+    check_updates(schedule)
     if len(pipeline.orders) != schedule.num_ranks:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {len(pipeline.orders)} orders for {schedule.num_ranks} ranks: "
@@ -96,8 +97,12 @@ def _check_sizes(pipeline: Schedule | Program, schedule: Schedule) -> None:
         )
 
 
-def _check_updates(schedule: Schedule) -> None:
-    """A stream of micro-batches is a whole number of updates on every stage."""
+def check_updates(schedule: Schedule) -> None:
+    """A stream of micro-batches is a whole number of updates on every stage.
+
+    Raises:
+        ScheduleError: it is not, or it is no stream and says that it updates, or has slices, or no backwards.
+    """
     count = schedule.microbatches_per_update
     if (count is None) is not (schedule.weights is WeightPolicy.FLUSH) or (count is not None and count < 1):
         raise ScheduleError(
@@ -106,6 +111,11 @@ def _check_updates(schedule: Schedule) -> None:
         )
     if count is None:
         return
+    if schedule.forward_only:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has no backwards and weight policy {schedule.weights.value!r}: evaluation "
+            "updates nothing and has 'flush'; make it with pipeloom.passes.forward_only"
+        )
     if schedule.num_slices > 1:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {schedule.num_slices} slices under weight policy "
@@ -116,14 +126,15 @@ def _check_updates(schedule: Schedule) -> None:
         if schedule.num_microbatches % interval:
             raise ScheduleError(
                 f"schedule {schedule.name!r} has {schedule.num_microbatches} micro-batches, and stage {stage} with "
-                f"{len(schedule.placement.replicas[stage])} replicas updates after every {interval}: a stream is a "
-                f"whole number of updates; take a multiple of {interval}"
+                f"{len(schedule.placement.replicas[stage])} replicas updates after every {interval}: a stream is "
+                f"a whole number of updates; take a multiple of {interval}"
             )
 
 
 def _check_complete(pipeline: Schedule | Program, schedule: Schedule) -> None:
     """Every computation exactly once, and on a rank that holds its stage."""
-    name = schedule.name
+    name, num_stages, num_microbatches = schedule.name, schedule.num_stages, schedule.num_microbatches
+    rank_of, slices = schedule.placement.rank_of, _slices(schedule)
     for rank, action in pipeline.actions():
         stage, op, microbatch, piece = action
         if op not in COMPUTE_OPS and not pipeline.lowered:
@@ -131,44 +142,54 @@ def _check_complete(pipeline: Schedule | Program, schedule: Schedule) -> None:
                 f"schedule {name!r}: {action} on rank {rank}: a schedule holds F, B, I and W alone; "
                 "drop it, pipeloom.passes.lower puts the others in"
             )
-        if not 0 <= stage < schedule.num_stages:
-            raise ScheduleError(f"schedule {name!r}: {action} on rank {rank}: stages are 0..{schedule.num_stages - 1}")
+        if not 0 <= stage < num_stages:
+            raise ScheduleError(f"schedule {name!r}: {action} on rank {rank}: stages are 0..{num_stages - 1}")
         if op in COMPUTE_OPS or op in COMMUNICATION_OPS:
-            if microbatch is None or not 0 <= microbatch < schedule.num_microbatches:
+            if microbatch is None or not 0 <= microbatch < num_microbatches:
                 raise ScheduleError(
-                    f"schedule {name!r}: {action} on rank {rank}: micro-batches are 0..{schedule.num_microbatches - 1}"
+                    f"schedule {name!r}: {action} on rank {rank}: micro-batches are 0..{num_microbatches - 1}"
                 )
-            if schedule.placement.rank_of(stage, microbatch) != rank:
+            if rank_of(stage, microbatch) != rank:
                 raise ScheduleError(
                     f"schedule {name!r}: {action} is on rank {rank}, but stage {stage} runs micro-batch {microbatch} "
-                    f"on rank {schedule.placement.rank_of(stage, microbatch)}; move it there"
+                    f"on rank {rank_of(stage, microbatch)}; move it there"
                 )
-            legal_slices = [None] if schedule.num_slices == 1 else range(schedule.num_slices)
-            if piece not in legal_slices:
+            if piece not in slices:
                 raise ScheduleError(f"schedule {name!r}: {action} on rank {rank}: {schedule.num_slices} slices exist")
-    counts = Counter(action for _, action in pipeline.actions() if action.op in COMPUTE_OPS)
+    counts = Counter(action for order in pipeline.orders for action in order if action.op in COMPUTE_OPS)
     twice = next((action for action, count in counts.items() if count > 1), None)
     if twice is not None:
         raise ScheduleError(f"schedule {name!r}: {twice} stands {counts[twice]} times; each action runs once: drop one")
-    slices = [None] if schedule.num_slices == 1 else range(schedule.num_slices)
-    split = schedule.split_backwards
-    for stage, microbatch, piece in product(range(schedule.num_stages), range(schedule.num_microbatches), slices):
-        ops: tuple[Op, ...] = (Op.F,)
-        if not schedule.forward_only:
-            ops += (Op.I, Op.W) if (stage, microbatch, piece) in split else (Op.B,)
-        for op in ops:
-            if Action(stage, op, microbatch, piece) not in counts:
-                raise ScheduleError(
-                    f"schedule {name!r}: {Action(stage, op, microbatch, piece)} is missing: every stage runs every "
-                    f"micro-batch; add it to rank {schedule.placement.rank_of(stage, microbatch)}"
-                )
-        counts.subtract(Action(stage, op, microbatch, piece) for op in ops)
-    extra = next((action for action, count in counts.items() if count > 0), None)
-    if extra is not None:
+    due = _due(schedule)
+    missing = next((action for action in due if action not in counts), None)
+    if missing is not None:
+        raise ScheduleError(
+            f"schedule {name!r}: {Action(*missing)} is missing: every stage runs every micro-batch; add it to rank "
+            f"{rank_of(missing[0], missing[2])}"
+        )
+    if len(counts) > len(due):
+        extra = min(counts.keys() - set(due))
         raise ScheduleError(
             f"schedule {name!r}: {extra} is one too many: a backward is either B or I and W, and a forward-only "
             "schedule has none; drop it"
         )
+
+
+def _slices(schedule: Schedule) -> Sequence[int | None]:
+    return (None,) if schedule.num_slices == 1 else range(schedule.num_slices)
+
+
+def _due(schedule: Schedule) -> list[tuple[int, Op, int, int | None]]:
+    """All computations of a schedule: the fields of their actions, which are equal to them and quicker to make."""
+    split, due = schedule.split_backwards, []
+    for stage, microbatch, piece in product(
+        range(schedule.num_stages), range(schedule.num_microbatches), _slices(schedule)
+    ):
+        due.append((stage, Op.F, microbatch, piece))
+        if not schedule.forward_only:
+            ops = (Op.I, Op.W) if (stage, microbatch, piece) in split else (Op.B,)
+            due += [(stage, op, microbatch, piece) for op in ops]
+    return due
 
 
 def _check_overlapped(pipeline: Schedule | Program, schedule: Schedule) -> None:
@@ -189,28 +210,35 @@ def _check_overlapped(pipeline: Schedule | Program, schedule: Schedule) -> None:
 def _check_messages(program: Program) -> None:
     """Sends and receives match one to one, and every directed pair of ranks sees them in one order."""
     sent: dict[tuple[int, int], list[Action]] = {}
-    received: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[tuple[int, Op, int | None, int | None]]] = {}  # their sends
     seen: set[Action] = set()
-    for rank, action in program.actions():
-        if action.op not in COMMUNICATION_OPS:
-            continue
-        other_stage = action.stage + (1 if action.op in (Op.SEND_F, Op.RECV_B) else -1)
-        if not 0 <= other_stage < program.schedule.num_stages or (peer := peer_of(action, program.placement)) == rank:
-            raise ScheduleError(
-                f"program {program.name!r}: {action} on rank {rank} has no other rank at its other end: messages go "
-                "between neighbouring stages on different ranks; drop it"
-            )
-        if action in seen:
-            raise ScheduleError(f"program {program.name!r}: {action} stands twice; each message goes once: drop one")
-        seen.add(action)
-        if action.op in (Op.SEND_F, Op.SEND_B):
-            sent.setdefault((rank, peer), []).append(action)
-        else:
-            send = Op.SEND_F if action.op is Op.RECV_F else Op.SEND_B
-            received.setdefault((peer, rank), []).append(Action(other_stage, send, action.microbatch, action.slice))
+    last, rank_of = program.schedule.num_stages - 1, program.placement.rank_of
+    for rank, order in enumerate(program.orders):
+        for action in order:
+            stage, op, microbatch, piece = action
+            if op not in COMMUNICATION_OPS:
+                continue
+            assert microbatch is not None
+            other = stage + (1 if op is Op.SEND_F or op is Op.RECV_B else -1)
+            if not 0 <= other <= last or (peer := rank_of(other, microbatch)) == rank:
+                raise ScheduleError(
+                    f"program {program.name!r}: {action} on rank {rank} has no other rank at its other end: messages "
+                    "go between neighbouring stages on different ranks; drop it"
+                )
+            if action in seen:
+                raise ScheduleError(
+                    f"program {program.name!r}: {action} stands twice; each message goes once: drop one"
+                )
+            seen.add(action)
+            if op is Op.SEND_F or op is Op.SEND_B:
+                sent.setdefault((rank, peer), []).append(action)
+            else:
+                send = Op.SEND_F if op is Op.RECV_F else Op.SEND_B
+                received.setdefault((peer, rank), []).append((other, send, microbatch, piece))
     for pair in sorted(sent.keys() | received.keys()):
-        for index, (sender, receiver) in enumerate(zip_longest(sent.get(pair, ()), received.get(pair, ()))):
-            if sender != receiver:
+        for index, (sender, awaited) in enumerate(zip_longest(sent.get(pair, ()), received.get(pair, ()))):
+            if sender != awaited:
+                receiver = None if awaited is None else Action(*awaited)
                 raise ScheduleError(
                     f"program {program.name!r}: message {index} from rank {pair[0]} to rank {pair[1]} is sent by "
                     f"{sender} but received as {receiver}: both sides must list the same messages in one order; "
@@ -221,7 +249,7 @@ def _check_messages(program: Program) -> None:
 def _check_reductions(program: Program) -> None:
     """Every rank of a gradient group meets the others once, after all its backwards of the group's stages."""
     group_of = {stage: group for group in program.gradient_groups for stage in group}
-    if program.schedule.microbatches_per_update is not None and not program.schedule.forward_only:
+    if program.schedule.microbatches_per_update is not None:
         _check_stream(program)
         return
     for rank, order in enumerate(program.orders):

@@ -65,6 +65,13 @@ class Columns:
         """The slice, -1 where there is none."""
         return ((self.codes & SLICE_MASK) - 1).astype(np.int32)
 
+    def places(self, rank: int, stage: int, *ops: Op) -> Iterator[tuple[int, int]]:
+        """Where `rank` runs one of `ops` of `stage`: positions in its order, and the micro-batches."""
+        here = slice(self.first[rank], self.first[rank + 1])
+        at = np.flatnonzero(np.isin(self.op[here], [OP_NUMBER[op] for op in ops]) & (self.stage[here] == stage))
+        microbatches = (self.codes[here][at] >> MICROBATCH_SHIFT & MICROBATCH_MASK) - 1
+        return zip(at.tolist(), microbatches.tolist(), strict=True)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:

@@ -11,7 +11,7 @@ knows what an action has to wait for; the checker, the simulator, the passes and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -41,6 +41,7 @@ class WeightPolicy(StrEnum):
 
 
 Orders = tuple[Sequence[Action], ...]
+Uses = Mapping[tuple[int, int], int]  # (stage, micro-batch) -> version of the stage's parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +89,22 @@ class Schedule:
 
         return prove(self)
 
+    @cached_property
+    def versions_used(self) -> Uses:
+        """Of a stream, the version that F and B of each stage and micro-batch use; see `pipeloom.ir.versions`.
+
+        Raises:
+            ScheduleError: an F stands before the update that makes its version.
+        """
+        from pipeloom.ir.versions import find_versions
+
+        return find_versions(self)
+
     @property
     def num_ranks(self) -> int:
         return self.placement.num_ranks
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         return self.placement.num_stages
 
@@ -179,7 +191,7 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
     stage, op, microbatch, piece = action
     if op is Op.SEND_F:
-        return (action.with_op(F),)
+        return (Action(stage, F, microbatch, piece),)
     if op is Op.RECV_F:
         return (Action(stage - 1, Op.SEND_F, microbatch, piece),)
     if op is Op.RECV_B:
@@ -193,14 +205,21 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
     needs = []
     if op is F:
         if stage > 0:
-            needs.append(_across(pipeline, Action(stage - 1, F, microbatch, piece), action.with_op(Op.RECV_F)))
+            received = pipeline.lowered and _is_remote(schedule, stage - 1, stage, microbatch)
+            needs.append(
+                Action(stage, Op.RECV_F, microbatch, piece) if received else Action(stage - 1, F, microbatch, piece)
+            )
         if piece is not None and piece > 0:
             needs.append(Action(stage, F, microbatch, piece - 1))
         return tuple(needs)
-    needs.append(action.with_op(F))
+    needs.append(Action(stage, F, microbatch, piece))
     if stage < schedule.num_stages - 1:
-        producer = _backward(schedule, stage + 1, microbatch, piece)
-        needs.append(_across(pipeline, producer, action.with_op(Op.RECV_B)))
+        received = pipeline.lowered and _is_remote(schedule, stage + 1, stage, microbatch)
+        needs.append(
+            Action(stage, Op.RECV_B, microbatch, piece)
+            if received
+            else _backward(schedule, stage + 1, microbatch, piece)
+        )
     if piece is not None and piece < schedule.num_slices - 1:
         needs.append(_backward(schedule, stage, microbatch, piece + 1))
     return tuple(needs)
@@ -228,14 +247,10 @@ def _backward(schedule: Schedule, stage: int, microbatch: int | None, piece: int
     return Action(stage, I if split else B, microbatch, piece)
 
 
-def _across(pipeline: Schedule | Program, producer: Action, receive: Action) -> Action:
-    """What a consumer waits for: the receive, where a program brings the value from another rank, else the producer."""
-    if not pipeline.lowered:
-        return producer
-    assert receive.microbatch is not None
-    place = pipeline.placement.rank_of
-    remote = place(producer.stage, receive.microbatch) != place(receive.stage, receive.microbatch)
-    return receive if remote else producer
+def _is_remote(schedule: Schedule, producer: int, consumer: int, microbatch: int) -> bool:
+    """Whether a program brings a value from one of these stages to the other by a message."""
+    place = schedule.placement.rank_of
+    return place(producer, microbatch) != place(consumer, microbatch)
 
 
 def peer_of(action: Action, placement: Placement) -> int:
@@ -246,11 +261,11 @@ def peer_of(action: Action, placement: Placement) -> int:
 
 def message_after(action: Action, schedule: Schedule) -> Action | None:
     """The SEND of what a computation yields for another rank; None where nobody needs it, or the same rank does."""
-    stage, op, microbatch, _ = action
+    stage, op, microbatch, piece = action
     if op is F and stage < schedule.num_stages - 1:
-        send = action.with_op(Op.SEND_F)
+        send = Action(stage, Op.SEND_F, microbatch, piece)
     elif op in (B, I) and stage > 0:
-        send = action.with_op(Op.SEND_B)
+        send = Action(stage, Op.SEND_B, microbatch, piece)
     else:
         return None
     assert microbatch is not None

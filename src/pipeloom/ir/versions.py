@@ -14,21 +14,23 @@ its equal share. Version v is what a stage holds after v updates.
                                                  it runs the next micro-batch, and it updates behind that
 
 Replicas that waited for each other at once would from then on run at the same time, and what they need comes one after
-the other: with as much work on every stage that would cost up to half of the throughput (simulated).
+the other: with replicas (2, 1, 1) and as much work on every rank, that would cost a third of the throughput.
 
 Sources: PipeDream (Narayanan et al., SOSP 2019, section 3.3) and PipeDream-2BW (arXiv:2006.09503, section 3.1).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.schedule import Schedule, WeightPolicy
+from pipeloom.ir.schedule import Schedule, Uses, WeightPolicy
 
-Uses = dict[tuple[int, int], int]  # (stage, micro-batch) -> version
+_LAST_BACKWARDS = (Op.B, Op.W)
 
 
 def num_updates(schedule: Schedule, stage: int) -> int:
@@ -39,72 +41,55 @@ def num_updates(schedule: Schedule, stage: int) -> int:
 def with_updates(schedule: Schedule, rank: int) -> Iterator[Action]:
     """A rank's order with its updates: STEP with the update's number in place of the micro-batch.
 
-    Where a stage has replicas, a REDUCE_GRAD with the micro-batch behind which it stands comes before.
+    Where a stage has replicas, a REDUCE_GRAD comes before, with the rank's last micro-batch of the update.
     """
-    updates = {stage: _Updates(schedule, stage) for stage in schedule.placement.stages_of[rank]}
-    for action in schedule.orders[rank]:
-        if action.op in _LAST_BACKWARDS:
-            updates[action.stage].left[_update_of(schedule, action)] += 1
-    for action in schedule.orders[rank]:
+    order = schedule.orders[rank]
+    behind: dict[int, list[Action]] = {}
+    for stage, lane in _lanes(schedule, rank).items():
+        replicas = schedule.placement.replicas[stage]
+        first, interval = replicas.index(rank) - len(replicas), schedule.update_interval(stage)
+        if len(replicas) > 1:
+            for update, position in enumerate(lane.complete):
+                last = first + (update + 1) * interval
+                behind.setdefault(position, []).append(Action(stage, Op.REDUCE_GRAD, last))
+        for update, position in enumerate(lane.steps):
+            behind.setdefault(position, []).append(Action(stage, Op.STEP, update))
+    for position, action in enumerate(order):
         yield action
-        if action.op in _LAST_BACKWARDS:
-            yield from updates[action.stage].behind(action)
-    for stage in updates:
-        yield from updates[stage].owed
-
-
-_LAST_BACKWARDS = (Op.B, Op.W)
-
-
-class _Updates:
-    """The updates of one stage on one rank: how many backwards each still waits for, and which are owed."""
-
-    def __init__(self, schedule: Schedule, stage: int) -> None:
-        self._schedule, self._stage = schedule, stage
-        self._replicated = len(schedule.placement.replicas[stage]) > 1
-        self.left = [0] * num_updates(schedule, stage)
-        self.owed: list[Action] = []
-        self._made = 0
-
-    def behind(self, action: Action) -> Iterator[Action]:
-        """What stands behind a backward."""
-        self.left[_update_of(self._schedule, action)] -= 1
-        owed, self.owed = self.owed, []
-        while self._made < len(self.left) and not self.left[self._made]:
-            step = Action(self._stage, Op.STEP, self._made)
-            if self._replicated:
-                yield action.with_op(Op.REDUCE_GRAD)
-                self.owed.append(step)
-            else:
-                yield step
-            self._made += 1
-        yield from owed
+        yield from behind.get(position, ())
+    yield from behind.get(len(order), ())
 
 
 def versions_used(schedule: Schedule) -> Uses:
-    """The version that F and B of each stage and micro-batch use.
+    """The version that F and B of each stage and micro-batch use: `Schedule.versions_used`, found once.
 
     Raises:
         ScheduleError: an F stands before the update that makes its version.
     """
+    return schedule.versions_used
+
+
+def find_versions(schedule: Schedule) -> Uses:
+    """What `versions_used` says, found anew."""
     newest = _newest_at_forward(schedule)
     if schedule.weights is WeightPolicy.STASH:
         return newest
     intervals = [schedule.update_interval(stage) for stage in range(schedule.num_stages)]
-    used: Uses = {}
-    for (stage, microbatch), there in newest.items():
-        if schedule.weights is WeightPolicy.VERTICAL:  # replicas update later: the newest that all stages have
-            seen = min(newest[s, microbatch] * interval for s, interval in enumerate(intervals))
-            version = seen // intervals[stage]
-        else:
-            version = max(microbatch // intervals[stage] - 1, 0)
-        if version > there:
-            raise ScheduleError(
-                f"schedule {schedule.name!r}: {Action(stage, Op.F, microbatch)} uses version {version} of the "
-                f"parameters by weight policy {schedule.weights.value!r}, but stands before the update that makes it; "
-                f"take more micro-batches an update, now {schedule.microbatches_per_update}"
-            )
-        used[stage, microbatch] = version
+    vertical = schedule.weights is WeightPolicy.VERTICAL
+    used: dict[tuple[int, int], int] = {}
+    for microbatch in range(schedule.num_microbatches):
+        there = [newest[stage, microbatch] for stage in range(schedule.num_stages)]
+        # Replicas update later than the input stage may: vertical takes the newest that all stages have.
+        seen = min(version * interval for version, interval in zip(there, intervals, strict=True))
+        for stage, interval in enumerate(intervals):
+            version = seen // interval if vertical else max(microbatch // interval - 1, 0)
+            if version > there[stage]:
+                raise ScheduleError(
+                    f"schedule {schedule.name!r}: {Action(stage, Op.F, microbatch)} uses version {version} of the "
+                    f"parameters by weight policy {schedule.weights.value!r}, but stands before the update that makes "
+                    f"it; take more micro-batches an update, now {schedule.microbatches_per_update}"
+                )
+            used[stage, microbatch] = version
     return used
 
 
@@ -114,7 +99,22 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
     A version lives from its update until the next one, or until the last backward that uses it if that comes later.
     """
     used = versions_used(schedule)
-    return tuple(max(_held(schedule, rank, used), default=1) for rank in range(schedule.num_ranks))
+    lives = (_lives(schedule, rank, used) for rank in range(schedule.num_ranks))
+    return tuple(max((int(_most((life, 1) for life in each)) for each in of.values()), default=1) for of in lives)
+
+
+def weight_version_bytes(schedule: Schedule, parameter_bytes: Sequence[float]) -> tuple[float, ...]:
+    """For each rank, the most bytes of parameters that exist at once, all versions of its stages together.
+
+    Args:
+        schedule: any; one that flushes has one version.
+        parameter_bytes: for each stage, those of one version.
+    """
+    if schedule.microbatches_per_update is None:
+        return tuple(sum(parameter_bytes[stage] for stage in held) for held in schedule.placement.stages_of)
+    used = versions_used(schedule)
+    lives = (_lives(schedule, rank, used) for rank in range(schedule.num_ranks))
+    return tuple(_most((life, parameter_bytes[s]) for s, each in of.items() for life in each) for of in lives)
 
 
 def last_uses(schedule: Schedule, rank: int, used: Uses) -> dict[tuple[int, int], Action]:
@@ -127,34 +127,79 @@ def last_uses(schedule: Schedule, rank: int, used: Uses) -> dict[tuple[int, int]
     return last
 
 
-def _held(schedule: Schedule, rank: int, used: Uses) -> Iterator[int]:
-    """After every update, how many versions of its stage exist on `rank`."""
-    last = last_uses(schedule, rank, used)
-    wanted = {stage: {v for s, v in last if s == stage} for stage in schedule.placement.stages_of[rank]}
-    for action in with_updates(schedule, rank):
-        stage, op, number, _ = action
-        if op in _LAST_BACKWARDS:
-            assert number is not None
-            if last[stage, used[stage, number]] == action:
-                wanted[stage].discard(used[stage, number])
-        elif op is Op.STEP:
-            assert number is not None
-            yield 1 + sum(version <= number for version in wanted[stage])
+class _Lane(NamedTuple):
+    """What a rank runs of one stage; everywhere positions in the rank's order.
+
+    Attributes:
+        forwards, backwards: positions and micro-batches, W where a backward is split.
+        complete: for each update, the backward with which it and all before it are complete.
+        steps: for each update, the backward behind which its STEP stands; the length of the order for its end.
+    """
+
+    forwards: list[tuple[int, int]]
+    backwards: list[tuple[int, int]]
+    complete: list[int]
+    steps: list[int]
+
+
+def _lanes(schedule: Schedule, rank: int) -> dict[int, _Lane]:
+    """The stages of a rank, ascending."""
+    lanes = {stage: _Lane([], [], [], []) for stage in schedule.placement.stages_of[rank]}
+    order = schedule.orders[rank]
+    if schedule.large and schedule.proof is not None:
+        for stage, lane in lanes.items():
+            lane.forwards.extend(schedule.proof.columns.places(rank, stage, Op.F))
+            lane.backwards.extend(schedule.proof.columns.places(rank, stage, *_LAST_BACKWARDS))
+    else:
+        for position, (stage, op, microbatch, _) in enumerate(order):
+            assert microbatch is not None
+            if op is Op.F:
+                lanes[stage].forwards.append((position, microbatch))
+            elif op in _LAST_BACKWARDS:
+                lanes[stage].backwards.append((position, microbatch))
+    for stage, lane in lanes.items():
+        interval = schedule.update_interval(stage)
+        last = [0] * num_updates(schedule, stage)
+        for position, microbatch in lane.backwards:
+            last[microbatch // interval] = position
+        lane.complete.extend(accumulate(last, max))
+        if len(schedule.placement.replicas[stage]) == 1:
+            lane.steps.extend(lane.complete)
+        else:
+            places = [position for position, _ in lane.backwards] + [len(order)]
+            lane.steps.extend(places[bisect_right(places, position, 0, len(places) - 1)] for position in lane.complete)
+    return lanes
+
+
+def _lives(schedule: Schedule, rank: int, used: Uses) -> dict[int, list[tuple[int, int]]]:
+    """For each stage, behind which positions of the rank's order each of its versions comes and goes."""
+    lives = {}
+    for stage, lane in _lanes(schedule, rank).items():
+        goes = [*lane.steps, len(schedule.orders[rank])]
+        for position, microbatch in lane.backwards:
+            version = used[stage, microbatch]
+            goes[version] = max(goes[version], position)
+        lives[stage] = list(zip((-1, *lane.steps), goes, strict=True))
+    return lives
+
+
+def _most(lives: Iterable[tuple[tuple[int, int], float]]) -> float:
+    """The most of what exists at once; what goes behind a position goes before what comes there."""
+    events: list[tuple[int, float]] = []
+    for (comes, goes), size in lives:
+        events += ((comes, size), (goes, -size))
+    events.sort()  # at one position, negative sizes first
+    return max(accumulate(size for _, size in events), default=0.0)
 
 
 def _newest_at_forward(schedule: Schedule) -> Uses:
-    newest: Uses = {}
+    """The updates of its stage that stand before each forward."""
+    newest: dict[tuple[int, int], int] = {}
     for rank in range(schedule.num_ranks):
-        made = Counter[int]()
-        for stage, op, number, _ in with_updates(schedule, rank):
-            if op is Op.STEP:
-                made[stage] += 1
-            elif op is Op.F:
-                assert number is not None
-                newest[stage, number] = made[stage]
+        for stage, lane in _lanes(schedule, rank).items():
+            made, count = 0, len(lane.steps)
+            for position, microbatch in lane.forwards:
+                while made < count and lane.steps[made] < position:
+                    made += 1
+                newest[stage, microbatch] = made
     return newest
-
-
-def _update_of(schedule: Schedule, action: Action) -> int:
-    assert action.microbatch is not None
-    return action.microbatch // schedule.update_interval(action.stage)

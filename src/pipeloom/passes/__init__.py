@@ -1,4 +1,4 @@
-"""Schedule -> Program, one concern a file: merged backwards, communication, gradient reduction, updates."""
+"""Schedule -> Program, one concern a file: merged backwards, separate units, communication, reduction, updates."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ __all__ = [
     "lower",
     "merge_backwards",
     "repeat_steps",
+    "separate_units",
     "stretch",
     "warm_up_lengths",
 ]
@@ -23,6 +24,7 @@ from pipeloom.passes.evaluation import evaluation_schedule
 from pipeloom.passes.forward_only import forward_only
 from pipeloom.passes.merge_backwards import merge_backwards
 from pipeloom.passes.repeat_steps import repeat_steps
+from pipeloom.passes.separate_units import separate_units
 from pipeloom.passes.stretch import stretch
 from pipeloom.passes.updates import insert_updates
 from pipeloom.passes.warm_up import warm_up_lengths

@@ -27,7 +27,7 @@ def insert_updates(program: Program, tied_stages: tuple[tuple[int, ...], ...] = 
         ScheduleError: stages on different ranks hold the same parameters.
     """
     schedule = program.schedule
-    if schedule.microbatches_per_update is None or schedule.forward_only:
+    if schedule.microbatches_per_update is None:
         return program
     tied = next((group for group in tied_stages if len(program.ranks_of_group(group)) > 1), None)
     if tied is not None:

@@ -1,1 +1,1 @@
-"""Decide how to run before anything runs: slices of the sequence, and what a cluster would take."""
+"""Decide how to run before anything runs: stages and their replicas, slices of the sequence, a cluster's times."""

@@ -5,17 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pipeloom.ir.action import Op
+from pipeloom.ir.action import COMPUTE_OPS, Op
+from pipeloom.ir.schedule import Uses
 from pipeloom.sim.timeline import Span
 
 # Okabe and Ito's palette: told apart by colour-blind eyes, and dark text stays readable on each.
-COLOURS = {Op.F: "#56b4e9", Op.B: "#e69f00", Op.I: "#009e73", Op.W: "#cc79a7", Op.REDUCE_GRAD: "#b3aa99"}
+COLOURS = {
+    Op.F: "#56b4e9",
+    Op.B: "#e69f00",
+    Op.I: "#009e73",
+    Op.W: "#cc79a7",
+    Op.REDUCE_GRAD: "#b3aa99",
+    Op.STEP: "#0072b2",
+}
 OP_NAMES = {
     Op.F: "forward",
     Op.B: "backward",
     Op.I: "backward of inputs",
     Op.W: "backward of weights",
     Op.REDUCE_GRAD: "gradient reduction",
+    Op.STEP: "update of parameters",
 }
 
 
@@ -24,6 +33,21 @@ def label(span: Span) -> str:
     _, _, microbatch, piece = span.action
     text = "" if microbatch is None else str(microbatch)
     return text if piece is None else f"{text}.{piece}"
+
+
+def described(span: Span, versions: Uses) -> dict[str, int | str]:
+    """What a span did, by name: its action and stage, its micro-batch or update, its slice and its version."""
+    stage, op, number, piece = span.action
+    said: dict[str, int | str] = {"action": str(span.action), "stage": stage}
+    if number is not None:
+        said["update" if op is Op.STEP else "microbatch"] = number
+        if op is Op.STEP:
+            said["version"] = number + 1
+        elif op in COMPUTE_OPS and (stage, number) in versions:
+            said["version"] = versions[stage, number]
+    if piece is not None:
+        said["slice"] = piece
+    return said
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.schedule import dependencies
+from pipeloom.ir.schedule import Uses, dependencies
+from pipeloom.report.drawing import described
 from pipeloom.sim.timeline import Span, Timeline
 
 # Names of the trace viewer's reserved colours; Perfetto colours by the letters of a slice's name instead.
@@ -36,7 +37,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
             {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "actions"}},
         ]
-        events += [_slice(rank, span) for span in row]
+        events += [_slice(rank, span, timeline.versions_used) for span in row]
         events += [
             {"ph": "C", "name": "live activations", "pid": rank, "ts": _nanoseconds(at) / 1e3, "args": {"live": live}}
             for at, live in timeline.memory[rank]
@@ -67,8 +68,8 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _slice(rank: int, span: Span) -> dict[str, Any]:
-    (stage, op, microbatch, piece), start, end = span
+def _slice(rank: int, span: Span, versions: Uses) -> dict[str, Any]:
+    (_, op, microbatch, _), start, end = span
     event: dict[str, Any] = {
         "ph": "X",
         "name": op.value if microbatch is None else f"{op.value} {microbatch}",
@@ -77,12 +78,8 @@ def _slice(rank: int, span: Span) -> dict[str, Any]:
         "tid": 0,
         "ts": _nanoseconds(start) / 1e3,
         "dur": (_nanoseconds(end) - _nanoseconds(start)) / 1e3,
-        "args": {"action": str(span.action), "stage": stage},
+        "args": described(span, versions),
     }
-    if microbatch is not None:
-        event["args"]["microbatch"] = microbatch
-    if piece is not None:
-        event["args"]["slice"] = piece
     if op in _CNAMES:
         event["cname"] = _CNAMES[op]
     return event

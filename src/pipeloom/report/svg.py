@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from html import escape
 
 from pipeloom.ir.action import COMPUTE_OPS, Op
-from pipeloom.report.drawing import COLOURS, OP_NAMES, label, number_text, op_shares, seconds_text, ticks
+from pipeloom.report.drawing import COLOURS, OP_NAMES, described, label, number_text, op_shares, seconds_text, ticks
 from pipeloom.sim import Span, Timeline, critical_path
 
 _LEFT, _RIGHT, _BAR, _MEMORY, _GAP = 58.0, 46.0, 22.0, 13.0, 9.0
+_TICK = 1.6  # width of what takes no time
 _MOST_TOOLTIPS = 2000  # a tooltip makes a span several times as many bytes
 _STYLE = """
 .pl{font:11px ui-sans-serif,system-ui,sans-serif;color:var(--ink,#1d2330)}
@@ -18,7 +19,8 @@ _STYLE = """
 .pl .grid{stroke:currentColor;stroke-opacity:.13}.pl .wait{stroke:currentColor;stroke-opacity:.4;stroke-dasharray:2 2}
 .pl .memory{fill:currentColor;fill-opacity:.16;stroke:currentColor;stroke-opacity:.5;stroke-width:.7}
 .pl .odd{fill-opacity:.62}.pl .unit{fill:none;stroke:currentColor;stroke-width:1.4}
-""" + "".join(f".pl .{op.value}{{fill:{colour}}}" for op, colour in COLOURS.items())
+""" + "".join(f".pl .{op.value}{{fill:{colour}}}" for op, colour in COLOURS.items() if op is not Op.STEP)
+_UPDATE_STYLE = f".pl .STEP{{fill:{COLOURS[Op.STEP]}}}"
 _CRITICAL_STYLE = ".pl .critical{fill:none;stroke:#d0021b;stroke-width:2.6}"
 _STANDALONE_STYLE = ".pl .paper{fill:#fff}@media(prefers-color-scheme:dark){.pl{color:#e8eaf0}.pl .paper{fill:#14171f}}"
 
@@ -70,6 +72,7 @@ def timeline_svg(
     pad = 14 if standalone else 0
     box = f"{-pad} {-pad} {width + 2 * pad:.0f} {height + 2 * pad:.0f}"
     style = _STYLE + (_CRITICAL_STYLE if critical else "")
+    style += _UPDATE_STYLE if any(timeline.is_stream for timeline in timelines) else ""
     paper = f'<rect class="paper" x="{-pad}" y="{-pad}" width="100%" height="100%"/>' if standalone else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pl" viewBox="{box}" '
@@ -80,10 +83,13 @@ def timeline_svg(
 
 
 def _title(timeline: Timeline) -> str:
-    return (
+    text = (
         f"{timeline.name}, {timeline.kind}: {seconds_text(timeline.makespan)}, "
         f"bubble {100 * timeline.bubble_fraction:.1f} %"
     )
+    if timeline.is_stream and timeline.period_seconds is not None:
+        text += f", {seconds_text(timeline.period_seconds)} a micro-batch in the steady state"
+    return text
 
 
 def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: float, tooltips: bool) -> list[str]:
@@ -93,6 +99,7 @@ def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: f
     stages = timeline.placement.stages_of[rank]
     boxes: dict[str, list[str]] = {}
     partners, ends = dict(timeline.overlapped), {span.action: span.end for span in row}
+    versions = timeline.versions_used if tooltips else {}
     parts = []
     numbers = []
     for span in row:
@@ -103,12 +110,16 @@ def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: f
             numbers.append(f'<rect class="unit" x="{x:.2f}" y="{y:.1f}" width="{frame:.2f}" height="{_BAR:.0f}"/>')
         if op in (Op.RECV_F, Op.RECV_B) and w > 1:
             parts.append(f'<path class="wait" d="M{x:.2f} {y + _BAR / 2:.1f}h{w:.2f}"/>')
+        if op is Op.STEP and w < _TICK:  # an update that takes no time is a line between two computations
+            x, w = x - (_TICK - w) / 2, _TICK
         if op not in COLOURS or w <= 0:
             continue
         drawn = w - 0.6 if w > 3 else w
         kind = f"{op.value} odd" if stage in stages and stages.index(stage) % 2 else op.value
         if tooltips:
             text = f"{span.action} on rank {rank}: {seconds_text(start)} to {seconds_text(end)}"
+            version = described(span, versions).get("version")
+            text += "" if version is None else f", version {version}"
             parts.append(f'<rect class="{kind}" x="{x:.2f}" y="{y:.1f}" width="{drawn:.2f}" height="{_BAR:.0f}">')
             parts.append(f"<title>{text}</title></rect>")
         else:
@@ -178,7 +189,8 @@ def _grid(seconds: float, scale: float, bottom: float) -> list[str]:
 
 
 def _legend(timelines: Sequence[Timeline], y: float, critical: bool) -> list[str]:
-    used = {span.action.op for timeline in timelines for row in timeline.spans for span in row}
+    rows = [row for timeline in timelines for row in timeline.spans]
+    used = {span.action.op for row in rows for span in row if span.end > span.start or span.action.op is Op.STEP}
     x, parts = _LEFT, []
     for op in (op for op in COLOURS if op in used):
         parts.append(f'<rect class="{op.value}" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10" rx="2"/>')

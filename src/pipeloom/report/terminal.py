@@ -43,15 +43,18 @@ def print_comparison(timelines: Sequence[Timeline], console: Console | None = No
         console.print(f"{timeline.name}", markup=False)
         _print_picture(timeline, console, timelines, legend=timeline is timelines[-1])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("schedule", "makespan", "bubble", "longest rank", "bubble", "peak live activations"):
-        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    streams = any(timeline.is_stream for timeline in timelines)
+    more = ("period", "weight versions") if streams else ("longest rank", "bubble")
+    for heading in ("schedule", "makespan", "bubble", *more, "peak live activations"):
+        left = heading == "schedule"  # headings give way to names
+        table.add_column(heading, justify="left" if left else "right", no_wrap=left)
     for timeline in sorted(timelines, key=lambda each: each.makespan):
+        longest = seconds_text(timeline.span_seconds), _percent(timeline.bubble_fraction_span)
         table.add_row(
             timeline.name,
             seconds_text(timeline.makespan),
             _percent(timeline.bubble_fraction),
-            seconds_text(timeline.span_seconds),
-            _percent(timeline.bubble_fraction_span),
+            *((_period(timeline), str(max(timeline.weight_versions))) if streams else longest),
             number_text(max(timeline.peak_activations)),
         )
     console.print(table)
@@ -105,7 +108,8 @@ def layout(
     fitting = columns * shortest / makespan  # characters of the shortest op if the row is full
     wanted = min(int(fitting), widest + 1)
     if wanted >= (widest + 1 if letters else 1):
-        return [_labelled(row, wanted / shortest, letters) for row in timeline.compute_spans], True
+        rows = timeline.spans if timeline.is_stream else timeline.compute_spans
+        return [_labelled(row, wanted / shortest, letters) for row in rows], True
     if fitting >= 1:  # a whole number of characters for each action shows every one of them
         columns = round(makespan / shortest) * int(fitting)
     return [_dominant(row, makespan, columns) for row in timeline.spans], False
@@ -124,6 +128,8 @@ def _labelled(row: Sequence[Span], scale: float, letters: bool) -> list[Cell]:
     cells: list[Cell] = []
     column = 0
     for span in row:
+        if span.action.op not in COLOURS:
+            continue
         # Halves go up; round() takes them to the even side, and equal spans would differ in width.
         first, last = max(column, int(span.start * scale + 0.501)), int(span.end * scale + 0.501)
         if last <= first:
@@ -131,7 +137,7 @@ def _labelled(row: Sequence[Span], scale: float, letters: bool) -> list[Cell]:
         width = last - first
         text = label(span)
         if letters:
-            text = f"{span.action.op.value}{text}"
+            text = f"{span.action.op.value[0]}{text}"
             filled = text[: width - 1].ljust(width - 1, "-") + " "
         else:
             filled = (f"{text:<{width}}" if len(text) < width or width == len(text) else " " * width)[:width]
@@ -155,7 +161,7 @@ def _dominant(row: Sequence[Span], seconds: float, columns: int) -> list[Cell]:
 def _print_legend(timelines: Sequence[Timeline], console: Console, coloured: bool, numbered: bool) -> None:
     from rich.text import Text
 
-    used = {span.action.op for timeline in timelines for row in timeline.spans for span in row}
+    used = {s.action.op for timeline in timelines for row in timeline.spans for s in row if s.end > s.start}
     legend = Text()
     for op in (op for op in COLOURS if op in used):
         legend.append(f" {op.value[0]} ", style=f"black on {COLOURS[op]}" if coloured else None)
@@ -180,14 +186,20 @@ def _print_table(timeline: Timeline, console: Console) -> None:
         soft_wrap=True,
     )
     summary = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
-    summary.add_row("makespan", seconds_text(timeline.makespan), f"bubble {_percent(timeline.bubble_fraction)}")
+    filled = ", start-up and drain included" if timeline.is_stream else ""
+    bubble = f"bubble {_percent(timeline.bubble_fraction)}{filled}"
+    summary.add_row("makespan", seconds_text(timeline.makespan), bubble)
     summary.add_row(
         "longest rank", seconds_text(timeline.span_seconds), f"bubble {_percent(timeline.bubble_fraction_span)}"
     )
     summary.add_row("without bubbles", seconds_text(timeline.ideal_seconds), "")
+    if timeline.is_stream:
+        ideal = f"at best {seconds_text(timeline.ideal_period_seconds)}"
+        summary.add_row("a micro-batch, steady state", _period(timeline), ideal)
     console.print(summary)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("rank", "computes", "idle", "idle share", "peak live activations"):
+    headings = ["rank", "computes", "idle", "idle share", "peak live activations"]
+    for heading in headings + ["weight versions"] * timeline.is_stream:
         table.add_column(heading, justify="right")
     for rank in shown_ranks(timeline.num_ranks):
         if rank is None:
@@ -201,8 +213,14 @@ def _print_table(timeline: Timeline, console: Console) -> None:
             seconds_text(max(0.0, idle)),
             _percent(idle / timeline.makespan if timeline.makespan else 0.0),
             number_text(timeline.peak_activations[rank]),
+            *([str(timeline.weight_versions[rank])] if timeline.is_stream else []),
         )
     console.print(table)
+
+
+def _period(timeline: Timeline) -> str:
+    seconds = timeline.period_seconds
+    return "stream too short" if seconds is None else seconds_text(seconds)
 
 
 def _percent(fraction: float) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Program, Schedule, check
-from pipeloom.passes import evaluation_schedule, lower, merge_backwards
+from pipeloom.passes import evaluation_schedule, lower, merge_backwards, separate_units
 from pipeloom.runtime.agreement import Terms
 from pipeloom.runtime.calls import call_count, call_number
 from pipeloom.runtime.connect import connect
@@ -82,7 +82,7 @@ class Pipeline(Holdings):
         check_runnable(schedule)
         check_loss(loss_fn)
         check_slices(schedule, slices)
-        schedule = merge_backwards(schedule)
+        schedule = separate_units(merge_backwards(schedule))
         cut_model = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
         if len(cut_model.modules) != schedule.num_stages:
             raise InputError(

@@ -22,6 +22,7 @@ from pipeloom.runtime.values import Layout
 
 _HEAD_BYTES = 64
 _FREE, _USED = 0, 1
+_COPIED_BYTES = 1 << 14  # up to which a receiver copies
 _C = ctypes.CDLL(None, use_errno=True)
 _C.mmap.restype = ctypes.c_void_p
 _C.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -76,22 +77,33 @@ class SharedBlock:
         self._memory[0] = _USED
         if tail:
             memoryview(self._memory).cast("B")[-len(tail) :] = tail
-        if layout is not self._layout:  # most messages of a block are alike: where their tensors go is remembered
+        for place, tensor in zip(self._places_of(layout), tensors, strict=True):
+            place.copy_(tensor)
+
+    def _places_of(self, layout: Layout) -> list[Tensor]:
+        """Where a message's tensors are in the block; remembered, as most messages of a block are alike."""
+        if layout is not self._layout:
             self._layout = layout
             self._places = []
             for (shape, dtype, _), offset in zip(layout.specs, layout.offsets, strict=True):
                 start = _HEAD_BYTES + offset
                 flat = self._bytes[start : start + shape.numel() * dtype.itemsize]
                 self._places.append(flat.view(dtype).view(shape))
-        for place, tensor in zip(self._places, tensors, strict=True):
-            place.copy_(tensor)
+        return self._places
 
     def tail(self, num_bytes: int) -> bytes:
         """Receiver: the last bytes of the block."""
         return bytes(memoryview(self._memory).cast("B")[-num_bytes:])
 
     def read(self, layout: Layout) -> list[Tensor]:
-        """Receiver: the message's tensors, as views; the block is free again when the last of them is gone."""
+        """Receiver: the message's tensors, as views; the block is free again when the last of them is gone.
+
+        Those of a small message are copies: that is done sooner, and the block is free at once.
+        """
+        if layout.num_bytes <= _COPIED_BYTES:
+            copies = [place.clone() for place in self._places_of(layout)]
+            self._memory[0] = _FREE
+            return copies
         view = memoryview(self._memory)  # every storage below keeps it alive, and nothing else does
 
         def release(_: Any, memory: Any = self._memory) -> None:

@@ -5,9 +5,10 @@
       │ ── one datagram: block number, layout ── Unix socket ──────────────────────▶ │ tensors are views of the block
       │ block is free ◀── first byte of the block set to 0 when the last view dies ──│
 
-One copy, one system call on each side. The socket also wakes a sleeping receiver, carries the descriptor of a new
-block, and closes by itself when a process dies, so a lost peer is noticed at once. Sockets have abstract names and
-blocks have none: nothing is left in any file system, however a process ends.
+One copy, one system call on each side; a small message is copied out again, which takes less time than a view. The
+socket also wakes a sleeping receiver, carries the descriptor of a new block, and closes by itself when a process dies,
+so a lost peer is noticed at once. Sockets have abstract names and blocks have none: nothing is left in any file system,
+however a process ends.
 
 A channel owns as many blocks as messages were in flight at once in the last step; what a step did not need is unmapped
 at its end. A full socket never blocks the sender: what does not fit waits in a list until the next call.

@@ -7,7 +7,7 @@ looked up in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter
@@ -128,7 +128,7 @@ class Worker:
         blocking = self.state.transport.blocking
         instructions = [
             _Instruction(action, run, None if blocking else ready, label_of(action))
-            for action in one_after_the_other(program.orders[self.rank], program.schedule.partners)
+            for action in program.orders[self.rank]
             for run, ready in self.steps(action, program)
         ]
         times = len(instructions)
@@ -246,34 +246,3 @@ class Worker:
 def label_of(action: Action) -> bytes:
     """What stands in a blackbox while `action` runs."""
     return f"{action}".encode().ljust(BLACKBOX_BYTES, b"\0")[:BLACKBOX_BYTES]
-
-
-def one_after_the_other(order: Sequence[Action], partners: Mapping[Action, Action]) -> list[Action]:
-    """A rank's order as one thread runs it: the two computations of an overlapped unit one after the other.
-
-        RECV_F RECV_B F B SEND_F SEND_B   ->   RECV_F F SEND_F RECV_B B SEND_B
-
-    Who runs both at once waits for the messages of both and has both results at the end. Who does not would waste the
-    time of a B before its neighbour gets the result of F, and that of an F in which the message for B may still come.
-    Messages of one channel keep their order, and every wait comes later or at the same place, so nothing can deadlock
-    that did not before.
-
-    Args:
-        order: of a program.
-        partners: the backward of each F that starts a unit.
-    """
-    result: list[Action] = []
-    position = 0
-    while position < len(order):
-        action = order[position]
-        position += 1
-        late: list[Action] = []
-        if action in partners:
-            while result and result[-1].op in (Op.RECV_F, Op.RECV_B) and result[-1] != action.with_op(Op.RECV_F):
-                late.insert(0, result.pop())
-        result.append(action)
-        if action in partners:
-            send = order[position + 1 : position + 2] == (action.with_op(Op.SEND_F),)
-            result += [*order[position + 1 : position + 1 + send], *late, order[position]]
-            position += 1 + send
-    return result

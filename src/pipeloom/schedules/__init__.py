@@ -7,6 +7,7 @@ the simulator, the executor, the pictures, the search and the command line take 
 from __future__ import annotations
 
 import difflib
+from typing import Unpack
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
@@ -22,6 +23,7 @@ from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
 from pipeloom.schedules.own import from_file, from_function, from_orders, is_file
+from pipeloom.schedules.pipedream import StreamOptions, pipedream, pipedream_2bw
 from pipeloom.schedules.search import EFFORT, Found, search, search_loop
 from pipeloom.schedules.search_prove import prove
 from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
@@ -34,9 +36,11 @@ from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
 __all__ = [
     "EFFORT",
     "FAMILIES",
+    "SYNCHRONOUS",
     "Conditions",
     "Family",
     "Found",
+    "StreamOptions",
     "breadth_first",
     "build",
     "chimera",
@@ -52,6 +56,8 @@ __all__ = [
     "is_file",
     "naive",
     "one_f_one_b",
+    "pipedream",
+    "pipedream_2bw",
     "prove",
     "search",
     "seq1f1b",
@@ -81,6 +87,9 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+SYNCHRONOUS: dict[str, Family] = {name: family for name, family in FAMILIES.items() if not family.stream}
+"""The families whose steps end with a flush: their gradients are those of plain gradient accumulation."""
+
 
 def build(
     name: str,
@@ -90,6 +99,7 @@ def build(
     num_chunks: int | None = None,
     num_slices: int = 1,
     conditions: Conditions | None = None,
+    **stream: Unpack[StreamOptions],
 ) -> Schedule:
     """The schedule `name` for these sizes; `num_chunks` is the family's own number if not given.
 
@@ -97,11 +107,15 @@ def build(
         name: of the table, or a file with a schedule: ``file.csv``, ``file.json`` or ``file.py:function``.
         num_ranks, num_microbatches, num_chunks: sizes; a file's schedule must be for them.
         conditions: for the families that are made to measure; the others have one order for all of them.
+        stream: for the families that update parameters while they run.
 
     Raises:
         ScheduleError: unknown name, or sizes that the family or the file cannot have.
     """
     if is_file(name):
+        given = next((what for what, value in stream.items() if value is not None), None)
+        if given is not None:
+            raise ScheduleError(f"{given} with schedule {name!r}: the file says it; leave it out")
         return from_file(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     return find(name)(
         num_ranks=num_ranks,
@@ -109,6 +123,7 @@ def build(
         num_chunks=num_chunks,
         num_slices=num_slices,
         conditions=conditions,
+        **stream,
     )
 
 

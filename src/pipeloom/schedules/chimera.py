@@ -19,7 +19,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.merging import merge
+from pipeloom.schedules.merging import Weaver
 from pipeloom.schedules.sizes import sized
 
 
@@ -34,14 +34,8 @@ def chimera(*, num_ranks: int, num_microbatches: int) -> Schedule:
     if p % 2:
         raise ScheduleError(f"chimera on {p} ranks: two directions need an even number; add a rank")
     streams = [[_direction(p, d, range(0, m, 2)), _direction(p, p - 1 - d, range(1, m, 2))] for d in range(p)]
-    return merge(
-        "chimera",
-        Placement.bidirectional(p),
-        m,
-        streams,
-        units={Op.F: 1, Op.B: 1},
-        preference=lambda action: (action.op is not Op.B, action.microbatch),
-    )[0]
+    weaver = Weaver("chimera", Placement.bidirectional(p), m, streams, units={Op.F: 1, Op.B: 1})
+    return weaver.weave(lambda action: (action.op is not Op.B, action.microbatch))[0]
 
 
 def _direction(p: int, stage: int, microbatches: range) -> list[Action]:

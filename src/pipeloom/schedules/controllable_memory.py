@@ -23,6 +23,8 @@ In chunk times of F, I and W alike, for enough micro-batches (1F1B idles 6(p-1) 
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
+from math import inf
 
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
@@ -53,8 +55,8 @@ def _build(name: str, blocks: list[tuple[int, int, int, int]], m: int) -> Schedu
     """`blocks`: for each rank, the times of F down, F up, I up and I down of micro-batch 0."""
     repeated = [_repeat(d, len(blocks), block, m) for d, block in enumerate(blocks)]
     cap = max(_peak(order) for order in repeated)
-    candidates = [_squeeze(repeated, cap, horizon) for horizon in (_HORIZON, 1)]
-    candidates.append((_makespan(repeated), tuple(map(tuple, repeated))))
+    candidates = [_squeeze(repeated, m, cap, horizon) for horizon in (_HORIZON, 1)]
+    candidates.append((_makespan(repeated, m), tuple(map(tuple, repeated))))
     _, orders = min(candidates, key=lambda candidate: candidate[0])
     return Schedule(name=name, num_microbatches=m, placement=Placement.v(len(blocks)), orders=orders)
 
@@ -83,27 +85,29 @@ def _peak(order: list[Action]) -> int:
 class _Clock:
     """Which forwards and backwards have ended, when every action takes one unit of time."""
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, num_stages: int, m: int) -> None:
         self._last = num_stages - 1
-        self._ended: dict[tuple[int, Op, int | None], int] = {}
+        self._ended = {op: [[inf] * m for _ in range(num_stages)] for op in (Op.F, Op.I, Op.W)}
 
     def run(self, action: Action, now: int) -> None:
-        self._ended[action.stage, action.op, action.microbatch] = now + 1
+        stage, op, b, _ = action
+        assert b is not None
+        self._ended[op][stage][b] = now + 1
 
     def start(self, action: Action) -> float:
         """The first moment at which `action` could start, infinity while that is unknown."""
         stage, op, b, _ = action
+        assert b is not None
         if op is Op.F:
-            return self._end(stage - 1, Op.F, b) if stage else 0
-        here = self._end(stage, Op.I if op is Op.W else Op.F, b)
-        return here if op is Op.W or stage == self._last else max(here, self._end(stage + 1, Op.I, b))
+            return self._ended[op][stage - 1][b] if stage else 0
+        if op is Op.W:
+            return self._ended[Op.I][stage][b]
+        here = self._ended[Op.F][stage][b]
+        return here if stage == self._last else max(here, self._ended[op][stage + 1][b])
 
-    def _end(self, stage: int, op: Op, b: int | None) -> float:
-        return self._ended.get((stage, op, b), float("inf"))
 
-
-def _makespan(orders: list[list[Action]]) -> int:
-    clock, position, now = _Clock(2 * len(orders)), [0] * len(orders), 0
+def _makespan(orders: list[list[Action]], m: int) -> int:
+    clock, position, now = _Clock(2 * len(orders), m), [0] * len(orders), 0
     while any(at < len(order) for at, order in zip(position, orders, strict=True)):
         ready = [
             d for d, order in enumerate(orders) if position[d] < len(order) and clock.start(order[position[d]]) <= now
@@ -115,54 +119,60 @@ def _makespan(orders: list[list[Action]]) -> int:
     return now
 
 
-def _squeeze(orders: list[list[Action]], cap: int, horizon: int) -> tuple[int, Orders]:
+def _squeeze(orders: list[list[Action]], m: int, cap: int, horizon: int) -> tuple[int, Orders]:
     """The makespan and the orders when every rank starts what it can, in time order, without more than `cap` live.
 
     A rank takes the next F or I of its order if it is ready; else a ready one of the next `horizon` that leaves room
     for those it overtakes; else a W. An F without room waits for a W. Each W is due at once after its I, so the
     room that an order needs is there whenever it is needed, and nothing can block.
     """
-    clock = _Clock(2 * len(orders))
+    ranks = range(len(orders))
+    clock = _Clock(2 * len(orders), m)
     todo = [[action for action in order if action.op is not Op.W] for order in orders]
-    weights: list[deque[Action]] = [deque() for _ in orders]  # W that may run
-    live, now = [0] * len(orders), 0
-    done: list[list[Action]] = [[] for _ in orders]
-    while any(todo) or any(weights):
-        chosen = [_choose(todo[d], weights[d], live[d], cap, horizon, clock, now) for d in range(len(orders))]
-        for d, action in enumerate(chosen):
-            if action is None:
+    weights: list[deque[Action]] = [deque() for _ in ranks]  # W that may run
+    live, now, makespan = [0 for _ in ranks], 0, 0
+    done: list[list[Action]] = [[] for _ in ranks]
+    awake = set(ranks)  # a rank that finds nothing to do sleeps until a neighbour has run something
+    while awake:
+        woken: set[int] = set()
+        for d in awake:
+            chosen = _choose(todo[d], weights[d], live[d], cap, horizon, clock, now)
+            if chosen is None:
                 continue
+            place, action = chosen
             if action.op is Op.W:
                 weights[d].popleft()
                 live[d] -= 1
             else:
-                todo[d].remove(action)
+                del todo[d][place]
                 clock.run(action, now)
                 live[d] += action.op is Op.F
                 if action.op is Op.I:
                     weights[d].append(action.with_op(Op.W))
             done[d].append(action)
+            woken.update((d - 1, d, d + 1))
+            makespan = now + 1
+        awake = woken.intersection(ranks)
         now += 1
-    return now, tuple(map(tuple, done))
+    return makespan, tuple(map(tuple, done))
 
 
 def _choose(
     todo: list[Action], weights: deque[Action], live: int, cap: int, horizon: int, clock: _Clock, now: int
-) -> Action | None:
+) -> tuple[int, Action] | None:
+    """What a rank starts, and the place of an F or I in `todo`."""
     planned = highest = live - len(weights)  # what would be live if no W were pending
-    forward: Action | None = None
-    for place, action in enumerate(todo[:horizon]):
+    forward: tuple[int, Action] | None = None
+    for place, action in enumerate(islice(todo, horizon)):
         if clock.start(action) <= now:
-            if action.op is Op.I:
-                return action
-            if live == cap and place == 0:
-                return weights[0]
-            if place == 0:
-                return action
+            if place == 0 and action.op is Op.F and live == cap:
+                return 0, weights[0]
+            if place == 0 or action.op is Op.I:
+                return place, action
             if forward is None and highest < cap and live < cap:
-                forward = action
+                forward = place, action
         planned += 1 if action.op is Op.F else -1
         highest = max(highest, planned)
     if forward is not None:
         return forward
-    return weights[0] if weights else None
+    return (0, weights[0]) if weights else None

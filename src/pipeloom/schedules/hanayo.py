@@ -18,7 +18,7 @@ from pipeloom.ir.action import Action, Op
 from pipeloom.ir.check import live_activations
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.merging import merge
+from pipeloom.schedules.merging import Weaver
 from pipeloom.schedules.sizes import sized
 
 
@@ -36,21 +36,17 @@ def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sch
     streams = [
         [[Action(s, op, b) for b in range(m)] for s in stages for op in (Op.F, Op.B)] for stages in placement.stages_of
     ]
+    weaver = Weaver("hanayo", placement, m, streams, units={Op.F: 1, Op.B: 2})
     candidates: list[tuple[int, int, Schedule]] = []
     for first in (Op.B, Op.F):
         for in_flight in sorted({p, p + p // 2, 2 * p}):
-            schedule, makespan = merge(
-                "hanayo",
-                placement,
-                m,
-                streams,
-                units={Op.F: 1, Op.B: 2},
-                preference=lambda action, first=first: (  # type: ignore[misc]
+            schedule, makespan = weaver.weave(
+                lambda action, first=first: (  # type: ignore[misc]
                     action.op is not first,
                     -action.stage if action.op is Op.F else action.stage,
                 ),
-                most_in_flight=in_flight,
+                # A micro-batch enters when the one so many before it has left.
+                also_needs={Action(0, Op.F, b): Action(0, Op.B, b - in_flight) for b in range(in_flight, m)},
             )
-            if max(live_activations(schedule)) <= p * v:
-                candidates.append((makespan, len(candidates), schedule))
-    return min(candidates)[2]
+            candidates.append((makespan, len(candidates), schedule))
+    return next(made for _, _, made in sorted(candidates) if max(live_activations(made)) <= p * v)

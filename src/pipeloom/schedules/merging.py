@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,62 +14,100 @@ from pipeloom.ir.schedule import Schedule, dependencies
 Streams = Sequence[Sequence[Sequence[Action]]]
 
 
-def merge(
-    name: str,
-    placement: Placement,
-    num_microbatches: int,
-    streams: Streams,
-    *,
-    units: dict[Op, int],
-    preference: Callable[[Action], Any],
-    most_in_flight: int | None = None,
-) -> tuple[Schedule, int]:
-    """Whenever a rank is free, it starts the head of one of its streams that is ready: the schedule and its makespan.
+class Weaver:
+    """Streams of actions, and who waits for whom; `weave` makes schedules of them, moment by moment.
+
+    Actions are numbered stream after stream, and the streams through all ranks. An action is offered to its rank when
+    it is the head of its stream and all that it needs has ended, so nobody is looked at in vain.
 
     Args:
-        name: of the schedule.
+        name: of the schedules.
         placement: which ranks hold which stage.
         num_microbatches: of one step.
         streams: for each rank, orders that it keeps each by itself; together all its actions.
-        units: time of each op on one stage.
-        preference: of several heads that are ready, the one with the smallest value starts.
-        most_in_flight: micro-batches that may have entered stage 0 and not yet left it again.
+        units: time of each op on one stage, at least 1.
     """
-    # The placeholder orders say which backwards are split; the dependency relation asks for nothing else.
-    plan = Schedule(
-        name=name,
-        num_microbatches=num_microbatches,
-        placement=placement,
-        orders=tuple(tuple(action for stream in rank for action in stream) for rank in streams),
-    )
-    ended: dict[Action, int] = {}
-    heads = [[0] * len(rank) for rank in streams]
-    orders: list[list[Action]] = [[] for _ in streams]
-    free_at = [0] * len(streams)
-    in_flight = 0
-    moments, seen = [0], {0}
-    while moments:
-        now = heapq.heappop(moments)
-        for rank, rank_streams in enumerate(streams):
-            if free_at[rank] > now:
-                continue
-            ready = []
-            for number, stream in enumerate(rank_streams):
-                if heads[rank][number] == len(stream):
-                    continue
-                action = stream[heads[rank][number]]
-                full = action.op is Op.F and action.stage == 0 and in_flight == most_in_flight
-                if not full and all(ended.get(need, now + 1) <= now for need in dependencies(action, plan)):
-                    ready.append((preference(action), number, action))
-            if not ready:
-                continue
-            _, number, action = min(ready)
-            heads[rank][number] += 1
-            orders[rank].append(action)
-            free_at[rank] = ended[action] = now + units[action.op]
-            if action.stage == 0:
-                in_flight += {Op.F: 1, Op.B: -1}.get(action.op, 0)
-            if free_at[rank] not in seen:
-                seen.add(free_at[rank])
-                heapq.heappush(moments, free_at[rank])
-    return replace(plan, orders=tuple(map(tuple, orders))), max(free_at)
+
+    def __init__(
+        self, name: str, placement: Placement, num_microbatches: int, streams: Streams, units: Mapping[Op, int]
+    ) -> None:
+        # The placeholder orders say which backwards are split; the dependency relation asks for nothing else.
+        self._plan = Schedule(
+            name=name,
+            num_microbatches=num_microbatches,
+            placement=placement,
+            orders=tuple(tuple(action for stream in rank for action in stream) for rank in streams),
+        )
+        self._actions = [action for order in self._plan.orders for action in order]
+        self._units = [units[action.op] for action in self._actions]
+        self._number = {action: index for index, action in enumerate(self._actions)}
+        flat = [(rank, len(stream)) for rank, group in enumerate(streams) for stream in group]
+        self._rank_of = [rank for rank, _ in flat]  # by stream
+        self._stream_of = [stream for stream, (_, length) in enumerate(flat) for _ in range(length)]
+        self._bounds = [0]
+        for _, length in flat:
+            self._bounds.append(self._bounds[-1] + length)
+        self._users: list[list[int]] = [[] for _ in self._actions]
+        self._num_needs = [0] * len(self._actions)
+        for index, action in enumerate(self._actions):
+            needs = dependencies(action, self._plan)
+            self._num_needs[index] = len(needs)
+            for need in needs:
+                self._users[self._number[need]].append(index)
+
+    def weave(
+        self, preference: Callable[[Action], Any], also_needs: Mapping[Action, Action] | None = None
+    ) -> tuple[Schedule, int]:
+        """Whenever a rank is free, it starts the head of one of its streams that is ready.
+
+        Args:
+            preference: of several heads that are ready, the one with the smallest value starts, of the first stream.
+            also_needs: what some actions wait for beside their dependencies.
+
+        Returns:
+            The schedule and its makespan.
+        """
+        missing, heads = self._num_needs.copy(), self._bounds[:-1]
+        more_users: dict[int, int] = {}
+        for action, need in (also_needs or {}).items():
+            missing[self._number[action]] += 1
+            more_users[self._number[need]] = self._number[action]
+        ranks = range(self._plan.num_ranks)
+        ready: list[list[tuple[Any, int]]] = [[] for _ in ranks]  # heaps of (preference, stream)
+        orders: list[list[Action]] = [[] for _ in ranks]
+        running: list[tuple[int, int]] = []  # heap of (end, action)
+        free, now = [True for _ in ranks], 0
+
+        def offer(stream: int) -> None:
+            head = heads[stream]
+            if head < self._bounds[stream + 1] and not missing[head]:
+                heapq.heappush(ready[self._rank_of[stream]], (preference(self._actions[head]), stream))
+
+        for stream in range(len(heads)):
+            offer(stream)
+        woken = set(ranks)
+        while woken:
+            for rank in woken:
+                if free[rank] and ready[rank]:
+                    _, stream = heapq.heappop(ready[rank])
+                    index = heads[stream]
+                    orders[rank].append(self._actions[index])
+                    heapq.heappush(running, (now + self._units[index], index))
+                    free[rank] = False
+                    heads[stream] += 1
+                    offer(stream)
+            woken.clear()
+            now = running[0][0] if running else now
+            while running and running[0][0] == now:
+                _, index = heapq.heappop(running)
+                rank = self._rank_of[self._stream_of[index]]
+                free[rank] = True
+                woken.add(rank)
+                more = more_users.get(index)
+                for user in self._users[index] if more is None else (*self._users[index], more):
+                    missing[user] -= 1
+                    stream = self._stream_of[user]
+                    if not missing[user] and heads[stream] == user:
+                        offer(stream)
+                        woken.add(self._rank_of[stream])
+        return replace(self._plan, orders=tuple(map(tuple, orders))), now

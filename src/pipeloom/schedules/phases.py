@@ -13,9 +13,15 @@ from pipeloom.ir.order import MICROBATCH_STEP, Order, decode, encode
 
 
 class Phases:
-    """One rank's order, made phase by phase; every (stage, op) counts its own micro-batches up from 0."""
+    """One rank's order, made phase by phase; every (stage, op) counts its own micro-batches up.
 
-    def __init__(self) -> None:
+    Args:
+        first: micro-batch that each begins with.
+        stride: from one to the next: the number of replicas where they take turns.
+    """
+
+    def __init__(self, *, first: int = 0, stride: int = 1) -> None:
+        self._first, self._stride = first, stride
         self._codes: list[int] = []
         self._done: dict[tuple[int, Op], int] = {}
 
@@ -31,8 +37,8 @@ class Phases:
         self._codes += [0] * (count * width)
         for place, (stage, op) in enumerate(pattern):
             done = self.done(stage, op)
-            first, last = (encode(Action(stage, op, b)) for b in (done, done + count - 1))
-            self._codes[start + place :: width] = range(first, last + 1, MICROBATCH_STEP)
+            first, last = (encode(Action(stage, op, self._first + b * self._stride)) for b in (done, done + count - 1))
+            self._codes[start + place :: width] = range(first, last + 1, MICROBATCH_STEP * self._stride)
             self._done[stage, op] = done + count
 
     def order(self, num_microbatches: int | None = None) -> Order:

@@ -3,26 +3,42 @@
 Micro-batches stream through; parameters change while others are in flight, and the weight policy says which version
 each uses (`pipeloom.ir.versions`). One micro-batch is one update in PipeDream; in 2BW m of them are.
 
-    rank 0  0F0 0F1 0F2 ... ... 0B0 0F3 0B1 0F4 0B2 0F5 0B3 ... 0B4 ... 0B5     the order is that of 1F1B;
-    rank 1  ... 1F0 1F1 ... 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1F5 1B4 ... 1B5 ...     behind every B stands an update
+    rank 0  0F0 0F1 0F2 ... ... 0B0 0F3 0B1 0F4 0B2 0F5 0B3 ... 0B4 ... 0B5
+    rank 1  ... 1F0 1F1 ... 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1F5 1B4 ... 1B5 ...
     rank 2  ... ... 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5 ... ...
+
+The order is that of 1F1B; behind the last B of an update the stage updates at once.
 
 Stage s on r_s replicas (1F1B-RR) runs micro-batch b on replica ``b mod r_s``. ``ceil(sum_{u >= s} r_u / r_s)``
 micro-batches are in flight on each of its replicas (at the input stage that is NOAM), and as many versions of the
 parameters exist. In the steady state a micro-batch takes ``max_s (F_s + B_s) / r_s``: there is no bubble. With 2BW
-two versions are enough as long as ``m >= p - 1``.
+two versions are enough as long as ``m >= p - 1``; where a stage has replicas, as long as each of them runs at least
+what it has in flight in an update, ``lcm(m, r_s) / r_s``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from itertools import count
+from math import lcm
+from typing import Literal, TypedDict
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import Action, Op
+from pipeloom.ir.action import Op
+from pipeloom.ir.check import check_updates
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule, WeightPolicy
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.phases import Phases
+from pipeloom.schedules.sizes import check_size, sized
+
+
+class StreamOptions(TypedDict, total=False):
+    """What can be said of a stream beside its sizes: arguments of `pipedream` and `pipedream_2bw`; None is not said."""
+
+    weights: str | None
+    replicas: Sequence[int] | None
+    microbatches_per_update: int | None
+    num_in_flight: int | None
 
 
 @sized
@@ -54,15 +70,9 @@ def pipedream(
     """
     if weights not in ("stash", "vertical"):
         raise ScheduleError(f"weights are {weights!r}: pipedream has 'stash' and 'vertical'; take one of them")
-    return _stream(
-        "pipedream",
-        num_ranks,
-        num_microbatches,
-        microbatches_per_update,
-        WeightPolicy(weights),
-        replicas,
-        num_in_flight,
-    )
+    counts = _replicas(num_ranks, replicas)
+    warmups = _warmups(counts, num_in_flight)
+    return _stream("pipedream", num_microbatches, microbatches_per_update, WeightPolicy(weights), counts, warmups)
 
 
 @sized
@@ -74,66 +84,94 @@ def pipedream_2bw(
     replicas: Sequence[int] | None = None,
     num_in_flight: int | None = None,
 ) -> Schedule:
-    """PipeDream-2BW (arXiv:2006.09503): two versions on every rank, a delay of exactly one update on every stage.
+    """PipeDream-2BW (arXiv:2006.09503): at most two versions on a rank, a delay of exactly one update on every stage.
 
     Args:
         num_ranks, num_microbatches, replicas, num_in_flight: as for `pipedream`.
         microbatches_per_update: m of the paper, at least the number of stages less one; the number of stages if not
-            given.
+            given, or the next for which two versions are enough where stages have replicas.
 
     Raises:
         ScheduleError: sizes that do not fit each other.
     """
-    stages = num_ranks if replicas is None else len(replicas)
-    count = stages if microbatches_per_update is None else microbatches_per_update
-    if count < stages - 1:
+    counts = _replicas(num_ranks, replicas)
+    warmups = _warmups(counts, num_in_flight)
+
+    def enough(each: int) -> bool:
+        """Whether batch k enters no stage before update k-1; one with replicas updates one micro-batch later."""
+        return all(lcm(each, r) // r >= forwards + (r > 1) for r, forwards in zip(counts, warmups, strict=True))
+
+    if microbatches_per_update is None:
+        microbatches_per_update = next(filter(enough, count(len(counts))))
+    check_size("micro-batches an update", microbatches_per_update)
+    if not enough(microbatches_per_update):
         raise ScheduleError(
-            f"{count} micro-batches an update on {stages} stages: pipedream-2bw keeps two versions, which is enough "
-            f"from {stages - 1} micro-batches on; take more micro-batches an update"
+            f"{microbatches_per_update} micro-batches an update on stages of {counts} ranks: pipedream-2bw keeps two "
+            f"versions, too few for what is in flight; take {next(filter(enough, count(microbatches_per_update)))}"
         )
     return _stream(
-        "pipedream-2bw", num_ranks, num_microbatches, count, WeightPolicy.DOUBLE_BUFFER, replicas, num_in_flight
+        "pipedream-2bw", num_microbatches, microbatches_per_update, WeightPolicy.DOUBLE_BUFFER, counts, warmups
     )
 
 
-def _stream(
-    name: str,
-    num_ranks: int,
-    num_microbatches: int,
-    count: int,
-    weights: WeightPolicy,
-    replicas: Sequence[int] | None,
-    num_in_flight: int | None,
-) -> Schedule:
+def _replicas(num_ranks: int, replicas: Sequence[int] | None) -> list[int]:
+    """The ranks of each stage.
+
+    Raises:
+        ScheduleError: they are not all ranks.
+    """
     counts = [1] * num_ranks if replicas is None else list(replicas)
     if any(not hasattr(r, "__index__") or r < 1 for r in counts) or sum(counts) != num_ranks:
         raise ScheduleError(
             f"replicas {counts} on {num_ranks} ranks: every stage has at least 1, and together they are all ranks; "
             "correct one of them"
         )
-    noam = -(-num_ranks // counts[0])
-    if num_in_flight is not None and num_in_flight < noam:
-        raise ScheduleError(
-            f"{num_in_flight} micro-batches in flight: replicas {counts} need at least {noam} to be busy; raise it"
-        )
-    placement = Placement.replicated(counts)
-    orders: list[tuple[Action, ...]] = []
-    for stage, ranks in enumerate(placement.replicas):
-        warmup = -(-sum(counts[stage:]) // len(ranks)) - 1
-        if stage == 0 and num_in_flight is not None:
-            warmup = num_in_flight - 1
-        for replica in range(len(ranks)):
-            mine = range(replica, num_microbatches, len(ranks))
-            order = [Action(stage, Op.F, b) for b in mine[:warmup]]
-            for forward, backward in zip(mine[warmup:], mine, strict=False):
-                order += (Action(stage, Op.F, forward), Action(stage, Op.B, backward))
-            order += (Action(stage, Op.B, b) for b in mine[max(0, len(mine) - warmup) :])
-            orders.append(tuple(order))
-    return Schedule(
+    return counts
+
+
+def _warmups(counts: Sequence[int], num_in_flight: int | None) -> list[int]:
+    """For each stage, the forwards of one replica before its first backward, which comes behind one more.
+
+    Raises:
+        ScheduleError: fewer in flight than keep all ranks busy.
+    """
+    warmups = [-(-sum(counts[stage:]) // ranks) - 1 for stage, ranks in enumerate(counts)]
+    if num_in_flight is not None:
+        if num_in_flight <= warmups[0]:
+            raise ScheduleError(
+                f"{num_in_flight} micro-batches in flight: replicas {list(counts)} need at least {warmups[0] + 1} to "
+                "be busy; raise it"
+            )
+        warmups[0] = num_in_flight - 1
+    return warmups
+
+
+def _stream(
+    name: str,
+    num_microbatches: int,
+    microbatches_per_update: int,
+    weights: WeightPolicy,
+    counts: Sequence[int],
+    warmups: Sequence[int],
+) -> Schedule:
+    check_size("micro-batches an update", microbatches_per_update)
+    orders = []
+    for stage, (ranks, forwards) in enumerate(zip(counts, warmups, strict=True)):
+        for replica in range(ranks):
+            own = len(range(replica, num_microbatches, ranks))
+            warmup = min(forwards, own)
+            lane = Phases(first=replica, stride=ranks)
+            lane.repeat(warmup, (stage, Op.F))
+            lane.repeat(own - warmup, (stage, Op.F), (stage, Op.B))
+            lane.repeat(warmup, (stage, Op.B))
+            orders.append(lane.order())
+    schedule = Schedule(
         name=name,
         num_microbatches=num_microbatches,
-        microbatches_per_update=count,
-        placement=placement,
+        microbatches_per_update=microbatches_per_update,
+        placement=Placement.replicated(counts),
         weights=weights,
         orders=tuple(orders),
     )
+    check_updates(schedule)
+    return schedule

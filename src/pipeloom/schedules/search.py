@@ -195,6 +195,8 @@ def _named(work: Work) -> tuple[list[IntOrders], tuple[Schedule, float] | None]:
     placement, starts = work.placement, []
     best: tuple[Schedule, float] | None = None
     for family in NAMED.values():
+        if family.stream:
+            continue  # what is searched for is one step, with a flush at its end
         try:
             schedule = family(
                 num_ranks=placement.num_ranks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -20,23 +21,31 @@ def check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int, num_slic
     """
     sizes = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks": num_chunks, "slices": num_slices}
     for what, value in sizes.items():
-        _check(what, value)
+        check_size(what, value)
 
 
 def sized(build: Callable[P, R]) -> Callable[P, R]:
     """`build` that looks at its arguments ``num_...`` first; raises ScheduleError as `check_sizes` does."""
 
+    parameters = inspect.signature(build).parameters
+    optional = {name for name, parameter in parameters.items() if parameter.default is None}
+
     @functools.wraps(build)
     def checked(*args: P.args, **options: P.kwargs) -> R:
         for name, value in options.items():
-            if name.startswith("num_"):
-                _check(name.removeprefix("num_").replace("microbatches", "micro-batches"), value)
+            if name.startswith("num_") and not (value is None and name in optional):
+                check_size(name.removeprefix("num_").replace("microbatches", "micro-batches").replace("_", " "), value)
         return build(*args, **options)
 
     return checked
 
 
-def _check(what: str, value: object) -> None:
+def check_size(what: str, value: object) -> None:
+    """Refuse what is no number of things, at least 1.
+
+    Raises:
+        ScheduleError: it is not.
+    """
     if not hasattr(value, "__index__"):
         raise ScheduleError(f"{value!r} {what}: how many there are is an int; pass one")
     if value.__index__() < 1:

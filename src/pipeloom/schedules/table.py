@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
@@ -19,6 +19,7 @@ from pipeloom.schedules.hanayo import hanayo
 from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
+from pipeloom.schedules.pipedream import StreamOptions, pipedream, pipedream_2bw
 from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
 from pipeloom.schedules.sizes import check_sizes
 from pipeloom.schedules.terapipe import terapipe
@@ -43,6 +44,8 @@ class Family:
         to_measure: whether `build` takes `conditions`: times, latencies and memory that the schedule is made for.
         chunks: how many stages a rank holds; None where that is free.
         usual_chunks: how many if nothing is said where it is free.
+        stream: of a schedule that updates parameters while it runs, the names of the `StreamOptions` that `build`
+            takes; empty where it flushes. The closed forms are of the whole stream, from start-up to drain.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Family:
     usual_chunks: int = 2
     sliced: bool = False
     to_measure: bool = False
+    stream: tuple[str, ...] = ()
 
     @property
     def default_chunks(self) -> int:
@@ -68,6 +72,7 @@ class Family:
         num_chunks: int | None = None,
         num_slices: int = 1,
         conditions: Conditions | None = None,
+        **stream: Unpack[StreamOptions],
     ) -> Schedule:
         """The schedule for these sizes.
 
@@ -86,12 +91,21 @@ class Family:
             raise ScheduleError(
                 f"{chunks} chunks: schedule {self.name!r} holds {held} a rank; leave chunks at {self.chunks}"
             )
-        options: dict[str, Any] = {"num_chunks": chunks} if self.chunks is None else {}
+        self.check_stream(stream)
+        options: dict[str, Any] = {what: value for what, value in stream.items() if value is not None}
+        options |= {"num_chunks": chunks} if self.chunks is None else {}
         if self.sliced:
             options["num_slices"] = num_slices
         if self.to_measure:
             options["conditions"] = conditions
         return self.build(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+
+    def check_stream(self, options: StreamOptions) -> None:
+        """Refuse, as a ScheduleError, options of streams that the family does not have."""
+        for what, value in options.items():
+            if value is not None and what not in self.stream:
+                having = ", ".join(family.name for family in NAMED.values() if what in family.stream)
+                raise ScheduleError(f"{what} {value}: schedule {self.name!r} has none; leave it out, or use {having}")
 
 
 NAMED: dict[str, Family] = {
@@ -120,6 +134,24 @@ NAMED: dict[str, Family] = {
             bubble="(p-1)/(m+p-1)",
             peak="min(p-d, m)",
             build=one_f_one_b,
+        ),
+        Family(
+            name="pipedream",
+            paper="PipeDream, SOSP 2019, arXiv:1806.03377",
+            constraints="a stream, no bubble in its steady state; any p >= 1, m >= 1; replicas: m a multiple of each",
+            bubble="(p-1)/(m+p-1)",
+            peak="min(p-d, m)",
+            build=pipedream,
+            stream=("weights", "replicas", "microbatches_per_update", "num_in_flight"),
+        ),
+        Family(
+            name="pipedream-2bw",
+            paper="PipeDream-2BW, arXiv:2006.09503",
+            constraints="a stream, no bubble in its steady state; n >= p-1 micro-batches an update (p), m % n == 0",
+            bubble="(p-1)/(m+p-1)",
+            peak="min(p-d, m)",
+            build=pipedream_2bw,
+            stream=("replicas", "microbatches_per_update", "num_in_flight"),
         ),
         Family(
             name="dapple-pb",

@@ -70,6 +70,7 @@ class _Attempt:
         self._first = [0.0] * p
         self._held = [0.0] * p
         self._idle = [0.0] * p  # after the first F
+        self._most_idle = 0.0
         self._count = {op: [0] * p for op in (Op.F, Op.I, Op.W)}
         self._ends: dict[tuple[Op, int, int], float] = {}
         self.orders: list[list[Action]] = [[] for _ in range(p)]
@@ -94,6 +95,7 @@ class _Attempt:
             self._first[d] = start
         else:
             self._idle[d] += start - self._clock[d]
+            self._most_idle = max(self._most_idle, self._idle[d])
         self._clock[d] = self._ends[op, d, b] = start + self._seconds[op][d]
         kept, left = self._conditions.activation[d], self._conditions.weight_gradient[d]
         self._held[d] += {Op.F: kept, Op.I: left - kept, Op.W: -left}[op]
@@ -118,7 +120,7 @@ class _Attempt:
         while self._pending(d) and self._clock[d] + seconds <= until:
             self._put(Op.W, d)
         gap = until - self._clock[d]
-        if self._pending(d) and gap > 0 and (gap > max(self._idle) - self._idle[d] or self._stretch):
+        if self._pending(d) and gap > 0 and (gap > self._most_idle - self._idle[d] or self._stretch):
             self._put(Op.W, d)
 
     def _warm_up(self, fits_only: bool) -> None:
@@ -183,4 +185,4 @@ class _Attempt:
             freed += self._conditions.weight_gradient[d]
         if self._clock[d] + self._seconds[Op.F][d] + needed <= limit:
             return True
-        return limit - self._clock[d] > max(self._idle) - self._idle[d]
+        return limit - self._clock[d] > self._most_idle - self._idle[d]

@@ -10,6 +10,9 @@ from itertools import chain
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
 from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.versions import weight_version_bytes
+
+SIZES = ("activation_bytes", "weight_gradient_bytes", "parameter_bytes", "message_bytes", "gradient_message_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class Costs:
         other: seconds of other ops, on any stage (REDUCE_GRAD, STEP, UNSHARD, ...); those not named take none.
         activation_bytes: for each stage, bytes that F of one micro-batch keeps for its backward.
         weight_gradient_bytes: for each stage, bytes of these that are left between I and W; all if not given.
+        parameter_bytes: for each stage, bytes of one version of its parameters, frozen ones aside.
         message_bytes: for each stage, bytes of one micro-batch's values from it to the next stage.
         gradient_message_bytes: for each stage, bytes of the gradients that come back to it; as `message_bytes` if not
             given.
@@ -47,6 +51,7 @@ class Costs:
     other: Mapping[Op, float] = field(default_factory=dict)
     activation_bytes: tuple[float, ...] | None = None
     weight_gradient_bytes: tuple[float, ...] | None = None
+    parameter_bytes: tuple[float, ...] | None = None
     message_bytes: tuple[float, ...] | None = None
     gradient_message_bytes: tuple[float, ...] | None = None
     rank_slowness: tuple[float, ...] | None = None
@@ -73,7 +78,7 @@ class Costs:
 
     def _check_bytes(self) -> None:
         kept, left = self.activation_bytes, self.weight_gradient_bytes
-        for what in ("activation_bytes", "weight_gradient_bytes", "message_bytes", "gradient_message_bytes"):
+        for what in SIZES:
             for size in getattr(self, what) or ():
                 if not (math.isfinite(size) and size >= 0):
                     raise InputError(f"{what} is {size}: a size is a finite number of bytes, 0 or more; correct it")
@@ -148,6 +153,17 @@ class Costs:
         left = self.weight_gradient_bytes
         return kept, kept if left is None else _by_stage("weight_gradient_bytes", left, schedule)
 
+    def version_bytes(self, schedule: Schedule) -> tuple[float, ...] | None:
+        """For each rank, the most bytes of parameters at once, in all their versions; None where they are not known.
+
+        Raises:
+            InputError: there are sizes for another number of stages.
+        """
+        if self.parameter_bytes is None:
+            return None
+        _check_stages("parameter_bytes", self.parameter_bytes, schedule)
+        return weight_version_bytes(schedule, self.parameter_bytes)
+
     def bytes_sent(self, schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For each stage, the bytes of one action's message to the next stage, and of the gradient that comes back.
 
@@ -218,9 +234,13 @@ def _by_stage(what: str, value: float | tuple[float, ...], schedule: Schedule) -
     """The seconds of one slice of one micro-batch on each stage."""
     if not isinstance(value, tuple):
         return (value * schedule.stage_share / schedule.num_slices,) * schedule.num_stages
+    _check_stages(what, value, schedule)
+    return tuple(seconds / schedule.num_slices for seconds in value)
+
+
+def _check_stages(what: str, value: tuple[float, ...], schedule: Schedule) -> None:
     if len(value) != schedule.num_stages:
         raise InputError(
             f"{what} has {len(value)} entries: schedule {schedule.name!r} has {schedule.num_stages} stages; "
-            "give one time for each"
+            "give one for each"
         )
-    return tuple(seconds / schedule.num_slices for seconds in value)

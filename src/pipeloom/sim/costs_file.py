@@ -7,8 +7,8 @@
      "links": [{"ranks": [[0, 1], [1, 0]], "bytes_per_second": 1e9}], "overlap_communication": true}
 
 Times are seconds of one micro-batch on one stage. `latency` is one number or a table with a row for each source rank,
-and 0 if left out. `memory_cap_bytes` has one number a rank, or is null or left out. The bytes may be left out of all
-stages.
+and 0 if left out. `memory_cap_bytes` has one number a rank, or is null or left out; it limits activations. The
+bytes may be left out of all stages. `parameter_bytes` are those of one version of a stage's parameters.
 
 Bandwidth may be left out. With it, each stage has `message_bytes`, which go to the next stage, and may have
 `gradient_message_bytes`, which come back (as many if left out). A link transfers the messages of all its pairs of
@@ -23,11 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.sim.costs import Costs
+from pipeloom.sim.costs import SIZES, Costs
 from pipeloom.sim.network import Link, Network
 
 _TIMES = ("forward", "backward_input", "backward_weight")
-_BYTES = ("activation_bytes", "weight_gradient_bytes", "message_bytes", "gradient_message_bytes")
 _ENTRIES = ("stages", "latency", "memory_cap_bytes", "links", "bytes_per_second", "overlap_communication")
 
 
@@ -70,16 +69,16 @@ def parse_costs(text: str) -> CostsFile:
     stages = data["stages"]
     for number, stage in enumerate(stages):
         if not isinstance(stage, dict) or (
-            odd := sorted(set(stage) ^ {*_TIMES, *(k for k in _BYTES if k in stages[0])})
+            odd := sorted(set(stage) ^ {*_TIMES, *(k for k in SIZES if k in stages[0])})
         ):
             what = f"entry {odd[0]!r} is missing or odd" if isinstance(stage, dict) else "it is no object"
             raise InputError(
                 f"stage {number} of the costs: {what}; each stage has {', '.join(_TIMES)}, and all or none have "
-                f"each of {', '.join(_BYTES)}"
+                f"each of {', '.join(SIZES)}"
             )
     columns = {
         what: tuple(_number(f"{what} of stage {number}", stage[what]) for number, stage in enumerate(stages))
-        for what in (*_TIMES, *_BYTES)
+        for what in (*_TIMES, *SIZES)
         if what in stages[0]
     }
     caps = data.get("memory_cap_bytes")

@@ -100,9 +100,10 @@ class _Run:
 
     def begin(self, rank: int) -> None:
         """Start the next action of a rank if all that it needs is there or on its way; else remember who waits."""
-        if self.position[rank] == len(self.orders[rank]):
+        order, position = self.orders[rank], self.position[rank]
+        if position == len(order):
             return
-        action = self.orders[rank][self.position[rank]]
+        action = order[position]
         free = ready = self.clock[rank]
         for need in awaited(action, self.pipeline):
             result = self.results.get(need)
@@ -111,8 +112,8 @@ class _Run:
                 return
             if result.rank != rank:
                 ready = max(ready, result.at + self.latency[result.rank][rank]) + result.taking
-        self.running[rank] = self._spans(rank, action, free, ready)
-        heapq.heappush(self.moments, (self.running[rank][-1].end, rank))
+        self.running[rank] = spans = self._spans(rank, action, free, ready)
+        heapq.heappush(self.moments, (spans[-1].end, rank))
 
     def _spans(self, rank: int, action: Action, free: float, ready: float) -> tuple[Span, ...]:
         """What the rank does next, if it is free at `free` and the action's needs are there at `ready`."""
@@ -124,7 +125,7 @@ class _Run:
         if op is Op.REDUCE_GRAD and stage in self.meetings:
             return (Span(action, ready, ready),)
         seconds = self._computing(action, rank)
-        partner = self.schedule.partners.get(action)
+        partner = self.schedule.partners.get(action) if self.schedule.overlapped else None
         if partner is None:
             return (Span(action, ready, ready + seconds),)
         middle = ready + self.overlap * seconds
@@ -133,7 +134,7 @@ class _Run:
 
     def _computing(self, action: Action, rank: int) -> float:
         seconds = self.seconds[action.op][action.stage]
-        if action.op in self.factors:
+        if self.factors and action.op in self.factors:
             seconds *= self.factors[action.op][action.slice or 0]
         return seconds * self.slowness[rank] if action.op in COMPUTE_OPS else seconds
 
@@ -154,9 +155,11 @@ class _Run:
             return
         self.clock[rank] = now
         woken: list[int] = []
+        result = _Result(rank, now)
         for span in spans:
-            self.results[span.action] = self._publish(span.action, rank, now)
-            woken += self.waiting.pop(span.action, ())
+            self.results[span.action] = result if self.bytes_sent is None else self._publish(span.action, rank, now)
+            if span.action in self.waiting:
+                woken += self.waiting.pop(span.action)
         if spans[-1].end < self.clock[rank] and action.op in SENDS:
             spans = (spans[0]._replace(end=self.clock[rank]),)
         self.spans[rank] += spans
@@ -175,8 +178,7 @@ class _Run:
 
     def _publish(self, action: Action, rank: int, now: float) -> _Result:
         """Send what the action yields; a sender that cannot compute meanwhile is busy until it is transferred."""
-        if self.bytes_sent is None:
-            return _Result(rank, now)
+        assert self.bytes_sent is not None
         send = action if action.op in SENDS else None if self.pipeline.lowered else message_after(action, self.schedule)
         if send is None:
             return _Result(rank, now)

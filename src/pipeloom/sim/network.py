@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise, product
 
 from pipeloom.errors import InputError
-from pipeloom.sim.costs import check_seconds
+from pipeloom.ir.schedule import Schedule
+from pipeloom.sim.costs import Costs, check_seconds
 
 Pair = tuple[int, int]  # source and target rank
 
@@ -110,6 +112,28 @@ class Network:
                 f"{num_ranks} x {num_ranks} table; add or drop entries"
             )
         return table
+
+    def message_seconds(self, schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
+        """``[source][target]``: the latency, and what the pair's smallest message takes on its link when that is free.
+
+        An order that is made to measure can count on it; `simulate` adds the waits for each other's messages.
+        """
+        table = self.latency(schedule.num_ranks)
+        if not self.limited:
+            return table
+        shared, (there, back) = self.shared_links(schedule.num_ranks), costs.bytes_sent(schedule)
+        smallest: dict[Pair, float] = {}
+        for stage, (holders, next_holders) in enumerate(pairwise(schedule.placement.replicas)):
+            for a, b in product(holders, next_holders):
+                for pair, size in (((a, b), there[stage]), ((b, a), back[stage])):
+                    smallest[pair] = min(size, smallest.get(pair, size))
+        rows = [list(row) for row in table]
+        for (source, target), size in smallest.items():
+            link = shared.get((source, target))
+            bandwidth = self.bytes_per_second if link is None else self.links[link].bytes_per_second
+            if source != target and bandwidth is not None:
+                rows[source][target] += size / bandwidth
+        return tuple(map(tuple, rows))
 
 
 def _check_bandwidth(bytes_per_second: float) -> None:

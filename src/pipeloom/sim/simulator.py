@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.sim.build import build_timeline
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.events import spans_by_events
 from pipeloom.sim.network import Network
-from pipeloom.sim.timeline import Timeline, build_timeline
+from pipeloom.sim.timeline import Timeline
 
 
 def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None = None) -> Timeline:
@@ -18,6 +19,7 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     * Where links have a bandwidth, each transfers one message after the other, see `Network`.
     * An overlapped F and B start once both are ready, and both results are there when the unit ends; its time is
       drawn as F followed by B, in proportion.
+    * The STEP of a stage with replicas waits for the REDUCE_GRAD of all of them.
     * REDUCE_GRAD lasts from the moment a rank comes to it until what all members of its group sent when they came is
       there.
 
@@ -47,6 +49,7 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
         keeps=costs.bytes_kept(schedule),
         transfers=tuple(transfers),
         latency_seconds=network.latency_seconds,
+        weight_version_bytes=costs.version_bytes(schedule),
     )
 
 
@@ -69,4 +72,7 @@ def _timed_by_rounds(schedule: Schedule, costs: Costs, network: Network) -> Time
         memory_bytes=None if keeps is None else byte_curves(schedule, proof, rows, *keeps),
         overlapped=schedule.overlapped,
         latency_seconds=network.latency_seconds,
+        weights=schedule.weights,
+        microbatches_per_update=schedule.microbatches_per_update,
+        weight_version_bytes=costs.version_bytes(schedule),
     )

@@ -12,11 +12,13 @@ from typing import Literal
 from pipeloom.errors import InputError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
 from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.ir.schedule import Schedule, Uses, WeightPolicy
 from pipeloom.ir.text import parse_action
+from pipeloom.ir.versions import weight_versions
 from pipeloom.sim.events import Transfer
 from pipeloom.sim.rows import Curve, Point, SpanRow
 from pipeloom.sim.rows import Span as Span  # it stands beside Timeline for those who read one
+from pipeloom.sim.steady import steady_period
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,10 @@ class Timeline:
         overlapped: pairs of an F and a B or I that ran as one unit.
         transfers: messages that took a link, by their start, where links have a bandwidth.
         latency_seconds: what messages took beside that; not compared.
+        weights: which version of the parameters a micro-batch saw.
+        microbatches_per_update: of a stream that updated parameters while it ran; else None.
+        weight_version_bytes: for each rank, the most bytes of parameters that exist at once, in all their versions,
+            where they are known; not part of `peak_bytes`.
 
     Spans and curves are tuples, or for large schedules sequences that make each item when it is asked for.
     """
@@ -54,6 +60,9 @@ class Timeline:
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
     transfers: tuple[Transfer, ...] = ()
     latency_seconds: float | tuple[tuple[float, ...], ...] = field(default=0.0, compare=False)
+    weights: WeightPolicy = WeightPolicy.FLUSH
+    microbatches_per_update: int | None = None
+    weight_version_bytes: tuple[float, ...] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -89,6 +98,25 @@ class Timeline:
             row.busy if isinstance(row, SpanRow) else math.fsum(span.end - span.start for span in row)
             for row in self.compute_spans
         )
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether parameters are updated while it runs; its bubble is then that of start-up and drain together."""
+        return self.microbatches_per_update is not None
+
+    @cached_property
+    def period_seconds(self) -> float | None:
+        """Seconds a micro-batch takes in the long run.
+
+        Of a stream in its steady state: see `steady_period`, None where it is too short for one. Else of steps one
+        behind the other: the makespan over the micro-batches.
+        """
+        return steady_period(self) if self.is_stream else self.makespan / self.num_microbatches
+
+    @property
+    def ideal_period_seconds(self) -> float:
+        """Seconds a micro-batch would take if the busiest rank never idled: ``max_s (F_s + B_s) / r_s``."""
+        return max(self.busy_seconds, default=0.0) / self.num_microbatches
 
     @property
     def bubble_fraction(self) -> float:
@@ -127,7 +155,20 @@ class Timeline:
             orders=orders,
             overlapped=self.overlapped,
             forward_only=all(action.op is Op.F for order in orders for action in order),
+            weights=self.weights,
+            microbatches_per_update=self.microbatches_per_update,
         )
+
+    @cached_property
+    def versions_used(self) -> Uses:
+        """Of a whole stream, the version of the parameters for each stage and micro-batch; else empty."""
+        whole = 2 * self.placement.num_stages * self.num_microbatches <= sum(map(len, self.compute_spans))
+        return self.schedule.versions_used if self.is_stream and whole else {}
+
+    @cached_property
+    def weight_versions(self) -> tuple[int, ...]:
+        """For each rank, the most versions of its parameters that exist at once."""
+        return weight_versions(self.schedule) if self.versions_used else (1,) * self.num_ranks
 
     def to_json(self) -> str:
         """One JSON object; `from_json` reads it back exactly."""
@@ -145,6 +186,9 @@ class Timeline:
                 "overlapped": sorted([str(first), str(second)] for first, second in self.overlapped),
                 "transfers": [[str(action), *rest] for action, *rest in self.transfers],
                 "latency_seconds": self.latency_seconds,
+                "weights": self.weights.value,
+                "microbatches_per_update": self.microbatches_per_update,
+                "weight_version_bytes": self.weight_version_bytes,
             }
         )
 
@@ -173,6 +217,9 @@ class Timeline:
                 overlapped=frozenset((parse_action(a), parse_action(b)) for a, b in data.get("overlapped", ())),
                 transfers=tuple(Transfer(parse_action(text), *rest) for text, *rest in data.get("transfers", ())),
                 latency_seconds=_latency(data.get("latency_seconds", 0.0)),
+                weights=WeightPolicy(data.get("weights", WeightPolicy.FLUSH)),
+                microbatches_per_update=data.get("microbatches_per_update"),
+                weight_version_bytes=None if (sizes := data.get("weight_version_bytes")) is None else tuple(sizes),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
@@ -196,93 +243,3 @@ def _last_end(row: Sequence[Span]) -> float:
 
 def _peak(points: Sequence[Point]) -> float:
     return points.peak if isinstance(points, Curve) else max((value for _, value in points), default=0.0)
-
-
-def build_timeline(
-    schedule: Schedule,
-    spans: Sequence[Sequence[Span]],
-    *,
-    name: str,
-    kind: Literal["simulated", "measured"],
-    keeps: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
-    transfers: tuple[Transfer, ...] = (),
-    latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0,
-) -> Timeline:
-    """A timeline from the spans of a run of `schedule`; memory and ideal time follow from them.
-
-    `keeps` are, stage by stage, the bytes of one action that are held from F on, and that are left after I.
-    """
-    busy = math.fsum(end - start for row in spans for (_, op, _, _), start, end in row if op in COMPUTE_OPS)
-    return Timeline(
-        name=name,
-        kind=kind,
-        spans=tuple(map(tuple, spans)),
-        memory=tuple(_memory(schedule, row) for row in spans),
-        ideal_seconds=busy / schedule.num_ranks,
-        placement=schedule.placement,
-        num_microbatches=schedule.num_microbatches,
-        num_slices=schedule.num_slices,
-        memory_bytes=None if keeps is None else tuple(_memory_bytes(schedule, row, *keeps) for row in spans),
-        overlapped=schedule.overlapped,
-        transfers=transfers,
-        latency_seconds=latency_seconds,
-    )
-
-
-def measured_timeline(
-    pipeline: Schedule | Program, records: Sequence[Sequence[tuple[Action, float, float]]], *, name: str | None = None
-) -> Timeline:
-    """The timeline of a step that really ran.
-
-    Args:
-        pipeline: what ran.
-        records: for each rank, ``(action, start, end)`` in the order in which it ran them, in seconds of one clock.
-        name: the schedule's unless given.
-
-    Time 0 is the first start of a computation on any rank; what a rank waited before it is cut off.
-
-    Raises:
-        InputError: there are not records of every rank.
-    """
-    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
-    if len(records) != schedule.num_ranks:
-        raise InputError(f"records of {len(records)} ranks: {schedule.num_ranks} ranks ran; gather all of them")
-    zero = min((start for row in records for action, start, _ in row if action.op in COMPUTE_OPS), default=0.0)
-    spans = [[Span(action, max(0.0, start - zero), max(0.0, end - zero)) for action, start, end in r] for r in records]
-    return build_timeline(schedule, spans, name=name or schedule.name, kind="measured")
-
-
-def _memory(schedule: Schedule, row: Sequence[Span]) -> tuple[tuple[float, float], ...]:
-    """Change points of one rank's live activations: up at the start of F, down at the end of B or W."""
-    share = schedule.stage_share / schedule.num_slices
-    live, points, split = 0, [(0.0, 0.0)], schedule.split_backwards
-    for (stage, op, microbatch, piece), start, end in row:
-        if op is Op.F:
-            live += 1
-            points.append((start, live * share))
-        if (
-            op is Op.W
-            or (op is Op.B and (stage, microbatch, piece) not in split)
-            or (op is Op.F and schedule.forward_only)
-        ):
-            live -= 1
-            points.append((end, live * share))
-    return tuple(points)
-
-
-def _memory_bytes(
-    schedule: Schedule, row: Sequence[Span], activation: tuple[float, ...], left: tuple[float, ...]
-) -> tuple[tuple[float, float], ...]:
-    """Change points of one rank's bytes: F takes all at its start, I gives all but `left` back, W or B the rest."""
-    held, points = 0.0, [(0.0, 0.0)]
-    for (stage, op, _, _), start, end in row:
-        if op is Op.F:
-            held += activation[stage]
-            points.append((start, held))
-        freed = {Op.B: activation[stage], Op.I: activation[stage] - left[stage], Op.W: left[stage]}.get(op, 0.0)
-        if op is Op.F and schedule.forward_only:
-            freed = activation[stage]
-        if freed:
-            held -= freed
-            points.append((end, held))
-    return tuple(points)

@@ -3,6 +3,15 @@
 from pipeloom.split.module import StageModule
 from pipeloom.split.partition import partition
 from pipeloom.split.profile import LayerTime, profile_layers
-from pipeloom.split.stages import Stages, TiedParameter, split
+from pipeloom.split.stages import Stages, TiedParameter, profile_model, split
 
-__all__ = ["LayerTime", "StageModule", "Stages", "TiedParameter", "partition", "profile_layers", "split"]
+__all__ = [
+    "LayerTime",
+    "StageModule",
+    "Stages",
+    "TiedParameter",
+    "partition",
+    "profile_layers",
+    "profile_model",
+    "split",
+]

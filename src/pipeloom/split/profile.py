@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
@@ -18,11 +19,21 @@ LossFn = Callable[[Any, Any], Tensor]
 
 
 class LayerTime(NamedTuple):
-    """Median seconds of one layer on one sample; `backward_seconds` is the full backward, of input and weights."""
+    """What one layer takes and holds on one sample.
+
+    Attributes:
+        name: of the layer.
+        forward_seconds: median.
+        backward_seconds: median of the full backward, of input and weights.
+        activation_bytes: of all tensors of its output, as they are sent to the next layer.
+        parameter_bytes: of its weights; what is tied to another layer's counts in both.
+    """
 
     name: str
     forward_seconds: float
     backward_seconds: float
+    activation_bytes: int
+    parameter_bytes: int
 
 
 def profile_layers(
@@ -68,9 +79,23 @@ def profile_layers(
             tail = loss_fn if len(times) == len(layers) - 1 else None
             rounds = [_time_once(module, value, tail, targets, clock) for _ in range(num_warmups + num_rounds)]
             counted = rounds[num_warmups:]
-            times.append(LayerTime(name, median(r[0] for r in counted), median(r[1] for r in counted)))
             value = rounds[-1][2]
+            sizes = [
+                sum(t.nbytes for t in ts if isinstance(t, Tensor)) for ts in (tree_leaves(value), module.parameters())
+            ]
+            times.append(LayerTime(name, median(r[0] for r in counted), median(r[1] for r in counted), *sizes))
     return times
+
+
+@contextmanager
+def threads_of_a_rank(num_ranks: int) -> Iterator[None]:
+    """Compute with as many threads as the launcher gives each of `num_ranks` ranks of this machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _time_once(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from pipeloom.errors import SplitError
-from pipeloom.split.huggingface import DecoderStage, find_decoder
+from pipeloom.split.huggingface import Decoder, DecoderStage, find_decoder
 from pipeloom.split.layers import Layer, check_complete, count_layers, find_layers
 from pipeloom.split.module import StageModule
-from pipeloom.split.profile import LossFn
+from pipeloom.split.profile import LayerTime, LossFn, profile_layers
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,7 @@ def split(
     whole = num_stages == 1 and not named and decoder is None
     if whole and not isinstance(model, nn.Sequential):  # nothing to cut, so nothing needs to be known of its inside
         return _describe([model], [("",)], list(model.named_parameters(remove_duplicate=False)))
-    chain = find_layers(model, decoder.layers if decoder else layers)
-    check_complete(model, chain, beside=decoder.shared if decoder else ())
-
-    def make_stage(piece: Sequence[Layer]) -> nn.Module:
-        named_modules = [(name, module) for name, module, _ in piece]
-        return DecoderStage(named_modules, model, decoder) if decoder else StageModule(named_modules)
-
+    chain, make_stage = _find_chain(model, layers, decoder)
     counts = count_layers(chain, num_stages, cut, sample, loss_fn, make_stage)
     pieces: list[list[Layer]] = []
     first = 0
@@ -108,6 +102,52 @@ def split(
         module.training = model.training  # of the stage alone: its layers keep the mode that each has
     names = [tuple(layer.name for layer in piece) for piece in pieces]
     return _describe(modules, names, list(model.named_parameters(remove_duplicate=False)))
+
+
+def profile_model(
+    model: nn.Module | Sequence[nn.Module],
+    sample: Any,
+    *,
+    layers: Sequence[str] | None = None,
+    loss_fn: LossFn | None = None,
+    num_warmups: int = 2,
+    num_rounds: int = 5,
+) -> list[LayerTime]:
+    """Measure every layer of a model that `split` can cut, each run as a stage of its own (see `profile_layers`).
+
+    Args:
+        model: as for `split`; of a list of modules, each is one layer.
+        sample: the input of one micro-batch; with `loss_fn`, the pair (inputs, targets).
+        layers: as for `split`.
+        loss_fn: its time is added to the last layer's.
+        num_warmups: rounds that are not counted.
+        num_rounds: rounds of which the median is taken.
+
+    Raises:
+        SplitError: the model cannot be cut into layers, or has no values.
+    """
+    if isinstance(model, nn.Module):
+        named = layers is not None or hasattr(model, "pipeline_layers")
+        chain, make_stage = _find_chain(model, layers, None if named else find_decoder(model, num_stages=2))
+        modules = [(layer.name, make_stage([layer])) for layer in chain]
+    else:
+        given = list(model)
+        modules = [(str(index), module) for index, module in enumerate(_given_stages(given, len(given)).modules)]
+    return profile_layers(modules, sample, loss_fn=loss_fn, num_warmups=num_warmups, num_rounds=num_rounds)
+
+
+def _find_chain(
+    model: nn.Module, layers: Sequence[str] | None, decoder: Decoder | None
+) -> tuple[list[Layer], Callable[[Sequence[Layer]], nn.Module]]:
+    """The model's layers, all that it needs, and what makes a stage of some of them."""
+    chain = find_layers(model, decoder.layers if decoder else layers)
+    check_complete(model, chain, beside=decoder.shared if decoder else ())
+
+    def make_stage(piece: Sequence[Layer]) -> nn.Module:
+        named_modules = [(name, module) for name, module, _ in piece]
+        return DecoderStage(named_modules, model, decoder) if decoder else StageModule(named_modules)
+
+    return chain, make_stage
 
 
 def _given_stages(modules: list[nn.Module], num_stages: int) -> Stages:

@@ -62,7 +62,7 @@ def _agree_on_cut(
             model = GPT(sizes)
         materialize(model, config.seed)
         samples = range(
-            min(-(-config.batch.size // config.batch.microbatches), corpus.num_windows(sizes.sequence_length))
+            min(-(-config.batch.size // config.num_microbatches), corpus.num_windows(sizes.sequence_length))
         )
         pair = corpus.windows(samples, sizes.sequence_length)
         stages = split(model, schedule.num_stages, cut="time", sample=pair, loss_fn=loss_fn)

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_type_hints
 
 import yaml
 
+from pipeloom.errors import InputError
 from pipeloom.schedules import own as own_schedule
 
 
@@ -42,7 +43,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    pipeline: int = _option(2, "number of ranks of the pipeline")
+    pipeline: int = _option(2, "number of ranks of the pipeline; of stages where parallel.replicas is given")
+    replicas: str | None = _option(
+        None, "ranks of each stage, such as 2,1, for pipedream and pipedream-2bw; left out: one each"
+    )
     chunks: int | None = _option(None, "stages a rank; left out: the schedule's own number")
     cut: str = _option("layers", "where stages begin: layers, parameters, time, or blocks a stage such as 5,3")
     slices: int | str | None = _option(
@@ -54,7 +58,9 @@ class ParallelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
     size: int = _option(32, "samples a step, over all micro-batches")
-    microbatches: int = _option(8, "micro-batches a step")
+    microbatches: int | None = _option(
+        None, "micro-batches a step; left out: 8, or one a sample where there are fewer; pipedream: 1"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +75,12 @@ class OptimizerConfig:
     barrier: bool = _option(
         True, "ranks wait for the norm of all before they update; false: they go on at once and validate later"
     )
+    staleness: str = _option(
+        "none",
+        "what pipedream and pipedream-2bw do to the learning rate of gradients that are late: none, inverse, "
+        "or pipemare:K over the first K steps",
+    )
+    replica_scaling: bool = _option(False, "pipedream with replicas: learning rate of a stage times its replicas")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +95,9 @@ class TrainConfig:
     schedule: str = _option(
         "auto", "auto: 1f1b, or seq1f1b with slices; see `pipeloom schedules`; or mine.csv, mine.json, mine.py:function"
     )
+    weights: Literal["stash", "vertical"] | None = _option(
+        None, "pipedream: which weights a micro-batch sees, each stage's newest or those of the input stage's version"
+    )
     steps: int = _option(200, "optimizer steps")
     seed: int = _option(0, "seed of weights, order of samples, dropout and sampling")
     output_dir: str = _option("runs/train", "where metrics, report and checkpoints go")
@@ -96,6 +111,38 @@ class TrainConfig:
     sample_prompt: str = _option("def ", "how the generated text begins")
     sample_temperature: float = _option(0.8, "temperature of the generated text; 0: the likeliest token")
     local: bool = _option(False, "all ranks in this one process, one after another")
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step."""
+        if self.batch.microbatches is not None:
+            return self.batch.microbatches
+        return 1 if self.schedule == "pipedream" else max(1, min(8, self.batch.size))
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Ranks of each stage where that was asked for, else one for each rank of the pipeline.
+
+        Raises:
+            InputError: ``parallel.replicas`` is no list of numbers, or not one for each stage.
+        """
+        asked, stages = self.parallel.replicas, self.parallel.pipeline
+        if asked is None:
+            return (1,) * stages
+        parts = asked.split(",")
+        if not all(part.strip().isdecimal() and int(part) for part in parts):
+            raise InputError(f"parallel.replicas is {asked!r}: it is the ranks of each stage, such as 2,1; correct it")
+        if len(parts) != stages:
+            raise InputError(
+                f"parallel.replicas is {asked} for {stages} stages: each stage has a number; give --parallel.pipeline "
+                f"{len(parts)}, or other replicas"
+            )
+        return tuple(map(int, parts))
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the run."""
+        return sum(self.replicas)
 
     def to_mapping(self) -> dict[str, Any]:
         """Nested plain values, for YAML and JSON."""

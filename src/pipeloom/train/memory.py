@@ -25,7 +25,7 @@ def check_memory(config: TrainConfig, environment: Mapping[str, str]) -> None:
     if _GPU.exists():
         return
     model, batch = least_bytes(config)
-    ranks = config.parallel.pipeline
+    ranks = config.num_ranks
     local = environment.get("LOCAL_WORLD_SIZE", "")
     share = min(1.0, int(local) / ranks) if local.isdecimal() else 1.0
     limit = _memory_bytes()
@@ -34,7 +34,7 @@ def check_memory(config: TrainConfig, environment: Mapping[str, str]) -> None:
             (f"model.layers {config.model.layers} of model.width {config.model.width}", "lower one of them")
             if model > batch
             else (
-                f"batch.size {config.batch.size} in {config.batch.microbatches} micro-batches of "
+                f"batch.size {config.batch.size} in {config.num_microbatches} micro-batches of "
                 f"model.sequence_length {config.model.sequence_length}",
                 "lower batch.size, or raise batch.microbatches",
             )
@@ -49,7 +49,7 @@ def least_bytes(config: TrainConfig) -> tuple[int, int]:
     """What all ranks hold at least: weights, gradients and moments; a batch and one micro-batch's activations."""
     model, batch = config.model, config.batch
     parameters = 12 * model.layers * model.width**2 + (2 - model.tie_embeddings) * _LEAST_VOCABULARY * model.width
-    tokens = -(-batch.size // batch.microbatches) * model.sequence_length
+    tokens = -(-batch.size // config.num_microbatches) * model.sequence_length
     activations = 4 * tokens * (_KEPT_WIDTHS * model.width * model.layers + _LEAST_VOCABULARY)
     return _PARAMETER_BYTES * parameters, activations + 16 * batch.size * model.sequence_length
 

@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,6 +118,12 @@ class Predictor:
         self._messages: deque[MessageTimes] = deque(maxlen=_RECENT_MESSAGES)
         self._warm = False
 
+    def of(self, program: Program) -> Predictor:
+        """The same times, for another program of the same stages."""
+        other = copy(self)
+        other._program = program
+        return other
+
     def observe(self, cost: StepCost) -> None:
         """Take in a step. The first one, which warms up, counts only until there is another."""
         if not self._warm and self._recent:
@@ -140,13 +147,15 @@ class Predictor:
             backward_weight=tuple(torch.where(w > 0, w, b / 2).tolist()),
             backward=tuple(torch.where(b > 0, b, i + w).tolist()),
             slice_factors=self._slice_factors(),
+            other={Op.STEP: self._recent_median("update")},
         )
-        send, latency, receive = (
-            statistics.median(found) if (found := [value for times in self._messages for value in times[kind]]) else 0.0
-            for kind in range(3)
-        )
+        send, latency, receive = (self._recent_median(kind) for kind in ("send", "arrival", "receive"))
         network = Network(latency_seconds=max(0.0, latency - receive), send_seconds=send, receive_seconds=receive)
         return simulate(self._program, costs, network)
+
+    def _recent_median(self, kind: str) -> float:
+        found = [value for times in self._messages for value in getattr(times, kind)]
+        return statistics.median(found) if found else 0.0
 
     def _slice_factors(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
         if not self._factors:
@@ -162,21 +171,25 @@ class MessageTimes(NamedTuple):
         send: every SEND.
         arrival: from the end of a SEND to the end of the RECV that already waited for it.
         receive: every RECV whose message had been sent before.
+        update: every STEP inside the program.
     """
 
     send: list[float]
     arrival: list[float]
     receive: list[float]
+    update: list[float]
 
 
 def message_times(records: Records) -> MessageTimes:
     """Read from the records of all ranks. Negative differences (clocks of two machines) count as 0."""
     ends = {action: end for _, rows in records for action, _, end in rows if action.op in _SENT_BY.values()}
-    times = MessageTimes([], [], [])
+    times = MessageTimes([], [], [], [])
     for _, rows in records:
         for action, start, end in rows:
             if action.op in _SENT_BY.values():
                 times.send.append(end - start)
+            elif action.op is Op.STEP:
+                times.update.append(end - start)
             elif action.op in _SENT_BY:
                 source = action.stage + (-1 if action.op is Op.RECV_F else 1)
                 sent = ends[action._replace(stage=source, op=_SENT_BY[action.op])]

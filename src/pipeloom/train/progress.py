@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 class Display(Protocol):
     def step(self, row: Mapping[str, Any]) -> None: ...
+    def live(self, step: int, loss: float, tokens_per_second: float) -> None: ...
     def say(self, text: str) -> None: ...
 
 
@@ -17,6 +18,9 @@ class _Silent:
     """For every process but the first."""
 
     def step(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    def live(self, step: int, loss: float, tokens_per_second: float) -> None:
         pass
 
     def say(self, text: str) -> None:
@@ -28,10 +32,18 @@ class _Lines:
         self._num_steps = num_steps
         self._log_steps = log_steps
         self._first = True
+        self._live = 0  # the last step that was shown while it was in flight
 
     def step(self, row: Mapping[str, Any]) -> None:
-        if self._first or row["step"] % self._log_steps == 0 or row["step"] == self._num_steps:
+        due = self._first or row["step"] % self._log_steps == 0 or row["step"] == self._num_steps
+        if due and row["step"] > self._live:
             print(f"step {row['step']}/{self._num_steps}  {describe(row)}", flush=True)
+        self._first = False
+
+    def live(self, step: int, loss: float, tokens_per_second: float) -> None:
+        if self._first or step % self._log_steps == 0:
+            print(f"step {step}/{self._num_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s", flush=True)
+            self._live = step
         self._first = False
 
     def say(self, text: str) -> None:
@@ -55,6 +67,10 @@ class _Bar:
     def step(self, row: Mapping[str, Any]) -> None:
         self._progress.update(self._task, completed=row["step"])
         self._numbers.plain = describe(row)
+
+    def live(self, step: int, loss: float, tokens_per_second: float) -> None:
+        self._progress.update(self._task, completed=step)
+        self._numbers.plain = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
 
     def say(self, text: str) -> None:
         self._live.console.print(text, markup=False, highlight=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 from pipeloom.errors import InputError, RunError
@@ -30,22 +31,27 @@ def train(config: TrainConfig, member: Membership | None) -> None:
                 trainer.open_output(shown)
                 if note:
                     shown.say(note)
-                for step in range(done + 1, config.steps + 1):
-                    rows = trainer.step(step)
-                    evaluates, saves = (_is_due(step, n, config.steps) for n in (config.eval_steps, config.save_steps))
-                    if evaluates or saves or step == config.steps:
-                        rows += trainer.settle()
-                    for row in rows:
+                for first, last in _stretches(done, config):
+                    for row in trainer.steps(first, last, shown):
                         shown.step(row)
-                    if evaluates:
-                        shown.say(f"step {step}  validation loss {trainer.evaluate(step):.4f}")
-                    if saves:
-                        shown.say(f"step {step}  saved {trainer.save(step)}")
+                    if _is_due(last, config.eval_steps, config.steps):
+                        shown.say(f"step {last}  validation loss {trainer.evaluate(last):.4f}")
+                    if _is_due(last, config.save_steps, config.steps):
+                        shown.say(f"step {last}  saved {trainer.save(last)}")
             trainer.report(shown)
             if config.sample_tokens:
                 shown.say(f"sample:\n{trainer.sample()}")
         except InputError as error:  # the input passed: now it is a failure, such as a disk that is full
             raise RunError(str(error)) from error
+
+
+def _stretches(done: int, config: TrainConfig) -> Iterator[tuple[int, int]]:
+    """First and last steps of the stretches between which the weights are read."""
+    first = done + 1
+    for step in range(first, config.steps + 1):
+        if step == config.steps or any(_is_due(step, n, config.steps) for n in (config.eval_steps, config.save_steps)):
+            yield first, step
+            first = step + 1
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

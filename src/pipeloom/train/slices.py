@@ -116,7 +116,7 @@ def _measured(config: TrainConfig) -> tuple[int | str, str]:
     one_each = GPTConfig(vocabulary_size=256, layers=ranks, sequence_length=tokens, **sizes)
     measured = measure_slices(one_each, num_ranks=ranks, grid=grid, num_rounds=1)
     share = _times(measured.costs, -(-model.layers // ranks))
-    microbatches = config.batch.microbatches
+    microbatches = config.num_microbatches
     piece = -(-config.batch.size // microbatches)
 
     class OneMicrobatch:

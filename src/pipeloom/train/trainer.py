@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
@@ -35,6 +36,7 @@ from pipeloom.train.optimizer import apply_options, learning_rate, make_optimize
 from pipeloom.train.output import append_metrics, in_use, prepare_output, writing
 from pipeloom.train.progress import Display
 from pipeloom.train.slices import slice_lengths
+from pipeloom.train.stream_steps import StreamSteps
 from pipeloom.train.validate import make_schedule, open_corpus, resume_path
 
 
@@ -80,7 +82,9 @@ class Trainer:
         )
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.pipe.named_parameters()}
         self.optimizer = make_optimizer(self.pipe.parameters(), config.optimizer)
-        self.stepper = make_stepper(self.pipe, self.optimizer, config.optimizer, group)
+        streams = self.schedule.microbatches_per_update is not None
+        self.stream = StreamSteps(self.pipe, self.optimizer, config, group) if streams else None
+        self.stepper = None if streams else make_stepper(self.pipe, self.optimizer, config.optimizer, group)
         self._begun: deque[_Begun] = deque()  # steps whose updates are not final yet
         tied = tuple(parameter.stages for parameter in self.stages.tied)
         self.predictor = Predictor(lower(self.pipe.schedule, tied_stages=tied))
@@ -120,6 +124,8 @@ class Trainer:
         else:
             self._seed_generators(saved.step)
         self.first_step = saved.step + 1
+        if self.stream is not None:
+            self.stream.done = saved.step
         again = sampler["num_windows"] != self.sampler.num_windows
         self.notices += resume_notices(self.config, saved.state["config"], self.resumed, saved.step, other_text=again)
         return saved.step
@@ -138,27 +144,42 @@ class Trainer:
         start = f", from {self.resumed}" if self.resumed else ""
         shown.say(
             f"{sizes.num_parameters:,} parameters in {self.schedule.num_stages} stages, schedule {self.schedule.name}, "
-            f"{self.pipe.num_ranks} ranks, {self.config.batch.microbatches} micro-batches; "
+            f"{self.pipe.num_ranks} ranks, {self.config.num_microbatches} micro-batches a step; "
             f"{len(self.corpus.train):,} tokens of {self.corpus.num_files} files{start}"
         )
         for line in self.notices:
             shown.say(line)
 
-    def step(self, step: int) -> list[dict[str, Any]]:
+    def steps(self, first: int, last: int, shown: Display) -> Iterator[dict[str, Any]]:
+        """Updates `first` to `last`, after which nothing is in flight; the metrics of each as they become final."""
+        if self.stream is not None:
+            self._enter(f"steps {first} to {last}")
+            count = last - first + 1
+            start = self.samples_seen
+            batches = (self._batch(start + k * self.config.batch.size) for k in range(count))
+            rows = self.stream.run(batches, count, shown.live, self._gathered)
+            self.samples_seen = start + count * self.config.batch.size
+            yield from map(self._written, rows)
+            return
+        for step in range(first, last + 1):
+            yield from self._step(step)
+        assert self.stepper is not None
+        for update in self.stepper.settle():
+            yield self._finish(update)
+
+    def _step(self, step: int) -> list[dict[str, Any]]:
         """One update of the weights; returns the metrics of what is final now: this step, or the one before."""
+        assert self.stepper is not None
         self._enter(f"step {step}")
         started = time.perf_counter()
         rate = learning_rate(step - 1, self.config.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
-        inputs, targets = self._next_batch()
+        inputs, targets = self._batch(self.samples_seen)
+        self.samples_seen += self.config.batch.size
         # One sum over processes a step: gradient norms for clipping, and what the step cost.
         updates = self.stepper.step(inputs, targets, lambda: self._cost_numbers(step))
         self._begun.append(_Begun(step, rate, time.perf_counter() - started))
         return [self._finish(update) for update in updates]
-
-    def settle(self) -> list[dict[str, Any]]:
-        """Make all updates final, before anybody reads the weights; returns their metrics."""
-        return [self._finish(update) for update in self.stepper.settle()]
 
     def _cost_numbers(self, step: int) -> Tensor:
         self.records = self.pipe.records
@@ -172,13 +193,18 @@ class Trainer:
         cost = read_cost(update.numbers, self.schedule, self.group.size)
         row = {"step": begun.step, "loss": loss, "grad_norm": norm, "lr": begun.learning_rate}
         row |= self._timing(begun.seconds, cost)
-        if self.group.rank == 0:
-            append_metrics(self.output_dir, row)
+        self._written(row)
         if not update.applied:
             raise RunError(
                 f"step {begun.step} has loss {loss} and gradient norm {norm}: training cannot go on "
                 "from there; lower optimizer.learning_rate, or resume from an earlier checkpoint with another seed"
             )
+        return row
+
+    def _written(self, row: dict[str, Any]) -> dict[str, Any]:
+        """`row`, which rank 0 has written down."""
+        if self.group.rank == 0:
+            append_metrics(self.output_dir, row)
         return row
 
     def evaluate(self, step: int) -> float:
@@ -189,8 +215,7 @@ class Trainer:
         )
         losses = [float(self.pipe.evaluate(*self._placed(inputs, targets))) for inputs, targets in batches]
         mean = statistics.fmean(losses)
-        if self.group.rank == 0:
-            append_metrics(self.output_dir, {"step": step, "eval_loss": mean})
+        self._written({"step": step, "eval_loss": mean})
         return mean
 
     def save(self, step: int) -> Path:
@@ -223,13 +248,14 @@ class Trainer:
         self._enter("report")
         if self.first_step > self.config.steps:
             return
-        records = self._gather_records()
+        records = self._gathered(self.records)
         if self.group.rank == 0:
-            measured = measured_timeline(self.pipe.schedule, [rows for _, rows in records])
-            timelines = {
-                "measured": json.loads(measured.to_json()),
-                "predicted": json.loads(self.predictor.predict().to_json()),
-            }
+            if self.stream is not None:
+                measured, predicted = self.stream.measured(), self.stream.predicted()
+            else:
+                measured = measured_timeline(self.pipe.schedule, [rows for _, rows in records])
+                predicted = self.predictor.predict()
+            timelines = {"measured": json.loads(measured.to_json()), "predicted": json.loads(predicted.to_json())}
             path = self.output_dir / "timelines.json"
             with writing(path):
                 path.write_text(json.dumps(timelines), encoding="utf-8")
@@ -261,9 +287,9 @@ class Trainer:
         digest = blake2b(f"{self.config.seed}/{step}/{self.group.rank}".encode(), digest_size=8).digest()
         torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
-    def _next_batch(self) -> tuple[Tensor | None, Tensor | None]:
-        windows = self.sampler.batch(self.samples_seen, self.config.batch.size)
-        self.samples_seen += self.config.batch.size
+    def _batch(self, samples_seen: int) -> tuple[Tensor | None, Tensor | None]:
+        """What this process reads of the batch behind so many samples."""
+        windows = self.sampler.batch(samples_seen, self.config.batch.size)
         return self._placed(*self.corpus.windows(windows, self.config.model.sequence_length))
 
     def _placed(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -279,7 +305,7 @@ class Trainer:
         self.predictor.observe(cost)
         self.steps_here += 1
         if _shows_messages(self.steps_here):
-            self.predictor.observe_messages(self._gather_records())
+            self.predictor.observe_messages(self._gathered(self.records))
         tokens = self.config.batch.size * self.config.model.sequence_length
         predicted = self.predictor.predict().bubble_fraction if self.group.rank == 0 else math.nan
         return {
@@ -291,9 +317,9 @@ class Trainer:
             "live_activations": cost.live_activations,
         }
 
-    def _gather_records(self) -> Records:
-        """The last step's records of all ranks, by rank, on every process."""
-        own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in self.records]
+    def _gathered(self, records: Records) -> Records:
+        """The records of all ranks, by rank, on every process; `records` are this one's."""
+        own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in records]
         gathered = [item for payload in self.group.all_gather(json.dumps(own).encode()) for item in json.loads(payload)]
         return [
             (rank, [(parse_action(action), start, end) for action, start, end in rows])

@@ -19,6 +19,7 @@ from pipeloom.train.data import Corpus, prepare_corpus
 from pipeloom.train.memory import check_memory
 from pipeloom.train.output import in_use
 from pipeloom.train.slices import check_slices, schedule_name, slice_lengths
+from pipeloom.train.streams import check_stream, is_stream, stream_length
 from pipeloom.train.tokenize import load_tokenizer
 
 CUTS = ("layers", "parameters", "time")
@@ -38,7 +39,9 @@ def validate_settings(config: TrainConfig) -> None:
         raise InputError(
             f"--local with parallel.transport {config.parallel.transport}: one process sends no messages; drop one"
         )
-    parse_cut(config, make_schedule(config).num_stages)
+    schedule = make_schedule(config)
+    parse_cut(config, schedule.num_stages)
+    check_stream(config, schedule)
 
 
 def validate(config: TrainConfig, *, world_size: int | None, locked: bool = False) -> None:
@@ -57,7 +60,7 @@ def validate(config: TrainConfig, *, world_size: int | None, locked: bool = Fals
     _check_model(config)
     check_memory(config, os.environ)  # first, for a schedule of absurd sizes takes as absurdly long
     validate_settings(config)
-    ranks = config.parallel.pipeline
+    ranks = config.num_ranks
     if config.local and world_size not in (None, 1):
         raise InputError(f"--local in a group of {world_size} processes: it is one process; start it without torchrun")
     if not config.local and world_size is not None and world_size != ranks:
@@ -84,15 +87,19 @@ def validate(config: TrainConfig, *, world_size: int | None, locked: bool = Fals
 
 def make_schedule(config: TrainConfig) -> Schedule:
     """The schedule of every step, checked."""
-    ranks, microbatches = config.parallel.pipeline, config.batch.microbatches
     check_slices(config)
     lengths = slice_lengths(config)
+    name = schedule_name(config)
+    streams = is_stream(name)
     schedule = schedules.build(
-        schedule_name(config),
-        num_ranks=ranks,
-        num_microbatches=microbatches,
+        name,
+        num_ranks=config.num_ranks,
+        num_microbatches=stream_length(config) if streams else config.num_microbatches,
         num_chunks=config.parallel.chunks,
         num_slices=len(lengths or (0,)),
+        weights=config.weights,
+        replicas=None if config.parallel.replicas is None else config.replicas,
+        microbatches_per_update=config.num_microbatches if streams else None,
     )
     check(schedule)
     if lengths is not None and len(lengths) != schedule.num_slices:
@@ -155,7 +162,7 @@ def _check_numbers(config: TrainConfig) -> None:
     """Counts are counts, rates are rates."""
     optimizer = config.optimizer
     least = {
-        "batch.microbatches": (config.batch.microbatches, 1),
+        "batch.microbatches": (config.num_microbatches, 1),
         "batch.size": (config.batch.size, 1),
         "parallel.pipeline": (config.parallel.pipeline, 1),
         "model.layers": (config.model.layers, 1),
@@ -193,9 +200,9 @@ def _check_numbers(config: TrainConfig) -> None:
         if not (math.isfinite(rate) and 0 <= rate <= largest) or (key in below and rate == largest):
             bound = "" if largest == math.inf else f" and {'below' if key in below else 'at most'} {largest:g}"
             raise InputError(f"{key} is {rate}: it must be a finite number, 0 or more{bound}; correct it")
-    if config.batch.size < config.batch.microbatches:
+    if config.batch.size < config.num_microbatches:
         raise InputError(
-            f"batch.size is {config.batch.size} for {config.batch.microbatches} micro-batches: each needs a sample; "
+            f"batch.size is {config.batch.size} for {config.num_microbatches} micro-batches: each needs a sample; "
             "raise batch.size or lower batch.microbatches"
         )
 
@@ -235,9 +242,9 @@ def _check_windows(config: TrainConfig, corpus: Corpus) -> None:
     if not config.eval_steps:
         return
     found = corpus.num_windows(length, "validation")
-    if found < config.batch.microbatches:
+    if found < config.num_microbatches:
         raise DataError(
-            f"the validation data has {found} samples of {length} tokens for {config.batch.microbatches} "
+            f"the validation data has {found} samples of {length} tokens for {config.num_microbatches} "
             "micro-batches: each needs a sample; raise data.validation_fraction, add text, or give --eval_steps 0"
         )
 

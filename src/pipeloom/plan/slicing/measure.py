@@ -6,9 +6,7 @@ Shapes: B batch, S slice, C context, W width, H heads, D = W / H.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
@@ -22,7 +20,7 @@ from pipeloom.errors import InputError
 from pipeloom.models.gpt import GPT, Block, GPTConfig
 from pipeloom.models.init import init_parameters
 from pipeloom.plan.slicing.costs import Sample, SliceCosts, fit
-from pipeloom.split.profile import profile_layers
+from pipeloom.split.profile import profile_layers, threads_of_a_rank
 
 Context = list[tuple[Tensor, Tensor]]  # keys and values of every block, [B, H, C, D]; none at the beginning
 
@@ -102,7 +100,7 @@ def measure_slices(
     if num_ranks > config.layers:
         raise InputError(f"{num_ranks} ranks share {config.layers} blocks: each has one at least; ask for fewer ranks")
     samples: dict[str, list[Sample]] = {"forward": [], "backward": []}
-    with _threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
+    with threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
         share = share or Share(replace(config, layers=-(-config.layers // num_ranks)))
         for length, context in _points(config.sequence_length, grid):
             [time] = profile_layers(
@@ -152,13 +150,3 @@ def _message(width: int, sequence: int) -> tuple[float, float]:
 
     short, long = copy(1), copy(max(2, sequence))
     return short, max(0.0, long - short) / max(1, sequence - 1)
-
-
-@contextmanager
-def _threads_of_a_rank(num_ranks: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -12,7 +12,8 @@ from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.plan.slicing.costs import SliceTime
 from pipeloom.plan.slicing.slicer import stages_of
-from pipeloom.sim.timeline import Span, Timeline, build_timeline
+from pipeloom.sim.build import build_timeline
+from pipeloom.sim.timeline import Span, Timeline
 
 Starts = list[list[tuple[float, float]]]
 

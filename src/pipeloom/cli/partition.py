@@ -1,0 +1,158 @@
+"""`pipeloom partition`: which layers make a stage, on how many ranks, and why."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeloom.cli.parser import Parser
+from pipeloom.cli.partition_answers import asynchronous, synchronous
+from pipeloom.errors import InputError
+from pipeloom.plan.partition import Form, Profile, check_levels, parse_profile
+from pipeloom.train.config import ModelConfig, options
+
+_MODEL = [entry for entry in options() if entry[0].startswith("model.")]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Find the partition and show it; returns the exit code."""
+    given = _parser().parse_args(list(argv)).as_dict()
+    levels = _levels(given)
+    check_levels(levels)
+    _check_schedule(given)
+    profile = _profile(given, math.prod(components for components, _ in levels))
+    lines = []
+    if given["write_profile"] is not None:
+        _write(given["write_profile"], profile)
+        lines.append(f"wrote {given['write_profile']}")
+    if given["schedule"] == "dapple":
+        answer, more = synchronous(
+            profile, *levels[0], num_microbatches=given["microbatches"], published=given["form"] == "published"
+        )
+    else:
+        keys = ("form", "memory_cap", "state_copies")
+        answer, more = asynchronous(profile, levels, **{key: given[key] for key in keys})
+    if given["json"]:
+        print(json.dumps(answer))
+        return 0
+    print("\n".join([*lines, *more]))
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="pipeloom partition",
+        description="Cut a model into stages, and give each its ranks, so that a pipeline takes least time.\n"
+        "What layers take is read from --profile, or measured here on a GPT (--model.*).",
+        examples="""
+            pipeloom partition --profile profile.json --ranks 8 --bandwidth 1.25e9
+            pipeloom partition --profile profile.json --levels 4@12e9,4@1.25e9 --memory-cap 16e9 --state-copies 3
+            pipeloom partition --ranks 4 --bandwidth 1e9 --model.layers 12 --batch 8 --write-profile profile.json
+            pipeloom partition --profile profile.json --ranks 8 --bandwidth 1.25e9 --schedule dapple --microbatches 16
+        """,
+    )
+    parser.add_argument("--profile", type=str, help="JSON file of what each layer takes, instead of measuring")
+    parser.add_argument("--ranks", type=int | None, help="ranks that share the model")
+    parser.add_argument("--bandwidth", type=float | None, help="bytes a second, of each rank")
+    parser.add_argument("--levels", type=str, help="instead of both: components@bandwidth of each level, inner first")
+    parser.add_argument(
+        "--form", type=Form, default="summed", help="how a plan is judged; published: as in the schedule's paper"
+    )
+    parser.add_argument("--memory-cap", type=float | None, help="most bytes a rank may hold")
+    parser.add_argument(
+        "--state-copies", type=float, default=0.0, help="of the weights, for gradients and optimizer (AdamW: 3)"
+    )
+    parser.add_argument(
+        "--schedule", type=Literal["pipedream", "dapple"], default="pipedream", help="dapple: synchronous steps of 1F1B"
+    )
+    parser.add_argument("--microbatches", type=int | None, help="of a step, for --schedule dapple")
+    parser.add_argument("--batch", type=int | None, help="without --profile: sequences of a minibatch (1)")
+    parser.add_argument("--write-profile", type=str, help="write what was measured, for --profile")
+    parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
+    for key, kind, default, text in _MODEL:
+        action = parser.add_argument(f"--{key}", type=kind | None, help=f"{text} ({default})")
+        if kind is bool:  # the name alone means true
+            action.nargs, action.const = "?", True
+    return parser
+
+
+# --- what is asked --------------------------------------------------------------------------------------------------
+
+
+def _levels(given: dict[str, Any]) -> list[tuple[int, float]]:
+    """(components, bandwidth) of every level, innermost first."""
+    ranks, bandwidth, text = given["ranks"], given["bandwidth"], given["levels"]
+    if text is None:
+        if ranks is None or bandwidth is None:
+            missing = "--ranks" if ranks is None else "--bandwidth"
+            raise InputError(f"{missing} is missing: the command needs both, or --levels; add it")
+        return [(ranks, bandwidth)]
+    if bandwidth is not None:
+        raise InputError("--bandwidth beside --levels: each level has its own; drop one of the two")
+    levels = []
+    for part in text.split(","):
+        components, _, rate = part.partition("@")
+        try:
+            levels.append((int(components), float(rate)))
+        except ValueError as error:
+            raise InputError(
+                f"--levels {text}: {part!r} is no level; write components@bytes_per_second, such as 4@12e9,4@1.25e9"
+            ) from error
+    total = math.prod(components for components, _ in levels)
+    if ranks is not None and ranks != total:
+        raise InputError(f"--ranks {ranks} beside --levels {text}: the levels have {total} ranks; drop --ranks")
+    return levels
+
+
+def _check_schedule(given: dict[str, Any]) -> None:
+    dapple = given["schedule"] == "dapple"
+    if dapple != (given["microbatches"] is not None):
+        raise InputError(
+            "--schedule dapple needs --microbatches: how many a step has; add it"
+            if dapple
+            else "--microbatches without --schedule dapple: PipeDream has no steps; drop one, or add the other"
+        )
+    for name, default in (("levels", None), ("memory_cap", None), ("state_copies", 0.0)):
+        if dapple and given[name] != default:
+            option = "--" + name.replace("_", "-")
+            raise InputError(f"{option} with --schedule dapple: its planner knows none; drop one of the two")
+
+
+def _profile(given: dict[str, Any], num_ranks: int) -> Profile:
+    """Read, or measured here.
+
+    Raises:
+        InputError: the file cannot be read, it stands beside sizes of a model, or those are wrong.
+    """
+    model = {name: value for name, value in given["model"].items() if value is not None}
+    path = given["profile"]
+    if path is not None:
+        beside = [f"--model.{name}" for name in model]
+        beside += [f"--{name.replace('_', '-')}" for name in ("batch", "write_profile") if given[name] is not None]
+        if beside:
+            raise InputError(f"{beside[0]} beside --profile: the file says what layers take; drop one of the two")
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise InputError(f"--profile {path}: {reason}; name a readable JSON file") from error
+        return parse_profile(text)
+    from pipeloom.models import GPTConfig
+    from pipeloom.plan.partition.measure import measure_gpt
+
+    default = ModelConfig()
+    sizes = {name: getattr(default, name) for name in ModelConfig.__dataclass_fields__} | model
+    batch = 1 if given["batch"] is None else given["batch"]
+    return measure_gpt(GPTConfig(**sizes), batch=batch, num_ranks=num_ranks)
+
+
+def _write(path: str, profile: Profile) -> None:
+    try:
+        Path(path).write_text(profile.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"--write-profile {path}: {error.strerror or error}: the file must be writable; name another path"
+        ) from error

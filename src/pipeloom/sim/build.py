@@ -1,0 +1,108 @@
+"""Timelines from the spans of a schedule that was simulated, or that really ran."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from pipeloom.errors import InputError
+from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.sim.events import Transfer
+from pipeloom.sim.rows import Span
+from pipeloom.sim.timeline import Timeline
+
+
+def build_timeline(
+    schedule: Schedule,
+    spans: Sequence[Sequence[Span]],
+    *,
+    name: str,
+    kind: Literal["simulated", "measured"],
+    keeps: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
+    transfers: tuple[Transfer, ...] = (),
+    latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0,
+    weight_version_bytes: tuple[float, ...] | None = None,
+) -> Timeline:
+    """A timeline from the spans of a run of `schedule`; memory and ideal time follow from them.
+
+    `keeps` are, stage by stage, the bytes of one action that are held from F on, and that are left after I.
+    """
+    busy = math.fsum(end - start for row in spans for (_, op, _, _), start, end in row if op in COMPUTE_OPS)
+    return Timeline(
+        name=name,
+        kind=kind,
+        spans=tuple(map(tuple, spans)),
+        memory=tuple(_memory(schedule, row) for row in spans),
+        ideal_seconds=busy / schedule.num_ranks,
+        placement=schedule.placement,
+        num_microbatches=schedule.num_microbatches,
+        num_slices=schedule.num_slices,
+        memory_bytes=None if keeps is None else tuple(_memory_bytes(schedule, row, *keeps) for row in spans),
+        overlapped=schedule.overlapped,
+        transfers=transfers,
+        latency_seconds=latency_seconds,
+        weights=schedule.weights,
+        microbatches_per_update=schedule.microbatches_per_update,
+        weight_version_bytes=weight_version_bytes,
+    )
+
+
+def measured_timeline(
+    pipeline: Schedule | Program, records: Sequence[Sequence[tuple[Action, float, float]]], *, name: str | None = None
+) -> Timeline:
+    """The timeline of a step that really ran.
+
+    Args:
+        pipeline: what ran.
+        records: for each rank, ``(action, start, end)`` in the order in which it ran them, in seconds of one clock.
+        name: the schedule's unless given.
+
+    Time 0 is the first start of a computation on any rank; what a rank waited before it is cut off.
+
+    Raises:
+        InputError: there are not records of every rank.
+    """
+    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+    if len(records) != schedule.num_ranks:
+        raise InputError(f"records of {len(records)} ranks: {schedule.num_ranks} ranks ran; gather all of them")
+    zero = min((start for row in records for action, start, _ in row if action.op in COMPUTE_OPS), default=0.0)
+    spans = [[Span(action, max(0.0, start - zero), max(0.0, end - zero)) for action, start, end in r] for r in records]
+    return build_timeline(schedule, spans, name=name or schedule.name, kind="measured")
+
+
+def _memory(schedule: Schedule, row: Sequence[Span]) -> tuple[tuple[float, float], ...]:
+    """Change points of one rank's live activations: up at the start of F, down at the end of B or W."""
+    share = schedule.stage_share / schedule.num_slices
+    live, points, split = 0, [(0.0, 0.0)], schedule.split_backwards
+    for (stage, op, microbatch, piece), start, end in row:
+        if op is Op.F:
+            live += 1
+            points.append((start, live * share))
+        if (
+            op is Op.W
+            or (op is Op.B and (stage, microbatch, piece) not in split)
+            or (op is Op.F and schedule.forward_only)
+        ):
+            live -= 1
+            points.append((end, live * share))
+    return tuple(points)
+
+
+def _memory_bytes(
+    schedule: Schedule, row: Sequence[Span], activation: tuple[float, ...], left: tuple[float, ...]
+) -> tuple[tuple[float, float], ...]:
+    """Change points of one rank's bytes: F takes all at its start, I gives all but `left` back, W or B the rest."""
+    held, points = 0.0, [(0.0, 0.0)]
+    for (stage, op, _, _), start, end in row:
+        if op is Op.F:
+            held += activation[stage]
+            points.append((start, held))
+        freed = {Op.B: activation[stage], Op.I: activation[stage] - left[stage], Op.W: left[stage]}.get(op, 0.0)
+        if op is Op.F and schedule.forward_only:
+            freed = activation[stage]
+        if freed:
+            held -= freed
+            points.append((end, held))
+    return tuple(points)

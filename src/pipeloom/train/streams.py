@@ -1,0 +1,80 @@
+"""Schedules that update while they run (pipedream, pipedream-2bw), in `pipeloom train`. No torch here."""
+
+from __future__ import annotations
+
+import math
+
+from pipeloom.errors import InputError
+from pipeloom.ir import Schedule
+from pipeloom.schedules import FAMILIES
+from pipeloom.train.config import TrainConfig
+
+STALENESS = ("none", "inverse", "pipemare")
+
+
+def is_stream(name: str) -> bool:
+    """Whether a schedule of the table updates while it runs; files flush."""
+    family = FAMILIES.get(name)
+    return family is not None and bool(family.stream)
+
+
+def stream_length(config: TrainConfig) -> int:
+    """Micro-batches of a stream that is long enough to show its steady state, from which any length follows."""
+    period = math.lcm(config.num_microbatches, *config.replicas)
+    return period * (config.num_ranks // period + 3)
+
+
+def steps_between_drains(schedule: Schedule) -> int:
+    """A run can drain after so many steps and multiples of it: then every stage has updated."""
+    assert schedule.microbatches_per_update is not None
+    intervals = [schedule.update_interval(stage) for stage in range(schedule.num_stages)]
+    return math.lcm(*intervals) // schedule.microbatches_per_update
+
+
+def staleness(config: TrainConfig) -> tuple[str, int | None]:
+    """``optimizer.staleness`` as a kind of discount and, for pipemare, its number of steps.
+
+    Raises:
+        InputError: it is neither.
+    """
+    kind, _, steps = config.optimizer.staleness.partition(":")
+    counted = steps.isdecimal() and int(steps) > 0
+    if kind not in STALENESS or (kind == "pipemare") is not counted or (steps and not counted):
+        raise InputError(
+            f"optimizer.staleness is {config.optimizer.staleness!r}: it is none, inverse, or pipemare:K with a number "
+            "of steps; choose one"
+        )
+    return kind, int(steps) if counted else None
+
+
+def check_stream(config: TrainConfig, schedule: Schedule) -> None:
+    """Refuse options of streams for a schedule that is none, and steps at which a stream cannot drain.
+
+    Raises:
+        InputError: what was seen, the rule, the fix; in one line.
+    """
+    kind, _ = staleness(config)
+    if schedule.microbatches_per_update is None:
+        if kind != "none" or config.optimizer.replica_scaling:
+            what = "staleness" if kind != "none" else "replica_scaling"
+            raise InputError(
+                f"optimizer.{what} with schedule {schedule.name!r}, which flushes: its gradients are not late, and no "
+                "stage has more replicas than others; leave it out, or use pipedream"
+            )
+        return
+    if not config.optimizer.barrier:
+        raise InputError(
+            f"optimizer.barrier false with schedule {schedule.name!r}: a stream has no barrier to leave out; drop it"
+        )
+    if config.model.tie_embeddings and schedule.num_stages > 1:
+        raise InputError(
+            f"model.tie_embeddings with schedule {schedule.name!r}: the first and the last stage hold the same "
+            "parameters and update at different times; leave it out, or take a schedule that flushes, such as 1f1b"
+        )
+    each = steps_between_drains(schedule)
+    for key in ("steps", "eval_steps", "save_steps"):
+        if getattr(config, key) % each:
+            raise InputError(
+                f"{key} is {getattr(config, key)} with replicas {config.parallel.replicas}: the stream drains there, "
+                f"and all stages have updated after every {each} steps; take a multiple of {each}"
+            )

@@ -1,0 +1,135 @@
+"""`pipeloom train` with schedules that update while they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeloom.cli import main
+from pipeloom.sim import Timeline
+
+from .test_train import STEP_KEYS, local, metrics, metrics_so_far, run, story, text, wait_for_steps, words
+
+__all__ = ["text"]  # a fixture
+
+STREAMS = {
+    "stash": ("--schedule=pipedream", "--batch.microbatches=1"),
+    "vertical": (
+        "--schedule=pipedream", "--weights=vertical", "--batch.microbatches=1", "--parallel.pipeline=3",
+        "--save_steps=9", "--eval_steps=9",
+    ),
+    "2bw": ("--schedule=pipedream-2bw", "--batch.microbatches=3", "--parallel.pipeline=4"),
+    "replicas": (
+        "--schedule=pipedream", "--parallel.replicas=2,1", "--batch.microbatches=1", "--steps=8", "--save_steps=8",
+        "--eval_steps=8",
+    ),
+}  # fmt: skip
+VERSIONS = {"stash": [2, 1], "vertical": [3, 3, 3], "2bw": [2, 2, 2, 2], "replicas": [2, 2, 1]}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_processes_and_one_process_train_alike(text: Path, tmp_path: Path, name: str) -> None:
+    one, many = tmp_path / "one", tmp_path / "many"
+    local(text, one, *STREAMS[name])
+    done = run(text, many, *STREAMS[name])
+    assert done.returncode == 0, done.stderr
+    assert story(one) == story(many)
+    rows = [row for row in metrics(many) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    for row in rows:
+        assert set(row) == STEP_KEYS | {"weight_versions"}
+        assert row["step_seconds"] > 0
+        assert 0 <= row["bubble_fraction"] < 1
+        assert 0 <= row["predicted_bubble_fraction"] < 1
+    assert [max(row["weight_versions"][rank] for row in rows) for rank in range(len(VERSIONS[name]))] == VERSIONS[name]
+    found = json.loads((many / "timelines.json").read_text())
+    measured, predicted = (Timeline.from_json(json.dumps(found[kind])) for kind in ("measured", "predicted"))
+    assert measured.schedule.orders == predicted.schedule.orders
+    lines = done.stdout.splitlines()
+    assert [sum(line.startswith(f"step {row['step']}/") for line in lines) for row in rows] == [1] * len(rows)
+
+
+def test_a_killed_stream_goes_on_to_the_last_bit(text: Path, tmp_path: Path) -> None:
+    """It drains for every checkpoint, so there is nothing in flight to be saved."""
+    more = (
+        "--schedule=pipedream",
+        "--batch.microbatches=1",
+        "--model.dropout=0.1",
+        "--steps=60",
+        "--eval_steps=7",
+        "--save_steps=5",
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = run(text, whole, *more, "--sample_tokens=0")  # processes too: each rank draws its own dropout masks
+    assert done.returncode == 0, done.stderr
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeloom", *words(text, killed, *more, "--sample_tokens=0")],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    wait_for_steps(process, killed, 10)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    last = len([row for row in metrics_so_far(killed) if "loss" in row])
+    assert 10 <= last < 60, "the run was over before it was killed"
+    resumed = run(text, killed, *more, "--sample_tokens=0", "--resume_from_checkpoint", "latest")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [row[:4] for row in story(killed)] == [row[:4] for row in story(whole)]
+
+
+def test_staleness_changes_the_learning_rate_of_late_gradients(text: Path, tmp_path: Path) -> None:
+    losses = []
+    for number, staleness in enumerate(("none", "inverse", "pipemare:4")):
+        local(
+            text,
+            tmp_path / str(number),
+            "--schedule=pipedream",
+            "--batch.microbatches=1",
+            "--parallel.pipeline=3",
+            f"--optimizer.staleness={staleness}",
+        )
+        losses.append([row[1] for row in story(tmp_path / str(number)) if row[1] is not None])
+    assert losses[0][0] == losses[1][0] == losses[2][0]
+    assert len({tuple(values) for values in losses}) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--schedule=pipedream --parallel.replicas=2,1 --batch.microbatches=1", "steps is 9 with replicas 2,1"),
+        ("--schedule=pipedream --parallel.replicas=2,1,1", "2,1,1 for 2 stages"),
+        ("--schedule=pipedream --parallel.replicas=two", "it is the ranks of each stage"),
+        ("--schedule=1f1b --parallel.replicas=2,1", "replicas"),
+        ("--schedule=1f1b --weights=vertical", "weights"),
+        ("--schedule=1f1b --optimizer.staleness=inverse", "its gradients are not late"),
+        ("--schedule=pipedream --optimizer.staleness=pipemare", "pipemare:K"),
+        ("--schedule=pipedream --optimizer.barrier=false", "has no barrier"),
+        ("--schedule=pipedream --model.tie_embeddings", "hold the same parameters"),
+        ("--schedule=pipedream-2bw --batch.microbatches=1 --parallel.pipeline=4", "1 micro-batches an update"),
+    ],
+)
+def test_what_a_stream_cannot_be_is_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, message: str
+) -> None:
+    assert main(words(text, tmp_path / "out", *options.split())) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_micro_batches_are_what_the_schedule_wants_unless_they_are_given(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = [word for word in words(text, tmp_path / "out", "--local", "--steps=2") if "microbatches" not in word]
+    for more, expected in (([], 6), (["--schedule=pipedream"], 1), (["--schedule=pipedream", "--batch.size=9"], 1)):
+        assert main([*base, *more]) == 0
+        assert f", {expected} micro-batches a step" in capsys.readouterr().out
+    assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["batch"]["microbatches"] is None

@@ -1,0 +1,194 @@
+"""`pipeloom partition` as scripts and people call it, with a profile."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeloom.cli import main
+
+KEYS = ("name", "forward_seconds", "backward_seconds", "activation_bytes", "parameter_bytes")
+# A front that computes, and a tail with the weights.
+ROWS = [("a", 1.0, 2.0, 200, 10), ("b", 1.0, 2.0, 200, 10), ("c", 1.0, 2.0, 10, 10), ("d", 0.1, 0.2, 10, 1000)]
+LAYERS = [dict(zip(KEYS, row, strict=True)) for row in ROWS]
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"layers": LAYERS}))
+    return str(path)
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    code = main(["partition", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_numbers_as_json(capsys, profile):
+    words = ["--profile", profile, "--ranks", "4", "--bandwidth", "100", "--json"]
+    for form, period in (("summed", 3.0 + 4 * 2 * 30 / 3 / 100 / 3), ("published", 3.0)):
+        code, out, err = run(capsys, *words, "--form", form)
+        assert (code, err) == (0, "")
+        answer = json.loads(out)
+        assert answer["stages"] == [{"layers": [0, 2], "replicas": 3}, {"layers": [3, 3], "replicas": 1}]
+        assert answer["period_seconds"] == pytest.approx(period)
+        assert answer["bottleneck"] == {"kind": "compute", "stage": 0}
+        assert answer["in_flight"] == [2, 1]
+        assert answer["memory_bytes"] == [2 * (30 + 410), 1010]
+        together = (9.3, 4 * 3 * 1030 / 4 / 100)
+        expected = sum(together) / 4 if form == "summed" else max(together) / 4
+        assert answer["data_parallel_seconds"] == pytest.approx(expected)
+        assert answer["straight_pipeline_seconds"] == pytest.approx(4.0)
+    assert json.loads(run(capsys, *words)[1])["form"] == "summed"
+
+
+def test_levels(capsys, profile):
+    code, out, _ = run(capsys, "--profile", profile, "--levels", "3@1e3,2@100", "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert sum(stage["replicas"] for stage in answer["stages"]) == 6
+    assert [inner * outer for inner, outer in answer["replicas_by_level"]] == [s["replicas"] for s in answer["stages"]]
+    alone = json.loads(run(capsys, "--profile", profile, "--levels", "4@100", "--json")[1])
+    flat = json.loads(run(capsys, "--profile", profile, "--ranks", "4", "--bandwidth", "100", "--json")[1])
+    assert alone == flat
+
+
+def test_why(capsys, profile):
+    _, out, _ = run(capsys, "--profile", profile, "--ranks", "4", "--bandwidth", "100")
+    first, header, *stages, together, straight = out.splitlines()
+    assert first.startswith("3.267 s a minibatch, 2 stages on 4 ranks; bottleneck: compute of stage 0, 3 s (with sync")
+    assert header.split()[:3] == ["stage", "layers", "replicas"]
+    assert [line.split()[:2] for line in stages] == [["0", "0-2"], ["1", "3-3"]]
+    assert "data parallelism alone takes 10.05 s, 3.08 x as long; bottleneck: sync" in together
+    assert "one stage a rank takes 4 s, 1.22 x as long; bottleneck: transfer from stage 0 to 1" in straight
+    _, out, _ = run(capsys, "--profile", profile, "--ranks", "8", "--bandwidth", "1")
+    assert "one stage a rank is not possible (4 layers for 8 ranks)" in out
+    assert "alone would take" in out
+    _, out, _ = run(capsys, "--profile", profile, "--ranks", "4", "--bandwidth", "100", "--memory-cap", "1100")
+    assert "data parallelism alone holds more than the cap" in out
+
+
+def test_dapple(capsys, profile):
+    words = ["--profile", profile, "--ranks", "4", "--bandwidth", "1e3", "--schedule", "dapple", "--microbatches", "8"]
+    answer = json.loads(run(capsys, *words, "--json")[1])
+    assert list(answer) == ["stages", "step_seconds", "simulated_seconds"]
+    assert sum(stage["replicas"] for stage in answer["stages"]) == 4
+    assert answer["simulated_seconds"].keys() == {"1f1b", "dapple-pb"}
+    code, out, _ = run(capsys, *words)
+    assert code == 0
+    assert "a step of 8 micro-batches" in out
+    assert "simulated: " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "0"], "ranks 0"),
+        (["--ranks", "two"], "ranks"),
+        (["--ranks", "1000000000"], "4 layers on 1000000000 ranks"),
+        (["--bandwidth", "1e-300"], "bandwidth 1e-300"),
+        (["--bandwidth", "0"], "bandwidth 0"),
+        (["--bandwidth", "nan"], "bandwidth is nan"),
+        (["--bandwidth", "inf"], "bandwidth is inf"),
+        (["--memory-cap", "-1"], "memory cap -1"),
+        (["--memory-cap", "9"], "1010 bytes are the least"),
+        (["--state-copies", "-1"], "state copies -1"),
+        (["--state-copies", "1e300"], "state copies 1e+300"),
+        (["--form", "printed"], "'summed', 'published'"),
+        (["--profile", "no/such/file"], "no/such/file"),
+        (["--profile", "."], "--profile ."),
+        (["--model.layers", "8"], "--model.layers beside --profile"),
+        (["--batch", "8"], "--batch beside --profile"),
+        (["--write-profile", "x"], "--write-profile beside --profile"),
+        (["--levels", "2@1e9"], "--bandwidth beside --levels"),
+        (["--schedule", "dapple"], "needs --microbatches"),
+        (["--microbatches", "4"], "without --schedule dapple"),
+        (["--schedule", "dapple", "--microbatches", "0"], "microbatches 0"),
+        (["--schedule", "dapple", "--microbatches", "1" + "0" * 200], "microbatches 1000"),
+        (["--schedule", "dapple", "--microbatches", "4", "--memory-cap", "9"], "--memory-cap with --schedule dapple"),
+        (["--bandwith", "8"], "did you mean --bandwidth?"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, profile, words, message):
+    code, out, err = run(capsys, "--profile", profile, "--ranks", "4", "--bandwidth", "100", *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "4"], "--bandwidth is missing"),
+        (["--bandwidth", "4"], "--ranks is missing"),
+        (["--levels", "4@fast"], "'4@fast' is no level"),
+        (["--levels", "4"], "'4' is no level"),
+        (["--levels", "0@1e9"], "ranks 0"),
+        (["--levels", "4@1e9,2@1e9", "--ranks", "4"], "the levels have 8 ranks"),
+    ],
+)
+def test_what_is_missing_or_no_level(capsys, profile, words, message):
+    code, out, err = run(capsys, "--profile", profile, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_wrong_cluster_is_refused_before_anything_is_measured(capsys):
+    code, _, err = run(capsys, "--ranks", "0", "--bandwidth", "1e9", "--model.layers", "2")
+    assert code == 2
+    assert "ranks 0" in err
+
+
+def changed(key: str, value: object) -> list[dict[str, object]]:
+    return [LAYERS[0], {**LAYERS[1], key: value}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("not json", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ("[]", "no list of layers"),
+        ({"layers": {}}, "no list of layers"),
+        ({"layers": []}, "has no layers"),
+        ({"layers": [1]}, "layer 0 of the profile is no object"),
+        ({"layers": LAYERS, "model": "x"}, "key 'model'"),
+        ({"layers": LAYERS, "version": 2}, "version 2"),
+        (
+            {"layers": [{k: v for k, v in LAYERS[0].items() if k != "name"}]},
+            "layer 0 of the profile lacks the key 'name'",
+        ),
+        ({"layers": changed("flops", 1)}, "layer 1 of the profile has a key 'flops'"),
+        ({"layers": changed("name", 1)}, "the name of layer 1"),
+        ({"layers": changed("forward_seconds", -1)}, "forward_seconds of layer 1"),
+        ({"layers": changed("backward_seconds", float("nan"))}, "backward_seconds of layer 1"),
+        ({"layers": changed("activation_bytes", float("inf"))}, "activation_bytes of layer 1"),
+        ({"layers": changed("parameter_bytes", "many")}, "parameter_bytes of layer 1"),
+        ({"layers": changed("parameter_bytes", True)}, "parameter_bytes of layer 1"),
+        ({"layers": changed("parameter_bytes", 10**400)}, "parameter_bytes of layer 1"),
+        ({"layers": [{**LAYERS[0], "parameter_bytes": 1.7e308}] * 2}, "parameter_bytes of the profile add up to"),
+    ],
+)
+def test_a_bad_profile_names_what_is_wrong(capsys, tmp_path, content, message):
+    path = tmp_path / "profile.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    code, out, err = run(capsys, "--profile", str(path), "--ranks", "2", "--bandwidth", "1e9")
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_the_worked_example_of_the_documentation_is_what_is_printed(capsys, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "partitioning.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("profile.json").write_text(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
+    command, shown = re.search(r"\$ pipeloom partition ([^\n]*)\n(?!\$|```)(.*?)```", page, re.DOTALL).groups()
+    assert run(capsys, *command.split()) == (0, shown, "")
+    published = json.loads(run(capsys, *command.split(), "--form", "published", "--json")[1])
+    assert [stage["replicas"] for stage in published["stages"]] == [7, 1]
