@@ -90,7 +90,7 @@ class StreamRank:
 
     Attributes:
         norms: by stage and update, of the gradient before clipping.
-        peak_weight_bytes: of the parameters of all its stages in all versions, the most that existed at once.
+        peak_weight_bytes: of the parameters of all its stages that want a gradient, in all versions, the most at once.
     """
 
     def __init__(

@@ -51,7 +51,6 @@ class WeightVersions:
         self._leaves: dict[int, list[nn.Parameter]] = {0: [_leaf(parameter) for parameter in self.parameters]}
         self._sums: dict[int, Gradients] = {}  # by update: the gradients of its backwards so far
         self._sizes = [parameter.nbytes for parameter in self.parameters]
-        self._frozen_bytes = sum(p.nbytes for p in module.parameters() if not p.requires_grad)
         self.peak_versions = 1
 
     def install(self, version: int) -> None:
@@ -126,10 +125,10 @@ class WeightVersions:
 
     @property
     def num_bytes(self) -> int:
-        """Of all parameters of the stage, those that want no gradient too, in all versions that exist."""
+        """Of `parameters` in all versions that exist."""
         columns = zip(*self._leaves.values(), strict=True)
         copies = (len(set(map(id, column))) for column in columns)
-        return self._frozen_bytes + sum(size * count for size, count in zip(self._sizes, copies, strict=True))
+        return sum(size * count for size, count in zip(self._sizes, copies, strict=True))
 
     def close(self) -> None:
         """Put the user's parameters back into their places, and let go of all versions."""
