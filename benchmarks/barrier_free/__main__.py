@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.barrier_free.subject import (
-    F_SECONDS,
-    I_SECONDS,
     NUM_MICROBATCHES,
     NUM_RANKS,
+    SECONDS,
     SYSTEMS,
-    W_SECONDS,
     Answer,
     Subject,
 )
@@ -41,11 +39,11 @@ def check(answers: dict[str, Sequence[Answer]], num_steps: int) -> None:
 def theory_seconds(name: str) -> dict[str, float]:
     """Seconds of a step: alone, the largest span of a rank, and of many in a row."""
     schedule = pl.schedules.build(name, num_ranks=NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
-    chunks = schedule.placement.num_chunks
+    chunks, (forward, backward, weight) = schedule.placement.num_chunks, SECONDS
     costs = pl.Costs(
-        forward=(F_SECONDS / chunks,) * schedule.num_stages,
-        backward_input=(I_SECONDS / chunks,) * schedule.num_stages,
-        backward_weight=(W_SECONDS / chunks,) * schedule.num_stages,
+        forward=(forward / chunks,) * schedule.num_stages,
+        backward_input=(backward / chunks,) * schedule.num_stages,
+        backward_weight=(weight / chunks,) * schedule.num_stages,
     )
     alone = pl.simulate(schedule, costs)
     row = pl.simulate(repeat_steps(schedule, 11), costs)

@@ -6,27 +6,19 @@ import time
 from typing import NamedTuple
 
 import torch
-from benchmarks.common.workloads import WaitingStage, wait
+from benchmarks.common.workloads import WaitingStage
 from torch import Tensor, nn
 
 import pipeloom as pl
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
-F_SECONDS, I_SECONDS, W_SECONDS = 0.010, 0.010, 0.010  # of one rank's share of the model
+SECONDS = (0.010, 0.010, 0.010)  # F, I and W of one rank's share of the model
 # The largest gradient norm: never reached, or always, so that no rank ever does the right thing at once but the last.
 SYSTEMS = {
     "barrier": (pl.BarrierStep, 1e9),
     "validated later": (pl.PostValidatedStep, 1e9),
     "validated later, always wrong": (pl.PostValidatedStep, 1e-9),
 }
-
-
-class SplitWaitingStage(WaitingStage):
-    """A `WaitingStage` whose backward waits in two parts: on the way to the stage before, and for its parameter."""
-
-    def __init__(self, num_chunks: int) -> None:
-        super().__init__(F_SECONDS / num_chunks, I_SECONDS / num_chunks)
-        self.scale.register_post_accumulate_grad_hook(lambda _: wait(W_SECONDS / num_chunks))
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -53,7 +45,8 @@ class Subject:
         kind, max_norm = SYSTEMS[system]
         schedule = pl.schedules.build(name, num_ranks=NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
         torch.manual_seed(7)
-        model = [SplitWaitingStage(schedule.placement.num_chunks) for _ in range(schedule.num_stages)]
+        forward, backward, weight = (seconds / schedule.placement.num_chunks for seconds in SECONDS)
+        model = [WaitingStage((forward, backward, weight)) for _ in range(schedule.num_stages)]
         with pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss) as pipe:
             stepper = kind(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9), max_norm=max_norm)
             stepper.step(*batch())  # allocates and connects
