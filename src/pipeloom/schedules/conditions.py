@@ -20,6 +20,7 @@ class Conditions:
         activation: for each stage, what F keeps, in any unit (bytes, or rank-shares of one micro-batch).
         weight_gradient: for each stage, what is left of it between I and W (M_W of the papers, where the whole is M_B).
         caps: for each rank, the most that it may hold, in the same unit; infinity where nothing limits it.
+        overlap: seconds of an F and B that run as one unit, as a part of the sum of both.
 
     Raises:
         ScheduleError: lists of different lengths, a number that is negative or not one, or more kept after I than
@@ -33,6 +34,7 @@ class Conditions:
     activation: tuple[float, ...]
     weight_gradient: tuple[float, ...]
     caps: tuple[float, ...]
+    overlap: float = 1.0
 
     def __post_init__(self) -> None:
         stages, ranks = len(self.forward), len(self.caps)
@@ -47,6 +49,7 @@ class Conditions:
             )
         for row in self.latency:
             _check_numbers("latency", row)
+        _check_numbers("overlap", (self.overlap,))
         if any(math.isnan(cap) or cap < 0 for cap in self.caps):
             raise ScheduleError(f"memory caps are {self.caps}: a cap is 0 or more; correct it")
         for stage, (kept, left) in enumerate(zip(self.activation, self.weight_gradient, strict=True)):

@@ -12,6 +12,7 @@ from pathlib import Path
 from pipeloom import schedules
 from pipeloom.errors import CheckpointError, DataError, InputError
 from pipeloom.ir import Schedule, check
+from pipeloom.passes import check_has_backwards
 from pipeloom.train.checkpoint import directory as checkpoint_directory
 from pipeloom.train.checkpoint.manifest import verify
 from pipeloom.train.config import TrainConfig
@@ -102,6 +103,7 @@ def make_schedule(config: TrainConfig) -> Schedule:
         microbatches_per_update=config.num_microbatches if streams else None,
     )
     check(schedule)
+    check_has_backwards(schedule)
     if lengths is not None and len(lengths) != schedule.num_slices:
         raise InputError(
             f"parallel.slices is {config.parallel.slices}: schedule {schedule.name!r} has {schedule.num_slices}; "

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import InputError
+from pipeloom.ir.json_text import load_json
 
 Array = NDArray[np.float64]
 
@@ -160,8 +161,8 @@ def parse_slice_costs(text: str) -> SliceCosts:
         InputError: it is not one; the message names the key and the rule.
     """
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = load_json(text)
+    except ValueError as error:
         raise InputError(f"costs of slices are no JSON ({error}): write {_FORM}") from error
     if not isinstance(data, Mapping):
         raise InputError(f"costs of slices are no object: write {_FORM}")
