@@ -14,6 +14,7 @@ from pipeloom.cli.files import read_json_text
 from pipeloom.errors import InputError
 from pipeloom.ir import Op, Placement, Schedule
 from pipeloom.schedules import Conditions, Found, StreamOptions
+from pipeloom.schedules.conditions import peak_held
 from pipeloom.schedules.sizes import check_sizes
 from pipeloom.sim import Costs, CostsFile, Network, Timeline, parse_costs, simulate
 
@@ -95,6 +96,11 @@ class Inputs:
         Raises:
             ScheduleError, InputError: unknown name, or sizes and costs that do not fit it.
         """
+        schedule, found = self._make(name)
+        self._check_stages(schedule)
+        return schedule, found
+
+    def _make(self, name: str) -> tuple[Schedule, Found | None]:
         options, ranks, microbatches = self.options, self.options.ranks, self.options.microbatches
         chunks = options.chunks
         if schedules.is_file(name):
@@ -180,6 +186,15 @@ class Inputs:
             found = schedules.prove(found, conditions=conditions, seconds=options.prove, measure=self._seconds)
         return found.schedule, found
 
+    def _check_stages(self, schedule: Schedule) -> None:
+        """Refuse a costs file for another number of stages."""
+        if self.file is not None and self.file.num_stages != schedule.num_stages:
+            compared = "; compare schedules with the same stages" if self.options.names[0] == "compare" else ""
+            raise InputError(
+                f"--costs {self.options.costs}: it is of {self.file.num_stages} stages, and schedule {schedule.name!r} "
+                f"has {schedule.num_stages} on {schedule.num_ranks} ranks: give one entry for each{compared}"
+            )
+
     def _seconds(self, schedule: Schedule) -> float:
         """What a step takes, with all messages and all waits for links."""
         return simulate(schedule, self.costs, self.network).makespan
@@ -190,6 +205,7 @@ class Inputs:
         Where ranks do not compute while they send and receive, that is part of their computations.
         """
         plan = Schedule(name=name, num_microbatches=1, placement=placement, orders=())
+        self._check_stages(plan)
         seconds = self.costs.seconds(plan)
         ranks, limit = placement.num_ranks, self.options.memory_limit
         kept = self.costs.bytes_kept(plan)
@@ -270,22 +286,3 @@ def _slowness(words: Sequence[str] | None, num_ranks: int) -> tuple[float, ...] 
             raise InputError(f"--slow-rank {word}: rank {rank} has a factor already; give each rank one")
         factors[rank] = float(match[2])
     return tuple(factors.get(rank, 1.0) for rank in range(num_ranks))
-
-
-def peak_held(schedule: Schedule, conditions: Conditions) -> list[float]:
-    """For each rank the most it holds: F keeps the activation, I leaves the weight gradient's part, W or B none."""
-    split = schedule.split_backwards
-    peaks = []
-    for order in schedule.orders:
-        held = peak = 0.0
-        for stage, op, microbatch, piece in order:
-            kept, left = conditions.activation[stage], conditions.weight_gradient[stage]
-            if op is Op.F:
-                held += kept
-                peak = max(peak, held)
-            elif op is Op.W:
-                held -= left
-            else:
-                held -= kept - left if (stage, microbatch, piece) in split else kept
-        peaks.append(peak)
-    return peaks

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,25 @@ class Conditions:
     @property
     def num_ranks(self) -> int:
         return len(self.caps)
+
+
+def peak_held(schedule: Schedule, conditions: Conditions) -> list[float]:
+    """For each rank the most it holds: F keeps the activation, I leaves the weight gradient's part, W or B none."""
+    split = schedule.split_backwards
+    peaks = []
+    for order in schedule.orders:
+        held = peak = 0.0
+        for stage, op, microbatch, piece in order:
+            kept, left = conditions.activation[stage], conditions.weight_gradient[stage]
+            if op is Op.F:
+                held += kept
+                peak = max(peak, held)
+            elif op is Op.W:
+                held -= left
+            else:
+                held -= kept - left if (stage, microbatch, piece) in split else kept
+        peaks.append(peak)
+    return peaks
 
 
 def _check_numbers(what: str, values: Sequence[float]) -> None:

@@ -13,8 +13,8 @@
 4. Tiny steps are searched to the end (`search_exact`).
 
 The search stops early where it meets a bound that no order can beat (`search_bounds`). At the end the named schedules
-as they are, B and overlapped units and all, and several of the best orders are measured alike, and the shortest is taken:
-to the search a message takes its time whatever else is on its link, `measure` may know better.
+as they are, B and overlapped units and all, and several of the best orders are measured alike, and the shortest is
+taken: to the search a message takes its time whatever else is on its link, `measure` may know better.
 """
 
 from __future__ import annotations
