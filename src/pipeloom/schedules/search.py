@@ -209,9 +209,11 @@ def _different(found: list[tuple[float, IntOrders]], most: int) -> list[tuple[fl
 
 
 def _distinct(found: list[tuple[float, IntOrders]]) -> list[tuple[float, IntOrders]]:
-    """The same, each order once."""
-    seen = {tuple(map(tuple, orders)): (makespan, orders) for makespan, orders in reversed(found)}
-    return sorted(seen.values(), key=_makespan)
+    """The same, each order once, where it stands first."""
+    first: dict[tuple[tuple[int, ...], ...], tuple[float, IntOrders]] = {}
+    for makespan, orders in found:
+        first.setdefault(tuple(map(tuple, orders)), (makespan, orders))
+    return list(first.values())
 
 
 def _named(work: Work) -> list[Schedule]:
