@@ -112,11 +112,11 @@ class Inputs:
         family = schedules.find(name)
         stream = self.stream(name)
         family.check_stream(stream)
+        least = 2 if name == "search" and options.placement == "v" else 1  # of one stage a rank there is no V
         if chunks is None and family.chunks is None and self.file is not None and ranks > 0:
-            chunks = max(1, self.file.num_stages // ranks)
+            chunks = max(least, self.file.num_stages // ranks)
         if chunks is None:
-            in_v = name == "search" and options.placement == "v"
-            chunks = 2 if in_v else family.default_chunks  # of one stage a rank there is no V
+            chunks = max(least, family.default_chunks)
         slices = options.slices if family.sliced or options.names[0] != "compare" else 1
         check_sizes(ranks, microbatches, chunks, slices)
         most = _MOST_SEARCHED if name == "search" else _MOST_ACTIONS
