@@ -24,6 +24,7 @@ from pipeloom.plan.slicing import parse_slice_costs, slice_batch, slicing_timeli
 from pipeloom.report import timeline_svg
 from pipeloom.report.drawing import number_text, seconds_text
 from pipeloom.report.html import percent_text
+from pipeloom.report.plots import Series, line_chart
 from pipeloom.sim import Timeline
 from pipeloom.train.config import options
 
@@ -53,10 +54,11 @@ def draw(directory: Path) -> list[Path]:
     (directory / "steps.svg").write_text(_steps() + "\n", encoding="utf-8")
     (directory / "pipedream-replicas.svg").write_text(_replicas() + "\n", encoding="utf-8")
     (directory / "slices.svg").write_text(_slices() + "\n", encoding="utf-8")
+    (directory / "convergence.svg").write_text(_convergence() + "\n", encoding="utf-8")
     shown = _gallery_timelines()
     for name, timeline in shown.items():
         (directory / f"gallery-{name}.svg").write_text(_gallery_picture(timeline) + "\n", encoding="utf-8")
-    more = ("eager-latency.svg", "run.svg", "steps.svg", "slices.svg", "pipedream-replicas.svg")
+    more = ("eager-latency.svg", "run.svg", "steps.svg", "slices.svg", "convergence.svg", "pipedream-replicas.svg")
     return [directory / name for name in (*SIMULATED, *more, *(f"gallery-{name}.svg" for name in shown))]
 
 
@@ -86,6 +88,51 @@ def _replicas() -> str:
     schedule = pl.schedules.pipedream(num_ranks=3, num_microbatches=16, replicas=(2, 1))
     costs = pl.Costs.per_stage(forward=[2.0, 1.0], backward=[4.0, 2.0])
     return timeline_svg([pl.simulate(lower(schedule), costs)], standalone=True)
+
+
+def _convergence() -> str:
+    """Validation losses by tokens and by time: what `python -m benchmarks.convergence --curves` wrote."""
+    curves = json.loads((PICTURES / "convergence.json").read_text(encoding="utf-8"))
+    styles = dict(zip(curves, "abcd", strict=False))
+    width, height, head = 460.0, 300.0, 64.0
+    charts = []
+    for axis, label in (("tokens", "tokens"), ("seconds", "seconds")):
+        series = [
+            Series(
+                label=name,
+                points=list(zip(curve[axis], curve["loss"], strict=True)),
+                style=styles[name],
+                marks=True,
+            )
+            for name, curve in curves.items()
+        ]
+        charts.append(line_chart(series, width=width, height=height, x_label=label))
+    colours = dict(zip("abcd", ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=True))
+    style = "".join(
+        f".pl .line.{key}{{stroke:{value};fill:none;stroke-width:1.8}}.pl circle.{key}{{fill:{value}}}"
+        for key, value in colours.items()
+    )
+    style += (
+        ".pl{font:12px system-ui,sans-serif;color:#222;background:#fff}.pl text{fill:currentColor}"
+        ".pl .grid{stroke:currentColor;stroke-opacity:.13}.pl .paper{fill:#fff}"
+        "@media(prefers-color-scheme:dark){.pl{color:#ddd;background:#16181c}.pl .paper{fill:#16181c}}"
+    )
+    legend = "".join(
+        f'<rect x="{10 + 190 * k}" y="32" width="14" height="14" fill="{colours[styles[name]]}"/>'
+        f'<text x="{30 + 190 * k}" y="44">{name}</text>'
+        for k, name in enumerate(curves)
+    )
+    placed = "".join(
+        chart.replace("<svg ", f'<svg x="{k * (width + 10):.0f}" y="{head:.0f}" width="{width}" height="{height}" ', 1)
+        for k, chart in enumerate(charts)
+    )
+    total = 2 * width + 10
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="pl" viewBox="0 0 {total:.0f} {head + height:.0f}" role="img" '
+        f'aria-label="validation loss of {", ".join(curves)}"><style>{style}</style>'
+        f'<rect class="paper" width="100%" height="100%"/><text x="10" y="20">validation loss, nats a byte</text>'
+        f"{legend}{placed}</svg>"
+    )
 
 
 def _slices() -> str:

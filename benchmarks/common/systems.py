@@ -34,6 +34,7 @@ class Pipeloom:
         transport: str = "auto",
         spin_seconds: float | None = None,
         links: EmulatedLinks | None = None,
+        slices: Sequence[int] | None = None,
     ) -> None:
         import pipeloom as pl
 
@@ -52,7 +53,7 @@ class Pipeloom:
             if links is not None:
                 chosen = DelayedTransport(chosen, links)
         self._pipe = pl.Pipeline(
-            model, plan, loss_fn=workload.loss, cut=workload.cut(plan.num_stages), transport=chosen
+            model, plan, loss_fn=workload.loss, cut=workload.cut(plan.num_stages), transport=chosen, slices=slices
         )
         self._batch = workload.batch()
         self.parameters = parameters_of(model, self._pipe.parameters())

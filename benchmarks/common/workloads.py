@@ -6,6 +6,7 @@ Shapes: B samples, S positions, D width, V vocabulary.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.common.processes import running_first
+from pipeloom.slicing import current_slice
 
 
 class Workload(Protocol):
@@ -136,18 +138,22 @@ class _Waits:
 wait = _Waits()
 
 
+Seconds = tuple[float, float, float]  # of F, I and W
+
+
 class _Wait(torch.autograd.Function):
     """The identity, slow in both directions."""
 
     @staticmethod
     def forward(ctx, x: Tensor, stage: WaitingStage) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.seconds = stage.seconds[1]
-        wait(stage.seconds[0])
+        ctx.stage, ctx.seconds = stage, stage.seconds_now(x)
+        wait(ctx.seconds[0])
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
-        wait(ctx.seconds)
+        _, backward_input, ctx.stage.weight_seconds = ctx.seconds
+        wait(backward_input)
         return gradient, None
 
 
@@ -158,19 +164,30 @@ class WaitingStage(nn.Module):
     gradient, whenever that is computed: at once in a whole backward, in W where the backward is split.
 
     Args:
-        seconds: to wait in F, I and W.
+        seconds: to wait in F, I and W; or what they are for a slice of so many tokens behind so many others (W then
+            follows its I at once).
     """
 
-    def __init__(self, seconds: tuple[float, float, float]) -> None:
+    sliceable = True
+
+    def __init__(self, seconds: Seconds | Callable[[int, int], Seconds]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(4, 4) / 2)
         self.weight.register_hook(self._wait_for_weight)
         self.seconds = seconds
+        self.weight_seconds = 0.0
         self.weight_started = 0.0
+
+    def seconds_now(self, x: Tensor) -> Seconds:
+        """Of the slice that runs, or of whole sequences."""
+        if not callable(self.seconds):
+            return self.seconds
+        piece = current_slice()
+        return self.seconds(x.shape[1], 0 if piece is None else piece.start)
 
     def _wait_for_weight(self, gradient: Tensor) -> None:
         self.weight_started = time.monotonic()
-        wait(self.seconds[2])
+        wait(self.weight_seconds)
 
     def forward(self, x: Tensor) -> Tensor:
         return _Wait.apply(F.linear(x, self.weight), self)  # type: ignore[no-any-return]
@@ -232,6 +249,61 @@ class WaitingWorkload:
 
     def without_waits(self) -> WaitingWorkload:
         return replace(self, seconds=(0.0, 0.0, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceCosts:
+    """Seconds of one rank on a slice: some of its own, some a token, and some for each pair of tokens that attend.
+
+    A `pipeloom.plan.slicing.SliceTime`; the backward takes twice the forward.
+    """
+
+    slice_seconds: float
+    token_seconds: float
+    pair_seconds: float
+
+    def __call__(self, batch: int, length: int, context: int) -> tuple[float, float]:
+        pairs = length * (context + length / 2)
+        forward = self.slice_seconds + batch * (length * self.token_seconds + pairs * self.pair_seconds)
+        return forward, 2 * forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitingSequences:
+    """`WaitingWorkload` on sequences: what a stage takes depends on the slice. One sequence a micro-batch."""
+
+    num_stages: int
+    num_microbatches: int
+    sequence: int
+    costs: SequenceCosts | None
+
+    def model(self) -> nn.Sequential:
+        costs = self.costs
+        own = (0.0, 0.0, 0.0) if costs is None else _own_seconds()
+
+        def seconds(length: int, context: int) -> Seconds:
+            forward, backward = (0.0, 0.0) if costs is None else costs(1, length, context)
+            f, i, w = (
+                max(0.0, total - part) for total, part in zip((forward, backward / 2, backward / 2), own, strict=True)
+            )
+            return f, i, w
+
+        torch.manual_seed(7)
+        return nn.Sequential(*(WaitingStage(seconds) for _ in range(self.num_stages)))
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(11)
+        shape = (self.num_microbatches, self.sequence, 4)
+        return torch.randn(shape, generator=generator), torch.zeros(shape)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target)
+
+    def cut(self, num_stages: int) -> list[int]:
+        return [1] * num_stages
+
+    def without_waits(self) -> WaitingSequences:
+        return replace(self, costs=None)
 
 
 class AddStage(nn.Module):

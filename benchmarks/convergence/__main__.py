@@ -52,6 +52,21 @@ def measure(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     return results
 
 
+def curves(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """For each system the validation loss by tokens and by seconds of training: means over the seeds."""
+    found = {}
+    for name, runs in results.items():
+        steps = [step for step, _ in runs[0]["evaluations"]]
+        seconds = [[sum(run["step_seconds"][:step]) for step in steps] for run in runs]
+        losses = [[loss for _, loss in run["evaluations"]] for run in runs]
+        found[name] = {
+            "tokens": [step * runs[0]["tokens_a_step"] for step in steps],
+            "seconds": [round(statistics.fmean(values), 3) for values in zip(*seconds, strict=True)],
+            "loss": [round(statistics.fmean(values), 4) for values in zip(*losses, strict=True)],
+        }
+    return found
+
+
 def tables(results: dict[str, list[dict[str, Any]]]) -> str:
     """What each reached, and when it was where 1F1B ended."""
     goal = statistics.median(run["evaluations"][-1][1] for run in next(iter(results.values())))
@@ -61,17 +76,23 @@ def tables(results: dict[str, list[dict[str, Any]]]) -> str:
     for name, runs in results.items():
         final = spread([run["evaluations"][-1][1] for run in runs])
         pace = spread([statistics.median(run["step_seconds"]) for run in runs])
-        reached = [_first_at(run["evaluations"], goal) for run in runs]
-        known = [step for step in reached if step is not None]
-        steps = statistics.median(known) if 2 * len(known) > len(reached) else None
+        known = [step for run in runs if (step := _first_at(run["evaluations"], goal)) is not None]
+        seconds = [_seconds_to(run, step) for run in runs if (step := _first_at(run["evaluations"], goal)) is not None]
+        steps = statistics.median(known) if 2 * len(known) > len(runs) else None
         rows.append(
             (
                 name, final.show("{:.4f}"), pace.show("{:.0f}", 1e3),
                 "not reached" if steps is None else f"{steps:.0f}",
-                "" if steps is None else f"{steps * pace.median:.1f}",
+                "" if steps is None else f"{statistics.median(seconds):.1f}",
             )
         )  # fmt: skip
     return table(header, rows)
+
+
+def _seconds_to(run: dict[str, Any], step: float) -> float:
+    """Seconds of training until `step`, drains included."""
+    whole = int(step)
+    return sum(run["step_seconds"][:whole]) + (step - whole) * sum(run["step_seconds"][whole : whole + 1])
 
 
 def _first_at(evaluations: Sequence[tuple[int, float]], goal: float) -> float | None:
@@ -93,7 +114,10 @@ def main() -> None:
     parser.add_argument("--eval-steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--train", nargs="*", default=[], help="more options of `pipeloom train`, such as --train=--x=1")
+    parser.add_argument(
+        "--train", nargs="*", default=[], help="more options of `pipeloom train`, such as --train=--x=1"
+    )
+    parser.add_argument("--curves", type=Path, help="write the curves here too, for the picture of the documentation")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "convergence.json")
     options = parser.parse_args()
     machine = environment()
@@ -102,6 +126,8 @@ def main() -> None:
     print(text)
     settings = {"seeds": options.seeds, "steps": options.steps, "ranks": options.ranks, "train": options.train}
     save(options.output, settings, machine, results, text)
+    if options.curves is not None:
+        options.curves.write_text(json.dumps(curves(results), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

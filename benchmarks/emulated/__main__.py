@@ -11,6 +11,7 @@ from benchmarks.common.peers import TORCH_SCHEDULES
 from benchmarks.common.report import environment, save, table
 from benchmarks.common.statistics import ratio, spread
 from benchmarks.common.waiting import measure_waiting, simulated, waiting_schedule, waiting_systems
+from benchmarks.emulated import slices
 
 from pipeloom.schedules import SYNCHRONOUS
 
@@ -82,10 +83,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.emulated", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", nargs="+", type=int, choices=SIZES, default=[4, 8])
+    parser.add_argument("--slices", action="store_true", help="sequences cut into slices, on 8 ranks, instead")
     parser.add_argument("--schedules", nargs="+", choices=SYNCHRONOUS, default=list(SYNCHRONOUS))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "emulated.json")
     arguments = parser.parse_args()
     machine = environment()
+    if arguments.slices:
+        sliced = {count: slices.measure(count, arguments.rounds) for count in slices.MICROBATCHES}
+        print(slices.tables(sliced))
+        output = arguments.output.with_stem(f"{arguments.output.stem}_slices")
+        save(output, {"rounds": arguments.rounds}, machine, sliced, slices.tables(sliced))
+        return
     results = {}
     for num_ranks in arguments.ranks:
         results[num_ranks] = measure(num_ranks, arguments.schedules, arguments.rounds)

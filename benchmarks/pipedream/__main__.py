@@ -15,7 +15,7 @@ from benchmarks.common.statistics import spread
 from benchmarks.pipedream.subject import Cell, Subject, run
 
 import pipeloom as pl
-from pipeloom.schedules.pipedream import pipedream, pipedream_2bw
+from pipeloom.schedules import pipedream, pipedream_2bw
 
 NUM_RANKS = 4
 # Replicas of each stage, and how much work the stage has: that all ranks have as much to do.

@@ -17,7 +17,7 @@ from benchmarks.slices.subject import NUM_RANKS, SYSTEMS, WHOLE, Subject, batch,
 from safetensors.torch import save_file
 
 from pipeloom.models import loss_fn
-from pipeloom.plan.slicing import slice_batch
+from pipeloom.plan.slicing import slice_for_schedule
 from pipeloom.plan.slicing.measure import measure_slices
 
 TOLERANCE = 2e-5
@@ -43,8 +43,9 @@ def measure(names: Sequence[str], sequence: int, rounds: int) -> dict[str, Any]:
         for name, crew in crews.items():
             cut, lengths = SYSTEMS[name], None
             if cut.slices is None:
-                costs = measure_slices(config(sequence), num_ranks=NUM_RANKS, grid=128).costs
-                (lengths,) = slice_batch(costs, sequence=sequence, num_ranks=NUM_RANKS, grid=128).slices
+                costs = measure_slices(config(sequence), num_ranks=NUM_RANKS, grid=64).costs
+                best = slice_for_schedule(costs, schedule=cut.schedule, sequence=sequence, num_ranks=NUM_RANKS, grid=64)
+                (lengths,) = best.slices
             answers = crew.call("build", cut, lengths, str(reference))
             error = max(error for error, _ in answers)
             if error > TOLERANCE:

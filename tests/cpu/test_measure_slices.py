@@ -27,13 +27,13 @@ def test_a_slice_behind_its_context_is_the_end_of_the_sequence(positions):
 def test_measured_costs_cover_the_sequence():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     config = GPTConfig(layers=3, width=16, heads=2, sequence_length=40)
-    measured = measure_slices(config, num_ranks=2, grid=8, num_rounds=1)
+    measured = measure_slices(config, num_ranks=2, grid=8, piece=2, batch=3)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
     for time in (measured.costs.forward, measured.costs.backward):
         tokens = [n for n, _ in time.base]
         assert tokens == sorted(set(tokens))
-        assert (tokens[0], tokens[-1]) == (8, 40)
+        assert (tokens[0], tokens[-1]) == (8, 3 * 40)
         assert min(seconds for _, seconds in time.base) > 0
         assert min(time.context) >= 0
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError, PeerLost, RunError, StageError
-from pipeloom.schedules.pipedream import pipedream
+from pipeloom.schedules import pipedream
 from tests.cpu import stream_reference
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import Checkpointed, make_mlp
@@ -90,9 +90,9 @@ def test_parameters_that_do_not_change_share_memory() -> None:
     assert [stage.never.data_ptr() for stage in stages] == never
     matrix = 8 * 8 * 8
     assert stream.peak_weight_versions == {0: 3, 1: 2, 2: 1}
-    assert stream.peak_weight_bytes[2] == 4 * matrix
-    for rank, versions in ((0, 3), (1, 2)):  # those that always change, those that sometimes do, two that never do
-        assert versions * matrix + 3 * matrix <= stream.peak_weight_bytes[rank] <= 2 * (versions + 1) * matrix
+    assert stream.peak_weight_bytes[2] == 3 * matrix
+    for rank, versions in ((0, 3), (1, 2)):  # of what always changes, of what sometimes does, of what never does
+        assert (versions + 2) * matrix <= stream.peak_weight_bytes[rank] <= (2 * versions + 1) * matrix
 
 
 class Awkward(nn.Module):
@@ -159,6 +159,29 @@ def test_hooks_on_parameters_change_gradients() -> None:
     assert not torch.equal(one["0.0.0.weight"], other["0.0.0.weight"])
 
 
+def test_casts_of_weights_are_of_the_version() -> None:
+    """Autocast keeps casts of weights until it ends; a run inside it is long, and weights change in it."""
+    batches = [(x.float(), y.float()) for x, y in make_batches(8)]
+    stages = [stage.float() for stage in make_stages(2)]
+    twins = copy.deepcopy(stages)
+
+    class Cast(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(x)
+
+    expected = stream_reference.train(
+        [Cast(twin) for twin in twins], Rule("stash", (1, 1)), batches, mse, OPTIMIZERS["momentum"]
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe, _ = run(stages, make_schedule(Rule("stash", (1, 1)), 8), batches)
+    compare(pipe, {name.replace("inner.", ""): value for name, value in expected.parameters.items()})
+
+
 class Counted(list):
     """Batches that know how many of their members exist."""
 
@@ -197,6 +220,27 @@ def test_evaluation_between_runs(replicas: tuple[int, ...]) -> None:
             assert pipe.evaluate(inputs, targets) != before
             assert torch.equal(pipe.forward(inputs), model(inputs))
             torch.testing.assert_close(pipe.evaluate(inputs, targets), mse(model(inputs), targets))
+
+
+def _replicas(rank: int, transport: str) -> None:
+    """Two ranks with the last stage tell rank 0; evaluations are of batches that not all replicas take part in."""
+    rule, batches = Rule("stash", (1, 2)), make_batches(8)
+    expected = stream_reference.train(make_stages(2), rule, batches, mse, OPTIMIZERS["sgd"])
+    told: list[tuple[int, float]] = []
+    with pl.Pipeline(make_stages(2), make_schedule(rule, 8), loss_fn=mse, transport=transport) as pipe:
+        optimizer = OPTIMIZERS["sgd"](list(pipe.parameters()))
+        stream = pl.Stream(pipe, optimizer, on_update=lambda *row: told.append(row))
+        updates = stream.run(iter(batches) if rank != 0 else batches, num_batches=8)
+        assert [update.loss for update in updates] == expected.losses
+        assert told == ([(update.batch, update.loss) for update in updates] if rank == 0 else [])
+        assert pipe.evaluate(*batches[0]).shape == ()
+        output = pipe.forward(batches[0][0])
+        assert (output is None) == (rank == 0)
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "torch"])
+def test_losses_as_they_come_from_replicas(transport: str) -> None:
+    run_ranks(_replicas, 3, transport)
 
 
 # What goes wrong

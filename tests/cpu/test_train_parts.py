@@ -22,7 +22,7 @@ from pipeloom.passes import lower, merge_backwards
 from pipeloom.runtime import Pipeline
 from pipeloom.sim import Costs, simulate
 from pipeloom.split import split
-from pipeloom.train.config import OptimizerConfig, TrainConfig
+from pipeloom.train.config import BatchConfig, OptimizerConfig, TrainConfig
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
 from pipeloom.train.metrics import Predictor, StepCost, cost_numbers, message_times, read_cost
@@ -156,6 +156,12 @@ def test_a_run_that_goes_on_says_what_is_other() -> None:
     assert skipped_notice({}) == []
 
 
+def test_a_batch_of_few_samples_has_as_few_microbatches() -> None:
+    for size, wanted in ((1, 1), (5, 5), (32, 8)):
+        assert TrainConfig(batch=BatchConfig(size=size)).num_microbatches == wanted
+    assert TrainConfig(batch=BatchConfig(size=1, microbatches=4)).num_microbatches == 4
+
+
 def test_unequal_slices_are_measured_and_predicted() -> None:
     model = GPT(GPTConfig(layers=2, width=8, heads=2, sequence_length=64))
     init_parameters(model, seed=0)
@@ -236,7 +242,7 @@ MESSAGES = [  # rank 1 waits for a forward, which comes 0.5 late; rank 0 comes l
 
 
 def test_messages_take_a_send_a_latency_and_a_receive() -> None:
-    assert message_times(MESSAGES) == ([0.25, 0.25], [0.5], [0.125])
+    assert message_times(MESSAGES) == ([0.25, 0.25], [0.5], [0.125], [])
     schedule = schedules.one_f_one_b(num_ranks=2, num_microbatches=1)
     predictor = Predictor(lower(schedule))
     times = torch.tensor([[1.0, 2.0, 0, 0]] * 2, dtype=torch.float64)

@@ -133,3 +133,51 @@ def test_micro_batches_are_what_the_schedule_wants_unless_they_are_given(
         assert main([*base, *more]) == 0
         assert f", {expected} micro-batches a step" in capsys.readouterr().out
     assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["batch"]["microbatches"] is None
+
+
+def test_of_a_long_stream_the_last_records_are_enough(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks keep so many records, which is of different micro-batches on each."""
+    monkeypatch.setattr("pipeloom.runtime.stream_rank._NUM_RECORDS", 60)
+    more = ("--schedule=pipedream", "--batch.microbatches=1", "--parallel.pipeline=3", "--steps=40")
+    local(text, tmp_path, *more, "--eval_steps=0", "--save_steps=0")
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    seconds = [row["step_seconds"] for row in rows]
+    assert all(value > 1e-6 for value in seconds)
+    found = json.loads((tmp_path / "timelines.json").read_text())
+    measured, predicted = (Timeline.from_json(json.dumps(found[kind])) for kind in ("measured", "predicted"))
+    assert 3 < measured.num_microbatches < 20
+    assert measured.schedule.orders == predicted.schedule.orders
+    assert all(min(live for _, live in points) >= 0 for points in measured.memory)
+
+
+def test_a_stream_that_fails_has_written_the_losses_that_were_known(text: Path, tmp_path: Path) -> None:
+    more = ("--schedule=pipedream", "--optimizer.learning_rate=1e30", "--optimizer.clip_norm=0", "--eval_steps=0")
+    assert main(words(text, tmp_path, "--local", *more, "--save_steps=0")) == 1
+    rows = metrics(tmp_path)
+    assert rows[0]["step"] == 1
+    assert rows[0]["loss"] is not None
+    assert all(row["loss"] is None or "grad_norm" not in row for row in rows)
+
+
+def test_a_stream_does_not_go_on_between_its_drains(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--schedule=pipedream", "--batch.microbatches=1")
+    local(text, tmp_path / "odd", *more, "--steps=3")
+    source = f"--resume_from_checkpoint={tmp_path / 'odd' / 'checkpoint-3'}"
+    replicas = ("--parallel.replicas=2,1", "--steps=8", "--eval_steps=2", "--save_steps=2")
+    assert main(words(text, tmp_path / "out", *more, *replicas, source)) == 2
+    assert "is after step 3" in capsys.readouterr().err
+
+
+def test_a_stream_from_a_file_is_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(
+        "import pipeloom as pl\n\n"
+        "def mine(num_ranks, num_microbatches):\n"
+        "    return pl.schedules.pipedream(num_ranks=num_ranks, num_microbatches=num_microbatches)\n"
+    )
+    assert main(words(text, tmp_path / "out", f"--schedule={tmp_path / 'own.py'}:mine")) == 2
+    assert "updates the parameters while it runs" in capsys.readouterr().err

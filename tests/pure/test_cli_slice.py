@@ -61,6 +61,19 @@ def test_pieces_of_a_batch_and_a_memory_limit(capsys, costs):
     assert tight["unsliced_seconds"] == free["unsliced_seconds"] >= free["predicted_seconds"]
 
 
+def test_slices_of_another_schedule_are_simulated(capsys, costs):
+    words = ["--sequence", "1024", "--ranks", "4", "--batch", "4", "--grid", "32", "--costs", costs]
+    other = ["--schedule", "seq1f1b", "--memory-limit", "2000"]
+    first, early = (json.loads(run(capsys, *words, "--json", *more)[1]) for more in ([], other))
+    assert list(early) == list(first)
+    assert len({*early["batch"]}) == len({tuple(lengths) for lengths in early["slices"]}) == 1
+    assert first["predicted_seconds"] * 0.999 <= early["predicted_seconds"] < early["unsliced_seconds"]
+    code, out, _ = run(capsys, *words, "--schedule", "seq1f1b")
+    assert code == 0
+    assert " tokens on a rank\n" in out
+    assert "\nsliced\nrank 0  " in out
+
+
 def test_the_picture(capsys, costs):
     code, out, _ = run(capsys, "--sequence", "2048", "--ranks", "2", "--batch", "2", "--grid", "256", "--costs", costs)
     assert code == 0

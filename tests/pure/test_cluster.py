@@ -31,6 +31,27 @@ def test_the_papers_rows_within_15_percent(row):
         assert answer["with_seconds"] <= answer["with_the_papers_slices_seconds"] * 1.001
 
 
+def test_the_papers_other_rows():
+    """The efficiency was calibrated by two rows alone: most others are within 10 %, all within 25 %."""
+    errors = {}
+    for row in read_rows():
+        answer = predict(row, V100, grid=row.sequence)  # what it finds does not matter here
+        errors[row.number] = [answer["without_seconds"] / row.without - 1]
+        if row.slices:
+            errors[row.number].append(answer["with_the_papers_slices_seconds"] / row.with_slices - 1)
+    assert len(errors) == 22
+    far = [number for number, off in errors.items() if max(map(abs, off)) > 0.105]
+    assert far == ["2", "4", "8, 8 even", "8, 16 even"]
+    assert max(abs(each) for off in errors.values() for each in off) < 0.25
+
+
+def test_a_message_is_passed_on_to_those_who_share_the_next_layer():
+    quiet = replace(V100, efficiency=1.0, between_nodes=replace(V100.between_nodes, latency_seconds=0.0))
+    alone, shared = (float(stage(cluster=quiet, tensor=t)._message(np.array(1000.0))) for t in (1, 8))
+    assert alone == pytest.approx(2 * 1000 * 4096 / 3.125e9)
+    assert shared - alone == pytest.approx(2 * 1000 * 4096 / 150e9 + 7 * 3e-6)
+
+
 def test_arrays_and_numbers_give_the_same():
     lengths, contexts = np.array([8, 512, 2048]), np.array([0, 1536, 0])
     many = stage()(2, lengths, contexts)
@@ -81,7 +102,7 @@ def test_the_end_of_a_step():
     update = 40 * parameters / 900e9 / V100.efficiency
     assert step_end_seconds(V100, **sizes) == pytest.approx(update)
     # Eight devices of a node send their gradients through one network, to one replica.
-    summed = 2 * (1 / 2) * 2 * parameters * 8 / 3.125e9 / V100.efficiency
+    summed = 2 * (1 / 2) * 2 * parameters * 8 / 1.875e9
     assert step_end_seconds(V100, **sizes, data=2) == pytest.approx(update + summed)
 
 

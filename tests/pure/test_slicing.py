@@ -7,11 +7,14 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom import schedules
 from pipeloom.errors import InputError
 from pipeloom.plan.slicing import (
     LinearTime,
@@ -21,11 +24,14 @@ from pipeloom.plan.slicing import (
     fit,
     parse_slice_costs,
     peak_tokens,
+    scheduled_timeline,
     slice_batch,
+    slice_for_schedule,
     slicing_seconds,
     slicing_timeline,
     uniform,
 )
+from pipeloom.plan.slicing.scheduled import peak_along
 
 # --- brute force ----------------------------------------------------------------------------------------------------
 
@@ -282,12 +288,36 @@ def test_a_fit_recovers_the_form_and_says_how_far_off_it_is():
     assert error == pytest.approx(math.sqrt(sum(e * e for e in off) / len(off)))
     assert 0.005 < error < 0.1
     falling = [Sample(8, 0, 1.0), *(Sample(8, c, 1.0 - c / 16) for c in (1, 2, 4))]
-    assert min(fit(falling)[0].context) < 0
-    assert min(fit(falling, nonnegative=True)[0].context) >= 0
+    assert fit(falling)[0] == LinearTime(base=((8.0, 1.0),))
+    # 4 and 1: nearest to both, by relative error, is 20 / 17.
+    fitted, error = fit([Sample(8, 0, 4.0), Sample(16, 0, 1.0), Sample(32, 0, 5.0)])
+    assert [seconds for _, seconds in fitted.base] == pytest.approx([20 / 17, 20 / 17, 5.0])
+    assert error == pytest.approx(math.sqrt(((12 / 17) ** 2 + (3 / 17) ** 2) / 2))
     with pytest.raises(InputError, match="without context"):
         fit([Sample(8, 8, 1.0)])
     with pytest.raises(InputError, match="measure it again"):
         fit([Sample(8, 0, 0.0)])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_no_noise_makes_a_cost_negative_or_falling(data):
+    """Measurements without any sense; slices of any batch, also of more tokens than were measured."""
+    lengths = data.draw(st.lists(st.integers(1, 64), min_size=1, max_size=8, unique=True))
+    times = st.floats(1e-9, 10.0) | st.sampled_from([1e-6, 1.0])
+    samples = [Sample(length, 0, data.draw(times)) for length in lengths]
+    samples += [Sample(*data.draw(st.tuples(st.integers(1, 64), st.integers(1, 64), times))) for _ in range(6)]
+    time, error = fit(samples)
+    assert math.isfinite(error)
+    tokens = np.arange(1, 200)
+    for batch in (1, 4):
+        for context in (0, 1, 63, 500):
+            seconds = time(batch, tokens, context)
+            assert seconds.min() >= 0
+            assert np.diff(seconds).min() >= -1e-12 * seconds.max()
+            assert (time(batch, tokens, context + 1) - seconds).min() >= -1e-12 * seconds.max()
+    costs = SliceCosts(forward=time, backward=time)
+    assert slice_batch(costs, sequence=96, num_ranks=3, batch=3, grid=8).predicted_seconds >= 0
 
 
 GOOD = {
@@ -392,3 +422,58 @@ def test_timelines_take_what_the_formula_says(seed, num_ranks):
             neighbour = type(span.action)(stage - 1 if op == "F" else stage + 1, op, *unit)
             assert stage == rank
             assert span.start >= ended.get(neighbour, 0.0) - 1e-12
+
+
+# --- in a schedule --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_slices_for_a_schedule_beat_all_that_are_alike(seed):
+    """Simulated with those slices, the schedule takes what is said, and no even slicing takes less."""
+    rng = random.Random(seed)
+    costs, sizes = (
+        linear(rng),
+        {"sequence": 96, "num_ranks": rng.randint(2, 5), "batch": rng.choice((1, 2, 4)), "grid": 4},
+    )
+    for schedule in ("seq1f1b", "terapipe"):
+        found = slice_for_schedule(costs, schedule=schedule, **sizes)
+        timeline = scheduled_timeline(costs, found, schedule=schedule, name="found")
+        assert timeline.makespan == pytest.approx(found.predicted_seconds)
+        assert timeline.name == "found"
+        works = sum(map(sum, zip(*(costs(b, n, c) for b, n, c in units(found)), strict=True)))
+        assert found.predicted_seconds >= works * (1 - 1e-12)
+        for count in (1, 2, 4, 8):
+            lengths = uniform(sequence=96, num_slices=count, multiple=4)
+            even = replace(found, slices=(lengths,) * sizes["batch"], batch=(1,) * sizes["batch"])
+            other = scheduled_timeline(costs, even, schedule=schedule, name="even")
+            assert found.predicted_seconds <= other.makespan * (1 + 1e-9)
+        if schedule == "terapipe":
+            exact = slice_batch(costs, **sizes)
+            assert found.predicted_seconds >= exact.predicted_seconds - exact.gap_seconds
+            again = slicing_seconds(costs, found.slices, num_ranks=sizes["num_ranks"], batch=found.batch)
+            assert found.predicted_seconds == pytest.approx(again)
+
+
+def units(found):
+    """(sequences, tokens, context) of every slice."""
+    for size, lengths in zip(found.batch, found.slices, strict=True):
+        for index, length in enumerate(lengths):
+            yield size, length, sum(lengths[:index])
+
+
+def test_slices_for_a_schedule_fit_into_memory():
+    costs = linear(random.Random(3))
+    sizes = {"sequence": 64, "num_ranks": 4, "batch": 4, "grid": 4}
+    free = slice_for_schedule(costs, schedule="seq1f1b", **sizes)
+    built = schedules.build("seq1f1b", num_ranks=4, num_microbatches=len(free.batch), num_slices=len(free.slices[0]))
+    assert free.peak_tokens == free.batch[0] * peak_along(built, free.slices[0])
+    tight = slice_for_schedule(costs, schedule="seq1f1b", **sizes, memory_limit=90)
+    assert tight.peak_tokens <= 90
+    assert tight.predicted_seconds >= free.predicted_seconds
+    with pytest.raises(InputError, match=r"allow 7[0-9]"):
+        slice_for_schedule(costs, schedule="seq1f1b", **sizes, memory_limit=10)
+    with pytest.raises(InputError, match="allow 256"):
+        slice_for_schedule(costs, schedule="terapipe", **sizes, memory_limit=255)
+    assert slice_for_schedule(costs, schedule="seq1f1b", **sizes, sliced=False).slices[0] == (64,)
+    with pytest.raises(InputError, match="cut differently"):
+        scheduled_timeline(costs, replace(free, slices=((64,), (32, 32)), batch=(2, 2)), schedule="seq1f1b", name="")

@@ -11,7 +11,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir import Placement, Schedule, WeightPolicy, check
 from pipeloom.ir.text import parse_orders
 from pipeloom.passes import stretch
-from pipeloom.schedules.pipedream import pipedream
+from pipeloom.schedules import pipedream
 
 
 @pytest.mark.parametrize("replicas", [(1,), (1, 1), (1, 1, 1, 1), (2, 1), (1, 2), (2, 1, 1), (3, 2, 1)])

@@ -11,7 +11,18 @@ from typing import Any
 from pipeloom.cli.files import read_json_text
 from pipeloom.cli.parser import Parser
 from pipeloom.errors import InputError
-from pipeloom.plan.slicing import SliceCosts, Slicing, check_sizes, parse_slice_costs, slice_batch, slicing_timeline
+from pipeloom.plan.slicing import (
+    SliceCosts,
+    Slicing,
+    check_sizes,
+    parse_slice_costs,
+    scheduled_timeline,
+    slice_batch,
+    slice_for_schedule,
+    slicing_timeline,
+)
+from pipeloom.schedules import FAMILIES
+from pipeloom.sim import Timeline
 from pipeloom.train.config import ModelConfig, options
 
 _MODEL = [entry for entry in options() if entry[0].startswith("model.") and entry[0] != "model.sequence_length"]
@@ -29,14 +40,18 @@ def main(argv: Sequence[str]) -> int:
     }
     check_sizes(**sizes)
     costs, errors = _costs(given)
-    found = slice_batch(costs, **sizes, memory_limit=given["memory_limit"])
-    whole = slice_batch(costs, **sizes, sliced=False)
+    schedule, limit = given["schedule"], given["memory_limit"]
+    if schedule == "terapipe":  # pieces may differ, and the answer is the best there is
+        found, whole = slice_batch(costs, **sizes, memory_limit=limit), slice_batch(costs, **sizes, sliced=False)
+    else:
+        found = slice_for_schedule(costs, schedule=schedule, **sizes, memory_limit=limit)
+        whole = slice_for_schedule(costs, schedule=schedule, **sizes, sliced=False)
     if given["write_costs"] is not None:
         _write(given["write_costs"], costs)
     if given["json"]:
         print(json.dumps(answer(found, whole)))
         return 0
-    _show(found, whole, costs, errors)
+    _show(found, whole, costs, errors, schedule)
     if given["write_costs"] is not None:
         print(f"wrote {given['write_costs']}")
     return 0
@@ -62,6 +77,7 @@ def _parser() -> Parser:
             pipeloom slice --sequence 2048 --ranks 8 --batch 1 --costs costs.json
             pipeloom slice --sequence 1024 --ranks 2 --batch 1 --model.layers 8 --grid 32
             pipeloom slice --sequence 2048 --ranks 8 --batch 4 --costs costs.json --memory-limit 4096 --json
+            pipeloom slice --sequence 2048 --ranks 8 --batch 1 --costs costs.json --schedule seq1f1b
         """,
     )
     parser.add_argument("--sequence", type=int, required=True, help="tokens of a sequence")
@@ -70,6 +86,12 @@ def _parser() -> Parser:
     parser.add_argument("--costs", type=str, help="JSON file of what slices cost one rank, instead of measuring")
     parser.add_argument("--write-costs", type=str, help="write what was measured, for --costs")
     parser.add_argument("--grid", type=int, default=8, help="slices begin at multiples of it")
+    parser.add_argument(
+        "--schedule",
+        choices=[each.name for each in FAMILIES.values() if each.sliced and each.chunks is not None],
+        default="terapipe",
+        help="what runs: terapipe, all forwards first, or one whose backwards start early, simulated (terapipe)",
+    )
     parser.add_argument("--memory-limit", type=int, help="most tokens whose activations a rank may hold")
     parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
     for key, kind, default, text in _MODEL:
@@ -102,7 +124,7 @@ def _measured(given: dict[str, Any], model: dict[str, Any]) -> tuple[SliceCosts,
     default = ModelConfig()
     sizes = {name: getattr(default, name) for name in ModelConfig.__dataclass_fields__} | model
     config = GPTConfig(**{**sizes, "sequence_length": given["sequence"]})
-    costs, *errors = measure_slices(config, num_ranks=given["ranks"], grid=given["grid"])
+    costs, *errors = measure_slices(config, num_ranks=given["ranks"], grid=given["grid"], batch=given["batch"])
     return costs, (errors[0], errors[1])
 
 
@@ -115,7 +137,13 @@ def _write(path: str, costs: SliceCosts) -> None:
         ) from error
 
 
-def _show(found: Slicing, whole: Slicing, costs: SliceCosts, errors: tuple[float, float] | None) -> None:
+def _timeline(costs: SliceCosts, found: Slicing, schedule: str, name: str) -> Timeline:
+    if schedule != "terapipe":
+        return scheduled_timeline(costs, found, schedule=schedule, name=name)
+    return slicing_timeline(costs, found.slices, num_ranks=found.num_ranks, batch=found.batch, name=name)
+
+
+def _show(found: Slicing, whole: Slicing, costs: SliceCosts, errors: tuple[float, float] | None, schedule: str) -> None:
     from pipeloom.report.drawing import seconds_text
     from pipeloom.report.terminal import print_comparison
 
@@ -124,10 +152,7 @@ def _show(found: Slicing, whole: Slicing, costs: SliceCosts, errors: tuple[float
     actions = 2 * found.num_ranks * (sum(map(len, found.slices)) + len(whole.slices))
     if actions <= _MOST_SPANS:
         print_comparison(
-            [
-                slicing_timeline(costs, each.slices, num_ranks=each.num_ranks, batch=each.batch, name=name)
-                for name, each in (("unsliced", whole), ("sliced", found))
-            ]
+            [_timeline(costs, each, schedule, name) for name, each in (("unsliced", whole), ("sliced", found))]
         )
     else:
         print(f"no picture: {actions:,} spans are more than can be seen")
@@ -137,5 +162,5 @@ def _show(found: Slicing, whole: Slicing, costs: SliceCosts, errors: tuple[float
     print(
         f"{seconds_text(found.predicted_seconds)} with slices, {seconds_text(whole.predicted_seconds)} without: "
         f"{gain:.2f}x; the longest slice takes {seconds_text(found.max_slice_seconds)}; at most "
-        f"{found.peak_tokens:,} tokens on a rank where backwards start early"
+        f"{found.peak_tokens:,} tokens on a rank{' where backwards start early' * (schedule == 'terapipe')}"
     )

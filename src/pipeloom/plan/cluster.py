@@ -4,10 +4,11 @@
      "device": {"name": "V100-SXM2-16GB", "operations_per_second": 125e12, "memory_bytes_per_second": 900e9,
                 "launch_seconds": 1e-5},
      "inside_node": {"bytes_per_second": 150e9, "pair_bytes_per_second": 25e9, "latency_seconds": 3e-6},
-     "between_nodes": {"bytes_per_second": 3.125e9, "latency_seconds": 5e-5},
+     "between_nodes": {"bytes_per_second": 3.125e9, "latency_seconds": 5e-5, "sum_bytes_per_second": 1.875e9},
      "efficiency": 0.75}
 
-All rates are peaks. `efficiency` is the part of every peak that programs reach: the one figure that no data sheet has.
+All rates are peaks but `sum_bytes_per_second`, which collectives were measured to reach. `efficiency` is the part of
+every peak that programs reach: the one figure that no data sheet has.
 """
 
 from __future__ import annotations
@@ -55,15 +56,22 @@ class NodeLinks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What a node sends to all others together, in one direction, and the latency of a message."""
+    """What a node sends to all others together, in one direction.
+
+    Attributes:
+        bytes_per_second: of messages.
+        latency_seconds: of a message.
+        sum_bytes_per_second: of rings that sum gradients, as measured: the slowest of all sockets decides.
+    """
 
     bytes_per_second: float
     latency_seconds: float
+    sum_bytes_per_second: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Nodes that are all alike. The rates are peaks; `efficiency` is the part of each that programs reach."""
+    """Nodes that are all alike. Rates are peaks where nothing else is said; programs reach `efficiency` of each."""
 
     name: str
     devices_per_node: int

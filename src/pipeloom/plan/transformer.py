@@ -140,14 +140,15 @@ class StageTime:
         return np.asarray(2 * (n - 1) * (part + links.latency_seconds))
 
     def _message(self, tokens: Array) -> Array:
-        """The output, sent once: each device that shares the layer sends its part."""
+        """The output, sent once, from one device to one; which passes it on to those that share the next layer."""
         inside, outside = self.cluster.inside_node, self.cluster.between_nodes
-        count = _VALUE_BYTES * tokens * self.width
+        count = _VALUE_BYTES * tokens * self.width / self.cluster.efficiency
         if self.message == "node":
-            rate, latency = inside.pair_bytes_per_second * self.tensor, inside.latency_seconds
+            seconds = inside.latency_seconds + count / inside.pair_bytes_per_second
         else:
-            rate, latency = outside.bytes_per_second / self.streams, outside.latency_seconds
-        return np.asarray(latency + count / (self.cluster.efficiency * rate))
+            seconds = outside.latency_seconds + count * self.streams / outside.bytes_per_second
+        passed_on = count / inside.bytes_per_second + (self.tensor - 1) * inside.latency_seconds
+        return np.asarray(seconds + passed_on * (self.tensor > 1))
 
 
 def pipeline_stages(
@@ -189,13 +190,15 @@ def step_end_seconds(
     """What follows the pipeline: the sum of the gradients over `data` replicas, and Adam.
 
     A ring over the replicas of each stage. The replicas of a stage live in different nodes unless several pipelines fit
-    into one; all devices of a node then share its network.
+    into one; all devices of a node then share its network. The first stage is the last to begin: what others do before
+    does not count.
     """
     parameters = 12 * width**2 * layers / pipeline / tensor
     count = 2 * (data - 1) / data * _VALUE_BYTES * parameters
     if pipeline * tensor * data <= cluster.devices_per_node:
-        rate = cluster.inside_node.bytes_per_second
+        seconds = count / (cluster.efficiency * cluster.inside_node.bytes_per_second)
     else:
-        rate = cluster.between_nodes.bytes_per_second / min(cluster.devices_per_node, pipeline * tensor)
+        sharing = min(cluster.devices_per_node, pipeline * tensor)
+        seconds = count * sharing / cluster.between_nodes.sum_bytes_per_second
     update = _OPTIMIZER_BYTES * parameters / cluster.device.memory_bytes_per_second
-    return (count / rate + update) / cluster.efficiency
+    return seconds + update / cluster.efficiency

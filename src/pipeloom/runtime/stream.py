@@ -58,7 +58,7 @@ class Stream:
         num_batches: how many batches have been run.
         peak_weight_versions: for each rank of this process, how many versions of a stage's parameters existed at once
             in the last run.
-        peak_weight_bytes: for each rank, of all its parameters in all versions.
+        peak_weight_bytes: for each rank, of its parameters that want a gradient, in all versions.
 
     Raises:
         InputError: one of these does not fit.

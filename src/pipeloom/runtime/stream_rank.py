@@ -90,6 +90,7 @@ class StreamRank:
 
     Attributes:
         norms: by stage and update, of the gradient before clipping.
+        peak_weight_bytes: of the parameters of all its stages that want a gradient, in all versions, the most at once.
     """
 
     def __init__(
@@ -111,16 +112,12 @@ class StreamRank:
         self._last_stage = plan.program.schedule.num_stages - 1
         self._intervals = {stage: plan.program.schedule.update_interval(stage) for stage in worker.stages}
         self.norms: dict[tuple[int, int], float] = {}
+        self.peak_weight_bytes = 0
 
     @property
     def peak_weight_versions(self) -> int:
         """The most versions of one stage that existed at once."""
         return max(weights.peak_versions for weights in self._weights.values())
-
-    @property
-    def peak_weight_bytes(self) -> int:
-        """Of the parameters of all stages in all versions, each stage's most."""
-        return sum(weights.peak_bytes for weights in self._weights.values())
 
     def records(self) -> Iterable[Record]:
         """What ran when; of a long run, the last of it."""
@@ -172,6 +169,11 @@ class StreamRank:
                 self._replicas[stage] = ReplicaGradients(
                     rank, stage, replicas, named, buffers, mailboxes, num_updates(schedule, stage)
                 )
+        self._note_bytes()
+
+    def _note_bytes(self) -> None:
+        held = sum(weights.num_bytes for weights in self._weights.values())
+        self.peak_weight_bytes = max(self.peak_weight_bytes, held)
 
     def _steps(self, action: Action) -> list[Step]:
         stage, op, number, _ = action
@@ -240,6 +242,7 @@ class StreamRank:
         if what.num_batches > 1 and found:  # of every batch they are the mean over its samples
             torch._foreach_mul_(found, 1 / what.num_batches)
         self.norms[stage, update] = self._optimizer.apply(weights, gradients, what)
+        self._note_bytes()
         if losses:
             self._on_losses(losses)
         self._poll()

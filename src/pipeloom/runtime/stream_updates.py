@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,11 @@ class UpdateOptions:
                 "number of updates after which nothing is discounted any more, no other has one; correct one of them"
             )
 
+    @property
+    def sets_rates(self) -> bool:
+        """Whether learning rates are others than those of the optimizer's groups."""
+        return self.learning_rate is not None or self.discount != "none" or self.scale_by_replicas
+
     def factor(self, update: StageUpdate) -> float:
         """What the learning rate is multiplied by."""
         factor = float(update.num_batches) if self.scale_by_replicas else 1.0
@@ -94,17 +100,18 @@ class StreamOptimizer:
         self._options = options
         self._bound = options.max_norm / math.sqrt(num_stages)
         self._lock = threading.Lock()  # ranks of one process may have a thread each
-        self._base: list[Any] = []
+        self._base: list[float] = []
 
     def begin(self) -> None:
-        """Note parameters and learning rates as they are."""
+        """Note parameters as they are, and learning rates where they are going to be set."""
         self.trained = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
-        self._base = [_rate_of(group) for group in self._optimizer.param_groups]
+        if self._options.sets_rates:
+            self._base = [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def end(self) -> None:
         """Put the learning rates back."""
-        for group, rate in zip(self._optimizer.param_groups, self._base, strict=True):
-            _set_rate(group, rate)
+        if self._options.sets_rates:
+            self._set_rates(self._base, 1.0)
 
     def apply(self, weights: WeightVersions, gradients: Gradients, update: StageUpdate) -> float:
         """Clip, update, and make the stage's next version.
@@ -115,7 +122,8 @@ class StreamOptimizer:
         Raises:
             RunError: it is not finite.
         """
-        norm = _norm([gradient for gradient in gradients if gradient is not None])
+        found = [gradient for gradient in gradients if gradient is not None]
+        norm = _norm(found)
         if not math.isfinite(float(norm)):
             raise RunError(
                 f"update {update.update} of stage {update.stage}, for batch {update.batch}, has gradient norm "
@@ -126,25 +134,37 @@ class StreamOptimizer:
         def step() -> None:
             if math.isfinite(self._bound):
                 torch.nn.utils.clip_grads_with_norm_(weights.parameters, self._bound, norm)
-            self._optimizer.step()
+            with ExitStack() as stack:
+                for device in {gradient.device.type for gradient in found}:  # a run may be inside autocast
+                    if torch.is_autocast_enabled(device):
+                        stack.enter_context(torch.autocast(device, enabled=False))
+                self._optimizer.step()
 
         with self._lock:
-            self._set_rates(update)
+            if self._options.sets_rates:
+                self._set_rates(self._rates(update), self._options.factor(update))
             weights.update(update.update, gradients, step)
         return float(norm)
 
-    def _set_rates(self, update: StageUpdate) -> None:
-        options, groups, rates = self._options, self._optimizer.param_groups, self._base
-        if options.learning_rate is not None:
-            given = options.learning_rate(update.batch)
-            rates = list(given) if isinstance(given, Sequence) else [given] * len(groups)
-            if len(rates) != len(groups):
-                raise InputError(
-                    f"learning_rate gave {len(rates)} rates for {len(groups)} parameter groups: it gives one for all, "
-                    "or one for each"
-                )
-        for group, rate in zip(groups, rates, strict=True):
-            _set_rate(group, rate * options.factor(update))
+    def _rates(self, update: StageUpdate) -> Sequence[float]:
+        """One for each parameter group, before discounts."""
+        if self._options.learning_rate is None:
+            return self._base
+        given = self._options.learning_rate(update.batch)
+        rates = given if isinstance(given, Sequence) else [given] * len(self._base)
+        if len(rates) != len(self._base):
+            raise InputError(
+                f"learning_rate gave {len(rates)} rates for {len(self._base)} parameter groups: it gives one for all, "
+                "or one for each"
+            )
+        return rates
+
+    def _set_rates(self, rates: Sequence[float], factor: float) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):  # as optimizers that are captured in graphs keep it
+                group["lr"].fill_(rate * factor)
+            else:
+                group["lr"] = rate * factor
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
@@ -153,15 +173,3 @@ def _norm(gradients: list[Tensor]) -> Tensor:
         return torch.nn.utils.get_total_norm(gradients)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     return norm
-
-
-def _rate_of(group: dict[str, Any]) -> float:
-    return float(group["lr"])
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    """Optimizers that are captured in graphs keep their rate as a tensor."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate

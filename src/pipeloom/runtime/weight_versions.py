@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 
+import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import RunError
@@ -34,7 +35,6 @@ class WeightVersions:
     Attributes:
         parameters: the user's, each once however often the module has it.
         peak_versions: the most versions that existed at once.
-        peak_bytes: of all parameters of the stage in all versions, the most that existed at once.
     """
 
     def __init__(self, module: nn.Module, uses: Counter[int], trained: Set[nn.Parameter]) -> None:
@@ -51,8 +51,7 @@ class WeightVersions:
         self._leaves: dict[int, list[nn.Parameter]] = {0: [_leaf(parameter) for parameter in self.parameters]}
         self._sums: dict[int, Gradients] = {}  # by update: the gradients of its backwards so far
         self._sizes = [parameter.nbytes for parameter in self.parameters]
-        self._frozen_bytes = sum(p.nbytes for p in module.parameters() if not p.requires_grad)
-        self.peak_versions, self.peak_bytes = 1, self._frozen_bytes + sum(self._sizes)
+        self.peak_versions = 1
 
     def install(self, version: int) -> None:
         """Let the module compute with `version`."""
@@ -112,6 +111,7 @@ class WeightVersions:
         finally:
             for parameter in self.parameters:
                 parameter.grad = None
+        torch.clear_autocast_cache()  # it has casts of leaves that changed in place
         if not needed:
             del self._leaves[self._newest]
             if self._installed == self._newest:
@@ -121,14 +121,14 @@ class WeightVersions:
             leaf if leaf.data_ptr() == parameter.data_ptr() else _leaf(parameter)
             for parameter, leaf in zip(self.parameters, leaves, strict=True)
         ]
-        self._note_peaks()
-
-    def _note_peaks(self) -> None:
         self.peak_versions = max(self.peak_versions, len(self._leaves))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of `parameters` in all versions that exist."""
         columns = zip(*self._leaves.values(), strict=True)
         copies = (len(set(map(id, column))) for column in columns)
-        held = sum(size * count for size, count in zip(self._sizes, copies, strict=True))
-        self.peak_bytes = max(self.peak_bytes, self._frozen_bytes + held)
+        return sum(size * count for size, count in zip(self._sizes, copies, strict=True))
 
     def close(self) -> None:
         """Put the user's parameters back into their places, and let go of all versions."""

@@ -43,6 +43,7 @@ def profile_layers(
     loss_fn: LossFn | None = None,
     num_warmups: int = 2,
     num_rounds: int = 5,
+    timer: Callable[[], float] = perf_counter,
 ) -> list[LayerTime]:
     """Run every layer forward and backward and return the median times.
 
@@ -52,6 +53,7 @@ def profile_layers(
         loss_fn: its time is added to the last layer's.
         num_warmups: rounds that are not counted.
         num_rounds: rounds that are.
+        timer: seconds; read when the devices are done.
 
     Gradients, buffers (BatchNorm's statistics) and the random state are afterwards as they were, and the layers run
     in the mode (train or eval) in which they are found.
@@ -70,7 +72,7 @@ def profile_layers(
     def clock() -> float:
         for index in cuda:
             torch.cuda.synchronize(index)
-        return perf_counter()
+        return timer()
 
     times: list[LayerTime] = []
     with torch.random.fork_rng(devices=cuda), _kept_buffers(modules), torch.enable_grad():

@@ -192,7 +192,9 @@ def message_times(records: Records) -> MessageTimes:
                 times.update.append(end - start)
             elif action.op in _SENT_BY:
                 source = action.stage + (-1 if action.op is Op.RECV_F else 1)
-                sent = ends[action._replace(stage=source, op=_SENT_BY[action.op])]
+                sent = ends.get(action._replace(stage=source, op=_SENT_BY[action.op]))
+                if sent is None:  # of a long stream only the last records are there
+                    continue
                 if start <= sent:
                     times.arrival.append(max(0.0, end - sent))
                 else:

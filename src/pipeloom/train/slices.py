@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.errors import InputError, ScheduleError
@@ -105,31 +106,24 @@ def _kept_or_measured(config: TrainConfig, checkpoint: Path | None) -> tuple[int
 
 def _measured(config: TrainConfig) -> tuple[int | str, str]:
     from pipeloom.models import GPTConfig
-    from pipeloom.plan.slicing import slice_batch
+    from pipeloom.plan.slicing import slice_for_schedule
     from pipeloom.plan.slicing.measure import measure_slices
     from pipeloom.report.drawing import seconds_text
 
+    start = perf_counter()
     model, ranks, tokens = config.model, config.parallel.pipeline, config.model.sequence_length
+    microbatches = config.num_microbatches
     sizes: dict[str, Any] = {name: getattr(model, name) for name in ("width", "heads", "positions", "dropout")}
     grid = -(-tokens // _FINEST)
     # One block for each rank is enough: blocks are alike, and a rank's share takes as often as long as it has blocks.
     one_each = GPTConfig(vocabulary_size=256, layers=ranks, sequence_length=tokens, **sizes)
-    measured = measure_slices(one_each, num_ranks=ranks, grid=grid, num_rounds=1)
-    share = _times(measured.costs, -(-model.layers // ranks))
-    microbatches = config.num_microbatches
-    piece = -(-config.batch.size // microbatches)
-
-    class OneMicrobatch:
-        """Costs in which a sequence stands for a micro-batch, so that the batch is cut as it was asked for."""
-
-        takes_arrays = True
-
-        def __call__(self, batch: int, length: Any, context: Any) -> tuple[Any, Any]:
-            return share(batch * piece, length, context)
-
+    piece = -(-config.batch.size // microbatches)  # sequences of a micro-batch, which stays as it is
+    measured = measure_slices(one_each, num_ranks=ranks, grid=grid, piece=piece)
+    costs = _times(measured.costs, -(-model.layers // ranks))
     found, whole = (
-        slice_batch(
-            OneMicrobatch(),
+        slice_for_schedule(
+            costs,
+            schedule=schedule_name(config),
             sequence=tokens,
             num_ranks=ranks,
             batch=microbatches,
@@ -142,7 +136,8 @@ def _measured(config: TrainConfig) -> tuple[int | str, str]:
     lengths = found.slices[0]
     text = ",".join(map(str, lengths))
     seconds = f"{seconds_text(found.predicted_seconds)} a step, {seconds_text(whole.predicted_seconds)} without"
-    return text if len(lengths) > 1 else 1, f"slices {text}, by what a block takes here: {seconds}"
+    took = seconds_text(perf_counter() - start)
+    return text if len(lengths) > 1 else 1, f"slices {text}, by what a block takes here: {seconds} (found in {took})"
 
 
 def _times(costs: SliceCosts, blocks: int) -> SliceCosts:

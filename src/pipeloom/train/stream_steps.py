@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
+from math import lcm
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from pipeloom.ir import Op, Schedule
+from pipeloom.ir import COMPUTE_OPS, Action, Op, Schedule
 from pipeloom.passes import lower, stretch
 from pipeloom.runtime import Pipeline, Stream
 from pipeloom.runtime.stream_updates import Discount
@@ -21,6 +23,8 @@ from pipeloom.train.group import Group
 from pipeloom.train.metrics import Predictor, Records, cost_numbers, read_cost
 from pipeloom.train.optimizer import learning_rate
 from pipeloom.train.streams import staleness
+
+_MOST_SHOWN = 256  # micro-batches of a run in its report
 
 Live = Callable[[int, float, float], None]  # step, loss, tokens a second
 Batches = Iterator[tuple[Tensor | None, Tensor | None]]
@@ -35,6 +39,7 @@ class StreamSteps:
     Attributes:
         done: how many steps have been made, over all runs.
         records: of the last run, of all ranks.
+        known: step, loss and learning rate of the steps of a run that has not ended, on process 0.
     """
 
     def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer, config: TrainConfig, group: Group) -> None:
@@ -43,7 +48,8 @@ class StreamSteps:
         self._tokens = config.batch.size * config.model.sequence_length
         self._live: Live | None = None
         self._first = self._last = 0
-        self._start = 0.0
+        self._begun = 0.0
+        self.known: list[dict[str, Any]] = []
         self.records: Records = []
         self._stream = Stream(
             pipeline,
@@ -78,69 +84,90 @@ class StreamSteps:
             gather: makes of the records of this process those of all ranks, on every process.
         """
         first = self.done + 1
-        self._live, self._first, self._last, self._start = live, first, first + count - 1, time.perf_counter()
+        self._live, self._first, self._last = live, first, first + count - 1
+        self._begun, self.known = time.perf_counter(), []
         updates = self._stream.run(batches, count)
-        self._schedule = stretch(
-            self._pipeline.schedule, count * (self._pipeline.schedule.microbatches_per_update or 1)
-        )
+        ended = time.perf_counter()
+        schedule = self._pipeline.schedule
+        self._schedule = stretch(schedule, count * (schedule.microbatches_per_update or 1))
         numbers = cost_numbers(self._pipeline, self._pipeline.records, self._group.rank, self._group.size)
         held = torch.zeros(self._pipeline.num_ranks, dtype=torch.float64)
         for rank, versions in self._stream.peak_weight_versions.items():
             held[rank] = versions
         summed = self._group.sum(torch.cat([held, numbers]))
         cost = read_cost(summed[len(held) :], self._schedule, self._group.size)
-        self._predictor.observe(cost)
         self.records = gather(self._pipeline.records)
-        common = {
+        self._predictor.observe(cost)
+        self._predictor.observe_messages(self.records)
+        timing = {
             "bubble_fraction": cost.bubble_fraction,
-            "predicted_bubble_fraction": self.predicted().bubble_fraction if self._group.rank == 0 else math.nan,
+            "predicted_bubble_fraction": self._predict(self._schedule).bubble_fraction,
             "peak_memory_bytes": cost.peak_memory_bytes,
             "live_activations": cost.live_activations,
             "weight_versions": [int(value) for value in summed[: len(held)].tolist()],
         }
-        all_seconds = _seconds(self.records, self._schedule, count)
-        return [
-            {
-                "step": step,
-                "loss": update.loss,
-                "grad_norm": update.grad_norm,
-                "lr": self._rate(step - 1),
-                "tokens_per_second": self._tokens / seconds,
-                "step_seconds": seconds,
-                **common,
-            }
-            for step, (update, seconds) in enumerate(zip(updates, all_seconds, strict=True), first)
-        ]
+        rows = []
+        moments = _moments(self.records, self._schedule, count, self._begun, ended)
+        for step, (update, (begin, end)) in enumerate(zip(updates, pairwise(moments), strict=True), first):
+            seconds = max(end - begin, 1e-9)
+            row = {"step": step, "loss": update.loss, "grad_norm": update.grad_norm, "lr": self._rate(step - 1)}
+            rows.append(row | {"tokens_per_second": self._tokens / seconds, "step_seconds": seconds} | timing)
+        self.known = []
+        return rows
 
-    def predicted(self) -> Timeline:
-        """The last run as it should have gone."""
-        self._predictor.observe_messages(self.records)
-        return self._predictor.of(lower(self._schedule)).predict()
+    def timelines(self) -> tuple[Timeline, Timeline]:
+        """The end of the last run as it went, and how a stream of that length should go."""
+        schedule, records = _window(self.records, self._schedule)
+        return measured_timeline(schedule, records), self._predict(schedule)
 
-    def measured(self) -> Timeline:
-        """The last run as it went."""
-        return measured_timeline(self._schedule, [rows for _, rows in self.records])
+    def _predict(self, schedule: Schedule) -> Timeline:
+        return self._predictor.of(lower(schedule)).predict()
 
     def _rate(self, batch: int) -> float:
         return learning_rate(batch, self._config.steps, self._config.optimizer)
 
     def _came(self, batch: int, loss: float) -> None:
+        self.known.append({"step": batch + 1, "loss": loss, "lr": self._rate(batch)})
         if self._live is not None and batch + 1 < self._last:  # that one comes with all its numbers
-            seconds = max(time.perf_counter() - self._start, 1e-9)
+            seconds = max(time.perf_counter() - self._begun, 1e-9)
             self._live(batch + 1, loss, self._tokens * (batch + 2 - self._first) / seconds)
 
 
-def _seconds(records: Records, schedule: Schedule, count: int) -> list[float]:
-    """For each batch, the seconds from the one before it through the last stage; the last one's drain with it."""
+def _moments(records: Records, schedule: Schedule, count: int, begun: float, ended: float) -> list[float]:
+    """When the run began, when each batch but the last was through the last stage, and when the run ended.
+
+    Ranks keep records of the end of a long run alone; the batches before share its time evenly.
+    """
     size, last = schedule.num_microbatches // count, schedule.num_stages - 1
-    begun = min(start for _, rows in records for _, start, _ in rows)
-    ended = max(end for _, rows in records for _, _, end in rows)
-    through = [begun] * count
+    through: dict[int, float] = {}
     for _, rows in records:
         for action, _, end in rows:
-            if action.stage == last and action.op is Op.B and action.microbatch is not None:
+            if action.stage == last and action.op in (Op.B, Op.W) and action.microbatch is not None:
                 batch = action.microbatch // size
-                through[batch] = max(through[batch], end)
-    moments = [begun, *accumulate(through, max)]
-    moments[-1] = ended
-    return [max(later - earlier, 1e-9) for earlier, later in pairwise(moments)]
+                through[batch] = max(through.get(batch, begun), end)
+    known = sorted(through)[1:] if len(through) < count else sorted(through)  # the first may be there in part
+    first = min(known, default=count)
+    share = ((through[first] if known else ended) - begun) / (first + 1)
+    moments = [begun, *(begun + share * (batch + 1) for batch in range(first)), *(through[batch] for batch in known)]
+    return [*accumulate(moments[:count], max), ended]
+
+
+def _window(records: Records, schedule: Schedule) -> tuple[Schedule, list[list[tuple[Action, float, float]]]]:
+    """The last micro-batches of a run, at most `_MOST_SHOWN`, of which all ranks have all records; counted from 0."""
+    total = schedule.num_microbatches
+    intervals = [schedule.update_interval(stage) for stage in range(schedule.num_stages)]
+    whole = Counter(action.microbatch for _, rows in records for action, _, _ in rows if action.op in COMPUTE_OPS)
+    most = max(whole.values())
+    first = max((b + 1 for b in range(total) if whole[b] < most), default=0)
+    period = lcm(*intervals)
+    shown = max(period, min(total - first, _MOST_SHOWN) // period * period)
+    first = total - shown
+    found = []
+    for _, rows in records:
+        kept = []
+        for action, start, end in rows:
+            number = (action.microbatch or 0) - (first // intervals[action.stage] if action.op is Op.STEP else first)
+            if number >= 0:
+                kept.append((action._replace(microbatch=number), start, end))
+        found.append(kept)
+    return stretch(schedule, shown), found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
 from pipeloom.schedules import FAMILIES
+from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.config import TrainConfig
 
 STALENESS = ("none", "inverse", "pipemare")
@@ -78,3 +80,19 @@ def check_stream(config: TrainConfig, schedule: Schedule) -> None:
                 f"{key} is {getattr(config, key)} with replicas {config.parallel.replicas}: the stream drains there, "
                 f"and all stages have updated after every {each} steps; take a multiple of {each}"
             )
+
+
+def check_resumed_stream(config: TrainConfig, schedule: Schedule, checkpoint: Path) -> None:
+    """Refuse to go on from a step at which the stream could not have drained.
+
+    Raises:
+        InputError: what was seen, the rule, the fix; in one line.
+    """
+    if schedule.microbatches_per_update is None:
+        return
+    step, each = read_manifest(checkpoint).step, steps_between_drains(schedule)
+    if step % each:
+        raise InputError(
+            f"{checkpoint} is after step {step}: with replicas {config.parallel.replicas} all stages update after "
+            f"every {each} steps together; go on from a multiple of {each}, or with other replicas"
+        )

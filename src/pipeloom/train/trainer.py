@@ -157,7 +157,11 @@ class Trainer:
             count = last - first + 1
             start = self.samples_seen
             batches = (self._batch(start + k * self.config.batch.size) for k in range(count))
-            rows = self.stream.run(batches, count, shown.live, self._gathered)
+            try:
+                rows = self.stream.run(batches, count, shown.live, self._gathered)
+            finally:
+                for row in self.stream.known:  # of a run that failed
+                    self._written(row)
             self.samples_seen = start + count * self.config.batch.size
             yield from map(self._written, rows)
             return
@@ -248,10 +252,10 @@ class Trainer:
         self._enter("report")
         if self.first_step > self.config.steps:
             return
-        records = self._gathered(self.records)
+        records = self._gathered(self.records) if self.stream is None else []
         if self.group.rank == 0:
             if self.stream is not None:
-                measured, predicted = self.stream.measured(), self.stream.predicted()
+                measured, predicted = self.stream.timelines()
             else:
                 measured = measured_timeline(self.pipe.schedule, [rows for _, rows in records])
                 predicted = self.predictor.predict()

@@ -20,7 +20,7 @@ from pipeloom.train.data import Corpus, prepare_corpus
 from pipeloom.train.memory import check_memory
 from pipeloom.train.output import in_use
 from pipeloom.train.slices import check_slices, schedule_name, slice_lengths
-from pipeloom.train.streams import check_stream, is_stream, stream_length
+from pipeloom.train.streams import check_resumed_stream, check_stream, is_stream, stream_length
 from pipeloom.train.tokenize import load_tokenizer
 
 CUTS = ("layers", "parameters", "time")
@@ -72,6 +72,7 @@ def validate(config: TrainConfig, *, world_size: int | None, locked: bool = Fals
     checkpoint = resume_path(config)
     if checkpoint is not None:
         _check_checkpoint(config, checkpoint, load_tokenizer(config.data.tokenizer).vocabulary_size)
+        check_resumed_stream(config, make_schedule(config), checkpoint)
     output_dir = Path(config.output_dir)
     made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     try:
@@ -104,6 +105,12 @@ def make_schedule(config: TrainConfig) -> Schedule:
     )
     check(schedule)
     check_has_backwards(schedule)
+    if schedule.microbatches_per_update is not None and not streams:
+        raise InputError(
+            f"schedule {name!r} updates the parameters while it runs: of those `pipeloom train` runs "
+            f"{', '.join(family.name for family in schedules.FAMILIES.values() if family.stream)}; take one of them, "
+            "or pipeloom.Stream"
+        )
     if lengths is not None and len(lengths) != schedule.num_slices:
         raise InputError(
             f"parallel.slices is {config.parallel.slices}: schedule {schedule.name!r} has {schedule.num_slices}; "

@@ -5,6 +5,7 @@
 
 from pipeloom.plan.slicing.costs import LinearTime, Sample, SliceCosts, SliceTime, fit, parse_slice_costs
 from pipeloom.plan.slicing.even import balanced, uniform
+from pipeloom.plan.slicing.scheduled import scheduled_timeline, slice_for_schedule
 from pipeloom.plan.slicing.slicer import Slicing, check_sizes, peak_tokens, slice_batch
 from pipeloom.plan.slicing.timeline import slicing_seconds, slicing_timeline
 
@@ -19,7 +20,9 @@ __all__ = [
     "fit",
     "parse_slice_costs",
     "peak_tokens",
+    "scheduled_timeline",
     "slice_batch",
+    "slice_for_schedule",
     "slicing_seconds",
     "slicing_timeline",
     "uniform",

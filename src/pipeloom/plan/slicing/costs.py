@@ -3,8 +3,8 @@
     t(b, l, ctx) = base(b l) + [ctx > 0] (a0 + b (a1 l + a2 ctx + a3 l ctx)) + latency + seconds_per_token_sent b l
 
 `l` tokens of each of `b` sequences attend to themselves and to the `ctx` tokens before them. `base` is measured, and
-interpolated between the measured lengths; the context part is fitted by least squares. The last two are the message
-to the next rank, during which the paper counts both ranks as busy.
+interpolated between the measured lengths; the context part is fitted by least squares (`fit`). The last two are the
+message to the next rank, during which the paper counts both ranks as busy.
 """
 
 from __future__ import annotations
@@ -100,19 +100,20 @@ class Sample(NamedTuple):
     seconds: float
 
 
-def fit(samples: Sequence[Sample], *, nonnegative: bool = False) -> tuple[LinearTime, float]:
+def fit(samples: Sequence[Sample]) -> tuple[LinearTime, float]:
     """The linear form of measurements, and how far it is from them.
 
     The base is the median of what was measured at each length without context. The context part is fitted to the rest
-    by least squares of relative errors, for long slices would drown short ones otherwise.
+    by least squares. Both are of relative errors, for long slices would drown short ones otherwise; and both know that
+    more tokens and more context take no time away: noise would say so else, and a form fitted to it would fall below 0
+    between or beyond what was measured.
 
     Args:
         samples: measurements.
-        nonnegative: no coefficient is below 0, as context takes no time away; noisy measurements would say so else,
-            and the form would fall below 0 between them.
 
     Returns:
-        The form, and the root mean square of the relative error over the samples with context (0 if there are none).
+        The form, which is nowhere negative and never falls, and the root mean square of the relative error over the
+        samples that it does not meet (0 if there are none).
 
     Raises:
         InputError: nothing was measured without context, or a time is not a positive number.
@@ -125,24 +126,35 @@ def fit(samples: Sequence[Sample], *, nonnegative: bool = False) -> tuple[Linear
             alone[length].append(seconds)
     if not alone:
         raise InputError("no slice was measured without context: the base of the cost needs some; add lengths")
-    base = LinearTime(base=tuple((float(length), median(alone[length])) for length in sorted(alone)))
-    behind = [sample for sample in samples if sample.context > 0]
-    if not behind:
-        return base, 0.0
-    length, context, seconds = np.array(behind, dtype=np.float64).T
-    terms = np.stack([np.ones_like(length), length, context, length * context], axis=1)
-    scale = terms.max(axis=0)  # lengths squared beside ones: without it the fit loses digits
-    matrix, wanted = terms / scale / seconds[:, None], 1 - base(1, length, context) / seconds
-    if nonnegative:
-        from scipy.optimize import nnls  # costs that are read from a file need no scipy
-
-        solved = nnls(matrix, wanted)[0]
-    else:
-        solved = np.linalg.lstsq(matrix, wanted, rcond=None)[0]
-    a0, a1, a2, a3 = (float(a) for a in solved / scale)
-    fitted = LinearTime(base=base.base, context=(a0, a1, a2, a3))
+    lengths = sorted(alone)
+    base = _rising([median(alone[length]) for length in lengths])
+    fitted = LinearTime(base=tuple((float(length), time) for length, time in zip(lengths, base, strict=True)))
+    length, context, seconds = np.array(samples, dtype=np.float64).T
+    behind = context > 0
+    if behind.any():
+        terms = np.stack([np.ones_like(length), length, context, length * context], axis=1)[behind]
+        scale = terms.max(axis=0)  # lengths squared beside ones: without it the fit loses digits
+        wanted = 1 - fitted(1, length, 0)[behind] / seconds[behind]
+        a0, a1, a2, a3 = (float(a) for a in _nonnegative(terms / scale / seconds[behind, None], wanted) / scale)
+        fitted = LinearTime(base=fitted.base, context=(a0, a1, a2, a3))
     error = fitted(1, length, context) / seconds - 1
-    return fitted, float(np.sqrt(np.mean(error**2)))
+    missed = error[np.abs(error) > 1e-12]
+    return fitted, float(np.sqrt(np.mean(missed**2))) if len(missed) else 0.0
+
+
+def _rising(seconds: Sequence[float]) -> list[float]:
+    """The nearest times, by relative error, that never fall; the same ones if they do not."""
+    if all(a <= b for a, b in pairwise(seconds)):
+        return list(seconds)
+    steps = np.tril(np.ones((len(seconds), len(seconds))))  # every time is a sum of steps that are 0 or more
+    times = np.array(seconds)
+    return [float(time) for time in np.cumsum(_nonnegative(steps / times[:, None], np.ones_like(times)))]
+
+
+def _nonnegative(matrix: Array, wanted: Array) -> Array:
+    from scipy.optimize import nnls  # costs that are read from a file need no scipy
+
+    return np.asarray(nnls(matrix, wanted, maxiter=100 * matrix.shape[1])[0])
 
 
 # --- the file -------------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ Shapes: B batch, S slice, C context, W width, H heads, D = W / H.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,10 @@ from pipeloom.errors import InputError
 from pipeloom.models.gpt import GPT, Block, GPTConfig
 from pipeloom.models.init import init_parameters
 from pipeloom.plan.slicing.costs import Sample, SliceCosts, fit
-from pipeloom.split.profile import profile_layers, threads_of_a_rank
+from pipeloom.split.profile import LayerTime, profile_layers, threads_of_a_rank
+
+_LONG_SECONDS = 0.1  # of a slice, forward and backward: more is run once; what is new the first time is a small part
+_MOST_SECONDS = 1.0  # of a slice: no larger ones are measured
 
 Context = list[tuple[Tensor, Tensor]]  # keys and values of every block, [B, H, C, D]; none at the beginning
 
@@ -50,11 +53,11 @@ class Share(nn.Module):
             x_BSW = _block_behind(block, x_BSW, context[index] if context else None)
         return x_BSW
 
-    def sample(self, length: int, context: int) -> tuple[Tensor, Context]:
-        """Inputs of a slice of one sequence."""
+    def sample(self, batch: int, length: int, context: int) -> tuple[Tensor, Context]:
+        """Inputs of a slice."""
         c = self.config
-        x_BSW = torch.randn(1, length, c.width)
-        past = (torch.randn(1, c.heads, context, c.head_width) for _ in range(2 * c.layers if context else 0))
+        x_BSW = torch.randn(batch, length, c.width)
+        past = (torch.randn(batch, c.heads, context, c.head_width) for _ in range(2 * c.layers if context else 0))
         return x_BSW, list(zip(past, past, strict=True))
 
 
@@ -79,43 +82,68 @@ def _block_behind(block: Block, x_BSW: Tensor, past: tuple[Tensor, Tensor] | Non
 
 
 def measure_slices(
-    config: GPTConfig, *, num_ranks: int, grid: int = 8, share: nn.Module | None = None, num_rounds: int = 3
+    config: GPTConfig,
+    *,
+    num_ranks: int,
+    grid: int = 8,
+    piece: int = 1,
+    batch: int = 1,
+    share: nn.Module | None = None,
+    num_rounds: int = 3,
 ) -> Measured:
     """Costs of slices of sequences of ``config.sequence_length`` tokens, measured here and fitted.
 
     The rank measured is one with most blocks; embedding and head are left out. It computes with as many threads as the
-    launcher gives each of `num_ranks` ranks of this machine. A message costs what copying it in and out takes.
+    launcher gives each of `num_ranks` ranks of this machine; where that is one, its own time counts, so that what else
+    the machine does disturbs little. A message costs what copying it in and out takes.
 
     Args:
         config: sizes of the model.
         num_ranks: ranks that share its blocks.
         grid: the shortest slice that matters.
-        share: what to time instead of blocks of pipeloom's GPT: a module with ``sample(length, context)`` that makes
-            its inputs.
-        num_rounds: times that each slice is run after one that does not count; medians are taken.
+        piece: sequences that are sliced together; in the costs they count as one.
+        batch: the most of those that may go together in a slice.
+        share: what to time instead of blocks of pipeloom's GPT: a module with ``sample(batch, length, context)`` that
+            makes its inputs.
+        num_rounds: times that each slice is run after one that does not count, medians are taken; long ones are run
+            once and no more.
 
     Raises:
         InputError: more ranks than blocks.
     """
     if num_ranks > config.layers:
         raise InputError(f"{num_ranks} ranks share {config.layers} blocks: each has one at least; ask for fewer ranks")
-    samples: dict[str, list[Sample]] = {"forward": [], "backward": []}
+    forward: list[Sample] = []
+    backward: list[Sample] = []
     with threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
         share = share or Share(replace(config, layers=-(-config.layers // num_ranks)))
         for length, context in _points(config.sequence_length, grid):
-            [time] = profile_layers(
-                [("slice", share)],
-                share.sample(length, context),  # type: ignore[operator]
-                num_warmups=1,
-                num_rounds=num_rounds,
-            )
-            samples["forward"].append(Sample(length, context, time.forward_seconds))
-            samples["backward"].append(Sample(length, context, time.backward_seconds))
-        latency, per_token = _message(config.width, config.sequence_length)
-    forward, forward_error = fit(samples["forward"], nonnegative=True)
-    backward, backward_error = fit(samples["backward"], nonnegative=True)
-    costs = SliceCosts(forward=forward, backward=backward, latency=latency, seconds_per_token_sent=per_token)
+            time = _time(share, (piece, length, context), num_rounds)
+            forward.append(Sample(length, context, time.forward_seconds))
+            backward.append(Sample(length, context, time.backward_seconds))
+        size = 1
+        while size < batch and forward[-1].seconds + backward[-1].seconds < _MOST_SECONDS:
+            size = min(2 * size, batch)
+            time = _time(share, (size * piece, config.sequence_length, 0), num_rounds)
+            forward.append(Sample(size * config.sequence_length, 0, time.forward_seconds))
+            backward.append(Sample(size * config.sequence_length, 0, time.backward_seconds))
+        latency, per_token = _message(piece * config.width, config.sequence_length)
+    (there, forward_error), (back, backward_error) = fit(forward), fit(backward)
+    costs = SliceCosts(forward=there, backward=back, latency=latency, seconds_per_token_sent=per_token)
     return Measured(costs, forward_error, backward_error)
+
+
+def _time(share: nn.Module, sizes: tuple[int, int, int], num_rounds: int) -> LayerTime:
+    inputs = share.sample(*sizes)  # type: ignore[operator]
+    [time] = profile_layers([("slice", share)], inputs, num_warmups=0, num_rounds=1, timer=_timer())
+    if time.forward_seconds + time.backward_seconds < _LONG_SECONDS:
+        [time] = profile_layers([("slice", share)], inputs, num_warmups=0, num_rounds=num_rounds, timer=_timer())
+    return time
+
+
+def _timer() -> Callable[[], float]:
+    """Autograd runs the backward of CPU tensors in the thread that asks for it."""
+    return thread_time if torch.get_num_threads() == 1 else perf_counter
 
 
 def _points(sequence: int, grid: int) -> Iterator[tuple[int, int]]:
@@ -140,12 +168,12 @@ def _message(width: int, sequence: int) -> tuple[float, float]:
 
     def copy(tokens: int) -> float:
         source, target = torch.randn(tokens, width), torch.empty(tokens, width)
-        times = []
+        times, now = [], _timer()
         for _ in range(7):
-            start = perf_counter()
+            start = now()
             target.copy_(source)
             source.copy_(target)
-            times.append(perf_counter() - start)
+            times.append(now() - start)
         return sorted(times)[3]
 
     short, long = copy(1), copy(max(2, sequence))

@@ -2,9 +2,9 @@
 
 What is minimised is ``sum of costs + sum over directions of the largest cost x the ranks still to come``. With a limit
 on the largest of each direction it falls apart into a dynamic programme over slices (TeraPipe, arXiv:2102.07988) and a
-knapsack over pieces of the batch. The paper tries every limit. Here, boxes of limits wait in a heap by a bound of
-what they can hold, so that few are tried: the answer under a box's highest limits bounds the sum from below, its
-lowest limits bound the rest.
+knapsack over pieces of the batch. The paper tries every limit. Here, a few coarse limits first give a good answer, and
+what nothing better can hold is left out. Then boxes of limits wait in a heap by a bound of what they can hold, so that
+few are tried: the answer under a box's highest limits bounds the sum from below, its lowest limits bound the rest.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeloom.plan.slicing.costs import Array
 
 _MOST_ENTRIES = 2**22  # of the tables that are worked on at once
+_MOST_AT_ONCE = 16  # limits that are tried at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """What every possible slice costs. Slice ``[piece, end - 1, start]`` holds the cells from `start` up to `end`.
+    """What every possible slice costs. Slice ``[end - 1, piece, at]`` has the cells from ``end - width + at`` to `end`.
 
     Attributes:
-        cost: what it adds to the sum, shape (pieces, cells, cells); infinite where there is no such slice.
-        largest: what it adds by being the largest, one table for each direction.
+        cost: what it adds to the sum, shape (cells, pieces, width); infinite where there is no such slice.
+        largest: what it adds by being the largest, one table for each direction; infinite where there is none.
         sizes: samples of each kind of piece, ascending.
         batch: samples to be made up of pieces.
     """
@@ -36,6 +38,20 @@ class Tables:
     largest: tuple[Array, ...]
     sizes: tuple[int, ...]
     batch: int
+
+    @property
+    def width(self) -> int:
+        """Cells of the longest slice."""
+        return int(self.cost.shape[2])
+
+    def keep(self, allowed: NDArray[np.bool_]) -> Tables:
+        """Without the slices that are not allowed, and no wider than that needs."""
+        wide = np.flatnonzero(allowed.any(axis=(0, 1)))
+        first = int(wide[0]) if len(wide) else self.width - 1
+        cost, *largest = (
+            np.where(allowed[:, :, first:], table[:, :, first:], np.inf) for table in (self.cost, *self.largest)
+        )
+        return replace(self, cost=cost, largest=tuple(largest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +78,47 @@ def minimise(tables: Tables, widths: Sequence[float], tolerance: float = 0.0) ->
             this width the greatest is tried.
         tolerance: part of the answer by which a better one is not looked for.
     """
+    best = _coarse(tables)
+    if best is None:
+        return None
+    floor = _floor(tables)
+    tables = tables.keep(floor <= best.objective * (1 + 1e-12))
     # The largest of a sum is at most the sum of the largest, so one limit on the sum of all directions gives a bound
     # from below; where the directions cost alike, as they do, its answer reaches the bound and is the best.
     together = replace(tables, largest=(np.sum(tables.largest, axis=0),))
     # Half of the widths for the buckets, the other half for the distance from the bound that they leave.
-    best, low = _search(together, [sum(widths) / 2], tolerance / 2, measured_by=tables)
-    if best is not None and best.objective - low > sum(widths) / 2 + (tolerance + 1e-12) * best.objective:
+    best, low = _search(together, [sum(widths) / 2], tolerance / 2, measured_by=tables, known=best)
+    if best.objective - low > sum(widths) / 2 + (tolerance + 1e-12) * best.objective:
+        tables = tables.keep(floor[:, :, -tables.width :] <= best.objective * (1 + 1e-12))
         best, _ = _search(tables, widths, tolerance, measured_by=tables, known=best)
     return best
+
+
+def _coarse(tables: Tables) -> Answer | None:
+    """A good answer: the limit on the largest slice is halved until that does not help."""
+    best = None
+    while True:
+        [answer] = _under(tables, [[np.inf] * len(tables.largest)])
+        if answer is None or (best is not None and answer.objective >= best.objective):
+            return best
+        best = answer
+        tables = tables.keep(np.sum(tables.largest, axis=0) <= sum(answer.largest) / 2)
+
+
+def _floor(tables: Tables) -> Array:
+    """For each slice, what no answer that holds it is below: the least sums beside it, and itself as the largest."""
+    cells, pieces, width = tables.cost.shape
+    before = _slice(tables.cost)
+    after = np.full((pieces, width + cells + 1), np.inf)  # of the cells behind
+    after[:, -1] = 0.0
+    for end in range(cells, 0, -1):
+        starts = after[:, end : end + width]
+        np.minimum(starts, tables.cost[end - 1] + after[:, end + width, None], out=starts)
+    sums, _ = _knapsack(before[:, -1], tables.sizes, tables.batch)
+    rest = sums[tables.batch - np.array(tables.sizes)]
+    sides = np.lib.stride_tricks.sliding_window_view(before, width, axis=1)[:, 1 : cells + 1]
+    sides = sides + (after[:, width + 1 :] + rest[:, None])[:, :, None]
+    return np.asarray(sides.swapaxes(0, 1) + tables.cost + np.sum(tables.largest, axis=0))
 
 
 def _search(
@@ -78,21 +127,19 @@ def _search(
     tolerance: float,
     *,
     measured_by: Tables,
-    known: Answer | None = None,
-) -> tuple[Answer | None, float]:
+    known: Answer,
+) -> tuple[Answer, float]:
     """The answer that is best by the largest values of `measured_by`; and what no objective by `tables` is below,
-    buckets aside.
+    buckets aside. `known` is an answer to begin with.
 
     Where the two tables are the same, that is the best there is; else the search ends when `tables` has nothing below.
     """
     values = [_candidates(table, width) for table, width in zip(tables.largest, widths, strict=True)]
-    best, least = known, np.inf if known is None else known.objective
-    if any(not len(each) for each in values):
-        return None, np.inf
+    best, least = known, known.objective
     order = itertools.count()
     start = tuple(len(each) - 1 for each in values)
     boxes = [(0.0, next(order), (0,) * len(values), start)]
-    at_once = max(1, min(8, _MOST_ENTRIES // tables.cost.size))
+    at_once = max(1, min(_MOST_AT_ONCE, _MOST_ENTRIES // tables.cost.size))
     while boxes:
         if boxes[0][0] >= least * (1 - tolerance):
             return best, min(boxes[0][0], least)
@@ -102,7 +149,7 @@ def _search(
             if answer is None:
                 continue
             measured = measure(measured_by, answer)
-            if best is None or measured.objective < best.objective:
+            if measured.objective < best.objective:
                 best = measured
             least = min(least, answer.objective)
             # All limits between the reached and the highest have this answer; the others have one limit below it.
@@ -150,9 +197,10 @@ def _candidates(table: Array, width: float) -> Array:
 
 
 def measure(tables: Tables, answer: Answer) -> Answer:
-    """`answer` with the largest values of `tables`."""
+    """`answer` with the sum and the largest values of `tables`."""
+    width = tables.width
     chosen = [
-        (kind, end - 1, start)
+        (end - 1, kind, start - end + width)
         for kind, ends in answer.pieces
         for start, end in zip((0, *ends), ends, strict=False)  # one start too many
     ]
@@ -169,46 +217,53 @@ def _under(tables: Tables, limits: Sequence[Sequence[float]]) -> list[Answer | N
 
     Several at once, as small tables take less time than Python does to go through them.
     """
-    cost = np.empty((len(limits), *tables.cost.shape))
-    for own, each in zip(cost, limits, strict=True):
-        allowed = np.logical_and.reduce([t <= limit for t, limit in zip(tables.largest, each, strict=True)])
-        own[:] = np.where(allowed, tables.cost, np.inf)
+    cells, pieces, width = tables.cost.shape
+    columns = [np.array(each)[:, None, None] for each in zip(*limits, strict=True)]
+    allowed = np.logical_and.reduce([t[:, None] <= each for t, each in zip(tables.largest, columns, strict=True)])
+    cost = np.where(allowed, tables.cost[:, None], np.inf).reshape(cells, len(limits) * pieces, width)
     best = _slice(cost)
-    return [_put_together(tables, *each) for each in zip(cost, best, strict=True)]
-
-
-def _put_together(tables: Tables, cost: Array, best: Array) -> Answer | None:
-    """The pieces of the batch, from what `_slice` found."""
-    kinds = _knapsack(best[:, -1], tables.sizes, tables.batch)
-    if kinds is None:
-        return None
-    paths = {kind: _path(cost[kind], best[kind]) for kind in set(kinds)}
-    return measure(tables, Answer(pieces=tuple((kind, paths[kind]) for kind in kinds), total=0.0, largest=()))
+    kinds = [_kinds(sums, tables.sizes, tables.batch) for sums in best[:, -1].reshape(len(limits), pieces)]
+    lanes = sorted({index * pieces + kind for index, each in enumerate(kinds) for kind in each or ()})
+    ends = dict(zip(lanes, _paths(cost[:, lanes], best[lanes]), strict=True))
+    return [
+        None
+        if each is None
+        else measure(
+            tables,
+            Answer(pieces=tuple((kind, ends[index * pieces + kind]) for kind in each), total=0.0, largest=()),
+        )
+        for index, each in enumerate(kinds)
+    ]
 
 
 def _slice(cost: Array) -> Array:
-    """``best[..., end]``: the least sum of slices from the beginning up to each cell."""
-    *others, cells, _ = cost.shape
-    best = np.full((*others, cells + 1), np.inf)
-    best[..., 0] = 0.0
-    options = np.empty((*others, cells))
+    """``best[..., width + end]``: the least sum of slices from the beginning up to each cell; infinite before it."""
+    cells, *others, width = cost.shape
+    best = np.full((*others, width + cells + 1), np.inf)
+    best[..., width] = 0.0
+    options = np.empty((*others, width))
     for end in range(1, cells + 1):
-        part = np.add(best[..., :end], cost[..., end - 1, :end], out=options[..., :end])
-        np.minimum.reduce(part, axis=-1, out=best[..., end])
+        np.add(best[..., end : end + width], cost[end - 1], out=options)
+        np.minimum.reduce(options, axis=-1, out=best[..., end + width])
     return best
 
 
-def _path(cost: Array, best: Array) -> tuple[int, ...]:
-    """The ends of the slices that reach ``best[-1]``."""
-    ends = [len(best) - 1]
-    while ends[-1] > 0:
-        end = ends[-1]
-        ends.append(int(np.argmin(best[:end] + cost[end - 1, :end])))
-    return tuple(ends[-2::-1])
+def _paths(cost: Array, best: Array) -> list[tuple[int, ...]]:
+    """For each lane (the second dimension of `cost`), the ends of the slices that reach ``best[lane, -1]``."""
+    cells, lanes, width = cost.shape
+    lane, end = np.arange(lanes), np.full(lanes, cells)
+    found: list[list[int]] = [[] for _ in range(lanes)]
+    while len(lane):
+        for one, at in zip(lane.tolist(), end.tolist(), strict=True):
+            found[one].append(at)
+        reached = best[lane[:, None], end[:, None] + np.arange(width)] + cost[end - 1, lane]
+        end = end - width + np.argmin(reached, axis=1)
+        lane, end = lane[end > 0], end[end > 0]
+    return [tuple(ends[::-1]) for ends in found]
 
 
-def _knapsack(sums: Array, sizes: Sequence[int], batch: int) -> tuple[int, ...] | None:
-    """The kinds of pieces, largest first, that make up `batch` with the least sum; None where nothing does."""
+def _knapsack(sums: Array, sizes: Sequence[int], batch: int) -> tuple[Array, NDArray[np.int64]]:
+    """For each batch up to this one, the least sum of pieces that make it up, and the kind of the last of them."""
     least = np.full(batch + 1, np.inf)
     least[0] = 0.0
     last = np.zeros(batch + 1, dtype=np.int64)
@@ -219,6 +274,12 @@ def _knapsack(sums: Array, sizes: Sequence[int], batch: int) -> tuple[int, ...] 
         if fitting:
             last[total] = int(np.argmin(options))
             least[total] = options[last[total]]
+    return least, last
+
+
+def _kinds(sums: Array, sizes: Sequence[int], batch: int) -> tuple[int, ...] | None:
+    """The kinds of pieces, largest first, that make up `batch` with the least sum; None where nothing does."""
+    least, last = _knapsack(sums, sizes, batch)
     if not np.isfinite(least[batch]):
         return None
     kinds = []

@@ -87,7 +87,7 @@ def slice_batch(
     most = max(1, min(batch, _MOST_ENTRIES // len(ends) ** 2, max_piece or batch))
     seconds, fills = _seconds(costs, ends, num_ranks, most)
     tables = Tables(
-        cost=seconds[0] + seconds[1],
+        cost=np.add(*seconds),
         largest=tuple(_worth(each, fill) for each, fill in zip(seconds, fills, strict=True)),
         sizes=tuple(range(1, most + 1)),
         batch=batch,
@@ -182,8 +182,8 @@ def _seconds(
     fills = tuple(
         sum(count * _part(found[key][phase], slowest[phase]) for key, count in counts.items()) - 1.0 for phase in (0, 1)
     )
-    tables = np.full((2, most, len(ends), len(ends)), np.inf)
-    tables[:, :, stops, starts] = slowest
+    tables = np.full((2, len(ends), most, len(ends)), np.inf)
+    tables[:, stops, :, starts - stops - 1] = np.moveaxis(slowest, -1, 0)
     return (tables[0], tables[1]), fills
 
 
@@ -220,15 +220,11 @@ def _within(tables: Tables, ends: Cells, num_ranks: int, memory_limit: int | Non
     if memory_limit is None or tables.batch * sequence <= memory_limit:
         yield tables
         return
-    lengths = ends[:, None] - (ends - np.diff(ends, prepend=0))[None, :]
+    before = np.concatenate([np.zeros(len(ends), dtype=np.int64), ends])  # where the cells begin; none before the first
+    lengths = ends[:, None] - np.lib.stride_tricks.sliding_window_view(before, len(ends))[:-1]
     for size in tables.sizes:
         left = memory_limit - size * sequence
         if left < 0:
             return
-        tokens = np.array(tables.sizes[:size])[:, None, None] * lengths * (num_ranks - 1)
-        yield Tables(
-            cost=np.where(tokens <= left, tables.cost[:size], np.inf),
-            largest=tuple(np.where(tokens <= left, each[:size], np.inf) for each in tables.largest),
-            sizes=tables.sizes[:size],
-            batch=tables.batch,
-        )
+        tokens = np.array(tables.sizes)[:, None] * lengths[:, None, :] * (num_ranks - 1)
+        yield tables.keep((tokens <= left) & (np.arange(len(tables.sizes)) < size)[:, None])

@@ -1,0 +1,122 @@
+"""Hugging Face decoders in pipelines along the sequence: gradients are those of the model's own forward."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+import pipeloom as pl
+from pipeloom.ir import check
+from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
+from tests.cpu.ranks import run_ranks
+from tests.cpu.test_huggingface import DROPOUT, FAMILIES, LENGTH, assert_same, build, gradients, tokens
+
+UNEVEN = {2: [33, 8], 3: [1, 24, 16], 4: [20, 1, 1, 19], 5: [9, 1, 10, 13, 8], 6: [2, 3, 5, 7, 11, 13]}
+UNEVEN[7] = [12, 8, 6, 5, 4, 4, 2]
+CUTS = [(k, lengths) for k in range(1, 8) for lengths in (None, UNEVEN.get(k)) if k > 1 or lengths is None]
+
+
+@cache
+def model_of(kind: str, recompute: str | None = None, dropout: bool = False):
+    """Built once; copies train. Llama has four query heads on two of keys, GPT-2 tied embeddings."""
+    changes = {"tie_word_embeddings": kind == "gpt2"} | (DROPOUT[kind] if dropout else {})
+    return build(kind, recompute, **changes)
+
+
+@cache
+def expected_of(kind: str, samples: int) -> tuple[Tensor, dict[str, Tensor]]:
+    model, x = deepcopy(model_of(kind)), tokens(samples)
+    loss = causal_lm_loss(model(x, use_cache=False).logits, causal_lm_targets(x))
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def run(schedule, model, samples: int, lengths: list[int] | None, transport: str):
+    """Loss and gradients of this process's stages."""
+    model, x = deepcopy(model), tokens(samples)
+    with pl.Pipeline(model, schedule, loss_fn=causal_lm_loss, transport=transport, slices=lengths) as pipe:
+        loss = pipe.step(x, causal_lm_targets(x))
+        assert all(check(schedule).live_activations[r] == live for r, live in pipe.peak_live_activations.items())
+        assert not any(pipe.live_activations.values())
+        return loss, {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+def cases(kind: str, ranks: int):
+    """Every schedule, number of slices and batch, even slices of one batch; with and without recomputation in turn."""
+    index = 0
+    for name in ("terapipe", "seq1f1b"):
+        for num_slices, lengths in CUTS:
+            for samples in (1, 2, 3):
+                index += 1
+                if lengths is None and num_slices > 1 and samples != 1 + num_slices % 3:
+                    continue
+                schedule = pl.schedules.build(
+                    name, num_ranks=ranks, num_microbatches=1 + index % samples, num_slices=num_slices
+                )
+                yield schedule, samples, lengths, "recompute" if index % 3 == 0 else None
+
+
+def assert_trains(kind: str, ranks: int, transport: str, part: slice) -> None:
+    for schedule, samples, lengths, recompute in list(cases(kind, ranks))[part]:
+        expected_loss, expected = expected_of(kind, samples)
+        loss, found = run(schedule, model_of(kind, recompute), samples, lengths, transport)
+        assert loss is None or abs(loss - expected_loss) <= 1e-12 * expected_loss
+        assert found
+        assert transport != "loopback" or found.keys() == expected.keys()
+        assert_same(found, {name: expected[name] for name in found})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_gradients_of_any_slices_in_one_process(kind, ranks):
+    assert_trains(kind, ranks, "loopback", slice(None))
+
+
+def several(rank: int, ranks: int) -> None:
+    for kind in FAMILIES:
+        assert_trains(kind, ranks, "torch", slice(ranks, None, 5))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_of_any_slices_in_processes(ranks):
+    run_ranks(several, ranks, ranks)
+
+
+def masks_do_not_depend_on_slices(ranks: int, transport: str) -> None:
+    for kind in FAMILIES:
+        found = []
+        for name, lengths, recompute in (
+            ("1f1b", [LENGTH], None),
+            ("terapipe", UNEVEN[3], None),
+            ("seq1f1b", UNEVEN[5], "recompute"),
+            ("terapipe", UNEVEN[6], "recompute"),
+            ("seq1f1b", UNEVEN[7], None),
+        ):
+            sliced = {"num_slices": len(lengths)} if len(lengths) > 1 else {}
+            schedule = pl.schedules.build(name, num_ranks=ranks, num_microbatches=2, **sliced)
+            model = model_of(kind, recompute, dropout=True)  # which draws its weights
+            torch.manual_seed(5)
+            found.append(run(schedule, model, 3, lengths, transport))
+        (loss, expected), *others = found
+        for other_loss, other in others:
+            assert loss is None or abs(loss - other_loss) <= 1e-12 * loss
+            assert_same(other, expected, 1e-11)
+        whole = expected_of(kind, 3)[1]
+        assert any(not torch.allclose(gradient, whole[name]) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_masks_of_dropout_in_one_process(ranks):
+    masks_do_not_depend_on_slices(ranks, "loopback")
+
+
+def dropped(rank: int, ranks: int) -> None:
+    masks_do_not_depend_on_slices(ranks, "torch")
+
+
+def test_masks_of_dropout_in_processes():
+    run_ranks(dropped, 2, 2)
