@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import random
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -85,15 +87,15 @@ def test_memory_in_rank_shares(capsys):
 
 def test_search_says_what_it_beat_and_what_nobody_beats(capsys, costs_file):
     path = costs_file(memory_cap_bytes=[3000, 3000, 2500, 2000])
-    words = ["--ranks", "4", "--microbatches", "6", "--costs", path, "--effort", "0.2"]
-    answer = answer_of(capsys, "search", *words)
+    words = ["--ranks", "4", "--microbatches", "6", "--costs", path]
+    answer = answer_of(capsys, "search", *words, "--effort", "0.2")
     assert list(answer) == [*KEYS, "peak_bytes", "within_memory", "best_named", "lower_bound_seconds"]
     assert answer["within_memory"] is True
     assert answer["lower_bound_seconds"] <= answer["makespan_seconds"] <= answer["best_named"]["makespan_seconds"]
     named = answer_of(capsys, answer["best_named"]["name"], *words)
     assert named["makespan_seconds"] == pytest.approx(answer["best_named"]["makespan_seconds"])
     assert all(peak <= cap for peak, cap in zip(named["peak_bytes"], [3000, 3000, 2500, 2000], strict=True))
-    code, out, _ = run(capsys, "simulate", "search", *words)
+    code, out, _ = run(capsys, "simulate", "search", *words, "--effort", "0.2")
     assert code == 0
     assert "the best named schedule is" in out
 
@@ -133,8 +135,7 @@ def test_bandwidths_and_shared_links_of_the_costs_file(capsys, costs_file):
     assert answer_of(capsys, *words, "--slow-rank", "1:2")["makespan_seconds"] == 3.75 + 0.875
 
 
-@pytest.mark.parametrize("name", ["zb-auto", "search"])
-def test_orders_made_to_measure_count_a_message_with_its_bytes(capsys, costs_file, tmp_path, name):
+def test_orders_made_to_measure_count_a_message_with_its_bytes(capsys, costs_file, tmp_path):
     """A second of latency, a second on its link, or half a second of each: the same order."""
     pairs = [[a, b] for a in range(4) for b in range(4) if abs(a - b) == 1]
     links = [{"ranks": [pair], "bytes_per_second": 100} for pair in pairs]
@@ -152,11 +153,61 @@ def test_orders_made_to_measure_count_a_message_with_its_bytes(capsys, costs_fil
             stage["message_bytes"] = 100
         path.write_text(json.dumps(data))
         csv = tmp_path / "orders.csv"
-        words = ["simulate", name, "--ranks", "4", "--microbatches", "6", "--costs", str(path), "--csv", str(csv)]
+        words = ["simulate", "zb-auto", "--ranks", "4", "--microbatches", "6", "--costs", str(path), "--csv", str(csv)]
         assert run(capsys, *words)[0] == 0
         orders.append(csv.read_text())
     assert len(set(orders[:4])) == 1
     assert orders[4] != orders[0]
+
+
+def test_search_knows_of_links_that_are_shared_or_block_and_of_overlapped_units(capsys, costs_file):
+    """Under the very same costs it is never above a named schedule, and its bound never above any."""
+    rng = random.Random(7)
+    pairs = [[0, 1], [1, 0], [1, 2], [2, 1]]
+    differed = 0
+    for placement, names in (
+        ("loop", "naive gpipe 1f1b dapple-pb zb-h1 zb-h2 zb-auto"),
+        ("v", "zb-v v-half dualpipev"),
+    ):
+        for blocking, limits in product(
+            (False, True), ({"links": [{"ranks": pairs, "bytes_per_second": 60}]}, {"bytes_per_second": 40})
+        ):
+            path = Path(
+                costs_file(stages=3 if placement == "loop" else 6, overlap_communication=not blocking, **limits)
+            )
+            data = json.loads(path.read_text())
+            for stage in data["stages"]:
+                stage |= {what: rng.uniform(0.1, 1) for what in ("forward", "backward_input", "backward_weight")}
+                stage |= {"message_bytes": rng.choice([0, 20, 60]), "gradient_message_bytes": rng.choice([0, 30])}
+            path.write_text(json.dumps(data))
+            words = ["--ranks", "3", "--microbatches", "6", "--costs", str(path), "--overlap", "0.7"]
+            found = answer_of(capsys, "search", *words, "--effort", "0.05", "--placement", placement)
+            named = {name: answer_of(capsys, name, *words)["makespan_seconds"] for name in names.split()}
+            assert found["lower_bound_seconds"] <= min(found["makespan_seconds"], *named.values())
+            best = found["best_named"]
+            assert found["makespan_seconds"] <= best["makespan_seconds"] <= min(named.values())
+            assert named.get(best["name"], best["makespan_seconds"]) == best["makespan_seconds"]
+            differed += found["makespan_seconds"] < best["makespan_seconds"]
+    assert differed
+
+
+def test_a_v_has_two_chunks_unless_they_are_counted(capsys):
+    words = ["search", "--ranks", "2", "--microbatches", "2", "--placement", "v", "--effort", "0.1"]
+    assert answer_of(capsys, *words)["chunks"] == 2
+    assert answer_of(capsys, *words, "--chunks", "4")["chunks"] == 4
+
+
+def test_memory_is_summed_without_noise(capsys):
+    words = ["bfs", "--ranks", "2", "--chunks", "3", "--microbatches", "6", "--memory-limit", "9"]
+    assert answer_of(capsys, *words)["peak_memory"] == [6.0, 6.0]
+
+
+def test_numbers_are_finite_or_refused(capsys):
+    words = ["1f1b", "--ranks", "4", "--microbatches", "8", "--forward", "1e100", "--slow-rank", "1:1e100"]
+    assert answer_of(capsys, *words)["makespan_seconds"] > 1e200
+    code, out, err = run(capsys, "simulate", "1f1b", "--ranks", "4", "--microbatches", "8", "--forward", "1e308")
+    assert (code, out) == (2, "")
+    assert "forward is 1e+308: a time is a number of seconds, from 0 to 1e+100" in err
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -230,8 +281,15 @@ def test_timelines_that_are_compared_have_one_scale():
         (["search", "--memory-limit", "0.5"], "raise the limit"),
         (["search", "--effort", "0"], "--effort 0: it is more than 0; raise it"),
         (["search", "--prove", "-1"], "--prove -1: it is more than 0; raise it"),
-        (["search", "--microbatches", "100000"], "are not searched"),
-        (["1f1b", "--overlap", "-1"], "overlap is -1.0"),
+        (
+            ["search", "--microbatches", "100000"],
+            "more than 20,000 are not searched; ask for fewer, or simulate a named",
+        ),
+        (["1f1b", "--overlap", "-1"], "overlap is -1.0: an overlapped F and B take this part of the sum of both"),
+        (["1f1b", "--effort", "1"], "--effort is of search"),
+        (["compare", "1f1b", "zb-v", "--placement", "v"], "--placement is of search"),
+        (["1f1b", "--prove", "1"], "--prove is of search"),
+        (["1f1b", "--trace", "x.txt"], "--trace x.txt: a trace is JSON"),
         (["1f1b", "--costs", "nowhere.json"], "--costs nowhere.json: No such file"),
         (["1f1b", "--placement", "ring"], "placement"),
         (["1f1b", "--slow-rank", "2:1.5"], "--slow-rank 2:1.5: ranks are 0..1"),
@@ -285,7 +343,7 @@ def broken(change):
         (lambda d: d["stages"][0].update(backward_input=float("nan")), "backward_input of stage 0 of the costs is nan"),
         (lambda d: d["stages"][0].update(weight_gradient_bytes=2000), "2000 weight_gradient_bytes of 1000"),
         (lambda d: d["stages"].append(5), "it is no object"),
-        (lambda d: d["stages"].append(dict(STAGE)), "forward has 3 entries: schedule '1f1b' has 2 stages"),
+        (lambda d: d["stages"].append(dict(STAGE)), "it is of 3 stages, and schedule '1f1b' has 2 on 2 ranks"),
         (lambda d: d.update(latency="fast"), "latency of the costs is 'fast'"),
         (lambda d: d.update(latency=[1, 2]), "neither a number nor a table"),
         (lambda d: d.update(latency=[[0, 1], [1, -1]]), "latency from rank 1 to 1 of the costs is -1"),
@@ -313,6 +371,36 @@ def test_broken_costs_files_are_refused_in_one_line(capsys, tmp_path, change, me
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "costs are no JSON (it is nested too deep)"),
+        ('{"stages": [{"forward": 1, "forward": 2}]}', "the key 'forward' stands twice in one object"),
+        (json.dumps({"stages": [STAGE | {"forward": 10**400}]}), "forward of stage 0 of the costs is inf"),
+        (json.dumps({"stages": [STAGE | {"forward": 1e101}]}), "forward is 1e+101: a time is a number of seconds"),
+        (json.dumps({"stages": [STAGE] * 3}), "it is of 3 stages, and schedule 'search' has 2 on 2 ranks"),
+    ],
+)
+def test_odd_json_is_refused_in_one_line(capsys, tmp_path, text, message):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    code, out, err = run(capsys, "simulate", "search", "--ranks", "2", "--microbatches", "2", "--costs", str(path))
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_stages_of_the_file_fit_all_that_are_compared_and_a_byte_order_mark_is_no_matter(capsys, costs_file):
+    path = Path(costs_file())
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    words = ["--ranks", "4", "--microbatches", "2", "--costs", str(path)]
+    code, _, err = run(capsys, "simulate", "compare", "1f1b", "zb-v", *words)
+    assert code == 2
+    assert (
+        "is of 4 stages, and schedule 'zb-v' has 8 on 4 ranks: give one entry for each; compare schedules with" in err
+    )
 
 
 def test_what_the_file_says_is_not_said_twice(capsys, costs_file, tmp_path):

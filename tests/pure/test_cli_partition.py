@@ -154,6 +154,7 @@ def changed(key: str, value: object) -> list[dict[str, object]]:
     [
         ("not json", "no JSON"),
         ("[" * 100_000, "no JSON"),
+        ('{"layers": [], "layers": []}', "the key 'layers' stands twice"),
         ("[]", "no list of layers"),
         ({"layers": {}}, "no list of layers"),
         ({"layers": []}, "has no layers"),

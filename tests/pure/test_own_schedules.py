@@ -145,3 +145,26 @@ def test_the_lowered_form_for_torch():
         "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n"
         "1RECV_F0,1UNSHARD,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD\n"
     )
+
+
+def test_files_as_they_come_or_are_refused_in_one_line(tmp_path, capsys):
+    def simulated(name, text, function="", **options):
+        (tmp_path / name).write_text(text, **options)
+        code = main(["simulate", f"{tmp_path / name}{function}", "--ranks", "2", "--microbatches", "3"])
+        out, err = capsys.readouterr()
+        assert (code, len(err.splitlines())) in ((0, 0), (2, 1))
+        return err if code else out
+
+    orders = "\n".join(",".join(map(str, order)) for order in ONE_F_ONE_B.orders)
+    whole = to_json(ONE_F_ONE_B)
+    assert "rank 1" in simulated("mark.csv", orders, encoding="utf-8-sig")
+    assert "rank 1" in simulated("mark.json", whole, encoding="utf-8-sig")
+    assert "forwards alone" in simulated("forward.csv", "0F0,0F1,0F2\n1F0,1F1,1F2\n")
+    assert "has no forwards" in simulated("empty.csv", "")
+    assert "no action" in simulated("long.csv", "0F" + "1" * 5000)
+    assert "nested too deep" in simulated("deep.json", "[" * 100_000)
+    assert "'name' stands twice" in simulated("twice.json", whole.replace("{", '{"name": "other",', 1))
+    assert "not the JSON of a schedule" in simulated("huge.json", whole.replace(": 3", ": 1" + "0" * 400, 1))
+    ends = "def ends(num_ranks, num_microbatches):\n    raise SystemExit(0)\n"
+    assert "raised SystemExit" in simulated("ends.py", ends, ":ends")
+    assert "cannot be run (SystemExit" in simulated("quits.py", "raise SystemExit(0)", ":ends")

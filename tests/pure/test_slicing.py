@@ -363,7 +363,7 @@ def test_bad_costs_files_are_refused_by_key(change, named):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"forward": {"base": [[8, 1]]}}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"forward": {"base": [[8, 1]]}}', "[" * 100_000, '{"a": 1, "a": 1}'])
 def test_what_is_no_costs_file_is_refused(text):
     with pytest.raises(InputError, match="costs of slices"):
         parse_slice_costs(text)

@@ -236,13 +236,15 @@ def test_bytes_of_versions_come_from_the_costs_file(capsys, tmp_path):
 
 
 def test_pages_and_pictures_of_streams_are_written(capsys, tmp_path):
-    files = [f"--{kind}={tmp_path}/out.{kind}" for kind in ("svg", "html", "trace")]
+    files = [
+        f"--{kind}={tmp_path}/out.{ending}" for kind, ending in (("svg", "svg"), ("html", "html"), ("trace", "json"))
+    ]
     words = ["pipedream", "--ranks", "3", "--microbatches", "8", "--replicas", "2,1", "--critical-path", *files]
     code, _, err = run(capsys, *words)
     assert (code, err) == (0, "")
     assert "In the steady state" in (tmp_path / "out.html").read_text()
     assert "0STEP0 on rank 1" in (tmp_path / "out.svg").read_text()
-    assert '"action":"0STEP0"' in (tmp_path / "out.trace").read_text()
+    assert '"action":"0STEP0"' in (tmp_path / "out.json").read_text()
     code, _, err = run(capsys, "pipedream", "--ranks", "2", "--microbatches", "2", "--csv", str(tmp_path / "out.csv"))
     assert code == 2
     assert "several versions of the weights" in err

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeloom.cli.files import read_json_text
 from pipeloom.cli.parser import Parser
 from pipeloom.cli.partition_answers import asynchronous, synchronous
 from pipeloom.errors import InputError
@@ -134,12 +135,7 @@ def _profile(given: dict[str, Any], num_ranks: int) -> Profile:
         beside += [f"--{name.replace('_', '-')}" for name in ("batch", "write_profile") if given[name] is not None]
         if beside:
             raise InputError(f"{beside[0]} beside --profile: the file says what layers take; drop one of the two")
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise InputError(f"--profile {path}: {reason}; name a readable JSON file") from error
-        return parse_profile(text)
+        return parse_profile(read_json_text("--profile", path))
     from pipeloom.models import GPTConfig
     from pipeloom.plan.partition.measure import measure_gpt
 

@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     written = _write_files(timelines, made[0][1], options)
     answers = [answer for _, _, answer in made]
     if options.json:
-        print(json.dumps({"schedules": answers} if options.names[0] == _COMPARE else answers[0]))
+        print(json.dumps({"schedules": answers} if options.names[0] == _COMPARE else answers[0], allow_nan=False))
         return 0
     from pipeloom.report.terminal import print_comparison, print_timeline
 
@@ -63,6 +63,8 @@ def _names(options: Any) -> list[str]:
         raise InputError(
             f"argument {names[1]!r} is one too many: to see several, write `simulate compare {' '.join(names)}`"
         )
+    if options.trace is not None and not options.trace.endswith((".json", ".json.gz")):
+        raise InputError(f"--trace {options.trace}: a trace is JSON; name a file that ends in .json or .json.gz")
     for name in names:
         if not schedules.is_file(name):
             schedules.find(name)
@@ -75,6 +77,8 @@ def _simulate(name: str, inputs: Inputs) -> tuple[Timeline, Schedule, dict[str, 
     checked = check(schedule)
     timeline = simulate(_with_updates(schedule), inputs.costs, inputs.network)
     answer = summary(timeline, checked) | inputs.memory(schedule, timeline)
+    if schedule.forward_only:
+        answer["forward_only"] = True
     if found is not None:
         best = found.best_named
         answer["best_named"] = None if best is None else {"name": best[0], "makespan_seconds": best[1]}
@@ -92,6 +96,8 @@ def _with_updates(schedule: Schedule) -> Schedule | Program:
 def _print_notes(answer: dict[str, Any]) -> None:
     """What the tables do not say: memory by its parts, and what the search compared with."""
     name = answer["schedule"]
+    if answer.get("forward_only"):
+        print(f"{name}: forwards alone, as an evaluation runs them; without backwards nothing is trained")
     peaks = answer.get("peak_bytes") or answer.get("peak_memory")
     if peaks:
         unit = "bytes" if "peak_bytes" in answer else "rank-shares of one micro-batch"
@@ -184,7 +190,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--memory-limit", type=float, help="most that a rank may hold, in rank-shares of a micro-batch")
     parser.add_argument("--weight-gradient-memory", type=float, help="part of it that is left between I and W (1)")
-    parser.add_argument("--placement", choices=("loop", "v"), default="loop", help="of the chunks, for search")
+    parser.add_argument("--placement", choices=("loop", "v"), help="of the chunks, for search (loop)")
     parser.add_argument("--effort", type=float, help="of search: about so many seconds, but the same everywhere (6)")
     parser.add_argument("--prove", type=float, help="of search: let CP-SAT raise the bound for so many seconds")
     parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
@@ -192,7 +198,9 @@ def _parser() -> Parser:
     parser.add_argument("--html", type=str, help="write the picture and the numbers as one offline page")
     parser.add_argument("--svg", type=str, help="write the picture")
     parser.add_argument("--critical-path", action="store_true", help="mark the critical path in --svg and --html")
-    parser.add_argument("--trace", type=str, help="write a trace for https://ui.perfetto.dev (.json or .json.gz)")
+    parser.add_argument(
+        "--trace", type=str, help="write a trace for https://ui.perfetto.dev, FILE.json or FILE.json.gz"
+    )
     return parser
 
 

@@ -6,15 +6,17 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from operator import add
 from typing import Any, cast
 
 from pipeloom import schedules
+from pipeloom.cli.files import read_json_text
 from pipeloom.errors import InputError
 from pipeloom.ir import Op, Placement, Schedule
 from pipeloom.schedules import Conditions, Found, StreamOptions
+from pipeloom.schedules.conditions import peak_held
 from pipeloom.schedules.sizes import check_sizes
-from pipeloom.sim import Costs, CostsFile, Network, Timeline, parse_costs
+from pipeloom.sim import Costs, CostsFile, Network, Timeline, parse_costs, simulate
 
 _MOST_ACTIONS = 20_000_000  # beyond it, a simulation takes minutes and gigabytes
 _MOST_SEARCHED = 20_000  # a search times its actions over and over
@@ -53,6 +55,10 @@ class Inputs:
             value = getattr(options, what)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise InputError(f"--{what} {value:g}: it is more than 0; raise it")
+        searched = "search" in options.names
+        given = next((what for what in ("placement", "effort", "prove") if getattr(options, what) is not None), None)
+        if given is not None and not searched:
+            raise InputError(f"--{given} is of search, which is not asked for; drop it, or name search")
         if options.costs is None:
             forward, backward_input, backward_weight = (
                 1.0 if seconds is None else seconds
@@ -70,12 +76,7 @@ class Inputs:
         for what in ("forward", "backward_input", "backward_weight", "latency"):
             if getattr(options, what) is not None:
                 raise InputError(f"--{what.replace('_', '-')} beside --costs: the file says it; drop one of the two")
-        try:
-            text = Path(options.costs).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise InputError(f"--costs {options.costs}: {reason}; name a readable JSON file") from error
-        file = parse_costs(text)
+        file = parse_costs(read_json_text("--costs", options.costs))
         if ratio is not None and file.costs.activation_bytes is not None:
             raise InputError(
                 "--weight-gradient-memory beside the bytes of --costs: the file says it; drop one of the two"
@@ -95,6 +96,11 @@ class Inputs:
         Raises:
             ScheduleError, InputError: unknown name, or sizes and costs that do not fit it.
         """
+        schedule, found = self._make(name)
+        self._check_stages(schedule)
+        return schedule, found
+
+    def _make(self, name: str) -> tuple[Schedule, Found | None]:
         options, ranks, microbatches = self.options, self.options.ranks, self.options.microbatches
         chunks = options.chunks
         if schedules.is_file(name):
@@ -106,24 +112,29 @@ class Inputs:
         family = schedules.find(name)
         stream = self.stream(name)
         family.check_stream(stream)
+        least = 2 if name == "search" and options.placement == "v" else 1  # of one stage a rank there is no V
         if chunks is None and family.chunks is None and self.file is not None and ranks > 0:
-            chunks = max(1, self.file.num_stages // ranks)
+            chunks = max(least, self.file.num_stages // ranks)
         if chunks is None:
-            chunks = family.default_chunks
+            chunks = max(least, family.default_chunks)
         slices = options.slices if family.sliced or options.names[0] != "compare" else 1
         check_sizes(ranks, microbatches, chunks, slices)
         most = _MOST_SEARCHED if name == "search" else _MOST_ACTIONS
         if 2 * ranks * microbatches * chunks * slices > most:
+            done, instead = (
+                ("searched", "or simulate a named schedule")
+                if name == "search"
+                else ("simulated", "or read the closed forms of `pipeloom schedules`")
+            )
             raise InputError(
-                f"{ranks} ranks x {microbatches} micro-batches x {chunks} chunks x {slices} slices: more than {most:,} "
-                f"actions are not {'searched' if name == 'search' else 'simulated'}; the bubble and peak follow the "
-                "closed forms of `pipeloom schedules`: ask for fewer"
+                f"{ranks} ranks x {microbatches} micro-batches x {chunks} chunks x {slices} slices are "
+                f"{2 * ranks * microbatches * chunks * slices:,} forwards and backwards: more than {most:,} are not "
+                f"{done}; ask for fewer, {instead}"
             )
         if name == "search":
             placement = (Placement.v if options.placement == "v" else Placement.loop)(ranks, chunks)
-            conditions = self.conditions(placement)
-            return self._search(placement, conditions)
-        measured = self.conditions(Placement.loop(ranks, chunks)) if family.to_measure else None
+            return self._search(placement, self.conditions(placement, name))
+        measured = self.conditions(Placement.loop(ranks, chunks), name) if family.to_measure else None
         schedule = family(
             num_ranks=ranks,
             num_microbatches=microbatches,
@@ -165,15 +176,36 @@ class Inputs:
         options = self.options
         effort = int(schedules.EFFORT if options.effort is None else options.effort * 1_000_000)
         found = schedules.search(
-            placement=placement, num_microbatches=options.microbatches, conditions=conditions, effort=effort
+            placement=placement,
+            num_microbatches=options.microbatches,
+            conditions=conditions,
+            effort=effort,
+            measure=self._seconds,
         )
         if options.prove is not None:
-            found = schedules.prove(found, conditions=conditions, seconds=options.prove)
+            found = schedules.prove(found, conditions=conditions, seconds=options.prove, measure=self._seconds)
         return found.schedule, found
 
-    def conditions(self, placement: Placement) -> Conditions:
-        """What schedules are made for on `placement`; memory in bytes or rank-shares, see `in_bytes`."""
-        plan = Schedule(name="plan", num_microbatches=1, placement=placement, orders=())
+    def _check_stages(self, schedule: Schedule) -> None:
+        """Refuse a costs file for another number of stages."""
+        if self.file is not None and self.file.num_stages != schedule.num_stages:
+            compared = "; compare schedules with the same stages" if self.options.names[0] == "compare" else ""
+            raise InputError(
+                f"--costs {self.options.costs}: it is of {self.file.num_stages} stages, and schedule {schedule.name!r} "
+                f"has {schedule.num_stages} on {schedule.num_ranks} ranks: give one entry for each{compared}"
+            )
+
+    def _seconds(self, schedule: Schedule) -> float:
+        """What a step takes, with all messages and all waits for links."""
+        return simulate(schedule, self.costs, self.network).makespan
+
+    def conditions(self, placement: Placement, name: str) -> Conditions:
+        """What the schedule `name` is made for on `placement`; memory in bytes or rank-shares, see `in_bytes`.
+
+        Where ranks do not compute while they send and receive, that is part of their computations.
+        """
+        plan = Schedule(name=name, num_microbatches=1, placement=placement, orders=())
+        self._check_stages(plan)
         seconds = self.costs.seconds(plan)
         ranks, limit = placement.num_ranks, self.options.memory_limit
         kept = self.costs.bytes_kept(plan)
@@ -194,11 +226,18 @@ class Inputs:
             tuple(time * slowness[home[0]] for time, home in zip(seconds[op], placement.replicas, strict=True))
             for op in (Op.F, Op.I, Op.W)
         )
+        latency = self.network.message_seconds(plan, self.costs)
+        if not self.network.overlap_communication:
+            there, back = self.network.busy_seconds(plan, self.costs)
+            forward = tuple(map(add, forward, there))
+            backward_input = tuple(map(add, backward_input, back))
+            latency = self.network.latency(ranks)
         return Conditions(
             forward=forward,
             backward_input=backward_input,
             backward_weight=backward_weight,
-            latency=self.network.message_seconds(plan, self.costs),
+            latency=latency,
+            overlap=self.costs.overlap,
             activation=kept[0],
             weight_gradient=kept[1],
             caps=caps,
@@ -213,10 +252,10 @@ class Inputs:
         asked = options.memory_limit is not None or options.weight_gradient_memory is not None
         if not asked and not self.in_bytes:
             return {}
-        conditions = self.conditions(schedule.placement)
+        conditions = self.conditions(schedule.placement, schedule.name)
         held = timeline.peak_bytes
         if held is None:
-            peaks = [peak / schedule.num_slices for peak in peak_held(schedule, conditions)]
+            peaks = [float(f"{peak / schedule.num_slices:.12g}") for peak in peak_held(schedule, conditions)]
         else:
             peaks = list(held)
         answer: dict[str, Any] = {"peak_bytes" if self.in_bytes else "peak_memory": peaks}
@@ -247,22 +286,3 @@ def _slowness(words: Sequence[str] | None, num_ranks: int) -> tuple[float, ...] 
             raise InputError(f"--slow-rank {word}: rank {rank} has a factor already; give each rank one")
         factors[rank] = float(match[2])
     return tuple(factors.get(rank, 1.0) for rank in range(num_ranks))
-
-
-def peak_held(schedule: Schedule, conditions: Conditions) -> list[float]:
-    """For each rank the most it holds: F keeps the activation, I leaves the weight gradient's part, W or B none."""
-    split = schedule.split_backwards
-    peaks = []
-    for order in schedule.orders:
-        held = peak = 0.0
-        for stage, op, microbatch, piece in order:
-            kept, left = conditions.activation[stage], conditions.weight_gradient[stage]
-            if op is Op.F:
-                held += kept
-                peak = max(peak, held)
-            elif op is Op.W:
-                held -= left
-            else:
-                held -= kept - left if (stage, microbatch, piece) in split else kept
-        peaks.append(peak)
-    return peaks

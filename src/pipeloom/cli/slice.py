@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from pipeloom.cli.files import read_json_text
 from pipeloom.cli.parser import Parser
 from pipeloom.errors import InputError
 from pipeloom.plan.slicing import (
@@ -113,12 +114,7 @@ def _costs(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float] | Non
     beside = [f"--model.{name}" for name in model] + ["--write-costs"] * (given["write_costs"] is not None)
     if beside:
         raise InputError(f"{beside[0]} beside --costs: the file says what slices cost; drop one of the two")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise InputError(f"--costs {path}: {reason}; name a readable JSON file") from error
-    return parse_slice_costs(text), None
+    return parse_slice_costs(read_json_text("--costs", path)), None
 
 
 def _measured(given: dict[str, Any], model: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float]]:

@@ -28,7 +28,9 @@ def schedule_from_orders(
                 ranks[rank] = min(ranks.get(rank, microbatch or 0), microbatch or 0)
                 microbatches = max(microbatches, 1 + (microbatch or 0))
                 slices = max(slices, 1 + (piece or 0))
-    if not homes or sorted(homes) != list(range(len(homes))):
+    if not homes:
+        raise ScheduleError(f"schedule {name!r} has no forwards: every stage runs every micro-batch; give 0F0 at least")
+    if sorted(homes) != list(range(len(homes))):
         raise ScheduleError(
             f"schedule {name!r} has forwards of stages {sorted(homes)}: stages count from 0 without gaps; renumber"
         )

@@ -12,12 +12,13 @@ from typing import Any
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
+from pipeloom.ir.json_text import load_json
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Orders, Schedule, WeightPolicy
 
 # Longest names first, so that SEND_F is not read as an op S...
 _OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
-_ACTION = re.compile(rf"(\d+)({_OPS})(?:(\d+)(?:\.(\d+))?)?")
+_ACTION = re.compile(rf"(\d{{1,9}})({_OPS})(?:(\d{{1,9}})(?:\.(\d{{1,9}}))?)?")
 
 
 def parse_action(text: str) -> Action:
@@ -69,7 +70,7 @@ def from_json(text: str) -> Schedule:
         ScheduleError: the text is no JSON of a schedule.
     """
     try:
-        data: dict[str, Any] = json.loads(text)
+        data: dict[str, Any] = load_json(text)
         count = data.get("microbatches_per_update")
         return Schedule(
             name=str(data["name"]),
@@ -82,7 +83,7 @@ def from_json(text: str) -> Schedule:
             overlapped=frozenset((parse_action(a), parse_action(b)) for a, b in data["overlapped"]),
             orders=tuple(tuple(parse_action(word) for word in order.split()) for order in data["orders"]),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ScheduleError):
             raise
         raise ScheduleError(f"not the JSON of a schedule ({error}): write it with pipeloom.ir.text.to_json") from error

@@ -7,6 +7,7 @@ from pipeloom.passes.communication import insert_communication
 from pipeloom.passes.gradient_reduction import insert_gradient_reduction
 
 __all__ = [
+    "check_has_backwards",
     "evaluation_schedule",
     "forward_only",
     "insert_communication",
@@ -21,7 +22,7 @@ __all__ = [
 ]
 
 from pipeloom.passes.evaluation import evaluation_schedule
-from pipeloom.passes.forward_only import forward_only
+from pipeloom.passes.forward_only import check_has_backwards, forward_only
 from pipeloom.passes.merge_backwards import merge_backwards
 from pipeloom.passes.repeat_steps import repeat_steps
 from pipeloom.passes.separate_units import separate_units

@@ -1,11 +1,25 @@
-"""Evaluation: the same placement and forward order, without backwards."""
+"""Evaluation: the same placement and forward order, without backwards; and that training is none."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Op
 from pipeloom.ir.schedule import Schedule, WeightPolicy
+
+
+def check_has_backwards(schedule: Schedule) -> None:
+    """Refuse to train by forwards alone.
+
+    Raises:
+        ScheduleError: the schedule has no backwards.
+    """
+    if schedule.forward_only:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has forwards alone: {schedule.num_stages - 1}B0 is missing, and every other "
+            "backward; a step needs them: add them, or evaluate"
+        )
 
 
 def forward_only(schedule: Schedule) -> Schedule:

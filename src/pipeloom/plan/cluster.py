@@ -13,13 +13,13 @@ every peak that programs reach: the one figure that no data sheet has.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from pipeloom.errors import InputError
+from pipeloom.ir.json_text import load_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +91,8 @@ def parse_cluster(text: str) -> Cluster:
         InputError: it is not one; the message names the key and the rule.
     """
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = load_json(text)
+    except ValueError as error:
         raise InputError(f"a cluster file is no JSON ({error}): write an object with name, device, ...") from error
     return _read(Cluster, "cluster", data)
 

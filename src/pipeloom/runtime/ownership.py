@@ -7,6 +7,7 @@ several of them hold (tied parameters, replicas of a stage) exists once for each
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,8 @@ def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dic
     """For each of a process's ranks, the modules of its stages. The model itself is left as it is.
 
     The modules are the model's own but for these: one that holds a parameter of an earlier rank is a copy with a copy
-    of that parameter, in which everything else is the model's; what an earlier rank runs itself is copied whole.
+    of that parameter and its hooks, in which everything else is the model's; what an earlier rank runs itself is copied
+    whole.
 
     Raises:
         InputError: a module that has to be copied cannot be.
@@ -38,9 +40,8 @@ def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dic
         copies: dict[int, nn.Parameter] = {}  # of this rank, by the identity of what they are copies of
         for module in modules.values():
             for parameter in module.parameters():
-                if id(parameter) in taken_parameters:
-                    same = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-                    copies[id(parameter)] = copies.get(id(parameter), same)
+                if id(parameter) in taken_parameters and id(parameter) not in copies:
+                    copies[id(parameter)] = _copied(parameter)
         memo: dict[int, Any] = {}  # one for the rank: what two of its stages share, their copies share too
         result[rank] = {
             stage: _with_parameters(module, copies, memo, whole=any(id(m) in taken_modules for m in module.modules()))
@@ -51,6 +52,16 @@ def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dic
         for module in result[rank].values():
             taken_parameters.update(map(id, module.parameters()))
     return result
+
+
+def _copied(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same value, with the same hooks, as the model has it in a process of its own."""
+    made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, kind, None)
+        if hooks:
+            setattr(made, kind, OrderedDict(hooks))
+    return made
 
 
 def _with_parameters(

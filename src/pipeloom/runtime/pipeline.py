@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Program, Schedule, check
-from pipeloom.passes import evaluation_schedule, lower, merge_backwards, separate_units
+from pipeloom.passes import check_has_backwards, evaluation_schedule, lower, merge_backwards, separate_units
 from pipeloom.runtime.agreement import Terms
 from pipeloom.runtime.calls import call_count, call_number
 from pipeloom.runtime.connect import connect
@@ -191,6 +191,7 @@ class Pipeline(Holdings):
                 f"step() under schedule {self.schedule.name!r}: its updates are part of the stream; give the pipeline "
                 "and the optimizer to pipeloom.Stream and call its run()"
             )
+        check_has_backwards(self.schedule)
         if not torch.is_grad_enabled():
             raise InputError("step() where gradients are switched off: it computes them; leave torch.no_grad() first")
         if self._speculation is None:  # else ranks of this process may disagree for a while

@@ -45,14 +45,14 @@ class Snapshot:
             return tensor.shape, tensor.dtype, tensor.device
 
         if list(map(kind, self._copies)) == list(map(kind, self._tensors)):
-            torch._foreach_copy_(self._copies, self._tensors)
+            _copy(self._copies, self._tensors)
         else:
             self._copies = [tensor.clone() for tensor in self._tensors]
 
     def restore(self, state: dict[Tensor, dict[Any, Any]]) -> None:
         """Make everything as it was."""
         with torch.no_grad():
-            torch._foreach_copy_(self._tensors, self._copies)
+            _copy(self._tensors, self._copies)
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
             if parameter in self._states:
@@ -63,3 +63,8 @@ class Snapshot:
     def release(self) -> None:
         """Forget whose values these are; the memory is kept for the next snapshot."""
         self._tensors, self._states, self._gradients = [], {}, {}
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:  # torch refuses empty lists: a rank may have nothing to train
+        torch._foreach_copy_(targets, sources)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,7 @@ class Conditions:
         activation: for each stage, what F keeps, in any unit (bytes, or rank-shares of one micro-batch).
         weight_gradient: for each stage, what is left of it between I and W (M_W of the papers, where the whole is M_B).
         caps: for each rank, the most that it may hold, in the same unit; infinity where nothing limits it.
+        overlap: seconds of an F and B that run as one unit, as a part of the sum of both.
 
     Raises:
         ScheduleError: lists of different lengths, a number that is negative or not one, or more kept after I than
@@ -33,6 +36,7 @@ class Conditions:
     activation: tuple[float, ...]
     weight_gradient: tuple[float, ...]
     caps: tuple[float, ...]
+    overlap: float = 1.0
 
     def __post_init__(self) -> None:
         stages, ranks = len(self.forward), len(self.caps)
@@ -47,6 +51,7 @@ class Conditions:
             )
         for row in self.latency:
             _check_numbers("latency", row)
+        _check_numbers("overlap", (self.overlap,))
         if any(math.isnan(cap) or cap < 0 for cap in self.caps):
             raise ScheduleError(f"memory caps are {self.caps}: a cap is 0 or more; correct it")
         for stage, (kept, left) in enumerate(zip(self.activation, self.weight_gradient, strict=True)):
@@ -95,6 +100,25 @@ class Conditions:
     @property
     def num_ranks(self) -> int:
         return len(self.caps)
+
+
+def peak_held(schedule: Schedule, conditions: Conditions) -> list[float]:
+    """For each rank the most it holds: F keeps the activation, I leaves the weight gradient's part, W or B none."""
+    split = schedule.split_backwards
+    peaks = []
+    for order in schedule.orders:
+        held = peak = 0.0
+        for stage, op, microbatch, piece in order:
+            kept, left = conditions.activation[stage], conditions.weight_gradient[stage]
+            if op is Op.F:
+                held += kept
+                peak = max(peak, held)
+            elif op is Op.W:
+                held -= left
+            else:
+                held -= kept - left if (stage, microbatch, piece) in split else kept
+        peaks.append(peak)
+    return peaks
 
 
 def _check_numbers(what: str, values: Sequence[float]) -> None:

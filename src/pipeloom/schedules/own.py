@@ -92,7 +92,7 @@ def from_function(
         made = function(**sizes)
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ScheduleError(
             f"function {called!r} raised {type(error).__name__}: {' '.join(str(error).split())}; correct it for "
             f"{num_ranks} ranks and {num_microbatches} micro-batches"
@@ -133,7 +133,7 @@ def from_file(source: str, *, num_ranks: int, num_microbatches: int, num_chunks:
             raise ScheduleError(f"schedule {source!r} {seen}: write {path}:NAME, a function of that file")
         return from_function(found, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ScheduleError(f"schedule {source!r}: {reason}; name a readable file") from error
@@ -151,7 +151,7 @@ def _load(path: Path) -> Any:
             raise ImportError("it is no Python file")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ScheduleError(
             f"schedule file {path} cannot be run ({type(error).__name__}: {' '.join(str(error).split())}); correct it"
         ) from error

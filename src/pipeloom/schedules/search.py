@@ -12,13 +12,18 @@
 3. The best orders are improved by moves on the critical path (`search_moves`): many a little, a few of them more.
 4. Tiny steps are searched to the end (`search_exact`).
 
-The search stops early where it meets a bound that no order can beat (`search_bounds`).
+The search stops early where it meets a bound that no order can beat (`search_bounds`). At the end the named schedules
+as they are, B and overlapped units and all, and several of the best orders are measured alike, and the shortest is
+taken: to the search a message takes its time whatever else is on its link, `measure` may know better.
 """
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.placement import Placement
@@ -38,7 +43,10 @@ _WIDTH = 300  # beginnings of the same length that are kept for that
 _ALONE = ((1e-5, None), (4e-5, 2))  # beginnings for each unit of effort, and ranks, for a better bound
 _NEAR = 1e-9
 _MOST_MOVES = 3000  # for each order
+_MEASURED = 12  # of the orders that are found
 EFFORT = 6_000_000  # about a second for each million
+
+Measure = Callable[[Schedule], float]  # seconds of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +55,9 @@ class Found:
 
     Attributes:
         schedule: the schedule, checked to keep all caps.
-        makespan: seconds of its step.
+        makespan: seconds of its step, as they were measured.
         best_named: the best named schedule of the same placement and under the same caps, with the makespan that it
-            has as it is; None if none of them keeps the caps.
+            has as it is, measured alike; None if none of them keeps the caps.
         lower_bound: seconds below which no schedule of this placement and within these caps can come.
     """
 
@@ -66,6 +74,7 @@ def search(
     conditions: Conditions | None = None,
     effort: int = EFFORT,
     seed: int = 0,
+    measure: Measure | None = None,
 ) -> Found:
     """Search for the shortest step under these conditions; never longer than the best named schedule's.
 
@@ -76,6 +85,8 @@ def search(
         effort: work to be done, about a million for each second, but not by the clock: the same effort finds the same
             on every machine. 0 plays one generation of rules and improves nothing.
         seed: of all that is drawn by chance; the same seed finds the same schedule.
+        measure: seconds of a schedule by all that is known of costs and links, never fewer than under `conditions`,
+            which they are if not given. It chooses among the named schedules and the best that are found.
 
     Raises:
         ScheduleError: conditions for another placement, or caps below what one micro-batch holds.
@@ -89,16 +100,20 @@ def search(
     work = Work(placement, num_microbatches, conditions)
     _check_caps(work)
     bound = lower_bound(work)
-    starts, best_named = _named(work)
-    makespan, orders, bound = _shortest(work, [work.one_by_one(), *starts], bound, effort, seed)
-    schedule = work.schedule("search", orders)
-    if best_named is not None and best_named[1] < makespan:  # the same order with sums rounded otherwise
-        makespan, schedule = best_named[1], replace(best_named[0], name="search")
+    measure = measure or work.makespan_of
+    named = _named(work)
+    found, bound = _shortest(work, [work.one_by_one(), *map(work.orders_of, named)], bound, effort, seed)
+    best_named = min(((measure(schedule), schedule) for schedule in named), key=_makespan, default=None)
+    made = [work.schedule("search", orders) for seconds, orders in found[:_MEASURED] if seconds < math.inf]
+    measured = [(measure(schedule), schedule) for schedule in made]
+    if best_named is not None:
+        measured.append((best_named[0], replace(best_named[1], name="search")))
+    makespan, schedule = min(measured, key=_makespan)
     return Found(
         schedule=schedule,
         makespan=makespan,
-        best_named=None if best_named is None else (best_named[0].name, best_named[1]),
-        lower_bound=min(bound, makespan),
+        best_named=None if best_named is None else (best_named[1].name, best_named[0]),
+        lower_bound=min(bound * min(1.0, conditions.overlap), makespan),  # as if all ran in overlapped units
     )
 
 
@@ -136,8 +151,8 @@ def _plain(number: float) -> str:
 
 def _shortest(
     work: Work, starts: list[IntOrders], bound: float, effort: int, seed: int
-) -> tuple[float, IntOrders, float]:
-    """The three phases; ends early at the bound. Makespan, orders, and the bound, which tiny cases raise."""
+) -> tuple[list[tuple[float, IntOrders]], float]:
+    """The three phases; ends early at the bound. Orders with makespans, best first, and the bound."""
     found = [(work.makespan(orders), orders) for orders in starts]
 
     def done() -> bool:
@@ -154,13 +169,16 @@ def _shortest(
         for _, orders in chosen:
             if not done():
                 found.append(improve(work, orders, bound, min(_MOST_MOVES, steps // len(chosen)), rng))
-    makespan, orders = min(found, key=_makespan)
+    found.sort(key=_makespan)
+    makespan = found[0][0]
     if len(work.actions) <= _TINY and makespan > bound * (1 + _NEAR) and not work.replicated and effort:
         makespan, better, proved = shortest(work, makespan, _WIDTH)
-        orders, bound = better or orders, max(bound, proved)
+        bound = max(bound, proved)
+        if better:
+            found.insert(0, (makespan, better))
     if not work.replicated:
         bound = _raised(work, makespan, bound, effort)
-    return makespan, orders, bound
+    return _distinct(found), bound
 
 
 def _raised(work: Work, makespan: float, bound: float, effort: int) -> float:
@@ -177,7 +195,7 @@ def _raised(work: Work, makespan: float, bound: float, effort: int) -> float:
     return bound
 
 
-def _makespan(pair: tuple[float, IntOrders]) -> float:
+def _makespan(pair: tuple[float, Any]) -> float:
     return pair[0]
 
 
@@ -190,10 +208,17 @@ def _different(found: list[tuple[float, IntOrders]], most: int) -> list[tuple[fl
     return chosen[:most]
 
 
-def _named(work: Work) -> tuple[list[IntOrders], tuple[Schedule, float] | None]:
-    """The orders of the named schedules that are legal here, and the best of them as it is, B and all."""
-    placement, starts = work.placement, []
-    best: tuple[Schedule, float] | None = None
+def _distinct(found: list[tuple[float, IntOrders]]) -> list[tuple[float, IntOrders]]:
+    """The same, each order once, where it stands first."""
+    first: dict[tuple[tuple[int, ...], ...], tuple[float, IntOrders]] = {}
+    for makespan, orders in found:
+        first.setdefault(tuple(map(tuple, orders)), (makespan, orders))
+    return list(first.values())
+
+
+def _named(work: Work) -> list[Schedule]:
+    """The named schedules that are legal here and keep the caps."""
+    placement, found = work.placement, []
     for family in NAMED.values():
         if family.stream:
             continue  # what is searched for is one step, with a flush at its end
@@ -206,12 +231,6 @@ def _named(work: Work) -> tuple[list[IntOrders], tuple[Schedule, float] | None]:
             )
         except ScheduleError:
             continue  # not for these sizes
-        if schedule.placement != placement:
-            continue
-        orders = work.orders_of(schedule)
-        if work.all_fit(orders):
-            starts.append(orders)
-            makespan = work.makespan_of(schedule)
-            if best is None or makespan < best[1]:
-                best = schedule, makespan
-    return starts, best
+        if schedule.placement == placement and work.all_fit(work.orders_of(schedule)):
+            found.append(schedule)
+    return found

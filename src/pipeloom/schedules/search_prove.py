@@ -14,14 +14,16 @@ from typing import Any
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
 from pipeloom.schedules.conditions import Conditions
-from pipeloom.schedules.search import Found
+from pipeloom.schedules.search import Found, Measure
 from pipeloom.schedules.search_bounds import earlier, heads_and_tails
 from pipeloom.schedules.search_work import IntOrders, Work
 
 _UNITS = 2**24  # of time in the step, and of memory in a cap
 
 
-def prove(found: Found, *, conditions: Conditions, seconds: float = 60.0, workers: int = 8) -> Found:
+def prove(
+    found: Found, *, conditions: Conditions, seconds: float = 60.0, workers: int = 8, measure: Measure | None = None
+) -> Found:
     """`found` with the better of its bound and the solver's, and with the solver's schedule where that is shorter.
 
     The gap to the best possible is ``makespan / lower_bound - 1`` of the answer.
@@ -31,6 +33,7 @@ def prove(found: Found, *, conditions: Conditions, seconds: float = 60.0, worker
         conditions: times, latencies and memory.
         seconds: after which the solver stops; what it has found and proved by then depends on the machine.
         workers: threads of the solver, each with another strategy.
+        measure: as of `search`.
 
     Raises:
         InputError: OR-tools is not installed.
@@ -43,28 +46,30 @@ def prove(found: Found, *, conditions: Conditions, seconds: float = 60.0, worker
         ) from error
     work = Work(found.schedule.placement, found.schedule.num_microbatches, conditions)
     orders = work.orders_of(found.schedule)
-    model, starts = _model(cp_model, work, orders, found.lower_bound)
+    model, starts, unit = _model(cp_model, work, orders, found.lower_bound)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
     status = solver.solve(model)
-    unit = found.makespan / _UNITS
-    bound = max(found.lower_bound, solver.best_objective_bound * unit * (1 - 1e-12))
+    proved = solver.best_objective_bound * unit * (1 - 1e-12)
+    bound = max(found.lower_bound, proved * min(1.0, conditions.overlap))
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         solved = [sorted(order, key=lambda n: (solver.value(starts[n]), n)) for order in orders]
-        makespan = work.makespan(solved)
-        if work.all_fit(solved) and makespan < found.makespan:
-            found = replace(found, schedule=work.schedule("search", solved), makespan=makespan)
+        if work.all_fit(solved) and work.makespan(solved) < math.inf:
+            schedule = work.schedule("search", solved)
+            makespan = (measure or work.makespan_of)(schedule)
+            if makespan < found.makespan:
+                found = replace(found, schedule=schedule, makespan=makespan)
     return replace(found, lower_bound=min(bound, found.makespan))
 
 
-def _model(cp_model: Any, work: Work, orders: IntOrders, bound: float) -> tuple[Any, list[Any]]:
-    """The program, and the start of each action in it; `orders` are its hint."""
+def _model(cp_model: Any, work: Work, orders: IntOrders, bound: float) -> tuple[Any, list[Any], float]:
+    """The program, the start of each action in it, and seconds of a unit of its time; `orders` are its hint."""
     timed = work.ends(orders)
     assert timed is not None
     ends = timed[0]
     makespan = max(ends)
-    unit = makespan / _UNITS
+    unit = (makespan or 1.0) / _UNITS
     model = cp_model.CpModel()
     lasts = [math.floor(seconds / unit) for seconds in work.seconds]
     starts: list[Any] = []
@@ -83,7 +88,7 @@ def _model(cp_model: Any, work: Work, orders: IntOrders, bound: float) -> tuple[
         if math.isfinite(work.caps[rank]):
             _memory(model, work, rank, starts, lasts)
     model.minimize(total)
-    return model, starts
+    return model, starts, unit
 
 
 def _memory(model: Any, work: Work, rank: int, starts: list[Any], lasts: list[int]) -> None:

@@ -172,6 +172,7 @@ class Work:
         forward, backward_input, weight = conditions.forward, conditions.backward_input, conditions.backward_weight
         full = tuple(map(sum, zip(backward_input, weight, strict=True)))
         seconds = {Op.F: forward, Op.B: full, Op.I: backward_input, Op.W: weight}
+        in_units = {action for unit in schedule.overlapped for action in unit}
         clock = [0.0] * self.placement.num_ranks
         ended: dict[Action, float] = {}
         for rank, action, needs in walk(schedule):
@@ -179,7 +180,8 @@ class Work:
                 source = place(need.stage, need.microbatch or 0)
                 lag = conditions.latency[source][rank] if source != rank else 0.0
                 clock[rank] = max(clock[rank], ended[need] + lag)
-            clock[rank] += seconds[action.op][action.stage]
+            part = conditions.overlap if action in in_units else 1.0
+            clock[rank] += part * seconds[action.op][action.stage]
             partner = schedule.partners.get(action)
-            ended[action] = clock[rank] + (seconds[partner.op][partner.stage] if partner else 0.0)
+            ended[action] = clock[rank] + (part * seconds[partner.op][partner.stage] if partner else 0.0)
         return max(clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,6 +11,7 @@ from pipeloom.ir.action import Op
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.versions import weight_version_bytes
 
+MOST = 1e100  # of a time, size or factor: what is added and multiplied up of them stays finite
 SIZES = ("activation_bytes", "weight_gradient_bytes", "parameter_bytes", "message_bytes", "gradient_message_bytes")
 
 
@@ -64,15 +64,19 @@ class Costs:
                 continue
             for seconds in value if isinstance(value, tuple) else (value,):
                 check_seconds(what, seconds)
-        check_seconds("overlap", self.overlap)
+        if not 0 <= self.overlap <= MOST:
+            raise InputError(
+                f"overlap is {self.overlap}: an overlapped F and B take this part of the sum of both, from 0 (1 is no "
+                "gain); correct it"
+            )
         for op, seconds in self.other.items():
             check_seconds(op.value, seconds)
         for factor in chain(*self.slice_factors or ()):
             check_seconds("a slice factor", factor)
         for rank, factor in enumerate(self.rank_slowness or ()):
-            if not (math.isfinite(factor) and factor > 0):
+            if not 0 < factor <= MOST:
                 raise InputError(
-                    f"rank {rank} takes {factor} times as long: a factor is finite and above 0; correct it"
+                    f"rank {rank} takes {factor} times as long: a factor is above 0, at most {MOST:g}; correct it"
                 )
         self._check_bytes()
 
@@ -80,8 +84,8 @@ class Costs:
         kept, left = self.activation_bytes, self.weight_gradient_bytes
         for what in SIZES:
             for size in getattr(self, what) or ():
-                if not (math.isfinite(size) and size >= 0):
-                    raise InputError(f"{what} is {size}: a size is a finite number of bytes, 0 or more; correct it")
+                if not 0 <= size <= MOST:
+                    raise InputError(f"{what} is {size}: a size is a number of bytes, from 0 to {MOST:g}; correct it")
         if self.gradient_message_bytes is not None and self.message_bytes is None:
             raise InputError("gradient_message_bytes without message_bytes: give both for each stage")
         if left is not None:
@@ -226,8 +230,8 @@ class Costs:
 
 def check_seconds(what: str, seconds: float) -> None:
     """Refuse what is no duration."""
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise InputError(f"{what} is {seconds}: a time is a finite number of seconds, 0 or more; correct it")
+    if not 0 <= seconds <= MOST:
+        raise InputError(f"{what} is {seconds}: a time is a number of seconds, from 0 to {MOST:g}; correct it")
 
 
 def _by_stage(what: str, value: float | tuple[float, ...], schedule: Schedule) -> tuple[float, ...]:

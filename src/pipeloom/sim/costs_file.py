@@ -18,11 +18,11 @@ none. `overlap_communication` false keeps both ranks of a message busy while it 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.errors import InputError
+from pipeloom.ir.json_text import load_json
 from pipeloom.sim.costs import SIZES, Costs
 from pipeloom.sim.network import Link, Network
 
@@ -56,7 +56,7 @@ def parse_costs(text: str) -> CostsFile:
         InputError: it is not one; the message names the entry and the rule.
     """
     try:
-        data = json.loads(text)
+        data = load_json(text)
     except ValueError as error:
         raise InputError(
             f"costs are no JSON ({error}): write an object with stages, latency, memory_cap_bytes"

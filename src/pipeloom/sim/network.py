@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise, product
+from operator import add
 
 from pipeloom.errors import InputError
 from pipeloom.ir.schedule import Schedule
-from pipeloom.sim.costs import Costs, check_seconds
+from pipeloom.sim.costs import MOST, Costs, check_seconds
 
 Pair = tuple[int, int]  # source and target rank
 
@@ -118,24 +119,50 @@ class Network:
 
         An order that is made to measure can count on it; `simulate` adds the waits for each other's messages.
         """
-        table = self.latency(schedule.num_ranks)
+        return tuple(
+            tuple(map(add, latencies, transfers))
+            for latencies, transfers in zip(
+                self.latency(schedule.num_ranks), self.transfer_seconds(schedule, costs), strict=True
+            )
+        )
+
+    def transfer_seconds(self, schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
+        """``[source][target]``: what the pair's smallest message takes on its link when that is free."""
+        ranks = schedule.num_ranks
         if not self.limited:
-            return table
-        shared, (there, back) = self.shared_links(schedule.num_ranks), costs.bytes_sent(schedule)
+            return ((0.0,) * ranks,) * ranks
+        shared, (there, back) = self.shared_links(ranks), costs.bytes_sent(schedule)
         smallest: dict[Pair, float] = {}
         for stage, (holders, next_holders) in enumerate(pairwise(schedule.placement.replicas)):
             for a, b in product(holders, next_holders):
                 for pair, size in (((a, b), there[stage]), ((b, a), back[stage])):
                     smallest[pair] = min(size, smallest.get(pair, size))
-        rows = [list(row) for row in table]
+        rows = [[0.0] * ranks for _ in range(ranks)]
         for (source, target), size in smallest.items():
             link = shared.get((source, target))
             bandwidth = self.bytes_per_second if link is None else self.links[link].bytes_per_second
             if source != target and bandwidth is not None:
-                rows[source][target] += size / bandwidth
+                rows[source][target] = size / bandwidth
         return tuple(map(tuple, rows))
+
+    def busy_seconds(self, schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """For each stage, what its messages keep its rank busy at least: of one F, and of one B or I.
+
+        Nothing where links work while ranks compute.
+        """
+        table = self.transfer_seconds(schedule, costs)
+        there, back = [0.0] * schedule.num_stages, [0.0] * schedule.num_stages
+        if not self.overlap_communication:
+            for stage, (holders, next_holders) in enumerate(pairwise(schedule.placement.replicas)):
+                pairs = list(product(holders, next_holders))
+                forth = min(table[a][b] for a, b in pairs)
+                returned = min(table[b][a] for a, b in pairs)
+                for each in (stage, stage + 1):  # it sends, and the next receives, and the other way round
+                    there[each] += forth
+                    back[each] += returned
+        return tuple(there), tuple(back)
 
 
 def _check_bandwidth(bytes_per_second: float) -> None:
-    if not (math.isfinite(bytes_per_second) and bytes_per_second > 0):
+    if not 1 / MOST <= bytes_per_second < math.inf:
         raise InputError(f"bytes_per_second is {bytes_per_second}: a bandwidth is finite and above 0; correct it")

@@ -12,6 +12,7 @@ from pathlib import Path
 from pipeloom import schedules
 from pipeloom.errors import CheckpointError, DataError, InputError
 from pipeloom.ir import Schedule, check
+from pipeloom.passes import check_has_backwards
 from pipeloom.train.checkpoint import directory as checkpoint_directory
 from pipeloom.train.checkpoint.manifest import verify
 from pipeloom.train.config import TrainConfig
@@ -103,6 +104,7 @@ def make_schedule(config: TrainConfig) -> Schedule:
         microbatches_per_update=config.num_microbatches if streams else None,
     )
     check(schedule)
+    check_has_backwards(schedule)
     if schedule.microbatches_per_update is not None and not streams:
         raise InputError(
             f"schedule {name!r} updates the parameters while it runs: of those `pipeloom train` runs "

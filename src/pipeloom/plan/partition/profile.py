@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from pipeloom.errors import InputError
+from pipeloom.ir.json_text import load_json
 
 _VERSION = 1
 MOST = 1e100  # of any number: products of two are finite
@@ -84,8 +85,8 @@ def parse_profile(text: str) -> Profile:
     form = f'{{"layers": [{{"{_KEYS[0]}": ..., {", ".join(f"{key!r}: ..." for key in _KEYS[1:])}}}, ...]}}'
     form = form.replace("'", '"')
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = load_json(text)
+    except ValueError as error:
         raise InputError(f"the profile is no JSON ({error}): write {form}") from error
     if not isinstance(data, dict) or not isinstance(data.get("layers"), list):
         raise InputError(f"the profile has no list of layers: write {form}")

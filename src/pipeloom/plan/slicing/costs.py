@@ -22,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import InputError
+from pipeloom.ir.json_text import load_json
+from pipeloom.sim.costs import MOST
 
 Array = NDArray[np.float64]
 
@@ -172,8 +174,8 @@ def parse_slice_costs(text: str) -> SliceCosts:
         InputError: it is not one; the message names the key and the rule.
     """
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = load_json(text)
+    except ValueError as error:
         raise InputError(f"costs of slices are no JSON ({error}): write {_FORM}") from error
     if not isinstance(data, Mapping):
         raise InputError(f"costs of slices are no object: write {_FORM}")
@@ -209,7 +211,7 @@ def _check_keys(what: str, data: Mapping[str, Any], *, required: Sequence[str], 
 
 
 def _number(what: str, value: Any, low: float = 0.0) -> float:
-    wanted = "a finite number" if low < 0 else "a finite number, 0 or more"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value or not abs(value) < math.inf:
+    wanted = ("a number" if low < 0 else "a number, 0 or more") + f", of at most {MOST:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value or not abs(value) <= MOST:
         raise InputError(f"{what} of the costs of slices is {value!r}: it is {wanted}; correct it")
     return float(value)

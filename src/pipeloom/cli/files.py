@@ -1,0 +1,20 @@
+"""Files that options name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeloom.errors import InputError
+
+
+def read_json_text(option: str, path: str) -> str:
+    """The text of the file that `option` names; a byte order mark in front, as Windows writes it, is dropped.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise InputError(f"{option} {path}: {reason}; name a readable JSON file") from error
