@@ -40,7 +40,7 @@ def cells(num_microbatches: int) -> dict[str, Cell]:
         more = 1 if replicas == (1, 2, 1) else 0
         count = sum(replicas)
         sizes = {"num_ranks": count, "num_microbatches": num_microbatches, "replicas": replicas}
-        schedule = pipedream(**sizes, num_in_flight=-(-count // replicas[0]) + more)
+        schedule = pipedream(**sizes, in_flight=-(-count // replicas[0]) + more)
         found[f"1F1B-RR {replicas}"] = Cell(schedule, tuple(map(float, replicas)), num_microbatches)
     return found
 

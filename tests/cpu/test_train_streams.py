@@ -108,6 +108,7 @@ def test_staleness_changes_the_learning_rate_of_late_gradients(text: Path, tmp_p
         ("--schedule=pipedream --parallel.replicas=two", "it is the ranks of each stage"),
         ("--schedule=1f1b --parallel.replicas=2,1", "replicas"),
         ("--schedule=1f1b --weights=vertical", "weights"),
+        ("--schedule=1f1b --parallel.in_flight=full", "which flushes"),
         ("--schedule=1f1b --optimizer.staleness=inverse", "its gradients are not late"),
         ("--schedule=pipedream --optimizer.staleness=pipemare", "pipemare:K"),
         ("--schedule=pipedream --optimizer.barrier=false", "has no barrier"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import main
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import Op, Schedule, check
 from pipeloom.ir.text import from_json, to_json
 from pipeloom.ir.versions import versions_used
@@ -19,6 +19,7 @@ from pipeloom.report import timeline_svg
 from pipeloom.report.perfetto import trace
 from pipeloom.report.terminal import layout
 from pipeloom.schedules import build
+from pipeloom.schedules.pipedream import full
 from pipeloom.sim import Costs, simulate
 from tests.pure.test_streams import newest_by_counting, stream
 
@@ -60,6 +61,21 @@ def test_some_replicas_need_one_more_in_flight_to_be_all_busy(replicas):
     assert period(stream("stash", replicas, 20), *times) > 1.1
     one_more = ceil(sum(replicas) / replicas[0]) + 1
     assert period(stream("stash", replicas, 20, in_flight=one_more), *times) == pytest.approx(1.0)
+
+
+def test_with_enough_in_flight_every_vector_of_replicas_reaches_the_period():
+    vectors = [(1, 2, 1), (1, 3, 1), (1, 7, 1), (2, 3, 1), (1, 3, 2), (1, 1, 2, 1), (2, 1, 2, 1), (3, 2, 1), (4, 2, 1)]
+    for replicas in vectors:
+        times = [1.0 * r for r in replicas], [2.0 * r for r in replicas]
+        assert period(stream("stash", replicas, 40, in_flight="full"), *times) == pytest.approx(1.0), replicas
+        held = full(replicas)
+        checked = check(stream("stash", replicas, 40, in_flight="full"))
+        ranks = [stage for stage, count in enumerate(replicas) for _ in range(count)]
+        assert checked.live_activations == tuple(held[stage] for stage in ranks)
+    for replicas in ((1,), (1, 1, 1), (2, 1), (1, 2), (2, 1, 1)):
+        assert full(replicas) == [ceil(sum(replicas[s:]) / r) for s, r in enumerate(replicas)]
+    with pytest.raises(ScheduleError, match="noam, full, or a number"):
+        stream("stash", (1, 1), 4, in_flight="more")
 
 
 def test_replicas_that_waited_for_each_other_at_once_would_lose_throughput():
@@ -255,7 +271,7 @@ def test_pages_and_pictures_of_streams_are_written(capsys, tmp_path):
     [
         (["1f1b", "--weights", "stash"], "weights stash: schedule '1f1b' has none; leave it out, or use pipedream"),
         (["search", "--replicas", "1,1,2"], "schedule 'search' has none"),
-        (["compare", "1f1b", "gpipe", "--in-flight", "4"], "num_in_flight 4: schedule '1f1b' has none"),
+        (["compare", "1f1b", "gpipe", "--in-flight", "4"], "in_flight 4: schedule '1f1b' has none"),
         (["pipedream", "--replicas", "2,x"], "--replicas 2,x: write the ranks of each stage, such as 2,1,1"),
         (["pipedream", "--replicas", "2,1"], "replicas [2, 1] on 4 ranks"),
         (["pipedream", "--weights", "mean"], "weights are 'mean'"),

@@ -19,7 +19,7 @@ VECTORS = ((1, 1), (1, 1, 1, 1), (2, 1), (1, 2), (2, 1, 1), (2, 2), (3, 1), (4, 
 
 def stream(kind: str, replicas: tuple[int, ...], updates: int, each: int = 1, in_flight: int | None = None) -> Schedule:
     """`kind` is stash, vertical or 2bw; long enough for `updates` updates of all stages."""
-    options = {"replicas": replicas, "microbatches_per_update": each, "num_in_flight": in_flight}
+    options = {"replicas": replicas, "microbatches_per_update": each, "in_flight": in_flight}
     sizes = {"num_ranks": sum(replicas), "num_microbatches": lcm(each, *replicas) * updates}
     return pipedream_2bw(**sizes, **options) if kind == "2bw" else pipedream(**sizes, **options, weights=kind)
 

@@ -177,7 +177,10 @@ def _parser() -> Parser:
     parser.add_argument("--replicas", type=str, help="of a stream: ranks of each stage, such as 2,1,1 (one each)")
     parser.add_argument("--microbatches-per-update", type=int, help="of a stream: after how many a stage updates")
     parser.add_argument(
-        "--in-flight", type=int, help="of a stream: micro-batches on each input rank (as few as keep busy)"
+        "--in-flight",
+        type=str,
+        help="of a stream: micro-batches on each rank: noam (the paper's, the default), full (for the full period with "
+        "any replicas), or a number for the input stage",
     )
     parser.add_argument("--forward", type=float, help="seconds of a forward (1)")
     parser.add_argument("--backward-input", type=float, help="seconds of the backward of the inputs (1)")

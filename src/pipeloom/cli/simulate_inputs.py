@@ -157,11 +157,14 @@ class Inputs:
             if re.fullmatch(r"\d+(,\d+)*", options.replicas, re.ASCII) is None:
                 raise InputError(f"--replicas {options.replicas}: write the ranks of each stage, such as 2,1,1")
             replicas = [int(count) for count in options.replicas.split(",")]
+        in_flight = options.in_flight
+        if in_flight is not None and re.fullmatch(r"\d+", in_flight, re.ASCII):
+            in_flight = int(in_flight)
         given = {
             "weights": options.weights,
             "replicas": replicas,
             "microbatches_per_update": options.microbatches_per_update,
-            "num_in_flight": options.in_flight,
+            "in_flight": in_flight,
         }
         own = _stream_options(name)
         others = {what for other in options.names[1:] for what in _stream_options(other)} - own

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
 from pipeloom.errors import InputError
@@ -61,12 +61,13 @@ class Network:
     Attributes:
         bytes_per_second: of messages.
         latency_seconds: of a message.
-        sum_bytes_per_second: of rings that sum gradients, as measured: the slowest of all sockets decides.
+        sum_bytes_per_second: of rings that sum gradients, as measured: the slowest of all sockets decides. Left out:
+            the rate of messages.
     """
 
     bytes_per_second: float
     latency_seconds: float
-    sum_bytes_per_second: float
+    sum_bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,8 @@ def _read(kind: type[Part], what: str, data: Any) -> Part:
     names = [field.name for field in fields(kind)]
     if not isinstance(data, Mapping):
         raise InputError(f"{what} is no object: it has the keys {', '.join(names)}; write them")
-    odd = sorted(set(data) ^ set(names))
+    optional = {field.name for field in fields(kind) if field.default is not MISSING}
+    odd = sorted((set(data) ^ set(names)) - (optional - set(data)))
     if odd:
         verb = "lacks" if odd[0] in names else "has an unknown"
         raise InputError(f"{what} {verb} key {odd[0]!r}: its keys are {', '.join(names)}; correct it")

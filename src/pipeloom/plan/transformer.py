@@ -199,6 +199,7 @@ def step_end_seconds(
         seconds = count / (cluster.efficiency * cluster.inside_node.bytes_per_second)
     else:
         sharing = min(cluster.devices_per_node, pipeline * tensor)
-        seconds = count * sharing / cluster.between_nodes.sum_bytes_per_second
+        network = cluster.between_nodes
+        seconds = count * sharing / (network.sum_bytes_per_second or network.bytes_per_second)
     update = _OPTIMIZER_BYTES * parameters / cluster.device.memory_bytes_per_second
     return seconds + update / cluster.efficiency

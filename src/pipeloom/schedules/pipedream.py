@@ -38,7 +38,7 @@ class StreamOptions(TypedDict, total=False):
     weights: str | None
     replicas: Sequence[int] | None
     microbatches_per_update: int | None
-    num_in_flight: int | None
+    in_flight: int | str | None
 
 
 @sized
@@ -49,7 +49,7 @@ def pipedream(
     microbatches_per_update: int = 1,
     weights: Literal["stash", "vertical"] = "stash",
     replicas: Sequence[int] | None = None,
-    num_in_flight: int | None = None,
+    in_flight: int | str | None = None,
 ) -> Schedule:
     """PipeDream's 1F1B, with 1F1B-RR where stages have replicas.
 
@@ -61,9 +61,9 @@ def pipedream(
         weights: "stash": every stage uses the newest version it has; "vertical": the one that corresponds to the input
             stage's when the micro-batch entered.
         replicas: ranks of each stage; one each if not given.
-        num_in_flight: micro-batches that each replica of the input stage admits, at least NOAM, which it is if not
-            given. Where every stage has as much work as its replicas can do, one more may be needed for full
-            throughput, as with replicas (1, 2, 1).
+        in_flight: how many micro-batches each replica of a stage admits. "noam", or not given: the paper's
+            ``ceil(sum_{u >= s} r_u / r_s)``; "full": what reaches the period of the slowest stage whatever the work of
+            the others, see `full`; a number: of the input stage, at least NOAM, and NOAM on the others.
 
     Raises:
         ScheduleError: sizes that do not fit each other.
@@ -71,7 +71,7 @@ def pipedream(
     if weights not in ("stash", "vertical"):
         raise ScheduleError(f"weights are {weights!r}: pipedream has 'stash' and 'vertical'; take one of them")
     counts = _replicas(num_ranks, replicas)
-    warmups = _warmups(counts, num_in_flight)
+    warmups = _warmups(counts, in_flight)
     return _stream("pipedream", num_microbatches, microbatches_per_update, WeightPolicy(weights), counts, warmups)
 
 
@@ -82,12 +82,12 @@ def pipedream_2bw(
     num_microbatches: int,
     microbatches_per_update: int | None = None,
     replicas: Sequence[int] | None = None,
-    num_in_flight: int | None = None,
+    in_flight: int | str | None = None,
 ) -> Schedule:
     """PipeDream-2BW (arXiv:2006.09503): at most two versions on a rank, a delay of exactly one update on every stage.
 
     Args:
-        num_ranks, num_microbatches, replicas, num_in_flight: as for `pipedream`.
+        num_ranks, num_microbatches, replicas, in_flight: as for `pipedream`.
         microbatches_per_update: m of the paper, at least the number of stages less one; the number of stages if not
             given, or the next for which two versions are enough where stages have replicas.
 
@@ -95,7 +95,7 @@ def pipedream_2bw(
         ScheduleError: sizes that do not fit each other.
     """
     counts = _replicas(num_ranks, replicas)
-    warmups = _warmups(counts, num_in_flight)
+    warmups = _warmups(counts, in_flight)
 
     def enough(each: int) -> bool:
         """Whether batch k enters no stage before update k-1; one with replicas updates one micro-batch later."""
@@ -129,21 +129,40 @@ def _replicas(num_ranks: int, replicas: Sequence[int] | None) -> list[int]:
     return counts
 
 
-def _warmups(counts: Sequence[int], num_in_flight: int | None) -> list[int]:
+def _warmups(counts: Sequence[int], in_flight: int | str | None) -> list[int]:
     """For each stage, the forwards of one replica before its first backward, which comes behind one more.
 
     Raises:
-        ScheduleError: fewer in flight than keep all ranks busy.
+        ScheduleError: fewer in flight than keep all ranks busy, or no number.
     """
-    warmups = [-(-sum(counts[stage:]) // ranks) - 1 for stage, ranks in enumerate(counts)]
-    if num_in_flight is not None:
-        if num_in_flight <= warmups[0]:
-            raise ScheduleError(
-                f"{num_in_flight} micro-batches in flight: replicas {list(counts)} need at least {warmups[0] + 1} to "
-                "be busy; raise it"
-            )
-        warmups[0] = num_in_flight - 1
-    return warmups
+    noam = [-(-sum(counts[stage:]) // ranks) for stage, ranks in enumerate(counts)]
+    if in_flight is None or isinstance(in_flight, str):
+        if in_flight not in (None, "noam", "full"):
+            raise ScheduleError(f"in flight is {in_flight!r}: it is noam, full, or a number of micro-batches")
+        return [number - 1 for number in (full(counts) if in_flight == "full" else noam)]
+    check_size("in flight", in_flight)
+    if in_flight < noam[0]:
+        raise ScheduleError(
+            f"{in_flight} micro-batches in flight: replicas {list(counts)} need at least {noam[0]} to be busy; raise it"
+        )
+    return [in_flight - 1, *(number - 1 for number in noam[1:])]
+
+
+def full(counts: Sequence[int]) -> list[int]:
+    """Micro-batches in flight on one replica of each stage with which no stage has to wait in the steady state.
+
+    Let every stage be as slow as the slowest: a micro-batch of a stage on r ranks takes r periods. Its backward may
+    begin when the next stage, which began it one forward later and holds n' of them on r' ranks, has ended it:
+    ``n' r'`` periods after. So beside the one that it computes a replica needs ``ceil(n' r' / r)`` more:
+
+        n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s),  1 on the last stage
+
+    NOAM rounds once, over the whole sum, and is the same for one rank a stage, but not for replicas (1, 2, 1).
+    """
+    found = [1]
+    for before, behind in zip(reversed(counts[:-1]), reversed(counts[1:]), strict=True):
+        found.append(1 - (-found[-1] * behind // before))
+    return found[::-1]
 
 
 def _stream(

@@ -142,7 +142,7 @@ NAMED: dict[str, Family] = {
             bubble="(p-1)/(m+p-1)",
             peak="min(p-d, m)",
             build=pipedream,
-            stream=("weights", "replicas", "microbatches_per_update", "num_in_flight"),
+            stream=("weights", "replicas", "microbatches_per_update", "in_flight"),
         ),
         Family(
             name="pipedream-2bw",
@@ -151,7 +151,7 @@ NAMED: dict[str, Family] = {
             bubble="(p-1)/(m+p-1)",
             peak="min(p-d, m)",
             build=pipedream_2bw,
-            stream=("replicas", "microbatches_per_update", "num_in_flight"),
+            stream=("replicas", "microbatches_per_update", "in_flight"),
         ),
         Family(
             name="dapple-pb",

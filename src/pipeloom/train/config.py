@@ -47,6 +47,9 @@ class ParallelConfig:
     replicas: str | None = _option(
         None, "ranks of each stage, such as 2,1, for pipedream and pipedream-2bw; left out: one each"
     )
+    in_flight: Literal["noam", "full"] = _option(
+        "noam", "micro-batches in flight with replicas: as PipeDream has it, or what the full period needs"
+    )
     chunks: int | None = _option(None, "stages a rank; left out: the schedule's own number")
     cut: str = _option("layers", "where stages begin: layers, parameters, time, or blocks a stage such as 5,3")
     slices: int | str | None = _option(

@@ -8,6 +8,7 @@ from pathlib import Path
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
 from pipeloom.schedules import FAMILIES
+from pipeloom.schedules.pipedream import full
 from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.config import TrainConfig
 
@@ -23,7 +24,8 @@ def is_stream(name: str) -> bool:
 def stream_length(config: TrainConfig) -> int:
     """Micro-batches of a stream that is long enough to show its steady state, from which any length follows."""
     period = math.lcm(config.num_microbatches, *config.replicas)
-    return period * (config.num_ranks // period + 3)
+    most = max(held * ranks for held, ranks in zip(full(config.replicas), config.replicas, strict=True))
+    return period * (most // period + 3)
 
 
 def steps_between_drains(schedule: Schedule) -> int:
@@ -57,6 +59,11 @@ def check_stream(config: TrainConfig, schedule: Schedule) -> None:
     """
     kind, _ = staleness(config)
     if schedule.microbatches_per_update is None:
+        if config.parallel.in_flight != "noam":
+            raise InputError(
+                f"parallel.in_flight {config.parallel.in_flight} with schedule {schedule.name!r}, which flushes: "
+                "leave it out, or use pipedream"
+            )
         if kind != "none" or config.optimizer.replica_scaling:
             what = "staleness" if kind != "none" else "replica_scaling"
             raise InputError(

@@ -102,6 +102,7 @@ def make_schedule(config: TrainConfig) -> Schedule:
         weights=config.weights,
         replicas=None if config.parallel.replicas is None else config.replicas,
         microbatches_per_update=config.num_microbatches if streams else None,
+        in_flight=config.parallel.in_flight if streams else None,
     )
     check(schedule)
     check_has_backwards(schedule)
