@@ -105,7 +105,8 @@ def run(cell: Cell, *, waits: bool = True, transport: str = "auto") -> Answer:
     model = cell.model(waits=waits)
     with pl.Pipeline(model, cell.schedule, loss_fn=nn.functional.mse_loss, transport=transport) as pipe:
         optimizer = _make_optimizer(pipe.parameters())
-        versions = version_bytes = 1
+        versions = 1
+        version_bytes = max(sum(p.nbytes for p in held.values()) for held in pipe.ownership.held.values())
         if cell.schedule.microbatches_per_update is None:
             period = _steps(cell, pl.BarrierStep(pipe, optimizer))
         else:

@@ -14,6 +14,7 @@ from pipeloom.errors import SplitError
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.plan.partition import parse_profile, partition_layers
 from pipeloom.plan.partition.measure import measure_profile
+from pipeloom.split import profile_layers
 
 
 class Pair(nn.Module):
@@ -42,22 +43,36 @@ def test_a_sequential():
     assert parse_profile(profile.to_json()) == profile
 
 
-def test_the_slow_layer_gets_the_replicas():
+def test_the_slow_layer_gets_the_replicas(monkeypatch):
+    now = 0.0
+
     class Work(nn.Module):
-        def __init__(self, amount):
+        def __init__(self, seconds):
             super().__init__()
             self.weight = nn.Parameter(torch.eye(64))
-            self.amount = amount
+            self.seconds = seconds
 
         def forward(self, x):
-            for _ in range(self.amount):
-                x = x @ self.weight
-            return x
+            nonlocal now
+            now += self.seconds
+            return x @ self.weight
 
-    profile = measure_profile([Work(1), Work(200), Work(1)], torch.randn(64, 64))
+    monkeypatch.setitem(profile_layers.__kwdefaults__, "timer", lambda: now)
+    profile = measure_profile([Work(1.0), Work(200.0), Work(1.0)], torch.randn(64, 64))
+    assert [layer.forward_seconds for layer in profile.layers] == [1.0, 200.0, 1.0]
     found = partition_layers(profile, [(8, 1e12)])
     slow = next(stage for stage in found.stages if stage.first <= 1 <= stage.last)
     assert slow.replicas >= 6
+
+
+def test_layers_that_work_in_place():
+    """On what a leaf would be in a stage of its own; the sample stays as it is."""
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Flatten())
+    x = torch.randn(2, 3, 8, 8)
+    before = x.clone()
+    profile = measure_profile(model, x, num_rounds=1)
+    assert [layer.activation_bytes for layer in profile.layers] == [2 * 3 * 64 * 4] + [2 * 4 * 36 * 4] * 3
+    assert torch.equal(x, before)
 
 
 def test_a_block_model_and_its_loss():

@@ -6,7 +6,9 @@ import copy
 import multiprocessing
 import os
 import signal
+import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError, PeerLost, RunError, StageError
+from pipeloom.ir import WeightPolicy
 from pipeloom.schedules import pipedream
 from tests.cpu import stream_reference
 from tests.cpu.ranks import run_ranks
@@ -147,16 +150,40 @@ def test_replicas_have_the_buffers_of_the_first_after_a_run() -> None:
 
 
 def test_hooks_on_parameters_change_gradients() -> None:
-    def halved(stages):
-        for stage in stages:
-            stage[0][0].weight.register_hook(lambda gradient: gradient / 2)
-        return stages
+    """Half the gradient is, for momentum without weight decay, half the learning rate."""
 
+    def halved(parameters):
+        groups = [{"params": parameters[:1], "lr": 0.01}, {"params": parameters[1:]}]
+        return torch.optim.SGD(groups, lr=0.02, momentum=0.9, nesterov=True)
+
+    rule, batches, stages = Rule("stash", (1, 1)), make_batches(6), make_stages(2)
+    expected = stream_reference.train(make_stages(2), rule, batches, mse, halved)
+    for stage in stages:
+        stage[0][0].weight.register_hook(lambda gradient: gradient / 2)
+    pipe, _ = run(stages, make_schedule(rule, 6), batches)
+    compare(pipe, expected.parameters)
+
+
+def test_a_rate_for_each_group() -> None:
+    """They are in the order of the groups, and nothing else will do."""
     rule, batches = Rule("stash", (1, 1)), make_batches(6)
-    pipe, _ = run(halved(make_stages(2)), make_schedule(rule, 6), batches)
-    plain, _ = run(make_stages(2), make_schedule(rule, 6), batches)
-    one, other = dict(pipe.named_parameters()), dict(plain.named_parameters())
-    assert not torch.equal(one["0.0.0.weight"], other["0.0.0.weight"])
+
+    def grouped(rates):
+        return lambda parameters: torch.optim.SGD(
+            [
+                {"params": [p for p in parameters if p.ndim == n], "lr": rate}
+                for n, rate in zip((2, 1), rates, strict=True)
+            ]
+        )
+
+    expected = stream_reference.train(make_stages(2), rule, batches, mse, grouped((0.04, 0.01)))
+    with pl.Pipeline(make_stages(2), make_schedule(rule, 6), loss_fn=mse) as pipe:
+        optimizer = grouped((0.5, 0.6))(list(pipe.parameters()))
+        pl.Stream(pipe, optimizer, learning_rate=lambda batch: [0.04, 0.01]).run(batches)
+        compare(pipe, expected.parameters)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.6]
+        with pytest.raises(StageError, match="learning_rate gave 3 rates for 2 parameter groups"):
+            pl.Stream(pipe, optimizer, learning_rate=lambda batch: (0.1, 0.1, 0.1)).run(batches)
 
 
 def test_casts_of_weights_are_of_the_version() -> None:
@@ -282,6 +309,65 @@ def test_an_error_leaves_the_parameters_in_their_places(transport: str) -> None:
             stream.run(make_batches(8))
 
 
+class Interrupts(nn.Module):
+    """What Ctrl-C does, at the forward of that number: the main thread gets the signal wherever it is."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+        self.left = number
+
+    def forward(self, x):
+        self.left -= 1
+        if not self.left:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(("transport", "number"), [("loopback", 3), ("threads", 1), ("threads", 100)])
+def test_an_interrupt_comes_through_and_leaves_the_parameters_in_their_places(transport: str, number: int) -> None:
+    stages = [Interrupts(number), *make_stages(2)]
+    before = [list(stage.parameters()) for stage in stages]
+    with pl.Pipeline(stages, pipedream(num_ranks=3, num_microbatches=400), loss_fn=mse, transport=transport) as pipe:
+        stream = pl.Stream(pipe, OPTIMIZERS["sgd"](list(pipe.parameters())))
+        with pytest.raises(KeyboardInterrupt):
+            stream.run(make_batches(400))
+        for stage, parameters in zip(stages, before, strict=True):
+            assert all(one is other for one, other in zip(stage.parameters(), parameters, strict=True))
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank")]
+        with pytest.raises(RunError, match=r"cannot run any more .*KeyboardInterrupt"):
+            stream.run(make_batches(400))
+
+
+class Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 8, sparse=True).double()
+
+    def forward(self, x):
+        return self.table((x > 0).long()).sum(-2)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+def test_sparse_gradients_are_refused(replicas: tuple[int, ...]) -> None:
+    with pytest.raises(RunError, match=r"stage 0, .* has a sparse gradient: .* sparse=False"):
+        run([Embeds(), *make_stages(1)], make_schedule(Rule("stash", replicas), 6), make_batches(6), "sgd")
+
+
+def test_nothing_of_the_user_is_kept_after_a_run() -> None:
+    def give():
+        yield from make_batches(6)
+
+    batches = give()
+    seen = weakref.ref(batches)
+    pipe, stream = run(make_stages(2), make_schedule(Rule("stash", (1, 1)), 6), make_batches(6))
+    stream.run(batches, num_batches=6)
+    del batches
+    assert seen() is None
+    ((_, records), _) = pipe.records
+    assert [str(record[0]) for record in records if record[0].op.value == "F"] == [f"0F{b}" for b in range(6)]
+
+
 def test_numbers_that_are_not_finite_end_the_run() -> None:
     with pytest.raises(RunError, match=r"rank 1, stage 1, action 1STEP2, .* loss of micro-batch 2 is nan: training"):
         run([Fails("", 0), Fails("nan", 3)], pipedream(num_ranks=2, num_microbatches=8), make_batches(8))
@@ -337,6 +423,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
             ((batches[:11],), "a stream of 11 micro-batches.* multiple of 2"),
             ((iter(batches),), "without a length.* pass num_batches"),
             (([],), "a run of 0 batches"),
+            ((None, 12), "batches are a NoneType: .* pass an iterable"),
         ):
             with pytest.raises(InputError, match=text):
                 stream.run(*arguments)
@@ -364,8 +451,14 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         stream.run(batches)  # none of all this changed anything
     tied = make_stages(3)
     tied[2][0][0].weight = tied[0][0][0].weight
-    with pytest.raises(InputError, match="hold the same parameter"):
-        pl.Pipeline(tied, pipedream(num_ranks=3, num_microbatches=4), loss_fn=mse)
+    on_one_rank = replace(
+        pl.schedules.build("interleaved", num_ranks=1, num_microbatches=4, num_chunks=3),
+        weights=WeightPolicy.STASH,
+        microbatches_per_update=2,
+    )
+    for schedule in (pipedream(num_ranks=3, num_microbatches=4), on_one_rank):
+        with pytest.raises(InputError, match=r"stages \(0, 2\) hold the same parameters"):
+            pl.Pipeline(tied, schedule, loss_fn=mse)
     with pytest.raises(InputError, match="a stream runs whole sequences"):
         pl.Pipeline(make_stages(2), pipedream(num_ranks=2, num_microbatches=4), loss_fn=mse, slices=[4])
 
@@ -385,6 +478,8 @@ def _disagree(rank: int) -> None:
             pl.Stream(pipe, optimizer).run(make_batches(6 - rank))
         with pytest.raises(InputError, match=r"rank 0 runs with max_norm 1.0 and rank 1 with 2.0"):
             pl.Stream(pipe, optimizer, max_norm=1.0 + rank).run(make_batches(6))
+        with pytest.raises(InputError, match=r"rank 0 runs with scale_by_replicas False and rank 1 with True"):
+            pl.Stream(pipe, optimizer, scale_by_replicas=bool(rank)).run(make_batches(6))
         told = []
         stream = pl.Stream(pipe, optimizer, on_update=(lambda *row: told.append(row)) if rank == 0 else None)
         updates = stream.run(make_batches(6))
@@ -395,6 +490,24 @@ def _disagree(rank: int) -> None:
 
 def test_ranks_that_disagree_are_told() -> None:
     run_ranks(_disagree, 2)
+
+
+def _one_iterator(rank: int) -> None:
+    """Replicas read every second batch; a middle rank none, and passes none."""
+    schedule, batches = make_schedule(Rule("stash", (2, 1, 1)), 12), make_batches(12)
+    with pl.Pipeline(make_stages(3), schedule, loss_fn=mse) as pipe:
+        reads = pipe.needs_inputs or pipe.needs_targets
+        given = iter(batches) if reads else None
+        stream = pl.Stream(pipe, OPTIMIZERS["sgd"](list(pipe.parameters())))
+        updates = stream.run(given, 6) + stream.run(given, 6)
+        assert not reads or next(given, None) is None
+    with pl.Pipeline(make_stages(3), schedule, loss_fn=mse, transport="loopback") as pipe:
+        stream = pl.Stream(pipe, OPTIMIZERS["sgd"](list(pipe.parameters())))
+        assert updates == stream.run(batches[:6]) + stream.run(batches[6:])
+
+
+def test_one_iterator_gives_the_batches_of_two_runs() -> None:
+    run_ranks(_one_iterator, 4)
 
 
 def _other_copies(rank: int) -> None:

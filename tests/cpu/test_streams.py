@@ -165,10 +165,10 @@ def test_learning_rates_and_clipping(discount: str) -> None:
 
     def rate(made: Made) -> float:
         seen.add((made.stage, made.delay))
-        divisor = {"none": 1, "inverse": 1 + made.delay, "pipemare": 1.0}[discount]
+        divisor = {"none": 1, "inverse": max(made.delay, 1), "pipemare": 1.0}[discount]
         if discount == "pipemare":
             divisor = max(made.delay, 1) ** (1 - min(made.update / 8, 1))
-        return warm_up(made.batch) * (made.num_batches / divisor)
+        return warm_up(made.batch) * (made.num_batches / rule.replicas[0] / divisor)
 
     expected = stream_reference.train(
         stages, rule, batches, mse, OPTIMIZERS["momentum"], max_norm=0.3 / math.sqrt(3), learning_rate=rate

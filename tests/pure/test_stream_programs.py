@@ -13,7 +13,7 @@ from pipeloom import schedules
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Op, Schedule, WeightPolicy, check
 from pipeloom.ir.text import from_json, to_json
-from pipeloom.ir.versions import num_updates, versions_used
+from pipeloom.ir.versions import num_updates
 from pipeloom.passes import forward_only, lower, repeat_steps
 from pipeloom.schedules import build
 from pipeloom.sim import Costs, Timeline, critical_path, simulate
@@ -60,6 +60,22 @@ def test_an_update_with_another_number_is_refused():
         check(edited(program, 0, order))
 
 
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1), (1, 2)])
+def test_a_forward_that_is_moved_over_an_update_is_refused(replicas):
+    """It would meet another version than the schedule says, which is what the runtime goes by."""
+    program = lower(stream("stash", replicas, 4, 2))
+    tried = 0
+    for rank, order in enumerate(program.orders):
+        for at, step in enumerate(order):
+            behind = next((i for i in range(at, len(order)) if order[i].op is Op.F), None)
+            if step.op is Op.STEP and behind is not None:
+                moved = [*order[:at], order[behind], *order[at:behind], *order[behind + 1 :]]
+                with pytest.raises(ScheduleError, match=rf"runs {order[behind]} where {step} has to stand"):
+                    check(edited(program, rank, moved))
+                tried += 1
+    assert tried > 3
+
+
 def test_replicas_give_their_gradients_and_update_one_micro_batch_later():
     program = lower(stream("stash", (2, 1), 3))
     texts = [
@@ -92,7 +108,7 @@ def test_streams_read_back_exactly(kind):
         again = Timeline.from_json(timeline.to_json())
         assert again == timeline
         assert again.schedule == schedule
-        assert again.versions_used == versions_used(schedule)
+        assert again.versions_used == schedule.versions_used
 
 
 def test_evaluation_of_a_stream_updates_nothing():
@@ -148,7 +164,7 @@ def test_every_stream_is_legal_is_lowered_and_simulates(schedule, data):
     assert timeline.makespan >= free.makespan * (1 - 1e-9)
     path = critical_path(free)
     assert path[-1][1].end == free.makespan
-    used = versions_used(schedule)
+    used = schedule.versions_used
     for stage in range(schedule.num_stages):
         versions = [used[stage, b] for b in range(schedule.num_microbatches)]
         assert versions == sorted(versions)

@@ -13,7 +13,6 @@ from pipeloom.cli import main
 from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import Op, Schedule, check
 from pipeloom.ir.text import from_json, to_json
-from pipeloom.ir.versions import versions_used
 from pipeloom.passes import lower
 from pipeloom.report import timeline_svg
 from pipeloom.report.perfetto import trace
@@ -122,7 +121,7 @@ def test_large_streams_are_checked_and_timed_by_their_columns(replicas):
     assert schedule.proof is not None
     copied = replace(schedule, orders=tuple(tuple(order) for order in schedule.orders))
     for each in (schedule, copied, from_json(to_json(schedule))):
-        used = versions_used(each)
+        used = each.versions_used
         assert all(v == newest_by_counting(s, b, replicas, 1, None) for (s, b), v in used.items())
         assert len(used) == schedule.num_stages * schedule.num_microbatches
     small = stream("stash", replicas, 40)
@@ -156,7 +155,7 @@ def test_pictures_show_updates_and_versions():
         svg = timeline_svg([timeline])
         assert svg.count("STEP0 on rank") == 3
         assert "update of parameters" in svg
-        used = versions_used(schedule)
+        used = schedule.versions_used
         for (stage, b), version in used.items():
             for op in "FB":
                 assert f"<title>{stage}{op}{b} on rank" in svg

@@ -278,8 +278,8 @@ def _check_reductions(program: Program) -> None:
 
 
 def _check_stream(program: Program) -> None:
-    """In a stream every update stands where the schedule has it."""
-    ops = (Op.B, Op.W, Op.REDUCE_GRAD, Op.STEP)
+    """In a stream every update stands where the schedule has it, between the same forwards and backwards."""
+    ops = (Op.F, Op.B, Op.W, Op.REDUCE_GRAD, Op.STEP)
     for rank, order in enumerate(program.orders):
         expected = (action for action in with_updates(program.schedule, rank) if action.op in ops)
         found = (action for action in order if action.op in ops)
@@ -287,5 +287,6 @@ def _check_stream(program: Program) -> None:
         if wrong is not None:
             raise ScheduleError(
                 f"program {program.name!r}: rank {rank} runs {wrong[1]} where {wrong[0]} has to stand: updates come "
-                "behind the last backward of their micro-batches; lower the schedule with pipeloom.passes.lower"
+                "behind the last backward of their micro-batches, and no forward changes sides; lower the schedule "
+                "with pipeloom.passes.lower"
             )

@@ -60,17 +60,12 @@ def with_updates(schedule: Schedule, rank: int) -> Iterator[Action]:
     yield from behind.get(len(order), ())
 
 
-def versions_used(schedule: Schedule) -> Uses:
-    """The version that F and B of each stage and micro-batch use: `Schedule.versions_used`, found once.
+def find_versions(schedule: Schedule) -> Uses:
+    """The version that F and B of each stage and micro-batch use; `Schedule.versions_used` finds it once.
 
     Raises:
         ScheduleError: an F stands before the update that makes its version.
     """
-    return schedule.versions_used
-
-
-def find_versions(schedule: Schedule) -> Uses:
-    """What `versions_used` says, found anew."""
     newest = _newest_at_forward(schedule)
     if schedule.weights is WeightPolicy.STASH:
         return newest
@@ -98,7 +93,7 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
 
     A version lives from its update until the next one, or until the last backward that uses it if that comes later.
     """
-    used = versions_used(schedule)
+    used = schedule.versions_used
     lives = (_lives(schedule, rank, used) for rank in range(schedule.num_ranks))
     return tuple(max((int(_most((life, 1) for life in each)) for each in of.values()), default=1) for of in lives)
 
@@ -112,19 +107,9 @@ def weight_version_bytes(schedule: Schedule, parameter_bytes: Sequence[float]) -
     """
     if schedule.microbatches_per_update is None:
         return tuple(sum(parameter_bytes[stage] for stage in held) for held in schedule.placement.stages_of)
-    used = versions_used(schedule)
+    used = schedule.versions_used
     lives = (_lives(schedule, rank, used) for rank in range(schedule.num_ranks))
     return tuple(_most((life, parameter_bytes[s]) for s, each in of.items() for life in each) for of in lives)
-
-
-def last_uses(schedule: Schedule, rank: int, used: Uses) -> dict[tuple[int, int], Action]:
-    """For each stage and version that micro-batches of `rank` use, the backward after which nobody does."""
-    last = {}
-    for action in schedule.orders[rank]:
-        if action.op in _LAST_BACKWARDS:
-            assert action.microbatch is not None
-            last[action.stage, used[action.stage, action.microbatch]] = action
-    return last
 
 
 class _Lane(NamedTuple):

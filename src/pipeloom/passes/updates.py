@@ -24,17 +24,16 @@ def insert_updates(program: Program, tied_stages: tuple[tuple[int, ...], ...] = 
         tied_stages: groups of stages that hold the same parameters.
 
     Raises:
-        ScheduleError: stages on different ranks hold the same parameters.
+        ScheduleError: stages hold the same parameters.
     """
     schedule = program.schedule
     if schedule.microbatches_per_update is None:
         return program
-    tied = next((group for group in tied_stages if len(program.ranks_of_group(group)) > 1), None)
-    if tied is not None:
+    if tied_stages:
         raise ScheduleError(
-            f"schedule {schedule.name!r}: stages {tied} hold the same parameters and update them at different times: "
-            f"weight policy {schedule.weights.value!r} needs each parameter in one stage; untie them, or take a "
-            "schedule that flushes, such as 1f1b"
+            f"schedule {schedule.name!r}: stages {tied_stages[0]} hold the same parameters and update them at "
+            f"different times: weight policy {schedule.weights.value!r} needs each parameter in one stage; "
+            "untie them, or take a schedule that flushes, such as 1f1b"
         )
     orders = []
     for rank, order in enumerate(program.orders):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from pipeloom.errors import InputError, RunError
 from pipeloom.runtime.threads import RankThreads
@@ -64,7 +64,8 @@ class Driver:
         except BaseException as error:
             self.ended = f"it failed: {type(error).__name__}: {error}"
             for run in runs:  # the ranks that were waiting let go of what they hold
-                run.close()
+                with suppress(Exception):  # what one of them says to that would hide the error
+                    run.close()
             self.close()
             raise
         finally:

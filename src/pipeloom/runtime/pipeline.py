@@ -17,13 +17,13 @@ from pipeloom.ir import Program, Schedule, check
 from pipeloom.passes import check_has_backwards, evaluation_schedule, lower, merge_backwards, separate_units
 from pipeloom.runtime.agreement import Terms
 from pipeloom.runtime.calls import call_count, call_number
-from pipeloom.runtime.connect import connect
+from pipeloom.runtime.connect import Connection, connect
 from pipeloom.runtime.driver import Driver
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.holdings import Holdings
 from pipeloom.runtime.host_memory import keep_freed_memory
 from pipeloom.runtime.results import ResultExchange, total
-from pipeloom.runtime.runnable import check_loss, check_runnable, check_slices, check_untied
+from pipeloom.runtime.runnable import check_loss, check_runnable, check_slices
 from pipeloom.runtime.slices import cut_sequences
 from pipeloom.runtime.speculation import Speculation
 from pipeloom.runtime.state import Batch, LossFn
@@ -96,18 +96,19 @@ class Pipeline(Holdings):
                 make_sliceable(module)
         tied = tuple(parameter.stages for parameter in cut_model.tied)
         self._train_program = lower(schedule, tied_stages=tied)
-        check_untied(schedule, cut_model.tied)
         self._forward_program = lower(evaluation_schedule(schedule))
         check(self._train_program)
         check(self._forward_program)
 
         given = not isinstance(model, nn.Module | Stages)  # a list of stages may hold a dummy for those of other ranks
         terms = Terms.of(self._train_program, () if given else cut_model.layers, slices)
-        connection = connect(schedule.num_ranks, transport, timeout_seconds, terms)
-        self.rank = connection.rank
-        self.process_group = connection.process_group
-        self.transport = connection.transport
-        if connection.rank is not None:
+        self._loss_fn = loss_fn
+        self._join(cut_model, connect(schedule.num_ranks, transport, timeout_seconds, terms), blackbox)
+
+    def _join(self, cut_model: Stages, connection: Connection, blackbox: Any) -> None:
+        """Take this process's stages of the model, and get ready to run them."""
+        self.rank, self.process_group, self.transport = connection.rank, connection.process_group, connection.transport
+        if self.rank is not None:
             keep_freed_memory()
         self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
         super().__init__(cut_model, self._train_program, self.local_ranks)
@@ -119,7 +120,7 @@ class Pipeline(Holdings):
             rank: Worker(
                 rank,
                 stages,
-                loss_fn=loss_fn,
+                loss_fn=self._loss_fn,
                 transport=self.transport,
                 gradient_sum=GradientSum(
                     rank, self.ownership.shared(rank), self.ownership.shared_buffers(rank), self.transport
@@ -129,7 +130,6 @@ class Pipeline(Holdings):
             )
             for rank, stages in self._by_rank.items()
         }
-        self._loss_fn = loss_fn
         self._bound: dict[tuple[int, bool], Bound] = {}
         self.last_run: dict[int, Callable[[], Iterable[Record]]] = {}
         self._has_update_channels = False

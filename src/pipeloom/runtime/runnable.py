@@ -10,7 +10,6 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Schedule, check
 from pipeloom.runtime.state import LossFn
 from pipeloom.runtime.worker import RUNNABLE_OPS
-from pipeloom.split.stages import TiedParameter
 
 
 def check_runnable(schedule: Schedule) -> None:
@@ -53,12 +52,3 @@ def check_slices(schedule: Schedule, lengths: Sequence[int] | None) -> None:
         )
     if any(length < 1 for length in lengths):
         raise InputError(f"slices of {list(lengths)} tokens: each has at least one; correct them")
-
-
-def check_untied(schedule: Schedule, tied: Sequence[TiedParameter]) -> None:
-    """Raises InputError where stages of a stream, which update at different times, hold the same parameter."""
-    if schedule.microbatches_per_update is not None and tied:
-        raise InputError(
-            f"stages {tied[0].stages} hold the same parameter {tied[0].name!r}: under weight policy "
-            f"{schedule.weights.value!r} every stage updates by itself; untie it, or take a schedule that flushes"
-        )

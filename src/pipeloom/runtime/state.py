@@ -25,6 +25,7 @@ from pipeloom.runtime.split_backward import Root, WeightGradients
 from pipeloom.runtime.transport import Channel, Transport
 from pipeloom.runtime.values import Layout, Value, flatten, split_batch
 from pipeloom.slicing import SliceContext
+from pipeloom.split.profile import may_change_input
 
 LossFn = Callable[[Any, Any], Tensor]
 Key = tuple[int, int | None, int | None]  # stage, micro-batch, slice
@@ -153,10 +154,7 @@ class RankState:
 
     def __post_init__(self) -> None:
         # A leaf may not be changed in place, so a stage that might do that to its input gets a copy of it.
-        self.copies_input = {
-            stage: any(getattr(m, "inplace", False) is True for m in module.modules())
-            for stage, module in self.stages.items()
-        }
+        self.copies_input = {stage: may_change_input(module) for stage, module in self.stages.items()}
 
     def begin(self, batch: Batch, call: int) -> None:
         """Get ready for a run."""

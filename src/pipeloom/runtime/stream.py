@@ -14,7 +14,6 @@ import torch
 
 from pipeloom.errors import InputError, PeerLost
 from pipeloom.ir import Program, check
-from pipeloom.ir.versions import versions_used
 from pipeloom.passes import lower, stretch
 from pipeloom.runtime.calls import call_number
 from pipeloom.runtime.collectives import all_gather_bytes
@@ -44,12 +43,12 @@ class Stream:
             ``max_norm / sqrt(num_stages)``.
         learning_rate: called before every update of a stage with the number of its last batch, from 0 over all runs;
             gives the learning rate, or one for each parameter group. None: that of each group.
-        discount: what a stage whose gradient is stale by d updates divides its learning rate by. "inverse": 1 + d
-            (arXiv:1511.05950); "pipemare": ``d ** (1 - min(k / discount_updates, 1))`` in its update k
+        discount: what a stage whose gradient is stale by d updates divides its learning rate by. "inverse":
+            ``max(d, 1)`` (arXiv:1511.05950); "pipemare": ``d ** (1 - min(k / discount_updates, 1))`` in its update k
             (arXiv:1910.05124); "none": 1.
         discount_updates: for "pipemare".
-        scale_by_replicas: multiply the learning rate of a stage by the number of batches that its updates hold, as
-            PipeDream does for stages with replicas.
+        scale_by_replicas: multiply the learning rate of a stage by the number of batches that its update holds
+            over that of the input stage. With one micro-batch a batch, that is PipeDream's ``r_s / r_0``.
         on_update: called with the number and the loss of every batch, in order, on the process with rank 0, soon after
             the batch is through.
         num_batches: how many batches have been run before, such as before the checkpoint that training goes on from.
@@ -100,7 +99,7 @@ class Stream:
         self.peak_weight_versions: dict[int, int] = {}
         self.peak_weight_bytes: dict[int, int] = {}
 
-    def run(self, batches: Iterable[Any], num_batches: int | None = None) -> list[StreamUpdate]:
+    def run(self, batches: Iterable[Any] | None, num_batches: int | None = None) -> list[StreamUpdate]:
         """Train on `batches`: start up, stream, drain. Every rank calls it alike.
 
         Afterwards all updates are made, nothing is in flight, and the modules hold the parameters that the optimizer
@@ -110,6 +109,7 @@ class Stream:
         Args:
             batches: ``(inputs, targets)`` of each batch, samples along dimension 0. Taken one by one, as they are due;
                 read on ranks with the first and the last stage, where inputs or targets may be None if not needed.
+                Other ranks may pass None with `num_batches`.
             num_batches: how many to take; all, if `batches` has a length.
 
         Returns:
@@ -127,11 +127,10 @@ class Stream:
         pipeline.driver.check_free()
         self._check_ready()
         program, used = self._program(count)
-        live = self._agree(count)
-        pipeline.driver.num_calls += 1
-        call = call_number(pipeline.driver.num_calls, True)
-        plan = StreamPlan(program, used, call, self.num_batches)
         taken = StreamBatches(batches, count, program.schedule, pipeline.local_ranks)
+        live = self._agree(count)
+        call = call_number(pipeline.driver.num_calls + 1, True)
+        plan = StreamPlan(program, used, call, self.num_batches)
         results = StreamResults(pipeline.rank, pipeline.transport, pipeline.process_group, plan, self._on_update, live)
         ranks = {
             rank: StreamRank(
@@ -145,8 +144,9 @@ class Stream:
             taken.finish()
             updates.extend(results.gather({rank: part.norms for rank, part in ranks.items()}))
 
-        pipeline.last_run = {rank: part.records for rank, part in ranks.items()}
+        pipeline.last_run = {rank: part.records.copy for rank, part in ranks.items()}  # that keeps nothing else alive
         self._optimizer.begin()
+        pipeline.driver.num_calls += 1
         try:
             pipeline.driver.run({rank: part.run() for rank, part in ranks.items()}, finish)
         finally:
@@ -156,7 +156,7 @@ class Stream:
         self.peak_weight_bytes = {rank: part.peak_weight_bytes for rank, part in ranks.items()}
         return updates
 
-    def _count(self, batches: Iterable[Any], num_batches: int | None) -> int:
+    def _count(self, batches: Iterable[Any] | None, num_batches: int | None) -> int:
         if num_batches is None:
             if not isinstance(batches, Sized):
                 raise InputError(
@@ -166,6 +166,12 @@ class Stream:
             num_batches = len(batches)
         if num_batches < 1:
             raise InputError(f"a run of {num_batches} batches: it has at least 1; leave the call out")
+        reads = self._pipeline.needs_inputs or self._pipeline.needs_targets
+        if reads and not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+            raise InputError(
+                f"batches are a {type(batches).__name__}: ranks with the first or the last stage take pairs (inputs, "
+                "targets) from them; pass an iterable"
+            )
         return num_batches
 
     def _check_ready(self) -> None:
@@ -193,13 +199,21 @@ class Stream:
         if self._last_length is None or self._last_length[0].num_microbatches != length:
             schedule = stretch(self._pipeline.schedule, length)
             check(schedule)
-            self._last_length = lower(schedule), versions_used(schedule)
+            self._last_length = lower(schedule), schedule.versions_used
         return self._last_length
 
     def _agree(self, count: int) -> bool:
         """Make sure that all processes ask for the same; returns whether rank 0 wants losses as they come."""
         group, options = self._pipeline.process_group, self._options
-        own = [count, self.num_batches, options.max_norm, options.discount, options.discount_updates]
+        own = {
+            "batches": count,
+            "batches before": self.num_batches,
+            "max_norm": options.max_norm,
+            "discount": options.discount,
+            "discount_updates": options.discount_updates,
+            "scale_by_replicas": options.scale_by_replicas,
+            "learning_rate": "set" if options.learning_rate else "not set",
+        }
         if group is None:
             return self._on_update is not None
         try:
@@ -208,13 +222,10 @@ class Stream:
             raise PeerLost("another rank ended before all began their run; see what it said") from error
         first, *others = [json.loads(answer) for answer in told]
         for rank, other in enumerate(others, 1):
-            if other[0] != first[0]:
-                names = ("batches", "batches before", "max_norm", "discount", "discount_updates")
-                name, one, another = next(
-                    row for row in zip(names, first[0], other[0], strict=True) if row[1] != row[2]
-                )
+            name = next((name for name in own if other[0][name] != first[0][name]), None)
+            if name is not None:
                 raise InputError(
-                    f"rank 0 runs with {name} {one} and rank {rank} with {another}: all ranks run one stream; pass the "
-                    "same on each"
+                    f"rank 0 runs with {name} {first[0][name]} and rank {rank} with {other[0][name]}: all ranks run "
+                    "one stream; pass the same on each"
                 )
         return bool(first[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from pipeloom.errors import InputError
@@ -15,7 +15,7 @@ class StreamBatches:
     """One process's batches of one run. Of each, what this process reads is kept until it is read.
 
     Args:
-        batches: gives ``(inputs, targets)`` of each batch.
+        batches: gives ``(inputs, targets)`` of each batch; not looked at where this process reads neither.
         num_batches: how many.
         schedule: of the whole run.
         ranks: of this process.
@@ -26,13 +26,16 @@ class StreamBatches:
         num_samples: of the batches that were taken so far, by their number.
     """
 
-    def __init__(self, batches: Iterable[Any], num_batches: int, schedule: Schedule, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, batches: Iterable[Any] | None, num_batches: int, schedule: Schedule, ranks: Sequence[int]
+    ) -> None:
         assert schedule.microbatches_per_update is not None
-        self._iterator = iter(batches)
         self._num_batches, self._size = num_batches, schedule.microbatches_per_update
         self._place, self._last, self._ranks = schedule.placement, schedule.num_stages - 1, ranks
         self._reads_inputs = any(rank in self._place.replicas[0] for rank in ranks)
         self._reads_targets = any(rank in self._place.replicas[self._last] for rank in ranks)
+        reads = self._reads_inputs or self._reads_targets
+        self._iterator: Iterator[Any] = iter(batches) if reads and batches is not None else iter(())
         self._num_taken = 0
         self._lock = threading.Lock()  # ranks of one process may have a thread each
         self._inputs, self._targets, self._weights = (
@@ -49,6 +52,7 @@ class StreamBatches:
         """Take also what nobody here had to read: the iterator is where it is on other processes that read it."""
         if self._reads_inputs or self._reads_targets:
             self.take_until(self._num_batches * self._size - 1)
+        self._iterator = iter(())  # the user's is not kept
 
     def take_until(self, microbatch: int) -> None:
         """Take batches until that of `microbatch` is there."""

@@ -32,6 +32,7 @@ class StageUpdate:
         update: its number in the run.
         batch: the last batch whose gradient it has, counted over all runs.
         num_batches: how many batches it holds: 1, or more where replicas need more.
+        num_input_batches: how many an update of the input stage holds.
         num_before: how many updates the stage had made before, over all runs.
         delay: how many updates came between the parameters by which the gradient was computed and those that it
             changes; of several micro-batches the largest.
@@ -41,6 +42,7 @@ class StageUpdate:
     update: int
     batch: int
     num_batches: int
+    num_input_batches: int
     num_before: int
     delay: int
 
@@ -73,9 +75,9 @@ class UpdateOptions:
 
     def factor(self, update: StageUpdate) -> float:
         """What the learning rate is multiplied by."""
-        factor = float(update.num_batches) if self.scale_by_replicas else 1.0
+        factor = update.num_batches / update.num_input_batches if self.scale_by_replicas else 1.0
         if self.discount == "inverse":
-            return factor / (1 + update.delay)
+            return factor / max(update.delay, 1)
         if self.discount_updates is not None:
             exponent = 1 - min(update.num_before / self.discount_updates, 1.0)
             return factor / math.pow(max(update.delay, 1), exponent)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -23,10 +24,19 @@ class RankThreads:
         self._pool = ThreadPoolExecutor(num_ranks, "rank", initializer=torch.set_num_threads, initargs=(cores,))
 
     def run(self, runs: Mapping[int, Iterator[None]]) -> None:
-        """Run all ranks to their ends; raises what went wrong first."""
+        """Run all ranks to their ends; raises what went wrong first.
+
+        An interrupt of the caller, such as Ctrl-C, is raised when every rank stopped, at its next wait.
+        """
         modes = _thread_modes()
 
+        futures: list[Future[None]] = []
+        begin = threading.Event()
+
         def drive(rank: int) -> None:
+            begin.wait()
+            if len(futures) < len(runs):  # the caller was interrupted before all were there
+                return
             try:
                 with ExitStack() as stack:
                     for mode in modes:
@@ -37,8 +47,17 @@ class RankThreads:
                 self._transport.interrupt(rank)
                 raise
 
-        futures = [self._pool.submit(drive, rank) for rank in runs]
-        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        try:
+            for rank in runs:
+                futures.append(self._pool.submit(drive, rank))
+            begin.set()
+            errors = [error for error in (future.exception() for future in futures) if error is not None]
+        except BaseException:
+            for rank in runs:
+                self._transport.interrupt(rank)
+            begin.set()
+            wait(futures)
+            raise
         if errors:  # the cause, rather than those who lost their peer through it
             raise min(errors, key=lambda error: isinstance(error, PeerLost))
 

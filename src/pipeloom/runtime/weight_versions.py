@@ -79,8 +79,18 @@ class WeightVersions:
             del self._leaves[version]
 
     def gradients(self, update: int) -> Gradients:
-        """The sum over the backwards of one update, in their order; None where there was no gradient."""
-        return self._sums[update]
+        """The sum over the backwards of one update, in their order; None where there was no gradient.
+
+        Raises:
+            RunError: one of them is sparse.
+        """
+        sums = self._sums[update]
+        if any(gradient is not None and gradient.layout is not torch.strided for gradient in sums):
+            raise RunError(
+                "a parameter has a sparse gradient: a stream clips and adds up dense ones; build the embedding with "
+                "sparse=False"
+            )
+        return sums
 
     def update(self, update: int, gradients: Sequence[Tensor | None], step: Callable[[], None]) -> None:
         """Make the next version.

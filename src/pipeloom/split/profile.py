@@ -100,6 +100,11 @@ def threads_of_a_rank(num_ranks: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def may_change_input(module: nn.Module) -> bool:
+    """Whether some part works in place: given a leaf that wants a gradient, which may not be changed, it would fail."""
+    return any(getattr(part, "inplace", False) is True for part in module.modules())
+
+
 def _time_once(
     module: nn.Module, value: Any, loss_fn: LossFn | None, targets: Any, clock: Callable[[], float]
 ) -> tuple[float, float, Any]:
@@ -112,8 +117,11 @@ def _time_once(
 
     value = tree_map(fresh, value)
     sources = [t for t in (*tree_leaves(value), *module.parameters()) if isinstance(t, Tensor) and t.requires_grad]
+    given = value
+    if may_change_input(module):
+        given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
     start = clock()
-    output = module(value)
+    output = module(given)
     result = output if loss_fn is None else loss_fn(output, targets)
     forwarded = clock()
     roots = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]

@@ -83,7 +83,10 @@ class OptimizerConfig:
         "what pipedream and pipedream-2bw do to the learning rate of gradients that are late: none, inverse, "
         "or pipemare:K over the first K steps",
     )
-    replica_scaling: bool = _option(False, "pipedream with replicas: learning rate of a stage times its replicas")
+    replica_scaling: bool = _option(
+        False,
+        "pipedream with replicas: learning rate of a stage times the batches of its update over the first stage's",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
