@@ -125,7 +125,8 @@ class Stream:
             InputError: no whole number of updates on every stage, gradients left from before, ranks that ask for
                 different things; before any communication.
             CallerError: `batches`, `learning_rate` or `on_update` raised, or gave something wrong.
-            RunError: a loss or a gradient is not finite, the optimizer keeps one state for several stages, or a rank did not get what it waits for (PeerLost).
+            RunError: a loss or a gradient is not finite, the optimizer has one state for several stages, or a rank did
+                not get what it waits for (PeerLost).
             StageError: a stage, the loss or the optimizer raised. The parameters are back in their places, with the
                 values of the updates that were made.
         """

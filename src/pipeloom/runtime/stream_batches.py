@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pipeloom.errors import CallerError, InputError, one_line
@@ -11,10 +11,10 @@ from pipeloom.ir import Schedule
 from pipeloom.runtime.state import Batch
 
 
-def length_of(batches: object) -> int | None:
+def length_of(batches: Any) -> int | None:
     """None where nobody knows, such as a DataLoader's over a data set without a length."""
     try:
-        return len(batches) if isinstance(batches, Sized) else None
+        return len(batches)
     except TypeError:
         return None
 
@@ -87,7 +87,7 @@ class StreamBatches:
 
     def _cut(self, number: int, value: Any) -> Batch:
         if not isinstance(value, tuple | list) or len(value) != 2:
-            length = f" of {len(value)}" if isinstance(value, Sized) else ""
+            length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
             raise CallerError(
                 f"batches: item {number} is a {type(value).__name__}{length}: a batch is (inputs, targets); give pairs"
             )

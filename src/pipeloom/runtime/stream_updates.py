@@ -241,7 +241,7 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optimizer is a {kind.__name__}: a Stream steps a torch.optim.Optimizer; pass one")
-    own, *asked = inspect.signature(kind.step).parameters.values()
+    asked = list(inspect.signature(kind.step).parameters.values())[1:]
     needed = [p.name for p in asked if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:
         raise InputError(
