@@ -8,6 +8,7 @@
     │   └── CheckpointError   a checkpoint is foreign, damaged or does not fit the model
     └── RunError              something failed while running; exit code 1
         ├── StageError        the user's module or loss raised inside an action
+        ├── CallerError       what the user gave a stream beside its stages raised, or gave something wrong
         └── PeerLost          another rank went away
 
 Each message is one line of three parts: what was seen, the rule it breaks, and the fix.
@@ -48,5 +49,14 @@ class StageError(RunError):
     """The user's module, loss function or autograd raised inside an action."""
 
 
+class CallerError(RunError):
+    """The batches of a stream, its `learning_rate` or its `on_update` raised, or gave something wrong: no stage did."""
+
+
 class PeerLost(RunError):  # noqa: N818  # reads as what happened, like KeyboardInterrupt
     """A rank that this rank exchanges messages with went away."""
+
+
+def one_line(error: Exception) -> str:
+    """An error of somebody else's, for the middle of a message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -463,14 +463,6 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         pl.Pipeline(make_stages(2), pipedream(num_ranks=2, num_microbatches=4), loss_fn=mse, slices=[4])
 
 
-def test_batches_that_end_early_or_are_none_end_the_run() -> None:
-    for batches, text in ((make_batches(3), "batches ended after 3 of 6"), ([(None, None)] * 6, "inputs are None")):
-        with pl.Pipeline(make_stages(2), pipedream(num_ranks=2, num_microbatches=6), loss_fn=mse) as pipe:
-            stream = pl.Stream(pipe, OPTIMIZERS["sgd"](list(pipe.parameters())))
-            with pytest.raises(StageError, match=text):
-                stream.run(batches, num_batches=6)
-
-
 def _disagree(rank: int) -> None:
     with pl.Pipeline(make_stages(2), pipedream(num_ranks=2, num_microbatches=6), loss_fn=mse) as pipe:
         optimizer = OPTIMIZERS["sgd"](list(pipe.parameters()))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sized
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from pipeloom.ir import Program, check
 from pipeloom.passes import lower, stretch
 from pipeloom.runtime.calls import call_number
 from pipeloom.runtime.collectives import all_gather_bytes
-from pipeloom.runtime.optimizer_step import check_optimizer
 from pipeloom.runtime.pipeline import Pipeline
-from pipeloom.runtime.stream_batches import StreamBatches
+from pipeloom.runtime.stream_batches import StreamBatches, length_of
 from pipeloom.runtime.stream_rank import StreamPlan, StreamRank
 from pipeloom.runtime.stream_results import OnUpdate, StreamResults, StreamUpdate
 from pipeloom.runtime.stream_updates import Discount, LearningRate, StreamOptimizer, UpdateOptions
@@ -54,7 +54,9 @@ class Stream:
         num_batches: how many batches have been run before, such as before the checkpoint that training goes on from.
 
     Attributes:
-        num_batches: how many batches have been run.
+        num_batches: how many batches have been run, in runs that came to their end.
+        num_updates: for each rank of this process, of each of its stages: how many updates the last run made, also one
+            that failed.
         peak_weight_versions: for each rank of this process, how many versions of a stage's parameters existed at once
             in the last run.
         peak_weight_bytes: for each rank, of its parameters that want a gradient, in all versions.
@@ -82,7 +84,8 @@ class Stream:
                 f"a Stream of schedule {schedule.name!r}, which flushes: it trains by Pipeline.step(); take a schedule "
                 "with weight versions, such as pipedream"
             )
-        check_optimizer(pipeline, optimizer)
+        if on_update is not None and not callable(on_update):
+            raise InputError(f"on_update is {on_update!r}: it is called with a batch and its loss; pass a function")
         self._pipeline = pipeline
         self._options = UpdateOptions(
             max_norm=max_norm,
@@ -91,11 +94,14 @@ class Stream:
             discount_updates=discount_updates,
             scale_by_replicas=scale_by_replicas,
         )
-        self._optimizer = StreamOptimizer(optimizer, self._options, schedule.num_stages)
+        self._optimizer = StreamOptimizer(optimizer, self._options, pipeline)
         self._on_update = on_update
         self._microbatches = schedule.microbatches_per_update
         self._last_length: tuple[Program, Mapping[tuple[int, int], int]] | None = None
-        self.num_batches = num_batches
+        self.num_batches = _whole(num_batches)
+        if self.num_batches < 0:
+            raise InputError(f"num_batches is {num_batches}: so many batches were run before; pass 0 or more")
+        self.num_updates: dict[int, dict[int, int]] = {}
         self.peak_weight_versions: dict[int, int] = {}
         self.peak_weight_bytes: dict[int, int] = {}
 
@@ -118,11 +124,14 @@ class Stream:
         Raises:
             InputError: no whole number of updates on every stage, gradients left from before, ranks that ask for
                 different things; before any communication.
-            RunError: a loss or a gradient is not finite, or a rank did not get what it waits for (PeerLost).
+            CallerError: `batches`, `learning_rate` or `on_update` raised, or gave something wrong.
+            RunError: a loss or a gradient is not finite, the optimizer has one state for several stages, or a rank did
+                not get what it waits for (PeerLost).
             StageError: a stage, the loss or the optimizer raised. The parameters are back in their places, with the
                 values of the updates that were made.
         """
-        count = self._count(batches, num_batches)
+        count = self._count(batches, num_batches if num_batches is None else _whole(num_batches))
+        self._check_length(batches, count)
         pipeline = self._pipeline
         pipeline.driver.check_free()
         self._check_ready()
@@ -151,6 +160,10 @@ class Stream:
             pipeline.driver.run({rank: part.run() for rank, part in ranks.items()}, finish)
         finally:
             self._optimizer.end()
+            self.num_updates = {
+                rank: {s: sum(made == s for made, _ in part.norms) for s in pipeline.workers[rank].stages}
+                for rank, part in ranks.items()
+            }
         self.num_batches += count
         self.peak_weight_versions = {rank: part.peak_weight_versions for rank, part in ranks.items()}
         self.peak_weight_bytes = {rank: part.peak_weight_bytes for rank, part in ranks.items()}
@@ -158,12 +171,13 @@ class Stream:
 
     def _count(self, batches: Iterable[Any] | None, num_batches: int | None) -> int:
         if num_batches is None:
-            if not isinstance(batches, Sized):
+            length = length_of(batches)
+            if length is None:
                 raise InputError(
                     f"batches are a {type(batches).__name__} without a length: a run has to know where it drains; pass "
                     "num_batches"
                 )
-            num_batches = len(batches)
+            num_batches = length
         if num_batches < 1:
             raise InputError(f"a run of {num_batches} batches: it has at least 1; leave the call out")
         reads = self._pipeline.needs_inputs or self._pipeline.needs_targets
@@ -174,8 +188,17 @@ class Stream:
             )
         return num_batches
 
+    def _check_length(self, batches: Iterable[Any] | None, count: int) -> None:
+        length, pipeline = length_of(batches), self._pipeline
+        if length is not None and length < count and (pipeline.needs_inputs or pipeline.needs_targets):
+            raise InputError(
+                f"batches are {length} and num_batches is {count}: a run takes as many as it was told; give more, or "
+                "pass a smaller num_batches"
+            )
+
     def _check_ready(self) -> None:
         pipeline = self._pipeline
+        self._optimizer.check(self.num_batches)
         if not pipeline.has_loss:
             raise InputError("run() on a Pipeline without loss_fn: updates need a loss; pass loss_fn to Pipeline")
         if not torch.is_grad_enabled():
@@ -229,3 +252,12 @@ class Stream:
                     "one stream; pass the same on each"
                 )
         return bool(first[1])
+
+
+def _whole(value: Any) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise InputError(f"num_batches is {value!r}: it counts batches; pass a whole number")

@@ -6,9 +6,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from pipeloom.errors import InputError
+from pipeloom.errors import CallerError, InputError, one_line
 from pipeloom.ir import Schedule
 from pipeloom.runtime.state import Batch
+
+
+def length_of(batches: Any) -> int | None:
+    """None where nobody knows, such as a DataLoader's over a data set without a length."""
+    try:
+        return len(batches)
+    except TypeError:
+        return None
 
 
 class StreamBatches:
@@ -65,18 +73,32 @@ class StreamBatches:
         try:
             value = next(self._iterator)
         except StopIteration:
-            raise InputError(
-                f"batches ended after {number} of {self._num_batches}: a run takes as many as it was told; give more, "
-                "or pass num_batches"
+            raise CallerError(
+                f"batches: item {number} is missing, they ended after {number} of {self._num_batches}: a run takes as "
+                "many as it was told; give more, or pass num_batches"
             ) from None
-        if not isinstance(value, tuple | list) or len(value) != 2:
-            raise InputError(f"batch {number} is a {type(value).__name__}: a batch is (inputs, targets); give pairs")
-        cut = Batch.cut(self._size, *value, needs_inputs=self._reads_inputs, needs_targets=self._reads_targets)
+        except Exception as error:
+            raise CallerError(
+                f"batches: item {number} raised {one_line(error)}: a run needs {self._num_batches}; correct what gives "
+                "them"
+            ) from error
+        cut = self._cut(number, value)
         self._keep(self._inputs, 0, cut.inputs)
         self._keep(self._targets, self._last, cut.targets or ())
         self._keep(self._weights, self._last, cut.weights)
         self.num_samples[number] = cut.num_samples
         self._num_taken += 1
+
+    def _cut(self, number: int, value: Any) -> Batch:
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+            raise CallerError(
+                f"batches: item {number} is a {type(value).__name__}{length}: a batch is (inputs, targets); give pairs"
+            )
+        try:
+            return Batch.cut(self._size, *value, needs_inputs=self._reads_inputs, needs_targets=self._reads_targets)
+        except InputError as error:
+            raise CallerError(f"batches: item {number}: {error}") from error
 
     def _keep(self, pieces: _Pieces, stage: int, values: Sequence[Any]) -> None:
         """Keep the pieces whose micro-batches this process runs at `stage`."""

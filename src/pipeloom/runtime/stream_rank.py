@@ -22,7 +22,7 @@ from time import perf_counter
 
 import torch
 
-from pipeloom.errors import RunError
+from pipeloom.errors import CallerError, RunError
 from pipeloom.ir import Action, Op, Program
 from pipeloom.ir.versions import num_updates
 from pipeloom.runtime.calls import call_number, num_samples_of
@@ -141,7 +141,7 @@ class StreamRank:
                     run()
                     self.records.append((action, start, perf_counter()))
         except Exception as error:
-            if action is None:
+            if action is None or isinstance(error, CallerError):
                 raise
             raise worker.explain(error, action) from error
         finally:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pipeloom.errors import PeerLost
+from pipeloom.errors import CallerError, PeerLost, one_line
 from pipeloom.ir.versions import num_updates
 from pipeloom.runtime.stream_rank import StreamPlan
 from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport
@@ -97,7 +97,15 @@ class StreamResults:
             return
         self._untold.update(losses)
         while self._untold.keys() >= (held := self._microbatches_of(self._num_told)):
-            self._on_update(self._plan.batches_before + self._num_told, sum(self._untold.pop(b) for b in sorted(held)))
+            batch = self._plan.batches_before + self._num_told
+            loss = sum(self._untold.pop(b) for b in sorted(held))
+            try:
+                self._on_update(batch, loss)
+            except Exception as error:
+                raise CallerError(
+                    f"on_update({batch}, {loss}) raised {one_line(error)}: the run ends with it; correct it, or leave "
+                    "it out"
+                ) from error
             self._num_told += 1
 
     def _microbatches_of(self, batch: int) -> set[int]:

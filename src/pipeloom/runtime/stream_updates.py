@@ -6,17 +6,20 @@ the others alone. Learning rates are set for the update and put back behind the 
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import InputError, RunError
+from pipeloom.errors import CallerError, InputError, RunError, one_line
+from pipeloom.runtime.optimizer_step import check_optimizer
+from pipeloom.runtime.pipeline import Pipeline
 from pipeloom.runtime.weight_versions import Gradients, WeightVersions
 
 LearningRate = Callable[[int], float | Sequence[float]]
@@ -58,14 +61,24 @@ class UpdateOptions:
     scale_by_replicas: bool = False
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0:
-            raise InputError(f"max_norm is {self.max_norm}: a norm to clip to is above 0; leave it out for no clipping")
+        if not isinstance(self.max_norm, int | float) or not self.max_norm > 0:
+            raise InputError(
+                f"max_norm is {self.max_norm!r}: a norm to clip to is a number above 0; leave it out for no clipping"
+            )
         if self.discount not in ("none", "inverse", "pipemare"):
             raise InputError(f"discount is {self.discount!r}: it is one of 'none', 'inverse', 'pipemare'")
-        if (self.discount == "pipemare") is not (self.discount_updates is not None) or self.discount_updates == 0:
+        if self.learning_rate is not None and not callable(self.learning_rate):
             raise InputError(
-                f"discount {self.discount!r} with discount_updates {self.discount_updates}: 'pipemare' needs the "
-                "number of updates after which nothing is discounted any more, no other has one; correct one of them"
+                f"learning_rate is {self.learning_rate!r}: it is called with the number of a batch; pass a function, "
+                "or set the rate in the optimizer"
+            )
+        updates = self.discount_updates
+        whole = isinstance(updates, int) and not isinstance(updates, bool) and updates >= 1
+        if not whole if self.discount == "pipemare" else updates is not None:
+            raise InputError(
+                f"discount {self.discount!r} with discount_updates {updates!r}: 'pipemare' needs the number of updates "
+                "after which nothing is discounted any more, a whole number from 1, no other has one; correct one of "
+                "them"
             )
 
     @property
@@ -90,19 +103,37 @@ class StreamOptimizer:
     Args:
         optimizer: of this process.
         options: of the stream.
-        num_stages: of the pipeline.
+        pipeline: that it trains.
 
     Attributes:
         trained: the parameters that the optimizer has.
+
+    Raises:
+        InputError: an optimizer that a stream cannot step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: UpdateOptions, num_stages: int) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, options: UpdateOptions, pipeline: Pipeline) -> None:
+        _check_kind(optimizer)
+        self._optimizer, self._pipeline = optimizer, pipeline
+        self._num_held = sum(len(pipeline.workers[rank].stages) for rank in pipeline.local_ranks)
         self.trained: set[nn.Parameter] = set()
         self._options = options
-        self._bound = options.max_norm / math.sqrt(num_stages)
+        self._bound = options.max_norm / math.sqrt(pipeline.schedule.num_stages)
         self._lock = threading.Lock()  # ranks of one process may have a thread each
         self._base: list[float] = []
+        self.check()
+
+    def check(self, batch: int | None = None) -> None:
+        """Raises InputError where its groups do not fit, or the learning rate for `batch` is none."""
+        check_optimizer(self._pipeline, self._optimizer)
+        groups = self._optimizer.param_groups
+        if self._options.sets_rates and any("lr" not in group for group in groups):
+            raise InputError(
+                f"{type(self._optimizer).__name__} has parameter groups without 'lr': learning_rate, discount and "
+                "scale_by_replicas set that; leave them out, or take an optimizer with a learning rate"
+            )
+        if batch is not None:
+            self._asked_rates(batch)
 
     def begin(self) -> None:
         """Note parameters as they are, and learning rates where they are going to be set."""
@@ -140,26 +171,64 @@ class StreamOptimizer:
                 for device in {gradient.device.type for gradient in found}:  # a run may be inside autocast
                     if torch.is_autocast_enabled(device):
                         stack.enter_context(torch.autocast(device, enabled=False))
+                before = _group_values(self._optimizer)
                 self._optimizer.step()
+                self._check_written(before)
 
         with self._lock:
             if self._options.sets_rates:
-                self._set_rates(self._rates(update), self._options.factor(update))
+                try:
+                    rates = self._asked_rates(update.batch) or self._base
+                except InputError as error:
+                    raise CallerError(str(error)) from error
+                self._set_rates(rates, self._options.factor(update))
             weights.update(update.update, gradients, step)
         return float(norm)
 
-    def _rates(self, update: StageUpdate) -> Sequence[float]:
-        """One for each parameter group, before discounts."""
-        if self._options.learning_rate is None:
-            return self._base
-        given = self._options.learning_rate(update.batch)
-        rates = given if isinstance(given, Sequence) else [given] * len(self._base)
-        if len(rates) != len(self._base):
-            raise InputError(
-                f"learning_rate gave {len(rates)} rates for {len(self._base)} parameter groups: it gives one for all, "
-                "or one for each"
+    def _check_written(self, before: list[dict[str, object]]) -> None:
+        """Stages that share an optimizer share the options of its groups: what a step writes there counts them all."""
+        if self._num_held == 1:
+            return
+        written = {
+            key
+            for old, new in zip(before, _group_values(self._optimizer), strict=True)
+            for key in new
+            if key not in old or new[key] != old[key]
+        }
+        if written:
+            raise RunError(
+                f"{type(self._optimizer).__name__} writes {', '.join(sorted(written))} into its parameter groups, and "
+                f"this process steps it for {self._num_held} stages, each by itself: state has to be kept by "
+                "parameter; run a process for each stage, or take another optimizer"
             )
-        return rates
+
+    def _asked_rates(self, batch: int) -> list[float] | None:
+        """What `learning_rate` gives, one for each parameter group; None where there is none."""
+        if self._options.learning_rate is None:
+            return None
+        try:
+            given: Any = self._options.learning_rate(batch)
+        except Exception as error:
+            raise InputError(
+                f"learning_rate({batch}) raised {one_line(error)}: it gives the rate for every batch; correct it"
+            ) from error
+        num_groups = len(self._optimizer.param_groups)
+        rates = list(given) if isinstance(given, list | tuple) else [given] * num_groups
+        if len(rates) != num_groups:
+            raise InputError(
+                f"learning_rate gave {len(rates)} rates for {num_groups} parameter groups: it gives one for all, or "
+                "one for each"
+            )
+        try:
+            numbers = [math.nan if isinstance(rate, str) else float(rate) for rate in rates]
+        except (TypeError, ValueError, RuntimeError):  # the last is what a tensor of several numbers raises
+            numbers = [math.nan]
+        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+            raise InputError(
+                f"learning_rate({batch}) gave {given!r}: a rate is a finite number from 0, one for all parameter "
+                "groups or a list of one for each; correct it"
+            )
+        return numbers
 
     def _set_rates(self, rates: Sequence[float], factor: float) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
@@ -167,6 +236,30 @@ class StreamOptimizer:
                 group["lr"].fill_(rate * factor)
             else:
                 group["lr"] = rate * factor
+
+
+def _check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Raises InputError where a step needs more than gradients, or others than a stream has."""
+    kind = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer is a {kind.__name__}: a Stream steps a torch.optim.Optimizer; pass one")
+    asked = list(inspect.signature(kind.step).parameters.values())[1:]
+    needed = [p.name for p in asked if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        raise InputError(
+            f"{kind.__name__}.step() needs {', '.join(needed)}: a stream computes gradients itself, once for each "
+            "update; take an optimizer whose step() needs nothing"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise InputError("SparseAdam takes sparse gradients: those of a stream are dense; take Adam or AdamW")
+
+
+def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+    """The options of every group, so that they can be compared after some were written in place."""
+    return [
+        {key: (id(v), v._version) if isinstance(v, Tensor) else repr(v) for key, v in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:

@@ -1,0 +1,202 @@
+"""What users get wrong beside their stages: optimizers, options, batches, callbacks. Each is told in one line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import pipeloom as pl
+from pipeloom.errors import CallerError, InputError, RunError
+from pipeloom.schedules import pipedream
+from tests.cpu.test_streams import make_batches, make_stages
+
+mse = nn.functional.mse_loss
+
+
+def make_pipe(num_stages: int = 3) -> pl.Pipeline:
+    return pl.Pipeline(make_stages(num_stages), pipedream(num_ranks=num_stages, num_microbatches=8), loss_fn=mse)
+
+
+def sgd(pipe: pl.Pipeline) -> torch.optim.SGD:
+    return torch.optim.SGD(pipe.parameters(), lr=0.05)
+
+
+class Counts(torch.optim.Optimizer):
+    """Its rate falls with a count that it keeps for the group, as schedule-free optimizers do."""
+
+    def __init__(self, parameters, count) -> None:
+        super().__init__(parameters, {"lr": 0.1, "count": count})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] / (1 + group["count"])))
+            group["count"] += 1
+
+
+@pytest.mark.parametrize("count", [0, torch.zeros(())])
+def test_an_optimizer_that_counts_in_its_groups_has_one_stage(count) -> None:
+    with make_pipe() as pipe:
+        stream = pl.Stream(pipe, Counts(pipe.parameters(), count))
+        with pytest.raises(RunError, match=r"Counts writes count into its parameter groups, .* for 3 stages"):
+            stream.run(make_batches(8))
+    with make_pipe(1) as pipe:
+        optimizer = Counts(pipe.parameters(), 0)
+        pl.Stream(pipe, optimizer).run(make_batches(8))
+        assert optimizer.param_groups[0]["count"] == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"discount": "pipemare", "discount_updates": -5}, "discount_updates -5: .* a whole number from 1"),
+        ({"discount": "pipemare", "discount_updates": 2.5}, "discount_updates 2.5"),
+        ({"discount": "pipemare", "discount_updates": "a"}, "discount_updates 'a'"),
+        ({"learning_rate": 0.1}, "learning_rate is 0.1: .* pass a function"),
+        ({"on_update": 3}, "on_update is 3: .* pass a function"),
+        ({"max_norm": "1"}, "max_norm is '1'"),
+        ({"max_norm": None}, "max_norm is None"),
+        ({"num_batches": -1}, "num_batches is -1"),
+        ({"num_batches": 2.5}, "num_batches is 2.5: .* whole number"),
+    ],
+)
+def test_options_are_checked_when_a_stream_is_made(options, text: str) -> None:
+    with make_pipe() as pipe, pytest.raises(InputError, match=text):
+        pl.Stream(pipe, sgd(pipe), **options)
+
+
+class NoRate(torch.optim.Optimizer):
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        pass
+
+
+def test_optimizers_that_no_stream_can_step() -> None:
+    with make_pipe() as pipe:
+        for make, text in (
+            (torch.optim.LBFGS, r"LBFGS.step\(\) needs closure"),
+            (torch.optim.SparseAdam, "SparseAdam takes sparse gradients"),
+            (list, "optimizer is a list"),
+        ):
+            with pytest.raises(InputError, match=text):
+                pl.Stream(pipe, make(list(pipe.parameters())))
+        with pytest.raises(InputError, match="NoRate has parameter groups without 'lr'"):
+            pl.Stream(pipe, NoRate(pipe.parameters()), discount="inverse")
+        pl.Stream(pipe, NoRate(pipe.parameters())).run(make_batches(8))
+        optimizer = sgd(pipe)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps its step
+        stream = pl.Stream(pipe, optimizer)
+        stream.run(make_batches(8))
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        with pytest.raises(InputError, match="parameters that are not the pipeline's"):
+            stream.run(make_batches(8))
+
+
+WRONG_RATES = [None, math.nan, -1.0, "0.1", [0.1, 0.2], [], torch.ones(2), lambda: 0]
+
+
+@pytest.mark.parametrize("wrong", WRONG_RATES)
+def test_wrong_rates_change_nothing(wrong) -> None:
+    """At the first batch before anything runs; later at the update that would have it."""
+    with make_pipe() as pipe:
+        before = [p.clone() for p in pipe.parameters()]
+        with pytest.raises(InputError, match=r"^learning_rate"):
+            pl.Stream(pipe, sgd(pipe), learning_rate=lambda batch: wrong).run(make_batches(8))
+        assert all(torch.equal(p, old) for p, old in zip(pipe.parameters(), before, strict=True))
+        pl.Stream(pipe, sgd(pipe), learning_rate=lambda batch: torch.tensor(0.1)).run(make_batches(8))
+        optimizer = sgd(pipe)
+        stream = pl.Stream(pipe, optimizer, learning_rate=lambda batch: 0.1 if batch < 4 else wrong)
+        with pytest.raises(CallerError, match=r"^learning_rate"):
+            stream.run(make_batches(8))
+        assert stream.num_updates[2] == {2: 4}
+        assert all(p.isfinite().all() for p in pipe.parameters())
+        assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_rate_that_raises_is_named() -> None:
+    with make_pipe() as pipe:
+        stream = pl.Stream(pipe, sgd(pipe), learning_rate=lambda batch: 1 / (3 - batch))
+        with pytest.raises(CallerError, match=r"^learning_rate\(3\) raised ZeroDivisionError"):
+            stream.run(make_batches(8))
+
+
+def test_numbers_of_batches_are_whole_and_there() -> None:
+    with make_pipe() as pipe:
+        stream, batches = pl.Stream(pipe, sgd(pipe)), make_batches(8)
+        unknown = torch.utils.data.DataLoader(Endless(), batch_size=4)  # has __len__, which raises
+        for arguments, text in (
+            ((batches, 2.0), "num_batches is 2.0"),
+            ((batches, "3"), "num_batches is '3'"),
+            ((batches, True), "num_batches is True"),
+            ((batches[:3], 5), "batches are 3 and num_batches is 5"),
+            ((unknown,), "without a length"),
+        ):
+            with pytest.raises(InputError, match=text):
+                stream.run(*arguments)
+        stream.run(unknown, 4)
+        stream.run(batches, 3)
+        assert stream.num_batches == 7
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            yield torch.ones(8).double(), torch.ones(8).double()
+
+
+def faulty(fault: str) -> Iterator[object]:
+    yield from make_batches(3)
+    if fault == "raises":
+        raise OSError("the disk\nis gone")
+    if fault != "ends":
+        one = torch.ones(1, 8).double()
+        yield {"pair": one, "triple": (one, one, one), "none": (None, None), "short": (one[:0], one[:0])}[fault]
+        yield from make_batches(8)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "threads"])
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("raises", "item 3 raised OSError: the disk is gone"),
+        ("ends", "item 3 is missing, they ended after 3 of 8"),
+        ("pair", "item 3 is a Tensor"),
+        ("triple", "item 3 is a tuple of 3"),
+        ("none", "item 3: inputs are None"),
+        ("short", "item 3: .*samples"),
+    ],
+)
+def test_faults_of_batches_are_no_faults_of_a_stage(fault: str, text: str, transport: str) -> None:
+    schedule = pipedream(num_ranks=3, num_microbatches=8)
+    with pl.Pipeline(make_stages(3), schedule, loss_fn=mse, transport=transport) as pipe:
+        stream = pl.Stream(pipe, sgd(pipe))
+        with pytest.raises(CallerError, match=f"^batches: {text}") as caught:
+            stream.run(faulty(fault), 8)
+        assert isinstance(caught.value.__cause__, OSError) or fault != "raises"
+        assert "\n" not in str(caught.value)
+        assert stream.num_batches == 0
+        made = {stage: n for of_rank in stream.num_updates.values() for stage, n in of_rank.items()}
+        assert sorted(made) == [0, 1, 2]
+        assert max(made.values()) <= 3
+        with pytest.raises(RunError, match="cannot run any more"):
+            stream.run(make_batches(8))
+
+
+def test_on_update_that_raises_is_named() -> None:
+    def told(batch: int, loss: float) -> None:
+        if batch == 2:
+            raise KeyError("metrics")
+
+    with make_pipe() as pipe:
+        stream = pl.Stream(pipe, sgd(pipe), on_update=told)
+        with pytest.raises(CallerError, match=r"^on_update\(2, .*\) raised KeyError: 'metrics'") as caught:
+            stream.run(make_batches(8))
+        assert isinstance(caught.value.__cause__, KeyError)
