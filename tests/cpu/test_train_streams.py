@@ -112,7 +112,12 @@ def test_staleness_changes_the_learning_rate_of_late_gradients(text: Path, tmp_p
         ("--schedule=pipedream --optimizer.staleness=pipemare", "pipemare:K"),
         ("--schedule=pipedream --optimizer.barrier=false", "has no barrier"),
         ("--schedule=pipedream --model.tie_embeddings", "hold the same parameters"),
-        ("--schedule=pipedream-2bw --batch.microbatches=1 --parallel.pipeline=4", "1 micro-batches an update"),
+        (
+            "--schedule=pipedream-2bw --batch.microbatches=1 --parallel.pipeline=4",
+            "take 3 as --batch.microbatches, and --batch.size",
+        ),
+        ("--schedule=pipedream --parallel.replicas=999999999,1", "parallel.replicas is 999999999,1"),
+        (f"--schedule=pipedream --parallel.replicas={'9' * 5000},1", "it is the ranks of each stage"),
     ],
 )
 def test_what_a_stream_cannot_be_is_refused(

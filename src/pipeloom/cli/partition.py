@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         )
     else:
         keys = ("form", "memory_cap", "state_copies")
-        answer, more = asynchronous(profile, levels, **{key: given[key] for key in keys})
+        answer, more = asynchronous(profile, levels, run=_run(given), **{key: given[key] for key in keys})
     if given["json"]:
         print(json.dumps(answer))
         return 0
@@ -135,7 +135,7 @@ def _profile(given: dict[str, Any], num_ranks: int) -> Profile:
         if beside:
             raise InputError(f"{beside[0]} beside --profile: the file says what layers take; drop one of the two")
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no text"
             raise InputError(f"--profile {path}: {reason}; name a readable JSON file") from error
@@ -147,6 +147,14 @@ def _profile(given: dict[str, Any], num_ranks: int) -> Profile:
     sizes = {name: getattr(default, name) for name in ModelConfig.__dataclass_fields__} | model
     batch = 1 if given["batch"] is None else given["batch"]
     return measure_gpt(GPTConfig(**sizes), batch=batch, num_ranks=num_ranks)
+
+
+def _run(given: dict[str, Any]) -> dict[str, Any]:
+    """Options of a training run on what was measured here; of what a file holds, nothing is known."""
+    if given["profile"] is not None:
+        return {}
+    model = {f"model.{name}": str(value).lower() for name, value in given["model"].items() if value is not None}
+    return {**model, "batch.size": 1 if given["batch"] is None else given["batch"]}
 
 
 def _write(path: str, profile: Profile) -> None:

@@ -11,6 +11,7 @@ from pipeloom.schedules import FAMILIES
 from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.config import TrainConfig
 
+_MOST_STEPS = 10_000  # between drains
 STALENESS = ("none", "inverse", "pipemare")
 
 
@@ -47,6 +48,20 @@ def staleness(config: TrainConfig) -> tuple[str, int | None]:
             "of steps; choose one"
         )
     return kind, int(steps) if counted else None
+
+
+def check_replicas(config: TrainConfig) -> None:
+    """Refuse replicas that take turns for so long that no run drains, before a schedule is made of them.
+
+    Raises:
+        InputError: what was seen, the rule, the fix; in one line.
+    """
+    each = math.lcm(*config.replicas)
+    if each > _MOST_STEPS:
+        raise InputError(
+            f"parallel.replicas is {config.parallel.replicas}: all stages have updated after every {each} steps, their "
+            f"least common multiple, and {_MOST_STEPS} are the most; take fewer, or numbers that divide each other"
+        )
 
 
 def check_stream(config: TrainConfig, schedule: Schedule) -> None:

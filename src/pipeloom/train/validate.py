@@ -7,10 +7,11 @@ import os
 import shutil
 import tempfile
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 from pipeloom import schedules
-from pipeloom.errors import CheckpointError, DataError, InputError
+from pipeloom.errors import CheckpointError, DataError, InputError, ScheduleError
 from pipeloom.ir import Schedule, check
 from pipeloom.train.checkpoint import directory as checkpoint_directory
 from pipeloom.train.checkpoint.manifest import verify
@@ -19,7 +20,7 @@ from pipeloom.train.data import Corpus, prepare_corpus
 from pipeloom.train.memory import check_memory
 from pipeloom.train.output import in_use
 from pipeloom.train.slices import check_slices, schedule_name, slice_lengths
-from pipeloom.train.streams import check_resumed_stream, check_stream, is_stream, stream_length
+from pipeloom.train.streams import check_replicas, check_resumed_stream, check_stream, is_stream, stream_length
 from pipeloom.train.tokenize import load_tokenizer
 
 CUTS = ("layers", "parameters", "time")
@@ -92,8 +93,10 @@ def make_schedule(config: TrainConfig) -> Schedule:
     lengths = slice_lengths(config)
     name = schedule_name(config)
     streams = is_stream(name)
-    schedule = schedules.build(
-        name,
+    if streams:
+        check_replicas(config)
+    build = partial(
+        schedules.build,
         num_ranks=config.num_ranks,
         num_microbatches=stream_length(config) if streams else config.num_microbatches,
         num_chunks=config.parallel.chunks,
@@ -102,6 +105,13 @@ def make_schedule(config: TrainConfig) -> Schedule:
         replicas=None if config.parallel.replicas is None else config.replicas,
         microbatches_per_update=config.num_microbatches if streams else None,
     )
+    try:
+        schedule = build(name)
+    except ScheduleError as error:
+        if name != "pipedream-2bw" or config.weights is not None:
+            raise
+        build("pipedream")  # keeps as many versions as it needs, and refuses whatever else is wrong
+        raise InputError(f"{error} as --batch.microbatches, and --batch.size no smaller") from error
     check(schedule)
     if schedule.microbatches_per_update is not None and not streams:
         raise InputError(

@@ -4,7 +4,14 @@
 """
 
 from pipeloom.plan.partition.dapple import SynchronousPlan, pivot_seconds, plan_synchronous
-from pipeloom.plan.partition.partition import Bottleneck, Partition, Stage, data_parallel, partition_layers
+from pipeloom.plan.partition.partition import (
+    Bottleneck,
+    Partition,
+    Stage,
+    data_parallel,
+    full_in_flight,
+    partition_layers,
+)
 from pipeloom.plan.partition.problem import Form, Level, Problem, check_levels
 from pipeloom.plan.partition.profile import LayerProfile, Profile, parse_profile
 
@@ -20,6 +27,7 @@ __all__ = [
     "SynchronousPlan",
     "check_levels",
     "data_parallel",
+    "full_in_flight",
     "parse_profile",
     "partition_layers",
     "pivot_seconds",

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeloom.errors import InputError
 from pipeloom.plan.partition.pipeline import Node, Pipelines
-from pipeloom.plan.partition.problem import Form, Problem
+from pipeloom.plan.partition.problem import Form, Problem, counted
 from pipeloom.plan.partition.profile import Profile
 
 
@@ -27,8 +27,8 @@ class Stage:
         compute_seconds: computing.
         sync_seconds: sums of gradients over replicas, on all levels (the longest of them in the published form).
         transfer_seconds: its output to the next stage and the gradient back; 0 behind the last.
-        in_flight: minibatches that await their backward, and versions of the weights.
-        memory_bytes: of each of its ranks.
+        in_flight: minibatches that await their backward, and versions of the weights, with PipeDream's NOAM.
+        memory_bytes: of each of its ranks, with as many in flight.
     """
 
     first: int
@@ -102,20 +102,34 @@ def partition_layers(
     most = None if replicate else 1
     if not replicate and problem.num_layers < problem.num_ranks:
         raise InputError(
-            f"{problem.num_layers} layers for {problem.num_ranks} ranks: without replicas each rank needs a layer; "
-            "use fewer ranks"
+            f"{counted(problem.num_layers, 'layer')} for {counted(problem.num_ranks, 'rank')}: without replicas each "
+            "rank needs a layer; use fewer ranks"
         )
     pipelines = Pipelines(problem, most_replicas=most)
     by_ranks = pipelines.by_ranks()
     if not math.isfinite(by_ranks[-1]):
         least = math.ceil(Pipelines(problem, memory=True, most_replicas=most).by_ranks()[-1])
         raise InputError(
-            f"memory cap {memory_cap:g}: every partition of these {problem.num_layers} layers over "
-            f"{problem.num_ranks} ranks holds more on some rank; {least} bytes are the least that one needs"
+            f"memory cap {memory_cap:g}: every partition of {counted(problem.num_layers, 'layer')} over "
+            f"{counted(problem.num_ranks, 'rank')} holds more on some rank; {least} bytes are the least that one needs;"
+            " raise memory_cap (--memory-cap) to that"
         )
     fewer = int(np.argmin(by_ranks))
     shorter = len(problem.levels) == 1 and replicate and by_ranks[fewer] < by_ranks[-1]
     return _judge(problem, pipelines.plan(), fewer_ranks=(fewer, float(by_ranks[fewer])) if shorter else None)
+
+
+def full_in_flight(replicas: Sequence[int]) -> list[int]:
+    """How many minibatches each replica of each stage holds so that all of them can always be busy.
+
+    ``ceil(sum of r_u over u >= s, over r_s)``, PipeDream's number (NOAM at the input stage), leaves some stages of
+    unequal replicas to wait where all have as much work as they can do. With one more on every stage than what the
+    next one holds, ``n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s)`` and ``n = 1`` at the last, none waits.
+    """
+    numbers = [1]
+    for ranks, behind in zip(replicas[-2::-1], replicas[:0:-1], strict=True):
+        numbers.append(1 + -(-numbers[-1] * behind // ranks))
+    return numbers[::-1]
 
 
 def data_parallel(
