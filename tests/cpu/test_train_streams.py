@@ -106,7 +106,7 @@ def test_staleness_changes_the_learning_rate_of_late_gradients(text: Path, tmp_p
         ("--schedule=pipedream --parallel.replicas=2,1 --batch.microbatches=1", "steps is 9 with replicas 2,1"),
         ("--schedule=pipedream --parallel.replicas=2,1,1", "2,1,1 for 2 stages"),
         ("--schedule=pipedream --parallel.replicas=two", "it is the ranks of each stage"),
-        ("--schedule=1f1b --parallel.replicas=2,1", "replicas"),
+        ("--schedule=1f1b --parallel.replicas=999999999,1", "parallel.replicas with schedule '1f1b'"),
         ("--schedule=1f1b --weights=vertical", "weights"),
         ("--schedule=1f1b --optimizer.staleness=inverse", "its gradients are not late"),
         ("--schedule=pipedream --optimizer.staleness=pipemare", "pipemare:K"),

@@ -95,6 +95,11 @@ def make_schedule(config: TrainConfig) -> Schedule:
     streams = is_stream(name)
     if streams:
         check_replicas(config)
+    elif config.parallel.replicas is not None:
+        raise InputError(
+            f"parallel.replicas with schedule {name!r}, whose stages have one rank each: leave it out, or give "
+            "--schedule pipedream"
+        )
     build = partial(
         schedules.build,
         num_ranks=config.num_ranks,
