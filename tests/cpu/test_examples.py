@@ -117,7 +117,16 @@ def test_the_readme_example_runs_as_printed(tmp_path: Path, capsys: Capture) -> 
     assert re.findall(r"loss 0\.\d{4}", both) == [alone.strip()] * 2
 
 
-@pytest.mark.parametrize("page", ["docs/own-model.md", "docs/new-schedule.md", "docs/slicing.md", "docs/pipedream.md"])
+PAGES = (
+    "docs/own-model.md",
+    "docs/new-schedule.md",
+    "docs/slicing.md",
+    "docs/pipedream.md",
+    "docs/partitioning.md",
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_code_in_the_documentation_runs_as_printed(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -135,7 +144,7 @@ def test_code_in_the_documentation_runs_as_printed(
 
 
 def test_all_code_that_is_not_run_says_so() -> None:
-    run = {"README.md", "docs/own-model.md", "docs/new-schedule.md", "docs/slicing.md", "docs/pipedream.md"}
+    run = {"README.md", *PAGES}
     for page in (ROOT / "docs").glob("*.md"):
         name = f"docs/{page.name}"
         assert name in run or not _blocks(name), name

@@ -182,7 +182,7 @@ def test_a_rate_for_each_group() -> None:
         pl.Stream(pipe, optimizer, learning_rate=lambda batch: [0.04, 0.01]).run(batches)
         compare(pipe, expected.parameters)
         assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.6]
-        with pytest.raises(StageError, match="learning_rate gave 3 rates for 2 parameter groups"):
+        with pytest.raises(InputError, match="learning_rate gave 3 rates for 2 parameter groups"):
             pl.Stream(pipe, optimizer, learning_rate=lambda batch: (0.1, 0.1, 0.1)).run(batches)
 
 

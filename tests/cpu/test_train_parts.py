@@ -22,7 +22,7 @@ from pipeloom.passes import lower, merge_backwards
 from pipeloom.runtime import Pipeline
 from pipeloom.sim import Costs, simulate
 from pipeloom.split import split
-from pipeloom.train.config import BatchConfig, OptimizerConfig, TrainConfig
+from pipeloom.train.config import BatchConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
 from pipeloom.train.metrics import Predictor, StepCost, cost_numbers, message_times, read_cost
@@ -154,6 +154,21 @@ def test_a_run_that_goes_on_says_what_is_other() -> None:
     assert "nothing to train" in steps
     assert skipped_notice({"not UTF-8 text": 2, "empty": 1}) == ["3 files skipped: 2 not UTF-8 text, 1 empty"]
     assert skipped_notice({}) == []
+
+
+def test_a_stream_that_goes_on_names_what_makes_gradients_late() -> None:
+    parallel = ParallelConfig(replicas="2,1")
+    config = TrainConfig(schedule="pipedream", weights="vertical", eval_steps=10, save_steps=20, parallel=parallel)
+    flushed, place = TrainConfig(eval_steps=10), Path("c")
+    [line] = resume_notices(config, flushed.to_mapping(), place, 5, other_text=False)
+    assert line == (
+        "other than in c: parallel.replicas the default -> 2,1, schedule auto -> pipedream, "
+        "weights the default -> vertical, save_steps 100 -> 20"
+    )
+    [back] = resume_notices(flushed, config.to_mapping(), place, 5, other_text=False)
+    assert back.endswith("weights vertical -> the default, save_steps 20 -> 100")
+    other = replace(flushed, schedule="gpipe", save_steps=1, parallel=replace(flushed.parallel, pipeline=4))
+    assert resume_notices(other, flushed.to_mapping(), place, 5, other_text=False) == []
 
 
 def test_a_batch_of_few_samples_has_as_few_microbatches() -> None:

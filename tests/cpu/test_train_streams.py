@@ -106,14 +106,19 @@ def test_staleness_changes_the_learning_rate_of_late_gradients(text: Path, tmp_p
         ("--schedule=pipedream --parallel.replicas=2,1 --batch.microbatches=1", "steps is 9 with replicas 2,1"),
         ("--schedule=pipedream --parallel.replicas=2,1,1", "2,1,1 for 2 stages"),
         ("--schedule=pipedream --parallel.replicas=two", "it is the ranks of each stage"),
-        ("--schedule=1f1b --parallel.replicas=2,1", "replicas"),
+        ("--schedule=1f1b --parallel.replicas=999999999,1", "parallel.replicas with schedule '1f1b'"),
         ("--schedule=1f1b --weights=vertical", "weights"),
         ("--schedule=1f1b --parallel.in_flight=full", "which flushes"),
         ("--schedule=1f1b --optimizer.staleness=inverse", "its gradients are not late"),
         ("--schedule=pipedream --optimizer.staleness=pipemare", "pipemare:K"),
         ("--schedule=pipedream --optimizer.barrier=false", "has no barrier"),
         ("--schedule=pipedream --model.tie_embeddings", "hold the same parameters"),
-        ("--schedule=pipedream-2bw --batch.microbatches=1 --parallel.pipeline=4", "1 micro-batches an update"),
+        (
+            "--schedule=pipedream-2bw --batch.microbatches=1 --parallel.pipeline=4",
+            "take 3 as --batch.microbatches, and --batch.size",
+        ),
+        ("--schedule=pipedream --parallel.replicas=999999999,1", "parallel.replicas is 999999999,1"),
+        (f"--schedule=pipedream --parallel.replicas={'9' * 5000},1", "it is the ranks of each stage"),
     ],
 )
 def test_what_a_stream_cannot_be_is_refused(

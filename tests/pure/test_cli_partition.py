@@ -60,17 +60,59 @@ def test_levels(capsys, profile):
 
 def test_why(capsys, profile):
     _, out, _ = run(capsys, "--profile", profile, "--ranks", "4", "--bandwidth", "100")
-    first, header, *stages, together, straight = out.splitlines()
+    first, header, *stages, together, straight, train = out.splitlines()
     assert first.startswith("3.267 s a minibatch, 2 stages on 4 ranks; bottleneck: compute of stage 0, 3 s (with sync")
     assert header.split()[:3] == ["stage", "layers", "replicas"]
     assert [line.split()[:2] for line in stages] == [["0", "0-2"], ["1", "3-3"]]
     assert "data parallelism alone takes 10.05 s, 3.08 x as long; bottleneck: sync" in together
     assert "one stage a rank takes 4 s, 1.22 x as long; bottleneck: transfer from stage 0 to 1" in straight
+    assert train == (
+        "train it: pipeloom train --schedule pipedream --parallel.pipeline 2 --parallel.replicas 3,1 "
+        "--steps 201 --eval_steps 51 --save_steps 102"
+    )
     _, out, _ = run(capsys, "--profile", profile, "--ranks", "8", "--bandwidth", "1")
     assert "one stage a rank is not possible (4 layers for 8 ranks)" in out
     assert "alone would take" in out
     _, out, _ = run(capsys, "--profile", profile, "--ranks", "4", "--bandwidth", "100", "--memory-cap", "1100")
     assert "data parallelism alone holds more than the cap" in out
+
+
+def gpt_1_3_1(work: float = 9.0) -> list[dict[str, object]]:
+    """Stages of 1, 3 and 1 ranks have 3 s of work for each rank; the weights at both ends forbid copies."""
+    rows = [("embedding", 0, 0, 0, 0), ("blocks.0", 1, 2, 0, 1e9), ("blocks.1", work / 3, 2 * work / 3, 0, 0)]
+    rows += [("blocks.2", 1, 2, 0, 1e9), ("norm", 0, 0, 0, 0), ("head", 0, 0, 0, 0)]
+    return [dict(zip(KEYS, row, strict=True)) for row in rows]
+
+
+def test_more_in_flight_than_noam_is_said_and_the_command_trains_the_cut(capsys, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"layers": gpt_1_3_1()}).encode())  # an editor's byte order mark
+    words = ["--profile", str(path), "--ranks", "5", "--bandwidth", "1e6"]
+    *_, flight, train = run(capsys, *words, "--memory-cap", "6e9")[1].splitlines()
+    assert flight == (
+        "with NOAM in flight (5, 2, 1) the period may not be reached; take --in-flight full (7, 2, 1): "
+        "6.519 GiB on the fullest rank, more than the cap"
+    )
+    assert train == (
+        "train it: pipeloom train --schedule pipedream --parallel.pipeline 3 --parallel.replicas 1,3,1 "
+        "--parallel.cut 1,1,1 --model.layers 3 --parallel.in_flight full --steps 201 --eval_steps 51 --save_steps 102"
+    )
+    answer = json.loads(run(capsys, *words, "--json")[1])
+    assert (answer["in_flight"], answer["noam_in_flight"]) == ([7, 2, 1], [5, 2, 1])
+    assert (answer["memory_bytes"][0], answer["noam_memory_bytes"][0]) == (7e9, 5e9)
+    path.write_text(json.dumps({"layers": [{**gpt_1_3_1()[0], "parameter_bytes": 1e9}, *gpt_1_3_1()[2:]]}))
+    *_, train = run(capsys, *words)[1].splitlines()
+    assert "--parallel.cut" not in train  # blocks.0 is missing: no GPT of ours
+    path.write_text(json.dumps({"layers": [{**gpt_1_3_1()[0], "forward_seconds": 9}, *gpt_1_3_1(0.0)[1:]]}))
+    *_, train = run(capsys, "--profile", str(path), "--ranks", "2", "--bandwidth", "1e6")[1].splitlines()
+    assert train == "stage 0 has no block: pipeloom train cannot cut so, pipeloom.Stream can"
+
+
+def test_names_are_printed_on_one_line(capsys, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"layers": [{**LAYERS[0], "name": "a\n\x1b[31m\ud800 é"}]}))
+    _, out, _ = run(capsys, "--profile", str(path), "--ranks", "1", "--bandwidth", "1")
+    assert r"a\n\x1b[31m\ud800 é" in out
 
 
 def test_dapple(capsys, profile):
@@ -96,7 +138,7 @@ def test_dapple(capsys, profile):
         (["--bandwidth", "nan"], "bandwidth is nan"),
         (["--bandwidth", "inf"], "bandwidth is inf"),
         (["--memory-cap", "-1"], "memory cap -1"),
-        (["--memory-cap", "9"], "1010 bytes are the least"),
+        (["--memory-cap", "9"], "1010 bytes are the least that one needs; raise memory_cap (--memory-cap)"),
         (["--state-copies", "-1"], "state copies -1"),
         (["--state-copies", "1e300"], "state copies 1e+300"),
         (["--form", "printed"], "'summed', 'published'"),
@@ -173,6 +215,9 @@ def changed(key: str, value: object) -> list[dict[str, object]]:
         ({"layers": changed("parameter_bytes", "many")}, "parameter_bytes of layer 1"),
         ({"layers": changed("parameter_bytes", True)}, "parameter_bytes of layer 1"),
         ({"layers": changed("parameter_bytes", 10**400)}, "parameter_bytes of layer 1"),
+        ({"layers": changed("parameter_bytes", 10**400)}, "is inf: it is"),
+        ('{"layers": [], "layers": []}', "key 'layers' stands twice"),
+        (json.dumps({"layers": LAYERS}).replace('"name"', '"name": "z", "name"', 1), "key 'name' stands twice"),
         ({"layers": [{**LAYERS[0], "parameter_bytes": 1.7e308}] * 2}, "parameter_bytes of the profile add up to"),
     ],
 )

@@ -13,6 +13,7 @@ from benchmarks.partition.networks import read_cluster, resnet50, vgg16
 
 from pipeloom.errors import InputError
 from pipeloom.plan.partition import Profile, data_parallel, parse_profile, partition_layers
+from pipeloom.schedules.pipedream import full_in_flight
 
 # --- brute force ----------------------------------------------------------------------------------------------------
 
@@ -179,6 +180,18 @@ def test_in_flight_is_what_the_schedule_of_replicas_admits():
     found = partition_layers(profile, [(7, 0.5)])
     assert found.stages[0].in_flight == math.ceil(7 / found.stages[0].replicas)
     assert found.stages[-1].in_flight == 1
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_full_in_flight_is_never_less_and_the_same_without_replicas(seed):
+    replicas = random.Random(seed).choices(range(1, 6), k=1 + seed % 5)
+    full = full_in_flight(replicas)
+    held = [count * ranks for count, ranks in zip(full, replicas, strict=True)]
+    for stage, (count, ranks, behind) in enumerate(zip(full, replicas, [*held[1:], 0], strict=True)):
+        assert count >= math.ceil(sum(replicas[stage:]) / ranks)
+        assert (count - 1) * ranks < ranks + behind <= count * ranks
+    assert full_in_flight([1] * len(replicas)) == list(range(len(replicas), 0, -1))
+    assert full_in_flight([1, 3, 1]) == [7, 2, 1]
 
 
 def test_profiles_are_read_back_exactly():

@@ -18,7 +18,7 @@ from pipeloom.report import timeline_svg
 from pipeloom.report.perfetto import trace
 from pipeloom.report.terminal import layout
 from pipeloom.schedules import build
-from pipeloom.schedules.pipedream import full
+from pipeloom.schedules.pipedream import full_in_flight
 from pipeloom.sim import Costs, simulate
 from tests.pure.test_streams import newest_by_counting, stream
 
@@ -67,12 +67,12 @@ def test_with_enough_in_flight_every_vector_of_replicas_reaches_the_period():
     for replicas in vectors:
         times = [1.0 * r for r in replicas], [2.0 * r for r in replicas]
         assert period(stream("stash", replicas, 40, in_flight="full"), *times) == pytest.approx(1.0), replicas
-        held = full(replicas)
+        held = full_in_flight(replicas)
         checked = check(stream("stash", replicas, 40, in_flight="full"))
         ranks = [stage for stage, count in enumerate(replicas) for _ in range(count)]
         assert checked.live_activations == tuple(held[stage] for stage in ranks)
     for replicas in ((1,), (1, 1, 1), (2, 1), (1, 2), (2, 1, 1)):
-        assert full(replicas) == [ceil(sum(replicas[s:]) / r) for s, r in enumerate(replicas)]
+        assert full_in_flight(replicas) == [ceil(sum(replicas[s:]) / r) for s, r in enumerate(replicas)]
     with pytest.raises(ScheduleError, match="noam, full, or a number"):
         stream("stash", (1, 1), 4, in_flight="more")
 

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         )
     else:
         keys = ("form", "memory_cap", "state_copies")
-        answer, more = asynchronous(profile, levels, **{key: given[key] for key in keys})
+        answer, more = asynchronous(profile, levels, run=_run(given), **{key: given[key] for key in keys})
     if given["json"]:
         print(json.dumps(answer))
         return 0
@@ -143,6 +143,14 @@ def _profile(given: dict[str, Any], num_ranks: int) -> Profile:
     sizes = {name: getattr(default, name) for name in ModelConfig.__dataclass_fields__} | model
     batch = 1 if given["batch"] is None else given["batch"]
     return measure_gpt(GPTConfig(**sizes), batch=batch, num_ranks=num_ranks)
+
+
+def _run(given: dict[str, Any]) -> dict[str, Any]:
+    """Options of a training run on what was measured here; of what a file holds, nothing is known."""
+    if given["profile"] is not None:
+        return {}
+    model = {f"model.{name}": str(value).lower() for name, value in given["model"].items() if value is not None}
+    return {**model, "batch.size": 1 if given["batch"] is None else given["batch"]}
 
 
 def _write(path: str, profile: Profile) -> None:

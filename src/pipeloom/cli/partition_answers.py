@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.plan.partition import Form, Partition, Profile, data_parallel, partition_layers, plan_synchronous
+from pipeloom.plan.partition import (
+    Form,
+    Partition,
+    Profile,
+    data_parallel,
+    partition_layers,
+    plan_synchronous,
+)
+from pipeloom.plan.partition.problem import counted
 from pipeloom.report.drawing import bytes_text, seconds_text
 from pipeloom.schedules import find
+from pipeloom.schedules.pipedream import full_in_flight
+from pipeloom.train.config import TrainConfig
 
 _TIMES = ("compute", "sync", "transfer")
 _MOST_SIMULATED = 50_000  # forwards of a step; more take longer than they tell
@@ -23,8 +34,9 @@ def asynchronous(
     form: Form,
     memory_cap: float | None,
     state_copies: float,
+    run: Mapping[str, Any],
 ) -> Answer:
-    """PipeDream's partition, beside data parallelism alone and one stage a rank."""
+    """PipeDream's partition, beside data parallelism alone and one stage a rank; `run`: options of training it."""
     found = partition_layers(profile, levels, form=form, memory_cap=memory_cap, state_copies=state_copies)
     together: Partition | None = data_parallel(profile, levels, form=form, state_copies=state_copies)
     if memory_cap is not None and together is not None and together.memory_bytes > memory_cap:
@@ -36,29 +48,35 @@ def asynchronous(
         )
     except InputError as error:
         reason = str(error).split(":")[0]
+    full = full_in_flight([stage.replicas for stage in found.stages])
+    full_bytes = _full_memory_bytes(profile, found, full)
     answer = {
         "stages": [{"layers": [stage.first, stage.last], "replicas": stage.replicas} for stage in found.stages],
         "period_seconds": found.period_seconds,
         "form": form,
         "bottleneck": {"kind": found.bottleneck.kind, "stage": found.bottleneck.stage},
-        "in_flight": [stage.in_flight for stage in found.stages],
-        "memory_bytes": [stage.memory_bytes for stage in found.stages],
+        "in_flight": full,
+        "noam_in_flight": [stage.in_flight for stage in found.stages],
+        "memory_bytes": full_bytes,
+        "noam_memory_bytes": [stage.memory_bytes for stage in found.stages],
         "replicas_by_level": [list(stage.replicas_by_level) for stage in found.stages],
         "data_parallel_seconds": together and together.period_seconds,
         "straight_pipeline_seconds": straight and straight.period_seconds,
     }
     ranks = sum(stage.replicas for stage in found.stages)
     lines = [
-        f"{seconds_text(found.period_seconds)} a minibatch, {_count(len(found.stages), 'stage')} on "
-        f"{_count(ranks, 'rank')}; {_why(found, form)}",
+        f"{seconds_text(found.period_seconds)} a minibatch, {counted(len(found.stages), 'stage')} on "
+        f"{counted(ranks, 'rank')}; {_why(found, form)}",
         *_stages(profile, found),
         _beside("data parallelism alone", together, found, form) or "data parallelism alone holds more than the cap",
         _beside("one stage a rank", straight, found, form) or f"one stage a rank is not possible ({reason})",
     ]
     if found.fewer_ranks is not None:
         count, seconds = found.fewer_ranks
-        lines.append(f"{_count(count, 'rank')} alone would take {seconds_text(seconds)}: more cost more than they give")
-    return answer, lines
+        lines.append(
+            f"{counted(count, 'rank')} alone would take {seconds_text(seconds)}: more cost more than they give"
+        )
+    return answer, [*lines, *_in_flight(found, full, max(full_bytes), memory_cap), _train(profile, found, full, run)]
 
 
 def synchronous(profile: Profile, ranks: int, bandwidth: float, *, num_microbatches: int, published: bool) -> Answer:
@@ -80,8 +98,8 @@ def synchronous(profile: Profile, ranks: int, bandwidth: float, *, num_microbatc
         rows.append((*_cells(profile, number, first, last), str(replicas), *map(_seconds, seconds)))
     said = ", ".join(f"{seconds_text(seconds)} with {name}" for name, seconds in simulated.items())
     return answer, [
-        f"{seconds_text(plan.step_seconds)} a step of {_count(num_microbatches, 'micro-batch')}, "
-        f"{_count(len(plan.stages), 'stage')} on {_count(ranks, 'rank')}",
+        f"{seconds_text(plan.step_seconds)} a step of {counted(num_microbatches, 'micro-batch')}, "
+        f"{counted(len(plan.stages), 'stage')} on {counted(ranks, 'rank')}",
         *_table(rows),
         *([f"simulated: {said}"] if said else []),
     ]
@@ -103,8 +121,54 @@ def _stages(profile: Profile, found: Partition) -> list[str]:
     return _table(rows)
 
 
+def _full_memory_bytes(profile: Profile, found: Partition, full: Sequence[int]) -> list[float]:
+    """Of a rank of each stage, with so many minibatches in flight: each more has its weights and outputs."""
+    return [
+        stage.memory_bytes
+        + (count - stage.in_flight)
+        * sum(layer.parameter_bytes + layer.activation_bytes for layer in profile.layers[stage.first : stage.last + 1])
+        for stage, count in zip(found.stages, full, strict=True)
+    ]
+
+
+def _in_flight(found: Partition, full: Sequence[int], full_bytes: float, memory_cap: float | None) -> list[str]:
+    """That the schedule's own number in flight may be too few; nothing where it is not."""
+    noam = [stage.in_flight for stage in found.stages]
+    if list(full) == noam:
+        return []
+    said, other = (", ".join(map(str, numbers)) for numbers in (noam, full))
+    over = ", more than the cap" if memory_cap is not None and full_bytes > memory_cap else ""
+    return [
+        f"with NOAM in flight ({said}) the period may not be reached; take --in-flight full ({other}): "
+        f"{bytes_text(full_bytes)} on the fullest rank{over}"
+    ]
+
+
+def _train(profile: Profile, found: Partition, full: Sequence[int], run: Mapping[str, Any]) -> str:
+    """The command that trains so; where the layers are those of pipeloom's GPT, cut as found."""
+    replicas = [stage.replicas for stage in found.stages]
+    options: dict[str, Any] = {
+        "schedule": "pipedream",
+        "parallel.pipeline": len(replicas),
+        "parallel.replicas": ",".join(map(str, replicas)),
+    }
+    names = [layer.name for layer in profile.layers]
+    if names == ["embedding", *(f"blocks.{k}" for k in range(len(names) - 3)), "norm", "head"]:
+        counts = [sum(n.startswith("blocks.") for n in names[s.first : s.last + 1]) for s in found.stages]
+        if not all(counts):
+            return f"stage {counts.index(0)} has no block: pipeloom train cannot cut so, pipeloom.Stream can"
+        options |= {"parallel.cut": ",".join(map(str, counts)), "model.layers": sum(counts)}
+    if list(full) != [stage.in_flight for stage in found.stages]:
+        options["parallel.in_flight"] = "full"
+    default, each = TrainConfig(), math.lcm(*replicas)
+    for key in ("steps", "eval_steps", "save_steps"):  # the stream drains there, when all stages have updated
+        if getattr(default, key) % each:
+            options[key] = -(-getattr(default, key) // each) * each
+    return " ".join(["train it: pipeloom train", *(f"--{key} {value}" for key, value in {**options, **run}.items())])
+
+
 def _cells(profile: Profile, number: int, first: int, last: int) -> tuple[str, str, str]:
-    names = dict.fromkeys((profile.layers[first].name, profile.layers[last].name))
+    names = dict.fromkeys(_printable(profile.layers[layer].name) for layer in (first, last))
     return str(number), f"{first}-{last}", " .. ".join(names)
 
 
@@ -112,8 +176,9 @@ def _seconds(seconds: float) -> str:
     return seconds_text(seconds) if seconds else "-"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
+def _printable(name: str) -> str:
+    """`name` on one line, with nothing in it that a terminal obeys."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
 
 
 def _beside(name: str, other: Partition | None, found: Partition, form: Form) -> str | None:

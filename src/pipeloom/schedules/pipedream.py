@@ -63,7 +63,7 @@ def pipedream(
         replicas: ranks of each stage; one each if not given.
         in_flight: how many micro-batches each replica of a stage admits. "noam", or not given: the paper's
             ``ceil(sum_{u >= s} r_u / r_s)``; "full": what reaches the period of the slowest stage whatever the work of
-            the others, see `full`; a number: of the input stage, at least NOAM, and NOAM on the others.
+            the others, see `full_in_flight`; a number: of the input stage, at least NOAM, and NOAM on the others.
 
     Raises:
         ScheduleError: sizes that do not fit each other.
@@ -139,7 +139,7 @@ def _warmups(counts: Sequence[int], in_flight: int | str | None) -> list[int]:
     if in_flight is None or isinstance(in_flight, str):
         if in_flight not in (None, "noam", "full"):
             raise ScheduleError(f"in flight is {in_flight!r}: it is noam, full, or a number of micro-batches")
-        return [number - 1 for number in (full(counts) if in_flight == "full" else noam)]
+        return [number - 1 for number in (full_in_flight(counts) if in_flight == "full" else noam)]
     check_size("in flight", in_flight)
     if in_flight < noam[0]:
         raise ScheduleError(
@@ -148,7 +148,7 @@ def _warmups(counts: Sequence[int], in_flight: int | str | None) -> list[int]:
     return [in_flight - 1, *(number - 1 for number in noam[1:])]
 
 
-def full(counts: Sequence[int]) -> list[int]:
+def full_in_flight(counts: Sequence[int]) -> list[int]:
     """Micro-batches in flight on one replica of each stage with which no stage has to wait in the steady state.
 
     Let every stage be as slow as the slowest: a micro-batch of a stage on r ranks takes r periods. Its backward may

@@ -74,7 +74,11 @@ class OptimizerConfig:
     weight_decay: float = _option(0.1, "weight decay of matrices; vectors have none")
     beta1: float = _option(0.9, "decay of the first moment")
     beta2: float = _option(0.95, "decay of the second moment")
-    clip_norm: float = _option(1.0, "largest gradient norm over all stages; 0: no clipping")
+    clip_norm: float = _option(
+        1.0,
+        "largest gradient norm over all stages; in a stream (pipedream) of each stage by itself, over the root of "
+        "their number; 0: no clipping",
+    )
     barrier: bool = _option(
         True, "ranks wait for the norm of all before they update; false: they go on at once and validate later"
     )
@@ -102,7 +106,9 @@ class TrainConfig:
         "auto", "auto: 1f1b, or seq1f1b with slices; see `pipeloom schedules`; or mine.csv, mine.json, mine.py:function"
     )
     weights: Literal["stash", "vertical"] | None = _option(
-        None, "pipedream: which weights a micro-batch sees, each stage's newest or those of the input stage's version"
+        None,
+        "pipedream: which weights a micro-batch sees; stash (the default): each stage's newest; vertical: those of the "
+        "input stage's version when it entered",
     )
     steps: int = _option(200, "optimizer steps")
     seed: int = _option(0, "seed of weights, order of samples, dropout and sampling")
@@ -136,7 +142,7 @@ class TrainConfig:
         if asked is None:
             return (1,) * stages
         parts = asked.split(",")
-        if not all(part.strip().isdecimal() and int(part) for part in parts):
+        if not all(part.strip().isdecimal() and len(part) < 20 and int(part) for part in parts):
             raise InputError(f"parallel.replicas is {asked!r}: it is the ranks of each stage, such as 2,1; correct it")
         if len(parts) != stages:
             raise InputError(

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.train.config import TrainConfig
+from pipeloom.train.streams import is_stream
 
 _MATTERS = ("data", "batch", "optimizer", "seed", "model")  # what changes the losses of a run that goes on
+_MATTERS_IN_STREAMS = (  # what else does where one is a stream: how late gradients are, and when it drains
+    *("schedule", "weights", "eval_steps", "save_steps"),
+    *(f"parallel.{name}" for name in ("pipeline", "replicas", "cut", "in_flight")),
+)
 _PATHS = ("data.path", "data.tokenizer")
 
 
@@ -24,10 +29,12 @@ def resume_notices(
 ) -> list[str]:
     """What is not as it was when `checkpoint` was written, and that nothing is left to train where that is so."""
     before, now = dict(_flat(saved)), dict(_flat(config.to_mapping()))
+    streams = is_stream(config.schedule) or is_stream(str(before.get("schedule")))
     changed = [
         f"{key} {_shown(before[key])} -> {_shown(value)}"
         for key, value in now.items()
-        if key.split(".")[0] in _MATTERS and key in before and _plain(key, before[key]) != _plain(key, value)
+        if key.split(".")[0] in _MATTERS or (streams and key in _MATTERS_IN_STREAMS)
+        if key in before and _plain(key, before[key]) != _plain(key, value)
     ]
     lines = []
     if changed:

@@ -8,10 +8,11 @@ from pathlib import Path
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
 from pipeloom.schedules import FAMILIES
-from pipeloom.schedules.pipedream import full
+from pipeloom.schedules.pipedream import full_in_flight
 from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.config import TrainConfig
 
+_MOST_STEPS = 10_000  # between drains
 STALENESS = ("none", "inverse", "pipemare")
 
 
@@ -24,7 +25,7 @@ def is_stream(name: str) -> bool:
 def stream_length(config: TrainConfig) -> int:
     """Micro-batches of a stream that is long enough to show its steady state, from which any length follows."""
     period = math.lcm(config.num_microbatches, *config.replicas)
-    most = max(held * ranks for held, ranks in zip(full(config.replicas), config.replicas, strict=True))
+    most = max(held * ranks for held, ranks in zip(full_in_flight(config.replicas), config.replicas, strict=True))
     return period * (most // period + 3)
 
 
@@ -49,6 +50,20 @@ def staleness(config: TrainConfig) -> tuple[str, int | None]:
             "of steps; choose one"
         )
     return kind, int(steps) if counted else None
+
+
+def check_replicas(config: TrainConfig) -> None:
+    """Refuse replicas that take turns for so long that no run drains, before a schedule is made of them.
+
+    Raises:
+        InputError: what was seen, the rule, the fix; in one line.
+    """
+    each = math.lcm(*config.replicas)
+    if each > _MOST_STEPS:
+        raise InputError(
+            f"parallel.replicas is {config.parallel.replicas}: all stages have updated after every {each} steps, their "
+            f"least common multiple, and {_MOST_STEPS} are the most; take fewer, or numbers that divide each other"
+        )
 
 
 def check_stream(config: TrainConfig, schedule: Schedule) -> None:

@@ -7,10 +7,11 @@ import os
 import shutil
 import tempfile
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 from pipeloom import schedules
-from pipeloom.errors import CheckpointError, DataError, InputError
+from pipeloom.errors import CheckpointError, DataError, InputError, ScheduleError
 from pipeloom.ir import Schedule, check
 from pipeloom.passes import check_has_backwards
 from pipeloom.train.checkpoint import directory as checkpoint_directory
@@ -20,7 +21,7 @@ from pipeloom.train.data import Corpus, prepare_corpus
 from pipeloom.train.memory import check_memory
 from pipeloom.train.output import in_use
 from pipeloom.train.slices import check_slices, schedule_name, slice_lengths
-from pipeloom.train.streams import check_resumed_stream, check_stream, is_stream, stream_length
+from pipeloom.train.streams import check_replicas, check_resumed_stream, check_stream, is_stream, stream_length
 from pipeloom.train.tokenize import load_tokenizer
 
 CUTS = ("layers", "parameters", "time")
@@ -93,8 +94,15 @@ def make_schedule(config: TrainConfig) -> Schedule:
     lengths = slice_lengths(config)
     name = schedule_name(config)
     streams = is_stream(name)
-    schedule = schedules.build(
-        name,
+    if streams:
+        check_replicas(config)
+    elif config.parallel.replicas is not None:
+        raise InputError(
+            f"parallel.replicas with schedule {name!r}, whose stages have one rank each: leave it out, or give "
+            "--schedule pipedream"
+        )
+    build = partial(
+        schedules.build,
         num_ranks=config.num_ranks,
         num_microbatches=stream_length(config) if streams else config.num_microbatches,
         num_chunks=config.parallel.chunks,
@@ -104,6 +112,13 @@ def make_schedule(config: TrainConfig) -> Schedule:
         microbatches_per_update=config.num_microbatches if streams else None,
         in_flight=config.parallel.in_flight if streams else None,
     )
+    try:
+        schedule = build(name)
+    except ScheduleError as error:
+        if name != "pipedream-2bw" or config.weights is not None:
+            raise
+        build("pipedream")  # keeps as many versions as it needs, and refuses whatever else is wrong
+        raise InputError(f"{error} as --batch.microbatches, and --batch.size no smaller") from error
     check(schedule)
     check_has_backwards(schedule)
     if schedule.microbatches_per_update is not None and not streams:

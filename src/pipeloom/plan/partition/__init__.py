@@ -4,7 +4,13 @@
 """
 
 from pipeloom.plan.partition.dapple import SynchronousPlan, pivot_seconds, plan_synchronous
-from pipeloom.plan.partition.partition import Bottleneck, Partition, Stage, data_parallel, partition_layers
+from pipeloom.plan.partition.partition import (
+    Bottleneck,
+    Partition,
+    Stage,
+    data_parallel,
+    partition_layers,
+)
 from pipeloom.plan.partition.problem import Form, Level, Problem, check_levels
 from pipeloom.plan.partition.profile import LayerProfile, Profile, parse_profile
 

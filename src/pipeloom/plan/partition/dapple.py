@@ -24,6 +24,7 @@ paper's three ways to place a stage on nodes make no difference here, where all 
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -176,7 +177,9 @@ def plan_synchronous(
         InputError: a number is impossible.
     """
     if not 1 <= num_microbatches <= MOST:
-        raise InputError(f"microbatches {num_microbatches}: a step has one at least, and finitely many; correct it")
+        raise InputError(
+            f"microbatches {reprlib.repr(num_microbatches)}: a step has one at least, and finitely many; correct it"
+        )
     times = _Times(profile, ranks, bandwidth)
     judge = partial(pivot_seconds, num_microbatches=num_microbatches, published=published)
     num_layers = len(profile.layers)

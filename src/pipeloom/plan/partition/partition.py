@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeloom.errors import InputError
 from pipeloom.plan.partition.pipeline import Node, Pipelines
-from pipeloom.plan.partition.problem import Form, Problem
+from pipeloom.plan.partition.problem import Form, Problem, counted
 from pipeloom.plan.partition.profile import Profile
 
 
@@ -27,8 +27,8 @@ class Stage:
         compute_seconds: computing.
         sync_seconds: sums of gradients over replicas, on all levels (the longest of them in the published form).
         transfer_seconds: its output to the next stage and the gradient back; 0 behind the last.
-        in_flight: minibatches that await their backward, and versions of the weights.
-        memory_bytes: of each of its ranks.
+        in_flight: minibatches that await their backward, and versions of the weights, with PipeDream's NOAM.
+        memory_bytes: of each of its ranks, with as many in flight.
     """
 
     first: int
@@ -102,16 +102,17 @@ def partition_layers(
     most = None if replicate else 1
     if not replicate and problem.num_layers < problem.num_ranks:
         raise InputError(
-            f"{problem.num_layers} layers for {problem.num_ranks} ranks: without replicas each rank needs a layer; "
-            "use fewer ranks"
+            f"{counted(problem.num_layers, 'layer')} for {counted(problem.num_ranks, 'rank')}: without replicas each "
+            "rank needs a layer; use fewer ranks"
         )
     pipelines = Pipelines(problem, most_replicas=most)
     by_ranks = pipelines.by_ranks()
     if not math.isfinite(by_ranks[-1]):
         least = math.ceil(Pipelines(problem, memory=True, most_replicas=most).by_ranks()[-1])
         raise InputError(
-            f"memory cap {memory_cap:g}: every partition of these {problem.num_layers} layers over "
-            f"{problem.num_ranks} ranks holds more on some rank; {least} bytes are the least that one needs"
+            f"memory cap {memory_cap:g}: every partition of {counted(problem.num_layers, 'layer')} over "
+            f"{counted(problem.num_ranks, 'rank')} holds more on some rank; {least} bytes are the least that one needs;"
+            " raise memory_cap (--memory-cap) to that"
         )
     fewer = int(np.argmin(by_ranks))
     shorter = len(problem.levels) == 1 and replicate and by_ranks[fewer] < by_ranks[-1]

@@ -30,6 +30,7 @@ gradients (1) and the optimizer's state (SGD with momentum 1 more, AdamW 2 more)
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -61,7 +62,7 @@ def check_levels(levels: Sequence[tuple[int, float]]) -> None:
         raise InputError("there are no levels: a cluster has one at least; give components and bandwidth")
     for components, bandwidth in levels:
         if components < 1:
-            raise InputError(f"ranks {components}: a level has 1 component or more; raise it")
+            raise InputError(f"ranks {reprlib.repr(components)}: a level has 1 component or more; raise it")
         if not 1 / MOST <= bandwidth <= MOST:
             raise InputError(f"bandwidth {bandwidth}: it is a finite number of bytes per second, above 0; correct it")
 
@@ -112,8 +113,8 @@ class Problem:
         )
         if steps > _MOST_STEPS:
             raise InputError(
-                f"{self.num_layers} layers on {self.num_ranks} ranks: finding their partition would take hours; take "
-                "layers together, or plan for a part of the ranks"
+                f"{counted(self.num_layers, 'layer')} on {reprlib.repr(self.num_ranks)} ranks: finding their partition "
+                "would take hours; take layers together, or plan for a part of the ranks"
             )
         self.compute = _range_sums([layer.forward_seconds + layer.backward_seconds for layer in profile.layers])
         self.weights = _range_sums([layer.parameter_bytes for layer in profile.layers])
@@ -149,6 +150,11 @@ class Problem:
         weights, kept = self.weights[first, first:], self.kept[first, first:]
         in_flight = -(-(replicas + behind) // replicas)
         return in_flight[:, None] * (weights + kept) + self.state_copies * weights
+
+
+def counted(number: int, what: str) -> str:
+    """``1 layer``, ``2 layers``, ``2 micro-batches``."""
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def _range_sums(values: Sequence[float]) -> Array:

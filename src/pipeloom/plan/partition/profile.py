@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -92,11 +93,11 @@ def parse_profile(text: str) -> Profile:
         raise InputError(f"the profile has no list of layers: write {form}")
     unknown = sorted(set(data) - {"version", "layers"})
     if unknown:
-        raise InputError(f"the profile has a key {unknown[0]!r}: its keys are version and layers; drop it")
+        raise InputError(f"the profile has a key {reprlib.repr(unknown[0])}: its keys are version and layers; drop it")
     version = data.get("version", _VERSION)
     if isinstance(version, bool) or version != _VERSION:
         raise InputError(
-            f"the profile is of version {version!r}: this pipeloom reads {_VERSION}; profile the model anew"
+            f"the profile is of version {reprlib.repr(version)}: this pipeloom reads {_VERSION}; profile the model anew"
         )
     return Profile(tuple(_layer(number, entry) for number, entry in enumerate(data["layers"])))
 
@@ -107,13 +108,13 @@ def _layer(number: int, entry: Any) -> LayerProfile:
     odd = sorted(set(entry) ^ set(_KEYS), key=lambda key: (key not in _KEYS, key))
     if odd:
         fix = (
-            "lacks the key {!r}: its keys are {}; add it"
-            if odd[0] in _KEYS
-            else "has a key {!r}: its keys are {}; drop it"
+            "lacks the key {}: its keys are {}; add it" if odd[0] in _KEYS else "has a key {}: its keys are {}; drop it"
         )
-        raise InputError(f"layer {number} of the profile {fix.format(odd[0], ', '.join(_KEYS))}")
+        raise InputError(f"layer {number} of the profile {fix.format(reprlib.repr(odd[0]), ', '.join(_KEYS))}")
     if not isinstance(entry["name"], str):
-        raise InputError(f"the name of layer {number} of the profile is {entry['name']!r}: a name is text; quote it")
+        raise InputError(
+            f"the name of layer {number} of the profile is {reprlib.repr(entry['name'])}: a name is text; quote it"
+        )
     return LayerProfile(**entry)
 
 
@@ -124,4 +125,4 @@ def _check_number(what: str, value: Any) -> None:
     except OverflowError:
         good = False
     if not good:
-        raise InputError(f"{what} is {value!r}: it is a finite number, 0 or more; correct it")
+        raise InputError(f"{what} is {reprlib.repr(value)}: it is a finite number, 0 or more; correct it")
