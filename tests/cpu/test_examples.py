@@ -132,6 +132,7 @@ def test_code_in_the_documentation_runs_as_printed(
 ) -> None:
     """What a comment says is printed, behind a print or at the end of a block, is printed."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for code in _blocks(page):
         exec(compile(code, page, "exec"), names)
