@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import InputError
-from pipeloom.plan.slicing.costs import Array, SliceCosts, SliceTime
+from pipeloom.plan.slicing.costs import Array, SliceCosts, SliceTime, ask
 from pipeloom.plan.slicing.search import Tables, measure, minimise
 
 _MOST_CELLS = 2048  # a table has the square of them
@@ -158,9 +158,12 @@ def stages_of(costs: SliceTime | Sequence[SliceTime], num_ranks: int) -> list[Sl
     """The costs of every rank.
 
     Raises:
-        InputError: there are several, but not one for each rank.
+        InputError: there are several, but not one for each rank, or one is no callable.
     """
-    stages = [costs] * num_ranks if callable(costs) else list(costs)
+    stages = [costs] * num_ranks if callable(costs) else list(costs) if isinstance(costs, Sequence) else [costs]
+    wrong = next((stage for stage in stages if not callable(stage)), None)
+    if wrong is not None:
+        raise InputError(f"costs are {wrong!r}: they are called with batch, length and context; pass a function")
     if len(stages) != num_ranks:
         raise InputError(f"costs of {len(stages)} ranks for a pipeline of {num_ranks}: give one for all, or one each")
     if num_ranks == 1 and isinstance(stages[0], SliceCosts):
@@ -194,10 +197,10 @@ def _evaluate(stage: SliceTime, most: int, length: Cells, context: Cells) -> Arr
         InputError: one is negative or not finite.
     """
     if getattr(stage, "takes_arrays", False):
-        seconds = np.array([stage(size, length, context) for size in range(1, most + 1)], dtype=np.float64)
+        seconds = np.array([ask(stage, size, length, context) for size in range(1, most + 1)])
     else:
         pairs = list(zip(length.tolist(), context.tolist(), strict=True))
-        seconds = np.array([np.transpose([stage(size, *pair) for pair in pairs]) for size in range(1, most + 1)])
+        seconds = np.array([np.transpose([ask(stage, size, *pair) for pair in pairs]) for size in range(1, most + 1)])
     wrong = np.argwhere(~(np.isfinite(seconds) & (seconds >= 0)))
     if len(wrong):
         size, phase, at = wrong[0]
