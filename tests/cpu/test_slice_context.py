@@ -319,7 +319,7 @@ def with_own_forward(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (Overriding(4, 4), "is not known"),
+        (Overriding(4, 4), "overrides a forward that was declared"),
         (with_hook(nn.Linear(4, 4)), "has forward hooks"),
         (with_hook(nn.Sequential()), "has forward hooks"),
         (with_own_forward(nn.Linear(4, 4)), "has a forward of its own"),

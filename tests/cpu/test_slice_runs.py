@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, StageError
 from pipeloom.ir import check
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from tests.cpu.ranks import run_ranks
@@ -178,7 +178,7 @@ def test_attention_to_one_slice_alone_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), RawAttention()), nn.Linear(4, 4))
     with pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, transport="loopback") as pipe:
         inputs = torch.randn(2, 8, 4)
-        with pytest.raises(InputError, match=r"RawAttention\) attends .* use pipeloom.slicing.causal_attention"):
+        with pytest.raises(StageError, match=r"RawAttention\) attends .* use pipeloom.slicing.causal_attention"):
             pipe.step(inputs, inputs)
 
 

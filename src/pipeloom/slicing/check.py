@@ -74,7 +74,7 @@ def _refusal(module: nn.Module) -> str:
         return ""
     if "forward" in vars(module):
         return "has a forward of its own in place of its class's"
-    if any(not _about_weights(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())):
+    if any(not _harmless(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())):
         return "has forward hooks, which may look at several tokens"
     forward: Any = type(module).forward
     kinds: tuple[Any, ...] = (*_PER_TOKEN, *_CONTAINERS)
@@ -83,7 +83,7 @@ def _refusal(module: nn.Module) -> str:
     for refused, reason in _REASONS:
         if isinstance(module, refused):
             return reason
-    return "is not known to treat tokens one by one"
+    return "overrides a forward that was declared" if declared else "is not known to treat tokens one by one"
 
 
 def _declares(module: nn.Module) -> bool:
@@ -98,9 +98,9 @@ def _declares(module: nn.Module) -> bool:
     return False
 
 
-def _about_weights(hook: Any) -> bool:
-    """Whether a hook is one of torch's that compute a weight anew: weight_norm, spectral_norm, prune."""
-    return type(hook).__module__.startswith("torch.nn.utils.")
+def _harmless(hook: Any) -> bool:
+    """Whether a hook is of torch's that compute a weight anew (spectral_norm, prune), or of transformers' that record."""
+    return (getattr(hook, "__module__", None) or "").startswith(("torch.nn.utils.", "transformers."))
 
 
 def _setting(module: nn.Module) -> str:

@@ -137,11 +137,17 @@ def _candidates(
 ) -> list[tuple[int, ...]]:
     cells = -(-sequence // grid)
     even = [uniform(sequence=sequence, num_slices=each, multiple=grid) for each in _COUNTS if each <= cells]
-    sizes = {"sequence": sequence, "batch": count, "grid": grid, "max_piece": 1}
-    found = [slice_batch(costs, num_ranks=factor * num_ranks, **sizes).slices[0] for factor in _FACTORS]
+
+    def best(ranks: int, limit: int | None = None) -> tuple[int, ...]:
+        found = slice_batch(
+            costs, sequence=sequence, num_ranks=ranks, batch=count, grid=grid, memory_limit=limit, max_piece=1
+        )
+        return found.slices[0]
+
+    found = [best(factor * num_ranks) for factor in _FACTORS]
     if memory_limit is not None:
         with suppress(InputError):  # nothing within the limit
-            found.append(slice_batch(costs, num_ranks=num_ranks, **sizes, memory_limit=memory_limit).slices[0])
+            found.append(best(num_ranks, memory_limit))
     return list(dict.fromkeys([*even, *found]))
 
 
