@@ -99,7 +99,7 @@ def _declares(module: nn.Module) -> bool:
 
 
 def _harmless(hook: Any) -> bool:
-    """Whether a hook is of torch's that compute a weight anew (spectral_norm, prune), or of transformers' that record."""
+    """Whether a hook is of torch's that compute weights (spectral_norm, prune), or of transformers' that record."""
     return (getattr(hook, "__module__", None) or "").startswith(("torch.nn.utils.", "transformers."))
 
 

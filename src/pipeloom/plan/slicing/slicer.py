@@ -74,7 +74,8 @@ def slice_batch(
         grid: tokens of the smallest step between lengths.
         epsilon: seconds; of longest slices that differ by less, the longest alone is tried, which costs at most
             ``(K - 1) epsilon`` in each direction. 0 is exact; left out, the answer is within a thousandth of the best.
-        memory_limit: most tokens whose activations a rank may hold (`Slicing.peak_tokens`).
+        memory_limit: most tokens whose activations a rank may hold in the order of Seq1F1B (`Slicing.peak_tokens`); all
+            forwards first, whose time this is, holds the whole batch. `slice_for_schedule` has both of one schedule.
         max_piece: most sequences in a piece; left out, as many as the tables have room for.
         sliced: False leaves sequences whole and cuts the batch alone.
 
