@@ -117,6 +117,24 @@ HEADER = (
 )
 
 
+def figures(cluster: Cluster) -> str:
+    """What the predictions are made of."""
+    device, inside, network = cluster.device, cluster.inside_node, cluster.between_nodes
+    sums, rate = network.sum_bytes_per_second, network.bytes_per_second
+    measured = "" if sums is None else f" ({sums / rate:.0%} of them)"
+    return (
+        f"{cluster.name}: {cluster.devices_per_node} x {device.name}, "
+        f"{device.operations_per_second / 1e12:g} Tflop/s, memory {device.memory_bytes_per_second / 1e9:g} GB/s, "
+        f"{device.launch_seconds * 1e6:g} us a kernel\n"
+        f"links {inside.bytes_per_second / 1e9:g} GB/s a device, {inside.pair_bytes_per_second / 1e9:g} GB/s a pair, "
+        f"{inside.latency_seconds * 1e6:g} us; network {rate * 8e-9:g} Gb/s a node, "
+        f"{network.latency_seconds * 1e6:g} us\n"
+        f"constants that no data sheet has: efficiency {cluster.efficiency:g}, calibrated on rows 5 and 10; gradients "
+        f"are summed at {(rate if sums is None else sums) * 8e-9:g} Gb/s{measured}, measured for NCCL over TCP "
+        "(github.com/NVIDIA/nccl/issues/209)\n"
+    )
+
+
 def main() -> None:
     """Predict every row and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.terapipe_paper", description=__doc__)
@@ -128,6 +146,7 @@ def main() -> None:
     cluster = parse_cluster(options.cluster.read_text(encoding="utf-8"))
     if options.efficiency is not None:
         cluster = replace(cluster, efficiency=options.efficiency)
+    print(figures(cluster))
     rows = read_rows(options.experiments)
     answers = [predict(row, cluster) for row in rows]
     text = table(HEADER, [cells(row, answer) for row, answer in zip(rows, answers, strict=True)])

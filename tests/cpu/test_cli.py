@@ -149,6 +149,7 @@ def test_bad_input_is_refused_in_one_line(refused: Refused, words: str, expected
         ("data: {path: ''}\n", "data.path has an empty value"),
         ("output_dir: null\n", "output_dir is null: it needs a value"),
         ("steps:\n", "steps is null"),
+        ("parallel: {slices: [28, 100]}\n", "no key holds a list; write 28,100"),
         ("steps: [3\n", "cannot be read"),
         ("steps: \xff\n", "cannot be read"),
     ],

@@ -293,6 +293,49 @@ def test_what_cannot_be_sliced_is_refused_by_name(module, said):
     assert "\n" not in str(error.value)
 
 
+class Declared(nn.Linear):
+    sliceable = True
+
+
+class Overriding(Declared):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.mean(1, keepdim=True)
+
+
+class Inheriting(Declared):
+    pass
+
+
+def with_hook(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
+    return module
+
+
+def with_own_forward(module: nn.Module) -> nn.Module:
+    module.forward = lambda x: x - x.mean(1, keepdim=True)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Overriding(4, 4), "overrides a forward that was declared"),
+        (with_hook(nn.Linear(4, 4)), "has forward hooks"),
+        (with_hook(nn.Sequential()), "has forward hooks"),
+        (with_own_forward(nn.Linear(4, 4)), "has a forward of its own"),
+    ],
+)
+def test_a_declaration_is_about_the_forward_that_runs(module, said):
+    with pytest.raises(InputError, match=said):
+        make_sliceable(nn.Sequential(module))
+    module.sliceable = True
+    make_sliceable(nn.Sequential(module, Inheriting(4, 4), with_own_forward(Declared(4, 4)), with_hook(Declared(4, 4))))
+
+
+def test_hooks_that_compute_weights_pass():
+    make_sliceable(nn.utils.spectral_norm(nn.Linear(4, 4)))
+
+
 def test_declared_modules_pass_and_dropouts_are_replaced():
     shared, own = nn.Dropout(0.5), Mean()
     own.sliceable = True

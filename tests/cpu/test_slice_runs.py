@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, StageError
 from pipeloom.ir import check
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from tests.cpu.ranks import run_ranks
@@ -165,12 +165,29 @@ def checkpoint_block(block: nn.Module) -> None:
     block.forward = recomputed  # type: ignore[method-assign]
 
 
+class RawAttention(nn.Module):
+    sliceable = True  # it is not: only its first slice is right
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x[:, None]
+        return x + nn.functional.scaled_dot_product_attention(heads, heads, value=heads, is_causal=True)[:, 0]
+
+
+def test_attention_to_one_slice_alone_is_refused() -> None:
+    schedule = pl.schedules.build("seq1f1b", num_ranks=2, num_microbatches=1, num_slices=3)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), RawAttention()), nn.Linear(4, 4))
+    with pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, transport="loopback") as pipe:
+        inputs = torch.randn(2, 8, 4)
+        with pytest.raises(StageError, match=r"RawAttention\) attends .* use pipeloom.slicing.causal_attention"):
+            pipe.step(inputs, inputs)
+
+
 def test_what_cannot_be_sliced_is_refused_by_name() -> None:
     schedule = pl.schedules.build("terapipe", num_ranks=2, num_microbatches=1, num_slices=2)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Conv1d(4, 4, 3, padding=1), nn.Linear(4, 4))
     with pytest.raises(InputError, match=r"Conv1d.*convolution along the sequence"):
         pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, transport="loopback")
-    for lengths, words in (([1, 2, 3], "3 lengths"), ([4, 0], "at least one")):
+    for lengths, words in (([1, 2, 3], "3 lengths"), ([4, 0], "at least one"), (2, "are 2:"), ("4,4", "pass a list")):
         with pytest.raises(InputError, match=words):
             pl.Pipeline(make_model(), schedule, loss_fn=loss_fn, transport="loopback", slices=lengths)
     with pl.Pipeline(make_model(), schedule, loss_fn=loss_fn, transport="loopback") as pipe:

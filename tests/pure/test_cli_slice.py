@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 
 from pipeloom.cli import main
+from pipeloom.plan.slicing.scheduled import peak_along
+from pipeloom.schedules import seq1f1b
 
 COSTS = {
     "forward": {"base": [[8, 0.006], [128, 0.006], [2048, 0.08]], "context": [0, 0, 1e-7, 1e-8]},
@@ -56,9 +59,30 @@ def test_pieces_of_a_batch_and_a_memory_limit(capsys, costs):
         assert len(answer["slices"]) == len(answer["batch"])
         assert all(sum(lengths) == 512 for lengths in answer["slices"])
     assert set(tight["batch"]) == {1}
-    assert max(max(lengths) for lengths in tight["slices"]) <= (800 - 512) // 3
+    early = seq1f1b(num_ranks=4, num_microbatches=5, num_slices=len(tight["slices"][0]))
+    assert peak_along(early, tight["slices"][0]) <= 800
     assert tight["predicted_seconds"] >= free["predicted_seconds"]
-    assert tight["unsliced_seconds"] == free["unsliced_seconds"] >= free["predicted_seconds"]
+    assert free["unsliced_seconds"] >= free["predicted_seconds"]
+
+
+def test_a_memory_limit_is_that_of_the_schedule_that_runs(capsys, costs):
+    words = ["--sequence", "512", "--ranks", "4", "--batch", "3", "--costs", costs]
+    assert "x in seq1f1b; " in run(capsys, *words, "--memory-limit", "700")[1]
+    for more in ([], ["--memory-limit", "1536"], ["--memory-limit", "1536", "--schedule", "terapipe"]):
+        out = run(capsys, *words, *more)[1]
+        assert "x in terapipe; " in out
+        assert "at most 1,536 tokens on a rank\n" in out
+    code, _, err = run(capsys, *words, "--memory-limit", "1535", "--schedule", "terapipe")
+    assert code == 2
+    assert "hold the 1536 tokens" in err
+    finest = json.loads(run(capsys, *words, "--memory-limit", "536", "--json")[1])
+    assert {*finest["slices"][0]} == {8}  # beyond the counts that are tried anyway
+
+
+def test_sequences_shorter_than_the_usual_grid(capsys, costs):
+    code, out, _ = run(capsys, "--sequence", "5", "--ranks", "2", "--batch", "2", "--costs", costs, "--json")
+    assert code == 0
+    assert {tuple(lengths) for lengths in json.loads(out)["slices"]} == {(5,)}
 
 
 def test_slices_of_another_schedule_are_simulated(capsys, costs):
@@ -120,3 +144,14 @@ def test_ranks_beyond_the_blocks_are_refused_before_anything_is_measured(capsys)
     code, _, err = run(capsys, "--sequence", "64", "--ranks", "3", "--batch", "1", "--model.layers", "2")
     assert code == 2
     assert "3 ranks share 2 blocks" in err
+
+
+def test_costs_that_overflow_are_refused_in_one_line(capsys, tmp_path):
+    steep = {"base": [[1e-300, 0], [2e-300, 1e100]]}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"forward": steep, "backward": steep}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        code, _, err = run(capsys, "--sequence", "256", "--ranks", "4", "--batch", "2", "--costs", str(path))
+    assert code == 2
+    assert len(err.splitlines()) == 1

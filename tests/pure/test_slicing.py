@@ -477,3 +477,37 @@ def test_slices_for_a_schedule_fit_into_memory():
     assert slice_for_schedule(costs, schedule="seq1f1b", **sizes, sliced=False).slices[0] == (64,)
     with pytest.raises(InputError, match="cut differently"):
         scheduled_timeline(costs, replace(free, slices=((64,), (32, 32)), batch=(2, 2)), schedule="seq1f1b", name="")
+
+
+class WholeNumbers:
+    takes_arrays = True
+
+    def __call__(self, batch, length, context):
+        return batch * length + context, 2 * batch * length
+
+
+@pytest.mark.parametrize("costs", [lambda b, n, ctx: (b * n + ctx, 2 * b * n), WholeNumbers()])
+def test_costs_may_be_whole_numbers(costs):
+    sizes = {"sequence": 16, "num_ranks": 2, "batch": 2, "grid": 4}
+    assert slice_batch(costs, **sizes) == slice_batch(lambda *unit: tuple(map(float, costs(*unit))), **sizes)
+
+
+@pytest.mark.parametrize(
+    ("costs", "said"),
+    [
+        (lambda *_: 1.0, "are 1.0: they are two numbers"),
+        (lambda *_: None, "are None: they are two numbers"),
+        (lambda *_: (1, 2, 3), "two numbers"),
+        (lambda *_: (10**5000, 1), "too large: they are two numbers"),
+        (5, "costs are 5"),
+        ([5, 6], "costs are 5"),
+    ],
+)
+def test_costs_that_are_no_pairs_are_refused(costs, said):
+    with pytest.raises(InputError, match=said):
+        slice_batch(costs, sequence=16, num_ranks=2, grid=4)
+
+
+def test_equal_work_needs_a_width():
+    with pytest.raises(InputError, match="width 0"):
+        balanced(sequence=64, num_slices=2, width=0)

@@ -278,6 +278,7 @@ def test_pages_and_pictures_of_streams_are_written(capsys, tmp_path):
         (["pipedream", "--microbatches-per-update", "3"], "take a multiple of 3"),
         (["mine.csv", "--weights", "stash"], "weights with schedule 'mine.csv': the file says it"),
         (["pipedream", "--slices", "2"], "does not cut sequences"),
+        (["search", "--slices", "2"], "does not cut sequences"),
         (["pipedream", "--chunks", "2"], "holds one stage a rank"),
     ],
 )

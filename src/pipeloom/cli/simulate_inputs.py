@@ -132,6 +132,8 @@ class Inputs:
                 f"{done}; ask for fewer, {instead}"
             )
         if name == "search":
+            if slices > 1:
+                raise InputError(f"{slices} slices: search does not cut sequences; leave slices at 1, or use seq1f1b")
             placement = (Placement.v if options.placement == "v" else Placement.loop)(ranks, chunks)
             return self._search(placement, self.conditions(placement, name))
         measured = self.conditions(Placement.loop(ranks, chunks), name) if family.to_measure else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,15 @@ from pipeloom.sim import Timeline
 from pipeloom.train.config import ModelConfig, options
 
 _MODEL = [entry for entry in options() if entry[0].startswith("model.") and entry[0] != "model.sequence_length"]
+_GRID = 8
 _MOST_SPANS = 200_000  # a picture of more takes longer than it tells
 
 
 def main(argv: Sequence[str]) -> int:
     """Find the slices and show them; returns the exit code."""
     given = _parser().parse_args(list(argv)).as_dict()
+    if given["grid"] is None:
+        given["grid"] = max(1, min(_GRID, given["sequence"]))
     sizes = {
         "sequence": given["sequence"],
         "num_ranks": given["ranks"],
@@ -39,10 +43,11 @@ def main(argv: Sequence[str]) -> int:
         "grid": given["grid"],
     }
     check_sizes(**sizes)
+    schedule, limit = _schedule(given), given["memory_limit"]
     costs, errors = _costs(given)
-    schedule, limit = given["schedule"], given["memory_limit"]
     if schedule == "terapipe":  # pieces may differ, and the answer is the best there is
-        found, whole = slice_batch(costs, **sizes, memory_limit=limit), slice_batch(costs, **sizes, sliced=False)
+        found, whole = slice_batch(costs, **sizes), slice_batch(costs, **sizes, sliced=False)
+        found = replace(found, peak_tokens=given["batch"] * given["sequence"])
     else:
         found = slice_for_schedule(costs, schedule=schedule, **sizes, memory_limit=limit)
         whole = slice_for_schedule(costs, schedule=schedule, **sizes, sliced=False)
@@ -55,6 +60,24 @@ def main(argv: Sequence[str]) -> int:
     if given["write_costs"] is not None:
         print(f"wrote {given['write_costs']}")
     return 0
+
+
+def _schedule(given: dict[str, Any]) -> str:
+    """The schedule that runs: the one that was named, or one that keeps the memory limit.
+
+    Raises:
+        InputError: terapipe, which holds every token of the batch, under a limit below that.
+    """
+    named: str | None = given["schedule"]
+    limit, tokens = given["memory_limit"], given["batch"] * given["sequence"]
+    if limit is None or tokens <= limit:
+        return named or "terapipe"
+    if named == "terapipe":
+        raise InputError(
+            f"a memory limit of {limit} tokens under --schedule terapipe: all forwards first hold the {tokens} tokens "
+            "of the batch; allow as many, or leave --schedule out"
+        )
+    return named or "seq1f1b"
 
 
 def answer(found: Slicing, whole: Slicing) -> dict[str, Any]:
@@ -85,12 +108,12 @@ def _parser() -> Parser:
     parser.add_argument("--batch", type=int, required=True, help="sequences of a step")
     parser.add_argument("--costs", type=str, help="JSON file of what slices cost one rank, instead of measuring")
     parser.add_argument("--write-costs", type=str, help="write what was measured, for --costs")
-    parser.add_argument("--grid", type=int, default=8, help="slices begin at multiples of it")
+    parser.add_argument("--grid", type=int, help="slices begin at multiples of it (8, or a shorter sequence)")
     parser.add_argument(
         "--schedule",
         choices=[each.name for each in FAMILIES.values() if each.sliced and each.chunks is not None],
-        default="terapipe",
-        help="what runs: terapipe, all forwards first, or one whose backwards start early, simulated (terapipe)",
+        help="what runs: terapipe, all forwards first, or one whose backwards start early, simulated (terapipe, or "
+        "seq1f1b where that alone keeps --memory-limit)",
     )
     parser.add_argument("--memory-limit", type=int, help="most tokens whose activations a rank may hold")
     parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
@@ -161,6 +184,6 @@ def _show(found: Slicing, whole: Slicing, costs: SliceCosts, errors: tuple[float
     gain = whole.predicted_seconds / found.predicted_seconds if found.predicted_seconds else 1.0
     print(
         f"{seconds_text(found.predicted_seconds)} with slices, {seconds_text(whole.predicted_seconds)} without: "
-        f"{gain:.2f}x; the longest slice takes {seconds_text(found.max_slice_seconds)}; at most "
-        f"{found.peak_tokens:,} tokens on a rank{' where backwards start early' * (schedule == 'terapipe')}"
+        f"{gain:.2f}x in {schedule}; the longest slice takes {seconds_text(found.max_slice_seconds)}; at most "
+        f"{found.peak_tokens:,} tokens on a rank"
     )

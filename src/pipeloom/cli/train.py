@@ -115,6 +115,10 @@ def _check_keys_of_file(parser: Parser, file: str) -> None:
             parser.error(f"configuration {file}: {key} has an empty value: give one, or leave it out")
         if value is None and type(None) not in get_args(kinds.get(key, None | int)):
             parser.error(f"configuration {file}: {key} is null: it needs a value; give one, or leave the key out")
+        if isinstance(value, list):
+            parser.error(
+                f"configuration {file}: {key} is {value!r}: no key holds a list; write {','.join(map(str, value))}"
+            )
         if key in groups:
             inside = next(name for name in known if name.startswith(f"{key}."))
             parser.error(f"configuration {file}: {key} is {value!r}: it holds keys such as {inside}; nest them")

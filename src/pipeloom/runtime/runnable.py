@@ -45,6 +45,8 @@ def check_slices(schedule: Schedule, lengths: Sequence[int] | None) -> None:
         return
     if schedule.microbatches_per_update is not None:
         raise InputError(f"slices under schedule {schedule.name!r}: a stream runs whole sequences; leave slices out")
+    if not isinstance(lengths, Sequence) or isinstance(lengths, str) or any(type(each) is not int for each in lengths):
+        raise InputError(f"slices are {lengths!r}: they are the tokens of each slice; pass a list such as [48, 40, 40]")
     if len(lengths) != schedule.num_slices:
         raise InputError(
             f"slices have {len(lengths)} lengths: schedule {schedule.name!r} cuts a sequence into "

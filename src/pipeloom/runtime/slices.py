@@ -12,6 +12,7 @@ comes last; in evaluation to the forward of the last slice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 
 import torch
@@ -21,7 +22,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Action, Program
 from pipeloom.runtime.state import Batch, Extent, RankState, Step
 from pipeloom.runtime.values import Value, flatten, unflatten
-from pipeloom.slicing import SliceContext
+from pipeloom.slicing import RefuseRawAttention, SliceContext
 
 
 def slice_extents(length: int, num_slices: int, lengths: Sequence[int] | None) -> list[Extent]:
@@ -104,6 +105,7 @@ def sliced_module(state: RankState, action: Action, program: Program) -> Callabl
     piece = action.slice or 0
     first, last_slice = stage == 0, piece == num_slices - 1
     forward_only = program.schedule.forward_only
+    to_check = piece > 0 and microbatch == 0  # once is enough, and every time would take its time
 
     def run(value: Value) -> tuple[Value, Tensor]:
         if first:
@@ -112,11 +114,14 @@ def sliced_module(state: RankState, action: Action, program: Program) -> Callabl
         else:
             value, mark = value
             extent = Extent(*mark.tolist())
+        nonlocal to_check
+        watch = RefuseRawAttention(module) if to_check else nullcontext()
+        to_check = False
         extents[key] = extent
         if piece == 0:
             seed = state.batch.seed
             contexts[context_key] = SliceContext(None if seed is None else (seed, stage, microbatch))
-        with contexts[context_key].slice(piece, *extent):
+        with contexts[context_key].slice(piece, *extent), watch:
             output = module(value)
         if forward_only:
             del extents[key]

@@ -5,11 +5,12 @@ whose modules would compute something else on slices than on the whole sequence.
 """
 
 from pipeloom.slicing.attention import causal_attention
-from pipeloom.slicing.check import make_sliceable
+from pipeloom.slicing.check import RefuseRawAttention, make_sliceable
 from pipeloom.slicing.context import Slice, SliceContext, current_slice
 from pipeloom.slicing.dropout import TokenDropout, dropout
 
 __all__ = [
+    "RefuseRawAttention",
     "Slice",
     "SliceContext",
     "TokenDropout",

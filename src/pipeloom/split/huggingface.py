@@ -87,6 +87,8 @@ def find_decoder(model: nn.Module, num_stages: int) -> Decoder | None:
 class DecoderStage(StageModule):
     """A contiguous piece of a decoder. The model's configuration is read, never changed."""
 
+    sliceable = True  # of this forward, which is another than StageModule's
+
     def __init__(self, layers: Iterable[tuple[str, nn.Module]], model: nn.Module, decoder: Decoder) -> None:
         layers = list(layers)
         super().__init__(layers)

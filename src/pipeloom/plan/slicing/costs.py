@@ -38,6 +38,26 @@ class SliceTime(Protocol):
     def __call__(self, batch: int, length: Any, context: Any) -> tuple[Any, Any]: ...
 
 
+def ask(stage: SliceTime, batch: int, length: Any, context: Any) -> Array:
+    """What a rank's costs say, forward and backward: shape (2,), or (2, slices) where it is asked with arrays.
+
+    Raises:
+        InputError: it says no pair of numbers.
+    """
+    answer: Any = stage(batch, length, context)
+    try:
+        forward, backward = answer
+        if np.ndim(length) == 0:
+            return np.array([float(forward), float(backward)])
+        return np.array([np.broadcast_to(np.asarray(each, np.float64), np.shape(length)) for each in answer])
+    except (TypeError, ValueError, OverflowError) as error:
+        said = "too large" if isinstance(error, OverflowError) else " ".join(repr(answer).split())
+        raise InputError(
+            f"costs of a slice are {said if len(said) < 60 else said[:57] + '...'}: they are two numbers, seconds of "
+            "its forward and of its backward; return both"
+        ) from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTime:
     """Seconds of one rank's share for one direction.
@@ -55,12 +75,13 @@ class LinearTime:
         """Seconds of slices of `length` tokens of `batch` sequences, `context` tokens before each."""
         length, context = np.asarray(length, dtype=np.float64), np.asarray(context, dtype=np.float64)
         tokens, seconds = np.array([(0.0, 0.0), *self.base]).T
-        slope = (seconds[-1] - seconds[-2]) / (tokens[-1] - tokens[-2])
         asked = batch * length
-        base = np.interp(asked, tokens[1:], seconds[1:]) + slope * np.maximum(asked - tokens[-1], 0.0)
         a0, a1, a2, a3 = self.context
-        extra = a0 + batch * (a1 * length + a2 * context + a3 * length * context)
-        return np.asarray(base + np.where(context > 0, extra, 0.0))
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is used
+            slope = (seconds[-1] - seconds[-2]) / (tokens[-1] - tokens[-2])
+            base = np.interp(asked, tokens[1:], seconds[1:]) + slope * np.maximum(asked - tokens[-1], 0.0)
+            extra = a0 + batch * (a1 * length + a2 * context + a3 * length * context)
+            return np.asarray(base + np.where(context > 0, extra, 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

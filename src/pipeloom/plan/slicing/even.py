@@ -26,8 +26,10 @@ def balanced(
     (Seq1F1B, arXiv:2406.03488, peels the same slices from the end).
 
     Raises:
-        InputError: there are not as many multiples in the sequence.
+        InputError: there are not as many multiples in the sequence, or a width below 1.
     """
+    if width < 1 or not 0 <= mlp_ratio < math.inf:
+        raise InputError(f"width {width}, mlp_ratio {mlp_ratio}: both are positive; correct them")
     matrices = (8 + 4 * mlp_ratio) * width  # over 4 width, as 2 x**2 width is
     total = matrices * sequence + 2 * sequence**2
     parts = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -20,7 +21,7 @@ from pipeloom import schedules
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
 from pipeloom.ir.schedule import Schedule
-from pipeloom.plan.slicing.costs import Array, SliceTime
+from pipeloom.plan.slicing.costs import Array, SliceTime, ask
 from pipeloom.plan.slicing.even import uniform
 from pipeloom.plan.slicing.slicer import Slicing, check_sizes, slice_batch, stages_of
 from pipeloom.sim.costs import Costs
@@ -81,7 +82,8 @@ def slice_for_schedule(
     for size in (each for each in range(1, min(batch, max_piece or batch) + 1) if batch % each == 0):
         together, count = _Together(costs, size), batch // size
         tried = {}
-        for lengths in _candidates(together, sequence, num_ranks, count, grid) if sliced else [(sequence,)]:
+        limit = None if memory_limit is None else memory_limit // size
+        for lengths in _candidates(together, sequence, num_ranks, count, grid, limit) if sliced else [(sequence,)]:
             tokens = size * peak_along(_build(schedule, num_ranks, count, len(lengths)), lengths)
             least = min(least, tokens)
             if memory_limit is None or tokens <= memory_limit:
@@ -130,22 +132,29 @@ def peak_along(schedule: Schedule, lengths: Sequence[int]) -> int:
     )
 
 
-def _candidates(costs: SliceTime, sequence: int, num_ranks: int, count: int, grid: int) -> list[tuple[int, ...]]:
+def _candidates(
+    costs: SliceTime, sequence: int, num_ranks: int, count: int, grid: int, memory_limit: int | None
+) -> list[tuple[int, ...]]:
     cells = -(-sequence // grid)
     even = [uniform(sequence=sequence, num_slices=each, multiple=grid) for each in _COUNTS if each <= cells]
-    found = [
-        slice_batch(costs, sequence=sequence, num_ranks=factor * num_ranks, batch=count, grid=grid, max_piece=1).slices[
-            0
-        ]
-        for factor in _FACTORS
-    ]
+
+    def best(ranks: int, limit: int | None = None) -> tuple[int, ...]:
+        found = slice_batch(
+            costs, sequence=sequence, num_ranks=ranks, batch=count, grid=grid, memory_limit=limit, max_piece=1
+        )
+        return found.slices[0]
+
+    found = [best(factor * num_ranks) for factor in _FACTORS]
+    if memory_limit is not None:
+        with suppress(InputError):  # nothing within the limit
+            found.append(best(num_ranks, memory_limit))
     return list(dict.fromkeys([*even, *found]))
 
 
 def _times(costs: SliceTime, lengths: Sequence[int]) -> Array:
     """Seconds of forward and backward of every slice, shape (2, slices)."""
     starts = accumulate(lengths[:-1], initial=0)
-    return np.array([costs(1, *unit) for unit in zip(lengths, starts, strict=True)], dtype=np.float64).T
+    return np.array([ask(costs, 1, *unit) for unit in zip(lengths, starts, strict=True)]).T
 
 
 def _formula(times: Array, count: int, num_ranks: int) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import InputError
-from pipeloom.plan.slicing.costs import Array, SliceCosts, SliceTime
+from pipeloom.plan.slicing.costs import Array, SliceCosts, SliceTime, ask
 from pipeloom.plan.slicing.search import Tables, measure, minimise
 
 _MOST_CELLS = 2048  # a table has the square of them
@@ -74,7 +74,8 @@ def slice_batch(
         grid: tokens of the smallest step between lengths.
         epsilon: seconds; of longest slices that differ by less, the longest alone is tried, which costs at most
             ``(K - 1) epsilon`` in each direction. 0 is exact; left out, the answer is within a thousandth of the best.
-        memory_limit: most tokens whose activations a rank may hold (`Slicing.peak_tokens`).
+        memory_limit: most tokens whose activations a rank may hold in the order of Seq1F1B (`Slicing.peak_tokens`); all
+            forwards first, whose time this is, holds the whole batch. `slice_for_schedule` has both of one schedule.
         max_piece: most sequences in a piece; left out, as many as the tables have room for.
         sliced: False leaves sequences whole and cuts the batch alone.
 
@@ -158,9 +159,12 @@ def stages_of(costs: SliceTime | Sequence[SliceTime], num_ranks: int) -> list[Sl
     """The costs of every rank.
 
     Raises:
-        InputError: there are several, but not one for each rank.
+        InputError: there are several, but not one for each rank, or one is no callable.
     """
-    stages = [costs] * num_ranks if callable(costs) else list(costs)
+    stages = [costs] * num_ranks if callable(costs) else list(costs) if isinstance(costs, Sequence) else [costs]
+    wrong = next((stage for stage in stages if not callable(stage)), None)
+    if wrong is not None:
+        raise InputError(f"costs are {wrong!r}: they are called with batch, length and context; pass a function")
     if len(stages) != num_ranks:
         raise InputError(f"costs of {len(stages)} ranks for a pipeline of {num_ranks}: give one for all, or one each")
     if num_ranks == 1 and isinstance(stages[0], SliceCosts):
@@ -194,10 +198,10 @@ def _evaluate(stage: SliceTime, most: int, length: Cells, context: Cells) -> Arr
         InputError: one is negative or not finite.
     """
     if getattr(stage, "takes_arrays", False):
-        seconds = np.array([stage(size, length, context) for size in range(1, most + 1)], dtype=np.float64)
+        seconds = np.array([ask(stage, size, length, context) for size in range(1, most + 1)])
     else:
         pairs = list(zip(length.tolist(), context.tolist(), strict=True))
-        seconds = np.array([np.transpose([stage(size, *pair) for pair in pairs]) for size in range(1, most + 1)])
+        seconds = np.array([np.transpose([ask(stage, size, *pair) for pair in pairs]) for size in range(1, most + 1)])
     wrong = np.argwhere(~(np.isfinite(seconds) & (seconds >= 0)))
     if len(wrong):
         size, phase, at = wrong[0]

@@ -10,7 +10,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.plan.slicing.costs import SliceTime
+from pipeloom.plan.slicing.costs import SliceTime, ask
 from pipeloom.plan.slicing.slicer import stages_of
 from pipeloom.sim.build import build_timeline
 from pipeloom.sim.timeline import Span, Timeline
@@ -93,7 +93,7 @@ def _spans(
     for stage in stages_of(costs, num_ranks):
         for unit in units:
             if (id(stage), unit) not in known:
-                known[id(stage), unit] = tuple(map(float, stage(*unit)))  # type: ignore[assignment]
+                known[id(stage), unit] = tuple(map(float, ask(stage, *unit)))  # type: ignore[assignment]
         seconds.append([known[id(stage), unit] for unit in units])
     forward = _flow([[times[0] for times in row] for row in seconds], [0.0] * num_ranks)
     ended = [row[-1][1] for row in forward]
