@@ -1,7 +1,7 @@
 """`StreamRank`: one rank's part in a run of a stream.
 
-Actions become functions as they come up, not before: a stream may be long. (Its program is made before, in time linear
-in its length: for 20,000 micro-batches on 4 ranks some seconds, once for runs of one length.)
+Of a long stream actions become functions as they come up, not before. (Its program is made before, in time linear in
+its length: for 20,000 micro-batches on 4 ranks some seconds, once for runs of one length.)
 
 What a flushed step has not:
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -36,6 +36,7 @@ from pipeloom.runtime.weight_versions import WeightVersions
 from pipeloom.runtime.worker import BLACKBOX_BYTES, Record, Worker, label_of
 
 _NUM_RECORDS = 1 << 16  # the last so many are kept
+_MOST_BOUND = 1 << 13  # actions: a kilobyte or two each
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,13 @@ class StreamRank:
         state.begin(self._batches.batch, self._plan.call)
         try:
             self._begin()
-            for action in self._plan.program.orders[worker.rank]:
-                for run, ready in self._steps(action):
-                    while ready is not None and not state.transport.blocking and not ready():
+            blocking, blackbox = state.transport.blocking, worker.blackbox
+            for action, label, steps in self._bound():
+                for run, ready in steps:
+                    while ready is not None and not blocking and not ready():
                         yield
-                    if worker.blackbox is not None:
-                        worker.blackbox[:BLACKBOX_BYTES] = label_of(action)
+                    if blackbox is not None:
+                        blackbox[:BLACKBOX_BYTES] = label
                     start = perf_counter()
                     run()
                     self.records.append((action, start, perf_counter()))
@@ -148,6 +150,12 @@ class StreamRank:
             for weights in self._weights.values():
                 weights.close()
             state.clear()
+
+    def _bound(self) -> Iterable[tuple[Action, bytes, list[Step]]]:
+        """The rank's actions with what they do: of a run that is not long made beforehand, where it keeps nobody."""
+        order = self._plan.program.orders[self._worker.rank]
+        bound = ((action, label_of(action), self._steps(action)) for action in order)
+        return list(bound) if len(order) <= _MOST_BOUND else bound
 
     def _begin(self) -> None:
         """Make version 0 of every stage, and what replicas need."""

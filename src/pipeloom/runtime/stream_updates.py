@@ -171,6 +171,9 @@ class StreamOptimizer:
                 for device in {gradient.device.type for gradient in found}:  # a run may be inside autocast
                     if torch.is_autocast_enabled(device):
                         stack.enter_context(torch.autocast(device, enabled=False))
+                if self._num_held == 1:
+                    self._optimizer.step()
+                    return
                 before = _group_values(self._optimizer)
                 self._optimizer.step()
                 self._check_written(before)
@@ -187,8 +190,6 @@ class StreamOptimizer:
 
     def _check_written(self, before: list[dict[str, object]]) -> None:
         """Stages that share an optimizer share the options of its groups: what a step writes there counts them all."""
-        if self._num_held == 1:
-            return
         written = {
             key
             for old, new in zip(before, _group_values(self._optimizer), strict=True)
