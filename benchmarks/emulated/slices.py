@@ -7,8 +7,10 @@ import tempfile
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from benchmarks.common.ping_pong import one_way_seconds
 from benchmarks.common.processes import Crew
 from benchmarks.common.reference import write_reference
 from benchmarks.common.report import table
@@ -25,6 +27,7 @@ NUM_RANKS = 8
 MICROBATCHES = (1, 2)
 SEQUENCE = 64  # tokens that each stand for many
 WHOLE = "1f1b"
+_MESSAGES = 20  # of each rank, in every round
 # A forward of 50 ms on a whole sequence: 2 ms of any slice, 24 ms of matrices, 24 ms of attention.
 COSTS = SequenceCosts(slice_seconds=0.002, token_seconds=0.024 / SEQUENCE, pair_seconds=0.048 / SEQUENCE**2)
 
@@ -55,8 +58,8 @@ def schedule_of(name: str, lengths: Sequence[int], num_microbatches: int) -> Sch
     return pl.schedules.build(name, num_ranks=NUM_RANKS, num_microbatches=num_microbatches, **sliced)
 
 
-def simulated_seconds(schedule: Schedule, lengths: Sequence[int]) -> float:
-    """Of the program that the runtime makes of `schedule`."""
+def simulated_seconds(schedule: Schedule, lengths: Sequence[int], message_seconds: float = 0.0) -> float:
+    """Of the program that the runtime makes of `schedule`, with messages that take so long."""
     starts = accumulate(lengths[:-1], initial=0)
     times = [COSTS(1, length, start) for length, start in zip(lengths, starts, strict=True)]
     forward, backward = zip(*times, strict=True)
@@ -67,7 +70,7 @@ def simulated_seconds(schedule: Schedule, lengths: Sequence[int]) -> float:
         backward_weight=sum(backward) / 2,
         slice_factors=factors,  # type: ignore[arg-type]
     )
-    return pl.simulate(lower(schedule), costs, pl.Network()).makespan
+    return pl.simulate(lower(schedule), costs, pl.Network(latency_seconds=message_seconds)).makespan
 
 
 def peak_sequences(records: Sequence[Record], lengths: Sequence[int]) -> float:
@@ -99,17 +102,25 @@ def measure(num_microbatches: int, num_rounds: int) -> dict[str, Any]:
             }
         print(f"{len(results)} systems agree with the reference", file=sys.stderr, flush=True)
         urgent = all(crew.call("run_first"))
+        messages: list[float] = []
         for _ in range(num_rounds):
+            messages += one_way_seconds(crew.call("ping_pong", _MESSAGES, COSTS(1, SEQUENCE // 8, 0)[0]))
             for name, result in results.items():
                 result["seconds"] += step_seconds(crew.call("run_steps", name, 1))
                 peaks = [peak_sequences(rank, result["lengths"]) for rank in crew.call("records", name)]
                 result["peaks"] = [max(pair) for pair in zip(result.get("peaks", peaks), peaks, strict=True)]
-    return {"systems": results, "urgent": urgent}
+    for family, lengths, result in ((*systems[name], result) for name, result in results.items()):
+        schedule = schedule_of(family, lengths, num_microbatches)
+        result["simulated_with_messages_seconds"] = simulated_seconds(schedule, lengths, median(messages))
+    return {"systems": results, "urgent": urgent, "message_seconds": messages}
 
 
 def tables(results: dict[int, Any]) -> str:
     """For each number of sequences a table: times simulated and measured, the gain, and the peak of rank 0."""
-    header = ("system", "simulated ms", "measured ms", "measured / simulated", f"times {WHOLE}", "sequences held")
+    header = (
+        "system", "simulated ms", "measured ms", "measured / simulated", "simulated with messages",
+        "measured / that", f"times {WHOLE}", "sequences held",
+    )  # fmt: skip
     text = []
     for count, result in results.items():
         systems = result["systems"]
@@ -119,6 +130,8 @@ def tables(results: dict[int, Any]) -> str:
                 f"{one['simulated_seconds'] * 1e3:.1f}",
                 spread(one["seconds"]).show("{:.1f}", 1e3),
                 spread([value / one["simulated_seconds"] for value in one["seconds"]]).show("{:.3f}"),
+                f"{one['simulated_with_messages_seconds'] * 1e3:.1f}",
+                spread([value / one["simulated_with_messages_seconds"] for value in one["seconds"]]).show("{:.3f}"),
                 ratio(systems[WHOLE]["seconds"], one["seconds"]).show(),
                 f"{max(one['peaks']):.2f}",
             ]
@@ -131,6 +144,8 @@ def tables(results: dict[int, Any]) -> str:
         ran = "ran" if result["urgent"] else "could not be made to run"
         text.append(
             f"### {NUM_RANKS} ranks, {count} sequences a step\n\n{table(header, rows)}\n\n{lengths}\n\nThe largest "
-            f"error of a loss or gradient is {worst:.0e}. The processes {ran} before all others of the machine.\n"
+            f"error of a loss or gradient is {worst:.0e}. A message by itself took "
+            f"{spread(result['message_seconds']).show('{:.2f}', 1e3)} ms. The processes {ran} before all others of the "
+            "machine.\n"
         )
     return "\n".join(text)
