@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -324,6 +325,15 @@ class Interrupts(nn.Module):
         return self.linear(x)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Who starts the tests in the background has them ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("transport", "number"), [("loopback", 3), ("threads", 1), ("threads", 100)])
 def test_an_interrupt_comes_through_and_leaves_the_parameters_in_their_places(transport: str, number: int) -> None:
     stages = [Interrupts(number), *make_stages(2)]
