@@ -14,6 +14,7 @@ import yaml
 
 from pipeloom.cli import main
 from pipeloom.sim import Timeline
+from pipeloom.words import counted
 
 from .test_train import STEP_KEYS, local, metrics, metrics_so_far, run, story, text, wait_for_steps, words
 
@@ -137,7 +138,7 @@ def test_micro_batches_are_what_the_schedule_wants_unless_they_are_given(
     base = [word for word in words(text, tmp_path / "out", "--local", "--steps=2") if "microbatches" not in word]
     for more, expected in (([], 6), (["--schedule=pipedream"], 1), (["--schedule=pipedream", "--batch.size=9"], 1)):
         assert main([*base, *more]) == 0
-        assert f", {expected} micro-batches a step" in capsys.readouterr().out
+        assert f", {counted(expected, 'micro-batch')} a step" in capsys.readouterr().out
     assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["batch"]["microbatches"] is None
 
 

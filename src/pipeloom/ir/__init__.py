@@ -2,6 +2,7 @@
 
 from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
 from pipeloom.ir.check import Checked, check, live_activations
+from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import (
     Orders,
@@ -18,6 +19,9 @@ __all__ = [
     "COMPUTE_OPS",
     "Action",
     "Checked",
+    "DataAxis",
+    "DataStrategy",
+    "Granularity",
     "Op",
     "Orders",
     "Placement",

@@ -255,6 +255,8 @@ def _check_reductions(program: Program) -> None:
     for rank, order in enumerate(program.orders):
         met: set[tuple[int, ...]] = set()
         for action in order:
+            if action.op is Op.REDUCE_GRAD and action.microbatch is not None and program.data is not None:
+                continue  # of the data axis
             group = group_of.get(action.stage)
             if action.op is Op.REDUCE_GRAD and (group is None or rank not in program.ranks_of_group(group)):
                 raise ScheduleError(

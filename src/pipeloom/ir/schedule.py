@@ -19,6 +19,7 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.data_axis import DataAxis
 from pipeloom.ir.order import LARGE, Order
 from pipeloom.ir.placement import Placement
 
@@ -118,6 +119,11 @@ class Schedule:
         assert self.microbatches_per_update is not None
         return lcm(self.microbatches_per_update, len(self.placement.replicas[stage]))
 
+    @property
+    def update_period(self) -> int:
+        """Of a stream, after how many micro-batches every stage has updated: it can end there, and at multiples."""
+        return lcm(*map(self.update_interval, range(self.num_stages)))
+
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int | None, int | None]]:
         """``(stage, microbatch, slice)`` of every backward that is split into I and W."""
@@ -146,11 +152,13 @@ class Program:
         orders: ``orders[rank]`` is that rank's sequence of actions, compute and other.
         gradient_groups: groups of stages that hold the same parameters; a rank's REDUCE_GRAD on the lowest stage that
             it holds of a group sums that group's gradients over all ranks that hold one of its stages.
+        data: where copies of the pipeline share the work, how; every copy runs this program.
     """
 
     schedule: Schedule
     orders: Orders
     gradient_groups: tuple[tuple[int, ...], ...] = ()
+    data: DataAxis | None = None
 
     @property
     def name(self) -> str:

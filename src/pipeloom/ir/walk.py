@@ -48,7 +48,7 @@ def walk(pipeline: Schedule | Program) -> Iterator[tuple[int, Action, tuple[Acti
                 waiting.setdefault(missing, []).append(rank)
                 blocked[rank] = needs
                 break
-            if meetings is not None and action.op is Op.REDUCE_GRAD:
+            if meetings is not None and meets(action):
                 others = meetings.arrive(rank, action)
                 if others is None:
                     break
@@ -61,6 +61,11 @@ def walk(pipeline: Schedule | Program) -> Iterator[tuple[int, Action, tuple[Acti
     stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
     if stuck:
         raise ScheduleError(_explain_deadlock(pipeline, position, done, stuck))
+
+
+def meets(action: Action) -> bool:
+    """Whether an action is a sum over ranks that hold the same parameters; those of the data axis wait for nobody."""
+    return action.op is Op.REDUCE_GRAD and action.microbatch is None
 
 
 class _Meetings:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.data_axis import DataAxis
 from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.passes.communication import insert_communication
+from pipeloom.passes.data_parallel import insert_data_parallel
 from pipeloom.passes.gradient_reduction import insert_gradient_reduction
 
 __all__ = [
@@ -11,6 +14,7 @@ __all__ = [
     "evaluation_schedule",
     "forward_only",
     "insert_communication",
+    "insert_data_parallel",
     "insert_gradient_reduction",
     "insert_updates",
     "lower",
@@ -31,14 +35,27 @@ from pipeloom.passes.updates import insert_updates
 from pipeloom.passes.warm_up import warm_up_lengths
 
 
-def lower(schedule: Schedule, *, tied_stages: tuple[tuple[int, ...], ...] = ()) -> Program:
+def lower(
+    schedule: Schedule, *, tied_stages: tuple[tuple[int, ...], ...] = (), data: DataAxis | None = None
+) -> Program:
     """All passes in their order: the program that the executor runs and the simulator times.
 
     Args:
         schedule: a legal schedule.
         tied_stages: groups of stages that share parameters (tied embeddings: ``((0, num_stages - 1),)``).
+        data: how copies of the pipeline share the work, if there are several.
+
+    Raises:
+        ScheduleError: a data axis for a schedule that updates while it runs.
     """
     program = insert_communication(schedule)
     if schedule.microbatches_per_update is not None:
+        if data is not None:
+            raise ScheduleError(
+                f"schedule {schedule.name!r} updates while it runs, and a data axis of {data.degree} copies updates "
+                "after it: give its stages replicas of their own, or take a schedule that flushes, such as 1f1b"
+            )
         return insert_updates(program, tied_stages)
+    if data is not None:
+        program = insert_data_parallel(program, data)
     return insert_gradient_reduction(program, tied_stages)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from pipeloom.ir.schedule import Schedule
 from pipeloom.passes.forward_only import forward_only
+from pipeloom.passes.stretch import before
 
 
 def evaluation_schedule(schedule: Schedule) -> Schedule:
@@ -13,8 +14,4 @@ def evaluation_schedule(schedule: Schedule) -> Schedule:
     forwards, count = forward_only(schedule), schedule.microbatches_per_update
     if count is None:
         return forwards
-    orders = tuple(
-        tuple(action for action in order if action.microbatch is not None and action.microbatch < count)
-        for order in forwards.orders
-    )
-    return replace(forwards, orders=orders, num_microbatches=count)
+    return replace(forwards, orders=tuple(before(order, count) for order in forwards.orders), num_microbatches=count)

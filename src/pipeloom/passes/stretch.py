@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import lcm
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action
@@ -26,7 +25,7 @@ def stretch(schedule: Schedule, num_microbatches: int) -> Schedule:
     """
     if num_microbatches == schedule.num_microbatches:
         return schedule
-    period = lcm(*(schedule.update_interval(stage) for stage in range(schedule.num_stages)))
+    period = schedule.update_period
     if num_microbatches < 1 or num_microbatches % period:
         raise ScheduleError(
             f"a stream of {num_microbatches} micro-batches, where every stage has updated after {period}: a stream is "
@@ -39,7 +38,7 @@ def stretch(schedule: Schedule, num_microbatches: int) -> Schedule:
     return replace(
         schedule,
         num_microbatches=num_microbatches,
-        orders=tuple(_before(order, num_microbatches) for order in orders),
+        orders=tuple(before(order, num_microbatches) for order in orders),
         overlapped=frozenset(),
     )
 
@@ -48,7 +47,7 @@ def _longer(schedule: Schedule, rank: int, period: int, times: int) -> Sequence[
     """The order of a rank with the last period of its steady state `times` more."""
     order, length = tuple(schedule.orders[rank]), schedule.num_microbatches
     head, body, drain = _parts(order, length, period)
-    _, earlier, _ = _parts(_before(order, length - period), length - period, period)
+    _, earlier, _ = _parts(before(order, length - period), length - period, period)
     if tuple(_shifted(earlier, period)) != body:
         raise ScheduleError(
             f"schedule {schedule.name!r} of {length} micro-batches has no steady state that could go on: rank {rank} "
@@ -63,13 +62,13 @@ def _longer(schedule: Schedule, rank: int, period: int, times: int) -> Sequence[
 
 def _parts(order: tuple[Action, ...], length: int, period: int) -> tuple[tuple[Action, ...], ...]:
     """The start of an order, its last period, and its drain."""
-    shorter = _before(order, length - period)
+    shorter = before(order, length - period)
     same = next((k for k, (a, b) in enumerate(zip(order, shorter, strict=False)) if a != b), len(shorter))
     behind = len(order) - (len(shorter) - same)
     return order[:same], order[same:behind], order[behind:]
 
 
-def _before(order: Sequence[Action], length: int) -> tuple[Action, ...]:
+def before(order: Sequence[Action], length: int) -> tuple[Action, ...]:
     """The actions of the micro-batches below `length`."""
     return tuple(action for action in order if action.microbatch is not None and action.microbatch < length)
 

@@ -18,6 +18,7 @@ from pipeloom.report.perfetto import write_trace
 from pipeloom.report.plots import Series, line_chart
 from pipeloom.report.svg import timeline_svg
 from pipeloom.sim.timeline import Timeline
+from pipeloom.words import counted, plural
 
 _CHARTS = (
     ("gradient norm", "grad_norm", None),
@@ -105,13 +106,9 @@ def _lead(metrics: Metrics, timelines: list[Timeline]) -> str:
     text = f"Training run, steps {first} to {last}"
     if timelines:
         ranks, microbatches = timelines[0].num_ranks, timelines[0].num_microbatches
-        text += f"; schedule {timelines[0].name} on {ranks} {_plural('rank', ranks)}, "
-        text += f"{microbatches} {_plural('micro-batch', microbatches)} a step"
+        text += f"; schedule {timelines[0].name} on {counted(ranks, 'rank')}, "
+        text += f"{counted(microbatches, 'micro-batch')} a step"
     return text
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else word + ("es" if word.endswith("h") else "s")
 
 
 def _timeline_title(timeline: Timeline) -> str:
@@ -125,7 +122,7 @@ def _warnings(metrics: Metrics) -> list[str]:
         bad = [int(step) for step, value in metrics.series(key) if not math.isfinite(value)]
         if bad:
             steps = ", ".join(map(str, bad[:12])) + (f" and {len(bad) - 12} more" if len(bad) > 12 else "")
-            found.append(f"The {name} was not finite at {_plural('step', len(bad))} {steps} (red crosses below).")
+            found.append(f"The {name} was not finite at {plural('step', len(bad))} {steps} (red crosses below).")
     if metrics.torn:
         found.append("The last line of metrics.jsonl is cut off: the run was killed while it wrote it.")
     return found

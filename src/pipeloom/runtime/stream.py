@@ -135,7 +135,7 @@ class Stream:
         pipeline = self._pipeline
         pipeline.driver.check_free()
         self._check_ready()
-        program, used = self._program(count)
+        program, used = self._prepared(count)
         taken = StreamBatches(batches, count, program.schedule, pipeline.local_ranks)
         live = self._agree(count)
         call = call_number(pipeline.driver.num_calls + 1, True)
@@ -216,7 +216,11 @@ class Stream:
                 )
         pipeline.ownership.check_equal()
 
-    def _program(self, count: int) -> tuple[Program, Mapping[tuple[int, int], int]]:
+    def program(self, num_batches: int) -> Program:
+        """What `run` runs for so many batches."""
+        return self._prepared(num_batches)[0]
+
+    def _prepared(self, count: int) -> tuple[Program, Mapping[tuple[int, int], int]]:
         """The program of a run of `count` batches, and the version that each stage and micro-batch uses."""
         length = count * self._microbatches
         if self._last_length is None or self._last_length[0].num_microbatches != length:

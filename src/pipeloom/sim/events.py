@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
 from pipeloom.ir.schedule import Program, Schedule, awaited, message_after, peer_of
-from pipeloom.ir.walk import walk
+from pipeloom.ir.walk import meets, walk
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.network import Network, Pair
 from pipeloom.sim.rows import Span
@@ -122,7 +122,7 @@ class _Run:
             return (Span(action, ready, ready + self.network.send_seconds),)
         if op in RECEIVES:
             return (Span(action, free, ready + self.network.receive_seconds),)
-        if op is Op.REDUCE_GRAD and stage in self.meetings:
+        if meets(action) and stage in self.meetings:
             return (Span(action, ready, ready),)
         seconds = self._computing(action, rank)
         partner = self.schedule.partners.get(action) if self.schedule.overlapped else None
@@ -142,7 +142,7 @@ class _Run:
         """What a rank was running has ended: its results go out, and whoever waited for them or for the rank starts."""
         spans, self.running[rank] = self.running[rank], ()
         action = spans[0].action
-        if action.op is Op.REDUCE_GRAD and action.stage in self.meetings:
+        if meets(action) and action.stage in self.meetings:
             group, members = self.meetings[action.stage]
             self.arrived[group] = self.arrived.get(group, 0) + 1
             self.running[rank] = spans

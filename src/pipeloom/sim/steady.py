@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import lcm
 from typing import TYPE_CHECKING
 
 from pipeloom.ir.action import Op
@@ -28,7 +27,7 @@ def steady_period(timeline: Timeline) -> float | None:
     full = 0
     while full in ends and ends[full] <= last_forward:
         full += 1
-    size = lcm(*(timeline.schedule.update_interval(stage) for stage in range(timeline.placement.num_stages)))
+    size = timeline.schedule.update_period
     micro_batches = (full // size + 1) // 2 * size
     if not 0 < micro_batches < full:
         return None

@@ -8,7 +8,6 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,20 +108,13 @@ def peak_memory_bytes() -> int:
 
 
 class Predictor:
-    """Simulates the program with the times that recent steps measured."""
+    """Simulates programs with the times that recent steps measured."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self) -> None:
         self._recent: deque[Tensor] = deque(maxlen=_RECENT_STEPS)
         self._factors: deque[Tensor] = deque(maxlen=_RECENT_STEPS)
         self._messages: deque[MessageTimes] = deque(maxlen=_RECENT_MESSAGES)
         self._warm = False
-
-    def of(self, program: Program) -> Predictor:
-        """The same times, for another program of the same stages."""
-        other = copy(self)
-        other._program = program
-        return other
 
     def observe(self, cost: StepCost) -> None:
         """Take in a step. The first one, which warms up, counts only until there is another."""
@@ -138,8 +130,8 @@ class Predictor:
         """Take in what the messages of a step took; records of all ranks, one clock."""
         self._messages.append(message_times(records))
 
-    def predict(self) -> Timeline:
-        """The step as it should go."""
+    def predict(self, program: Program) -> Timeline:
+        """A step or a stream of the stages that were observed, as it should go."""
         f, b, i, w = torch.stack(list(self._recent)).median(0).values.unbind(1)
         costs = Costs(  # a stage has seconds of B, of I and W, or of all three
             forward=tuple(f.tolist()),
@@ -151,7 +143,7 @@ class Predictor:
         )
         send, latency, receive = (self._recent_median(kind) for kind in ("send", "arrival", "receive"))
         network = Network(latency_seconds=max(0.0, latency - receive), send_seconds=send, receive_seconds=receive)
-        return simulate(self._program, costs, network)
+        return simulate(program, costs, network)
 
     def _recent_median(self, kind: str) -> float:
         found = [value for times in self._messages for value in getattr(times, kind)]

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
-from math import lcm
 from typing import Any, cast
 
 import torch
@@ -42,9 +41,16 @@ class StreamSteps:
         known: step, loss and learning rate of the steps of a run that has not ended, on process 0.
     """
 
-    def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer, config: TrainConfig, group: Group) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        predictor: Predictor,
+        config: TrainConfig,
+        group: Group,
+    ) -> None:
         kind, num_updates = staleness(config)
-        self._pipeline, self._config, self._group = pipeline, config, group
+        self._pipeline, self._predictor, self._config, self._group = pipeline, predictor, config, group
         self._tokens = config.batch.size * config.model.sequence_length
         self._live: Live | None = None
         self._first = self._last = 0
@@ -61,8 +67,6 @@ class StreamSteps:
             scale_by_replicas=config.optimizer.replica_scaling,
             on_update=self._came,
         )
-        self._schedule = pipeline.schedule  # of the last run
-        self._predictor = Predictor(lower(pipeline.schedule))
 
     @property
     def done(self) -> int:
@@ -88,26 +92,27 @@ class StreamSteps:
         self._begun, self.known = time.perf_counter(), []
         updates = self._stream.run(batches, count)
         ended = time.perf_counter()
-        schedule = self._pipeline.schedule
-        self._schedule = stretch(schedule, count * (schedule.microbatches_per_update or 1))
+        program = self._stream.program(count)
         numbers = cost_numbers(self._pipeline, self._pipeline.records, self._group.rank, self._group.size)
         held = torch.zeros(self._pipeline.num_ranks, dtype=torch.float64)
         for rank, versions in self._stream.peak_weight_versions.items():
             held[rank] = versions
         summed = self._group.sum(torch.cat([held, numbers]))
-        cost = read_cost(summed[len(held) :], self._schedule, self._group.size)
+        cost = read_cost(summed[len(held) :], program.schedule, self._group.size)
         self.records = gather(self._pipeline.records)
         self._predictor.observe(cost)
         self._predictor.observe_messages(self.records)
         timing = {
             "bubble_fraction": cost.bubble_fraction,
-            "predicted_bubble_fraction": self._predict(self._schedule).bubble_fraction,
+            "predicted_bubble_fraction": self._predictor.predict(program).bubble_fraction
+            if self._group.rank == 0
+            else math.nan,
             "peak_memory_bytes": cost.peak_memory_bytes,
             "live_activations": cost.live_activations,
             "weight_versions": [int(value) for value in summed[: len(held)].tolist()],
         }
         rows = []
-        moments = _moments(self.records, self._schedule, count, self._begun, ended)
+        moments = _moments(self.records, program.schedule, count, self._begun, ended)
         for step, (update, (begin, end)) in enumerate(zip(updates, pairwise(moments), strict=True), first):
             seconds = max(end - begin, 1e-9)
             row = {"step": step, "loss": update.loss, "grad_norm": update.grad_norm, "lr": self._rate(step - 1)}
@@ -117,11 +122,8 @@ class StreamSteps:
 
     def timelines(self) -> tuple[Timeline, Timeline]:
         """The end of the last run as it went, and how a stream of that length should go."""
-        schedule, records = _window(self.records, self._schedule)
-        return measured_timeline(schedule, records), self._predict(schedule)
-
-    def _predict(self, schedule: Schedule) -> Timeline:
-        return self._predictor.of(lower(schedule)).predict()
+        schedule, records = _window(self.records, self._stream.program(self._last + 1 - self._first).schedule)
+        return measured_timeline(schedule, records), self._predictor.predict(lower(schedule))
 
     def _rate(self, batch: int) -> float:
         return learning_rate(batch, self._config.steps, self._config.optimizer)
@@ -159,7 +161,7 @@ def _window(records: Records, schedule: Schedule) -> tuple[Schedule, list[list[t
     whole = Counter(action.microbatch for _, rows in records for action, _, _ in rows if action.op in COMPUTE_OPS)
     most = max(whole.values())
     first = max((b + 1 for b in range(total) if whole[b] < most), default=0)
-    period = lcm(*intervals)
+    period = schedule.update_period
     shown = max(period, min(total - first, _MOST_SHOWN) // period * period)
     first = total - shown
     found = []

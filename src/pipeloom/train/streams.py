@@ -32,8 +32,7 @@ def stream_length(config: TrainConfig) -> int:
 def steps_between_drains(schedule: Schedule) -> int:
     """A run can drain after so many steps and multiples of it: then every stage has updated."""
     assert schedule.microbatches_per_update is not None
-    intervals = [schedule.update_interval(stage) for stage in range(schedule.num_stages)]
-    return math.lcm(*intervals) // schedule.microbatches_per_update
+    return schedule.update_period // schedule.microbatches_per_update
 
 
 def staleness(config: TrainConfig) -> tuple[str, int | None]:

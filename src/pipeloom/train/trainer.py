@@ -38,6 +38,7 @@ from pipeloom.train.progress import Display
 from pipeloom.train.slices import slice_lengths
 from pipeloom.train.stream_steps import StreamSteps
 from pipeloom.train.validate import make_schedule, open_corpus, resume_path
+from pipeloom.words import counted
 
 
 def _shows_messages(steps_here: int) -> bool:
@@ -82,12 +83,13 @@ class Trainer:
         )
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.pipe.named_parameters()}
         self.optimizer = make_optimizer(self.pipe.parameters(), config.optimizer)
-        streams = self.schedule.microbatches_per_update is not None
-        self.stream = StreamSteps(self.pipe, self.optimizer, config, group) if streams else None
-        self.stepper = None if streams else make_stepper(self.pipe, self.optimizer, config.optimizer, group)
         self._begun: deque[_Begun] = deque()  # steps whose updates are not final yet
         tied = tuple(parameter.stages for parameter in self.stages.tied)
-        self.predictor = Predictor(lower(self.pipe.schedule, tied_stages=tied))
+        self.program = lower(self.pipe.schedule, tied_stages=tied)
+        self.predictor = Predictor()
+        streams = self.schedule.microbatches_per_update is not None
+        self.stream = StreamSteps(self.pipe, self.optimizer, self.predictor, config, group) if streams else None
+        self.stepper = None if streams else make_stepper(self.pipe, self.optimizer, config.optimizer, group)
         self.records: Records = []  # of the last training step on this process's ranks
         self.steps_here = 0
         self.notices = skipped_notice(self.corpus.skipped)
@@ -144,7 +146,7 @@ class Trainer:
         start = f", from {self.resumed}" if self.resumed else ""
         shown.say(
             f"{sizes.num_parameters:,} parameters in {self.schedule.num_stages} stages, schedule {self.schedule.name}, "
-            f"{self.pipe.num_ranks} ranks, {self.config.num_microbatches} micro-batches a step; "
+            f"{self.pipe.num_ranks} ranks, {counted(self.config.num_microbatches, 'micro-batch')} a step; "
             f"{len(self.corpus.train):,} tokens of {self.corpus.num_files} files{start}"
         )
         for line in self.notices:
@@ -258,7 +260,7 @@ class Trainer:
                 measured, predicted = self.stream.timelines()
             else:
                 measured = measured_timeline(self.pipe.schedule, [rows for _, rows in records])
-                predicted = self.predictor.predict()
+                predicted = self.predictor.predict(self.program)
             timelines = {"measured": json.loads(measured.to_json()), "predicted": json.loads(predicted.to_json())}
             path = self.output_dir / "timelines.json"
             with writing(path):
@@ -311,7 +313,7 @@ class Trainer:
         if _shows_messages(self.steps_here):
             self.predictor.observe_messages(self._gathered(self.records))
         tokens = self.config.batch.size * self.config.model.sequence_length
-        predicted = self.predictor.predict().bubble_fraction if self.group.rank == 0 else math.nan
+        predicted = self.predictor.predict(self.program).bubble_fraction if self.group.rank == 0 else math.nan
         return {
             "tokens_per_second": tokens / step_seconds,
             "step_seconds": step_seconds,

@@ -12,8 +12,9 @@ import numpy as np
 
 from pipeloom.errors import InputError
 from pipeloom.plan.partition.pipeline import Node, Pipelines
-from pipeloom.plan.partition.problem import Form, Problem, counted
+from pipeloom.plan.partition.problem import Form, Problem
 from pipeloom.plan.partition.profile import Profile
+from pipeloom.words import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

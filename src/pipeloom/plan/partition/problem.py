@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from pipeloom.errors import InputError
 from pipeloom.plan.partition.profile import MOST, Profile
+from pipeloom.words import counted
 
 Array = NDArray[np.float64]
 Form = Literal["summed", "published"]
@@ -150,11 +151,6 @@ class Problem:
         weights, kept = self.weights[first, first:], self.kept[first, first:]
         in_flight = -(-(replicas + behind) // replicas)
         return in_flight[:, None] * (weights + kept) + self.state_copies * weights
-
-
-def counted(number: int, what: str) -> str:
-    """``1 layer``, ``2 layers``, ``2 micro-batches``."""
-    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def _range_sums(values: Sequence[float]) -> Array:
