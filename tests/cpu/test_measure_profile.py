@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from pipeloom.cli import main
 from pipeloom.errors import SplitError
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
-from pipeloom.plan.partition import parse_profile, partition_layers
-from pipeloom.plan.partition.measure import measure_profile
-from pipeloom.split import profile_layers
+from pipeloom.plan.partition import Profile, parse_profile, partition_layers
+from pipeloom.split import profile_layers, profile_model
 
 
 class Pair(nn.Module):
@@ -33,7 +32,7 @@ def test_a_sequential():
     model = nn.Sequential(nn.Linear(4, 8), Pair(), First(), nn.Linear(8, 3, bias=False))
     x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
     before = {name: p.clone() for name, p in model.state_dict().items()}
-    profile = measure_profile(model, (x, y), loss_fn=F.cross_entropy, num_rounds=1)
+    profile = Profile.of(profile_model(model, (x, y), loss_fn=F.cross_entropy, num_rounds=1))
     assert [layer.name for layer in profile.layers] == ["0", "1", "2", "3"]
     assert [layer.activation_bytes for layer in profile.layers] == [16 * 32, 16 * (32 + 8), 16 * 32, 16 * 12]
     assert [layer.parameter_bytes for layer in profile.layers] == [4 * 40, 0, 0, 4 * 24]
@@ -58,7 +57,7 @@ def test_the_slow_layer_gets_the_replicas(monkeypatch):
             return x @ self.weight
 
     monkeypatch.setitem(profile_layers.__kwdefaults__, "timer", lambda: now)
-    profile = measure_profile([Work(1.0), Work(200.0), Work(1.0)], torch.randn(64, 64))
+    profile = Profile.of(profile_model([Work(1.0), Work(200.0), Work(1.0)], torch.randn(64, 64)))
     assert [layer.forward_seconds for layer in profile.layers] == [1.0, 200.0, 1.0]
     found = partition_layers(profile, [(8, 1e12)])
     slow = next(stage for stage in found.stages if stage.first <= 1 <= stage.last)
@@ -70,7 +69,7 @@ def test_layers_that_work_in_place():
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Flatten())
     x = torch.randn(2, 3, 8, 8)
     before = x.clone()
-    profile = measure_profile(model, x, num_rounds=1)
+    profile = Profile.of(profile_model(model, x, num_rounds=1))
     assert [layer.activation_bytes for layer in profile.layers] == [2 * 3 * 64 * 4] + [2 * 4 * 36 * 4] * 3
     assert torch.equal(x, before)
 
@@ -80,7 +79,7 @@ def test_a_block_model_and_its_loss():
     model = GPT(config)
     init_parameters(model, seed=0)
     tokens = torch.randint(50, (3, 12))
-    profile = measure_profile(model, (tokens, tokens), loss_fn=loss_fn, num_rounds=1)
+    profile = Profile.of(profile_model(model, (tokens, tokens), loss_fn=loss_fn, num_rounds=1))
     assert [layer.name for layer in profile.layers] == ["embedding", "blocks.0", "blocks.1", "norm", "head"]
     assert [layer.activation_bytes for layer in profile.layers] == [3 * 12 * 16 * 4] * 4 + [3 * 12 * 50 * 4]
     block = 16 * 16 * 12 + 2 * 16
@@ -99,7 +98,7 @@ def test_a_hugging_face_model():
         max_position_embeddings=16,
     )
     model = transformers.LlamaForCausalLM(config)
-    profile = measure_profile(model, torch.randint(40, (2, 8)), num_rounds=1)
+    profile = Profile.of(profile_model(model, torch.randint(40, (2, 8)), num_rounds=1))
     assert [layer.name for layer in profile.layers] == [
         "model.embed_tokens",
         "model.layers.0",
@@ -118,11 +117,11 @@ def test_what_cannot_be_cut_is_refused():
             self.inner = nn.Linear(2, 2)
 
     with pytest.raises(SplitError, match="names no layers"):
-        measure_profile(Whole(), torch.zeros(1, 2))
+        profile_model(Whole(), torch.zeros(1, 2))
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(SplitError, match="meta device"):
-        measure_profile(model, torch.zeros(1, 2))
+        profile_model(model, torch.zeros(1, 2))
 
 
 def test_the_command_measures_and_writes_what_it_measured(capsys, tmp_path):

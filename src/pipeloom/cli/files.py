@@ -18,3 +18,17 @@ def read_json_text(option: str, path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise InputError(f"{option} {path}: {reason}; name a readable JSON file") from error
+
+
+def write_text(option: str, path: str, text: str) -> None:
+    """Write the file that `option` names.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"{option} {path}: {error.strerror or error}: the file must be writable; name another path"
+        ) from error

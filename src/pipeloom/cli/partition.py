@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-from pipeloom.cli.files import read_json_text
+from pipeloom.cli.files import read_json_text, write_text
+from pipeloom.cli.model import add_model_options, check_file_alone, given_model, whole_model
 from pipeloom.cli.parser import Parser
 from pipeloom.cli.partition_answers import asynchronous, synchronous
 from pipeloom.errors import InputError
 from pipeloom.plan.partition import Form, Profile, check_levels, parse_profile
-from pipeloom.train.config import ModelConfig, options
-
-_MODEL = [entry for entry in options() if entry[0].startswith("model.")]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     profile = _profile(given, math.prod(components for components, _ in levels))
     lines = []
     if given["write_profile"] is not None:
-        _write(given["write_profile"], profile)
+        write_text("--write-profile", given["write_profile"], profile.to_json() + "\n")
         lines.append(f"wrote {given['write_profile']}")
     if given["schedule"] == "dapple":
         answer, more = synchronous(
@@ -73,10 +70,7 @@ def _parser() -> Parser:
     parser.add_argument("--batch", type=int | None, help="without --profile: sequences of a minibatch (1)")
     parser.add_argument("--write-profile", type=str, help="write what was measured, for --profile")
     parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
-    for key, kind, default, text in _MODEL:
-        action = parser.add_argument(f"--{key}", type=kind | None, help=f"{text} ({default})")
-        if kind is bool:  # the name alone means true
-            action.nargs, action.const = "?", True
+    add_model_options(parser)
     return parser
 
 
@@ -128,35 +122,20 @@ def _profile(given: dict[str, Any], num_ranks: int) -> Profile:
     Raises:
         InputError: the file cannot be read, it stands beside sizes of a model, or those are wrong.
     """
-    model = {name: value for name, value in given["model"].items() if value is not None}
     path = given["profile"]
     if path is not None:
-        beside = [f"--model.{name}" for name in model]
-        beside += [f"--{name.replace('_', '-')}" for name in ("batch", "write_profile") if given[name] is not None]
-        if beside:
-            raise InputError(f"{beside[0]} beside --profile: the file says what layers take; drop one of the two")
+        check_file_alone(given, "--profile", ("batch", "write_profile"), "what layers take")
         return parse_profile(read_json_text("--profile", path))
     from pipeloom.models import GPTConfig
     from pipeloom.plan.partition.measure import measure_gpt
 
-    default = ModelConfig()
-    sizes = {name: getattr(default, name) for name in ModelConfig.__dataclass_fields__} | model
     batch = 1 if given["batch"] is None else given["batch"]
-    return measure_gpt(GPTConfig(**sizes), batch=batch, num_ranks=num_ranks)
+    return measure_gpt(GPTConfig(**whole_model(given)), batch=batch, num_ranks=num_ranks)
 
 
 def _run(given: dict[str, Any]) -> dict[str, Any]:
     """Options of a training run on what was measured here; of what a file holds, nothing is known."""
     if given["profile"] is not None:
         return {}
-    model = {f"model.{name}": str(value).lower() for name, value in given["model"].items() if value is not None}
+    model = {f"model.{name}": str(value).lower() for name, value in given_model(given).items()}
     return {**model, "batch.size": 1 if given["batch"] is None else given["batch"]}
-
-
-def _write(path: str, profile: Profile) -> None:
-    try:
-        Path(path).write_text(profile.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"--write-profile {path}: {error.strerror or error}: the file must be writable; name another path"
-        ) from error

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from pipeloom.cli.files import read_json_text
+from pipeloom.cli.files import read_json_text, write_text
+from pipeloom.cli.model import add_model_options, check_file_alone, whole_model
 from pipeloom.cli.parser import Parser
 from pipeloom.errors import InputError
 from pipeloom.plan.slicing import (
@@ -24,9 +24,7 @@ from pipeloom.plan.slicing import (
 )
 from pipeloom.schedules import FAMILIES
 from pipeloom.sim import Timeline
-from pipeloom.train.config import ModelConfig, options
 
-_MODEL = [entry for entry in options() if entry[0].startswith("model.") and entry[0] != "model.sequence_length"]
 _GRID = 8
 _MOST_SPANS = 200_000  # a picture of more takes longer than it tells
 
@@ -52,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         found = slice_for_schedule(costs, schedule=schedule, **sizes, memory_limit=limit)
         whole = slice_for_schedule(costs, schedule=schedule, **sizes, sliced=False)
     if given["write_costs"] is not None:
-        _write(given["write_costs"], costs)
+        write_text("--write-costs", given["write_costs"], costs.to_json() + "\n")
     if given["json"]:
         print(json.dumps(answer(found, whole)))
         return 0
@@ -117,10 +115,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--memory-limit", type=int, help="most tokens whose activations a rank may hold")
     parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
-    for key, kind, default, text in _MODEL:
-        action = parser.add_argument(f"--{key}", type=kind | None, help=f"{text} ({default})")
-        if kind is bool:  # the name alone means true
-            action.nargs, action.const = "?", True
+    add_model_options(parser, but=("sequence_length",))
     return parser
 
 
@@ -130,34 +125,20 @@ def _costs(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float] | Non
     Raises:
         InputError: the file cannot be read, it stands beside sizes of a model, or those are wrong.
     """
-    model = {name: value for name, value in given["model"].items() if value is not None}
     path = given["costs"]
     if path is None:
-        return _measured(given, model)
-    beside = [f"--model.{name}" for name in model] + ["--write-costs"] * (given["write_costs"] is not None)
-    if beside:
-        raise InputError(f"{beside[0]} beside --costs: the file says what slices cost; drop one of the two")
+        return _measured(given)
+    check_file_alone(given, "--costs", ("write_costs",), "what slices cost")
     return parse_slice_costs(read_json_text("--costs", path)), None
 
 
-def _measured(given: dict[str, Any], model: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float]]:
+def _measured(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float]]:
     from pipeloom.models import GPTConfig
     from pipeloom.plan.slicing.measure import measure_slices
 
-    default = ModelConfig()
-    sizes = {name: getattr(default, name) for name in ModelConfig.__dataclass_fields__} | model
-    config = GPTConfig(**{**sizes, "sequence_length": given["sequence"]})
+    config = GPTConfig(**{**whole_model(given), "sequence_length": given["sequence"]})
     costs, *errors = measure_slices(config, num_ranks=given["ranks"], grid=given["grid"], batch=given["batch"])
     return costs, (errors[0], errors[1])
-
-
-def _write(path: str, costs: SliceCosts) -> None:
-    try:
-        Path(path).write_text(costs.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"--write-costs {path}: {error.strerror or error}: the file must be writable; name another path"
-        ) from error
 
 
 def _timeline(costs: SliceCosts, found: Slicing, schedule: str, name: str) -> Timeline:

@@ -135,7 +135,7 @@ def _warmups(counts: Sequence[int], in_flight: int | str | None) -> list[int]:
     Raises:
         ScheduleError: fewer in flight than keep all ranks busy, or no number.
     """
-    noam = [-(-sum(counts[stage:]) // ranks) for stage, ranks in enumerate(counts)]
+    noam = noam_in_flight(counts)
     if in_flight is None or isinstance(in_flight, str):
         if in_flight not in (None, "noam", "full"):
             raise ScheduleError(f"in flight is {in_flight!r}: it is noam, full, or a number of micro-batches")
@@ -146,6 +146,11 @@ def _warmups(counts: Sequence[int], in_flight: int | str | None) -> list[int]:
             f"{in_flight} micro-batches in flight: replicas {list(counts)} need at least {noam[0]} to be busy; raise it"
         )
     return [in_flight - 1, *(number - 1 for number in noam[1:])]
+
+
+def noam_in_flight(counts: Sequence[int]) -> list[int]:
+    """Micro-batches in flight on one replica of each stage, PipeDream's: the ranks from it on over its own, rounded up."""
+    return [-(-sum(counts[stage:]) // ranks) for stage, ranks in enumerate(counts)]
 
 
 def full_in_flight(counts: Sequence[int]) -> list[int]:

@@ -14,6 +14,7 @@ from pipeloom.errors import InputError
 from pipeloom.plan.partition.pipeline import Node, Pipelines
 from pipeloom.plan.partition.problem import Form, Problem
 from pipeloom.plan.partition.profile import Profile
+from pipeloom.schedules.pipedream import noam_in_flight
 from pipeloom.words import counted
 
 
@@ -136,6 +137,7 @@ def _judge(problem: Problem, nodes: Sequence[Node], fewer_ranks: tuple[int, floa
     leaves = list(_leaves(problem, nodes, len(problem.levels) - 1, (), ()))
     replicas = [math.prod(leaf.by_level) for leaf in leaves]
     behind = list(accumulate(replicas[::-1], initial=0))[-2::-1]
+    in_flight = noam_in_flight(replicas)
     worst = Bottleneck(kind="compute", stage=0, seconds=-1.0)
     stages = []
     for number, leaf in enumerate(leaves):
@@ -157,7 +159,7 @@ def _judge(problem: Problem, nodes: Sequence[Node], fewer_ranks: tuple[int, floa
                 compute_seconds=leaf.compute,
                 sync_seconds=leaf.sync,
                 transfer_seconds=leaf.transfer,
-                in_flight=-(-(count + behind[number]) // count),
+                in_flight=in_flight[number],
                 memory_bytes=float(held),
             )
         )
