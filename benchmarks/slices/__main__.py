@@ -47,10 +47,15 @@ def measure(names: Sequence[str], sequence: int, rounds: int) -> dict[str, Any]:
                 best = slice_for_schedule(costs, schedule=cut.schedule, sequence=sequence, num_ranks=NUM_RANKS, grid=64)
                 (lengths,) = best.slices
             answers = crew.call("build", cut, lengths, str(reference))
-            error = max(error for error, _ in answers)
+            error = max(error for error, _, _ in answers)
             if error > TOLERANCE:
                 raise SystemExit(f"{name} is {error:.1e} from plain autograd")
-            results[name] |= {"error": error, "peaks": [peak for _, peak in answers], "lengths": lengths}
+            results[name] |= {
+                "error": error,
+                "peaks": [peak for _, peak, _ in answers],
+                "peak_bytes": [size for _, _, size in answers],
+                "lengths": lengths,
+            }
         for number in range(1 + rounds):
             for name, crew in crews.items():
                 stamps = crew.call("step")
@@ -64,9 +69,10 @@ def tables(results: dict[str, Any]) -> str:
     for name, result in results.items():
         faster = ratio(results[WHOLE]["seconds"], result["seconds"]).show() if WHOLE in results else ""
         peaks = ", ".join(f"{peak:.2f}" for peak in result["peaks"])
-        rows.append((name, spread(result["seconds"]).show(), faster, peaks, f"{result['error']:.0e}"))
+        sizes = ", ".join(f"{size / 2**20:.0f}" for size in result["peak_bytes"])
+        rows.append((name, spread(result["seconds"]).show(), faster, peaks, sizes, f"{result['error']:.0e}"))
     best = [f"{name}: {list(r['lengths'])}" for name, r in results.items() if r["lengths"] is not None]
-    header = ("system", "seconds a step", f"times faster than {WHOLE}", "peak activations", "largest error")
+    header = ("system", "seconds a step", f"times faster than {WHOLE}", "peak activations", "MiB kept", "largest error")
     return "\n\n".join([table(header, rows), *best])
 
 

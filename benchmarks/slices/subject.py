@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from benchmarks.common.saved_bytes import SavedBytes
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -56,12 +57,13 @@ class Subject:
         self._sequence = sequence
         self._pipe: pl.Pipeline
 
-    def build(self, cut: Cut, lengths: Sequence[int] | None, reference: str) -> tuple[float, float]:
-        """The largest error, and the peak of live activations in rank-shares."""
+    def build(self, cut: Cut, lengths: Sequence[int] | None, reference: str) -> tuple[float, float, int]:
+        """The largest error, and the peak of live activations in rank-shares and in bytes."""
         num_slices = len(lengths) if lengths is not None else cut.slices or 1
         schedule = pl.schedules.build(cut.schedule, num_ranks=NUM_RANKS, num_microbatches=1, num_slices=num_slices)
         self._pipe = pl.Pipeline(build(self._sequence), schedule, loss_fn=loss_fn, slices=lengths)
-        loss = self._pipe.step(*batch(self._sequence))
+        with SavedBytes(self._pipe.parameters()) as saved:
+            loss = self._pipe.step(*batch(self._sequence))
         expected = load_file(reference)
         errors = [abs(float(loss - expected["loss"])) / float(expected["loss"])]
         for name, parameter in self._pipe.named_parameters():
@@ -69,7 +71,7 @@ class Subject:
             error = (parameter.grad - expected[name]).abs().max() / expected[name].abs().max()
             errors.append(float(error))
         (live,) = self._pipe.peak_live_activations.values()
-        return max(errors), live / num_slices
+        return max(errors), live / num_slices, saved.peak
 
     def step(self) -> tuple[float, float]:
         """When the step began and ended, by a clock that all ranks share."""

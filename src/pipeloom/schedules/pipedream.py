@@ -149,7 +149,7 @@ def _warmups(counts: Sequence[int], in_flight: int | str | None) -> list[int]:
 
 
 def noam_in_flight(counts: Sequence[int]) -> list[int]:
-    """Micro-batches in flight on one replica of each stage, PipeDream's: the ranks from it on over its own, rounded up."""
+    """Micro-batches in flight on one replica of each stage, PipeDream's: ranks from it on over its own, upwards."""
     return [-(-sum(counts[stage:]) // ranks) for stage, ranks in enumerate(counts)]
 
 
