@@ -100,14 +100,21 @@ def test_loopback(ranks: int) -> None:
         train_sliced(None, ranks, "loopback", case)
 
 
-def run_cases(rank: int, ranks: int, transport: str) -> None:
-    for case in CASES:
+def run_cases(rank: int, ranks: int, transport: str, part: slice) -> None:
+    for case in CASES[part]:
         train_sliced(rank, ranks, transport, case)
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "torch"), (2, "torch"), (4, "torch"), (2, "shared-memory")])
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "torch"), (4, "torch"), (2, "shared-memory")])
 def test_processes(ranks: int, transport: str) -> None:
-    run_ranks(run_cases, ranks, ranks, transport)
+    run_ranks(run_cases, ranks, ranks, transport, slice(ranks, None, 7))
+
+
+@pytest.mark.whole_grid
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_all_slices_in_processes(ranks: int) -> None:
+    run_ranks(run_cases, ranks, ranks, "torch", slice(None), timeout_seconds=500)
 
 
 def test_threads_and_chunks() -> None:
