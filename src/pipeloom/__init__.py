@@ -14,7 +14,16 @@ from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
 
 if TYPE_CHECKING:
     from pipeloom.parallel import DataParallel, Mesh, Precision
-    from pipeloom.runtime import BarrierStep, Pipeline, PostValidatedStep, Stream, StreamUpdate, Update, clip_grad_norm
+    from pipeloom.runtime import (
+        BarrierStep,
+        Pipeline,
+        PostValidatedStep,
+        Stream,
+        StreamUpdate,
+        Update,
+        clip_grad_norm,
+        update_parameters,
+    )
     from pipeloom.sim import Costs, Network, Timeline, simulate
 
 from pipeloom.version import __version__
@@ -35,6 +44,7 @@ _LAZY = {
     "StreamUpdate": "pipeloom.runtime",
     "Update": "pipeloom.runtime",
     "clip_grad_norm": "pipeloom.runtime",
+    "update_parameters": "pipeloom.runtime",
     "split": "pipeloom.split",
     "sim": "pipeloom.sim",
     "runtime": "pipeloom.runtime",
@@ -67,6 +77,7 @@ __all__ = [
     "passes",
     "schedules",
     "simulate",
+    "update_parameters",
 ]
 
 
