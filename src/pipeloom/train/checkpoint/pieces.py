@@ -78,6 +78,10 @@ def _check_each_once(name: str, writers: Mapping[Range | None, Writer], shape: t
         (0, total, writer.rank) if part is None else (*part[:2], writer.rank) for part, writer in writers.items()
     )
     for start, stop, rank in [*spans, (total, total, -1)]:
+        if stop > total:
+            raise CheckpointError(
+                f"{name} {shape} has {total} elements, rank {rank} holds up to {stop}: correct its range"
+            )
         if start > end:
             raise CheckpointError(
                 f"elements {end} to {start} of {name} {shape} are held by no rank: together the ranks must hold all; "
@@ -89,10 +93,6 @@ def _check_each_once(name: str, writers: Mapping[Range | None, Writer], shape: t
                 "parts that differ: parts must be the same or apart; give the ranges of the layout"
             )
         end, before = stop, rank
-    if end > total:
-        raise CheckpointError(
-            f"{name} {shape} has {total} elements, rank {before} holds up to {end}: correct its range"
-        )
 
 
 def stored_model(manifest: Manifest, weight_map: Mapping[str, str]) -> dict[str, list[Piece]]:

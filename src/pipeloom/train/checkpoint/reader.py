@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError
@@ -21,10 +20,10 @@ from pipeloom.train.checkpoint.manifest import (
     read_manifest,
     read_weight_map,
     root_name,
-    verify_file,
 )
-from pipeloom.train.checkpoint.pieces import Piece, cover, stored_model, stored_optimizer
+from pipeloom.train.checkpoint.pieces import Piece, stored_model, stored_optimizer
 from pipeloom.train.checkpoint.state import SAFETENSORS_TYPES, RandomState, is_elementwise, load_optimizer_state
+from pipeloom.train.checkpoint.tensor_reader import TensorFiles
 
 
 def load(path: Path, *, verify_files: bool = True) -> Checkpoint:
@@ -42,8 +41,7 @@ class Checkpoint:
     def __init__(self, path: Path, *, verify_files: bool = True) -> None:
         self.path = path
         self.manifest: Manifest = read_manifest(path)
-        self._unverified = set(self.manifest.files) if verify_files else set()
-        self._open_files: dict[str, Any] = {}
+        self._files = TensorFiles(path, self.manifest.files if verify_files else {})
 
     @property
     def step(self) -> int:
@@ -59,6 +57,11 @@ class Checkpoint:
         return self.manifest.layout
 
     @property
+    def compute_type(self) -> str | None:
+        """The type in which the model computes, where its parameters here are masters in another."""
+        return self.manifest.compute_type
+
+    @property
     def num_parts(self) -> int:
         """How many ranks wrote it."""
         return len(self.manifest.parts)
@@ -66,12 +69,12 @@ class Checkpoint:
     @cached_property
     def weight_map(self) -> dict[str, str]:
         """Tensor name -> file name; of a tensor in pieces each piece, as ``NAME[start:stop]``."""
-        self._check(INDEX_NAME)
+        self._files.verify(INDEX_NAME)
         return read_weight_map(self.path)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor of the model, whole, on the CPU, by any of its names. Raises CheckpointError if there is none."""
-        return self._tensor(name, self._pieces_of(name))
+        return self._files.tensor(f"{name} in {self.path}", self._pieces_of(name))
 
     def load_model(
         self,
@@ -102,7 +105,7 @@ class Checkpoint:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 if tensor.numel() or name not in ranges:
-                    loaded = self._tensor(name, self._pieces_of(name), ranges.get(name))
+                    loaded = self._files.tensor(f"{name} in {self.path}", self._pieces_of(name), ranges.get(name))
                     tensor.copy_(loaded.reshape(tensor.shape))
 
     def load_optimizer(
@@ -136,7 +139,7 @@ class Checkpoint:
         if size != self.num_parts or (part := self.manifest.parts[rank]).random is None:
             return None
         return RandomState(
-            {name: self._whole(Piece(part.random, name, None)) for name in self._keys(part.random)},
+            {name: self._files.whole(Piece(part.random, name, None)) for name in self._files.keys(part.random)},
             part.random_values,
         )
 
@@ -164,11 +167,11 @@ class Checkpoint:
         state: dict[str, Any] = {}
         for key, pieces in self._optimizer_tensors.get(stored, {}).items():
             what = f"optimizer state {key!r} of {name}"
-            shape = self._shape(pieces)
+            shape = self._files.shape(pieces)
             if part is None or self._is_cut(key, shape, part):
-                state[key] = self._tensor(what, pieces, part)
+                state[key] = self._files.tensor(f"{what} in {self.path}", pieces, part)
             elif math.prod(shape) == 1:  # the same for all parts
-                state[key] = self._whole(pieces[0])
+                state[key] = self._files.whole(pieces[0])
             else:
                 raise CheckpointError(
                     f"{what} has shape {shape} in {self.path} and belongs to the whole parameter {part.shape}: a part "
@@ -201,84 +204,14 @@ class Checkpoint:
             )
         if part is not None and not tensor.numel():
             return
-        wanted = (
-            tuple(tensor.shape) if part is None else part.shape,
-            SAFETENSORS_TYPES.get(tensor.dtype, str(tensor.dtype)),
-        )
-        saved = (self._shape(pieces), self._entry(pieces[0]).get_dtype())
-        for what, old, new in zip(("shape", "type"), saved, wanted, strict=True):
+        wanted = tuple(tensor.shape) if part is None else part.shape
+        dtype = SAFETENSORS_TYPES.get(tensor.dtype, str(tensor.dtype))
+        saved: list[tuple[str, Any, Any]] = [("shape", self._files.shape(pieces), wanted)]
+        if saved[0][1] == wanted:
+            saved += [("type", found, dtype) for found in self._files.types(f"{name} in {self.path}", pieces, part)]
+        for what, old, new in saved:
             if old != new:
                 raise CheckpointError(
                     f"{name} has {what} {old} in {self.path} and {new} in the model: they must be equal; "
                     f"build the model as it was when it was saved"
                 )
-
-    def _shape(self, pieces: list[Piece]) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
-        part = pieces[0].range
-        return tuple(self._entry(pieces[0]).get_shape()) if part is None else part.shape
-
-    def _tensor(self, what: str, pieces: list[Piece], part: Range | None = None) -> Tensor:
-        """A whole tensor in its shape, or part of it in one dimension, out of whatever holds it."""
-        shape = self._shape(pieces)
-        if part is None and pieces[0].range is None:
-            return self._whole(pieces[0])
-        start, stop, _ = part or Range(0, math.prod(shape), shape)
-        sources = [(piece.range or Range(0, math.prod(shape), shape), piece) for piece in pieces]
-        found = cover(f"{what} in {self.path}", sources, start, stop)
-        read = [self._elements(piece, first, end) for piece, first, end in found]
-        flat = read[0] if len(read) == 1 else _joined(read)
-        return flat.reshape(shape) if part is None else flat
-
-    def _whole(self, piece: Piece) -> Tensor:
-        """The library's tensors are views of a mapped file; a clone is aligned and outlives the checkpoint."""
-        tensor: Tensor = self._get(piece, lambda file: file.get_tensor(piece.key))
-        return tensor.clone()
-
-    def _elements(self, piece: Piece, start: int, stop: int) -> Tensor:
-        """Elements of a tensor in a file, read without most of the others; [stop - start]."""
-        left, position, index = math.prod(shape := self._entry(piece).get_shape()), 0, []
-        for size in shape:  # the rows that they lie in; where that is one, the rows of that one
-            left //= size
-            first, last = (start - position) // left, (stop - 1 - position) // left
-            index.append(slice(first, last + 1))
-            position += first * left
-            if first < last:
-                break
-        if not index:
-            return self._whole(piece).reshape(1)
-        rows: Tensor = self._get(piece, lambda file: file.get_slice(piece.key)[tuple(index)])
-        return rows.reshape(-1)[start - position : stop - position].clone()
-
-    def _entry(self, piece: Piece) -> Any:
-        return self._get(piece, lambda file: file.get_slice(piece.key))
-
-    def _get(self, piece: Piece, get: Callable[[Any], Any]) -> Any:
-        try:
-            return get(self._file(piece.file))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{self.path / piece.file} cannot be read ({error}): use another checkpoint"
-            ) from error
-
-    def _keys(self, file: str) -> list[str]:
-        return list(self._file(file).keys())
-
-    def _file(self, file: str) -> Any:
-        if file not in self._open_files:
-            self._check(file)
-            self._open_files[file] = safe_open(self.path / file, framework="pt", device="cpu")
-        return self._open_files[file]
-
-    def _check(self, file: str) -> None:
-        if file in self._unverified:
-            verify_file(self.path, file, self.manifest.files[file])
-            self._unverified.discard(file)
-
-
-def _joined(pieces: list[Tensor]) -> Tensor:
-    """One after the other; torch.cat does not do it in every type."""
-    whole = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
-    for target, piece in zip(torch.split(whole, [piece.numel() for piece in pieces]), pieces, strict=True):
-        target.copy_(piece)
-    return whole
