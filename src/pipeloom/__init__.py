@@ -14,7 +14,16 @@ from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
 
 if TYPE_CHECKING:
     from pipeloom.parallel import DataParallel, Mesh, Precision
-    from pipeloom.runtime import BarrierStep, Pipeline, PostValidatedStep, Stream, StreamUpdate, Update, clip_grad_norm
+    from pipeloom.runtime import (
+        BarrierStep,
+        LossScaler,
+        Pipeline,
+        PostValidatedStep,
+        Stream,
+        StreamUpdate,
+        Update,
+        clip_grad_norm,
+    )
     from pipeloom.sim import Costs, Network, Timeline, simulate
 
 from pipeloom.version import __version__
@@ -26,6 +35,7 @@ _LAZY = {
     "Timeline": "pipeloom.sim",
     "simulate": "pipeloom.sim",
     "BarrierStep": "pipeloom.runtime",
+    "LossScaler": "pipeloom.runtime",
     "DataParallel": "pipeloom.parallel",
     "Mesh": "pipeloom.parallel",
     "Precision": "pipeloom.parallel",
@@ -46,6 +56,7 @@ __all__ = [
     "BarrierStep",
     "Costs",
     "DataParallel",
+    "LossScaler",
     "Mesh",
     "Network",
     "Op",

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeloom import schedules
-from pipeloom.errors import CheckpointError, DataError, InputError, ScheduleError
+from pipeloom.errors import CheckpointError, InputError, ScheduleError
 from pipeloom.ir import Schedule, check
 from pipeloom.passes import check_has_backwards
 from pipeloom.train.checkpoint import directory as checkpoint_directory
