@@ -1,4 +1,4 @@
-"""Parts of a parameter: the consecutive elements that one process keeps of it. No torch here."""
+"""`Range`: which elements of a parameter a process updates. No torch here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """Elements `start` to `stop` of a parameter of `shape`, flattened row by row; none where the two are equal."""
+    """A main parameter with elements `start` to before `stop` of a parameter of `shape`, flattened row by row."""
 
     start: int
     stop: int
