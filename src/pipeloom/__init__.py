@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pipeloom.parallel import DataParallel, Mesh, Precision
     from pipeloom.runtime import (
         BarrierStep,
+        LossScaler,
         Pipeline,
         PostValidatedStep,
         Stream,
@@ -35,6 +36,7 @@ _LAZY = {
     "Timeline": "pipeloom.sim",
     "simulate": "pipeloom.sim",
     "BarrierStep": "pipeloom.runtime",
+    "LossScaler": "pipeloom.runtime",
     "DataParallel": "pipeloom.parallel",
     "Mesh": "pipeloom.parallel",
     "Precision": "pipeloom.parallel",
@@ -56,6 +58,7 @@ __all__ = [
     "BarrierStep",
     "Costs",
     "DataParallel",
+    "LossScaler",
     "Mesh",
     "Network",
     "Op",
