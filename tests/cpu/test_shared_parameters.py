@@ -69,6 +69,12 @@ def _train_odd(rank: int) -> None:
                 for name in ("first.weight", "scale", "unused", "first.bias"):
                     check_equal_on_copies(state[name], mesh)
                 assert torch.equal(state["first.bias"], frozen)
+                main["first.bias"].requires_grad_(True)
+                main["scale"].requires_grad_(False)
+                optimizer.zero_grad()
+                pipe.step(*halves(x, y))
+                assert main["scale"].grad is None
+                assert main["first.bias"].grad is not None or not main["first.bias"].numel()
                 assert not torch.equal(state["first.weight"], weight)
                 means = [torch.empty(7) for _ in range(2)]
                 torch.distributed.all_gather(means, state["norm.running_mean"])
