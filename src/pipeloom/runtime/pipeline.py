@@ -261,7 +261,7 @@ class Pipeline(Holdings):
     def close(self) -> None:
         """Close the channels. Closing twice does nothing.
 
-        The parameters stay usable, but those under zero3: they are whole in `state_dict` alone, which needs no channels.
+        The parameters stay usable, but those under zero3: these are whole in `state_dict` alone, which still works.
         """
         self.driver.close()
         for store in self.stores.values():
