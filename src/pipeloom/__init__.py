@@ -13,7 +13,18 @@ from pipeloom.errors import PipeloomError
 from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
 
 if TYPE_CHECKING:
-    from pipeloom.runtime import BarrierStep, Pipeline, PostValidatedStep, Stream, StreamUpdate, Update, clip_grad_norm
+    from pipeloom.parallel import DataParallel, Mesh, Precision
+    from pipeloom.runtime import (
+        BarrierStep,
+        LossScaler,
+        Pipeline,
+        PostValidatedStep,
+        Stream,
+        StreamUpdate,
+        Update,
+        clip_grad_norm,
+        update_parameters,
+    )
     from pipeloom.sim import Costs, Network, Timeline, simulate
 
 from pipeloom.version import __version__
@@ -25,12 +36,17 @@ _LAZY = {
     "Timeline": "pipeloom.sim",
     "simulate": "pipeloom.sim",
     "BarrierStep": "pipeloom.runtime",
+    "LossScaler": "pipeloom.runtime",
+    "DataParallel": "pipeloom.parallel",
+    "Mesh": "pipeloom.parallel",
+    "Precision": "pipeloom.parallel",
     "Pipeline": "pipeloom.runtime",
     "PostValidatedStep": "pipeloom.runtime",
     "Stream": "pipeloom.runtime",
     "StreamUpdate": "pipeloom.runtime",
     "Update": "pipeloom.runtime",
     "clip_grad_norm": "pipeloom.runtime",
+    "update_parameters": "pipeloom.runtime",
     "split": "pipeloom.split",
     "sim": "pipeloom.sim",
     "runtime": "pipeloom.runtime",
@@ -41,12 +57,16 @@ __all__ = [
     "Action",
     "BarrierStep",
     "Costs",
+    "DataParallel",
+    "LossScaler",
+    "Mesh",
     "Network",
     "Op",
     "Pipeline",
     "PipeloomError",
     "Placement",
     "PostValidatedStep",
+    "Precision",
     "Program",
     "Schedule",
     "Stream",
@@ -60,6 +80,7 @@ __all__ = [
     "passes",
     "schedules",
     "simulate",
+    "update_parameters",
 ]
 
 

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from pipeloom.runtime.collectives import all_gather_bytes
     from pipeloom.runtime.gradients import clip_by_norms, clip_grad_norm, gradient_norms
     from pipeloom.runtime.loopback import LoopbackTransport
+    from pipeloom.runtime.loss_scale import LossScaler
     from pipeloom.runtime.mixed import MixedTransport
-    from pipeloom.runtime.optimizer_step import BarrierStep, OptimizerStep, Update
+    from pipeloom.runtime.optimizer_step import BarrierStep, OptimizerStep, Update, update_parameters
     from pipeloom.runtime.pipeline import Pipeline
     from pipeloom.runtime.post_validation import PostValidatedStep
     from pipeloom.runtime.stream import Stream
@@ -31,6 +32,7 @@ _HOMES = {
     "Lane": "pipeloom.runtime.transport",
     "Layout": "pipeloom.runtime.values",
     "LoopbackTransport": "pipeloom.runtime.loopback",
+    "LossScaler": "pipeloom.runtime.loss_scale",
     "MixedTransport": "pipeloom.runtime.mixed",
     "Outgoing": "pipeloom.runtime.transport",
     "OptimizerStep": "pipeloom.runtime.optimizer_step",
@@ -45,6 +47,7 @@ _HOMES = {
     "clip_by_norms": "pipeloom.runtime.gradients",
     "clip_grad_norm": "pipeloom.runtime.gradients",
     "gradient_norms": "pipeloom.runtime.gradients",
+    "update_parameters": "pipeloom.runtime.optimizer_step",
 }
 
 __all__ = [
@@ -56,6 +59,7 @@ __all__ = [
     "Lane",
     "Layout",
     "LoopbackTransport",
+    "LossScaler",
     "MixedTransport",
     "OptimizerStep",
     "Outgoing",
@@ -69,6 +73,7 @@ __all__ = [
     "clip_by_norms",
     "clip_grad_norm",
     "gradient_norms",
+    "update_parameters",
 ]
 
 
