@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
+
+
+class LayerObserver(Protocol):
+    """Is told when the layers of a stage run, whichever modules they are by then."""
+
+    def before(self, index: int) -> None:
+        """In front of a layer."""
+
+    def after(self, index: int, value: Any) -> None:
+        """Behind a layer, which returned `value`."""
 
 
 class _Namespace(nn.Module):
@@ -22,6 +32,7 @@ class StageModule(nn.Module):
 
     sliceable = True
     canonical_names: dict[str, str]
+    observer: LayerObserver | None = None
 
     def __init__(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
         super().__init__()
@@ -42,6 +53,11 @@ class StageModule(nn.Module):
 
     def forward(self, value: Any) -> Any:
         """Run the layers; `value` (a tensor, tuple or dict) is passed on as one argument, as nn.Sequential does."""
-        for modules, name in self._chain:
+        observer = self.observer
+        for index, (modules, name) in enumerate(self._chain):
+            if observer is not None:
+                observer.before(index)
             value = modules[name](value)  # type: ignore[misc]
+            if observer is not None:
+                observer.after(index, value)
         return value
