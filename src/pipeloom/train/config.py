@@ -177,6 +177,11 @@ class TrainConfig:
         return max(1, self.parallel.data)
 
     @property
+    def samples_a_microbatch(self) -> int:
+        """The most that one of them has."""
+        return -(-self.batch.size // (self.num_copies * self.num_microbatches))
+
+    @property
     def data_parallel(self) -> DataParallel:
         """What the copies share. Raises InputError where strategy and granularity do not go together."""
         whole = self.optimizer.name == "muon"  # it needs matrices in one piece
