@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ import pipeloom as pl
 from pipeloom.runtime import BarrierStep, LossScaler
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint.exchange import DistributedExchange
+from pipeloom.train.checkpoint.tensor_file import HashingFile
 from tests.cpu.ranks import run_ranks
 
 NUM_SAMPLES = 8
@@ -166,6 +169,35 @@ def test_strategies_follow_each_other(tmp_path: Path) -> None:
     assert losses == pytest.approx(whole, rel=1e-12)
     assert path is not None
     assert_near(model_of(path), model_of(tmp_path / "whole" / "checkpoint-4"))
+
+
+def die_in_save(rank: int, setting: Setting, steps: Steps, victim: int, num_writes: int) -> list[float]:
+    """`go`, but one process is killed at a write of its second save."""
+    write, count = HashingFile.write, 0
+
+    def counted(file: HashingFile, data: Any) -> None:
+        nonlocal count
+        count += (steps.output_dir / "checkpoint-1").exists()
+        if count == num_writes:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(file, data)
+
+    if rank == victim:
+        HashingFile.write = counted  # type: ignore[method-assign]  # this process is the test's alone
+    return go(rank, setting, steps)
+
+
+@pytest.mark.parametrize(("victim", "num_writes"), [(0, 20), (1, 1), (3, 9)])
+def test_a_process_killed_in_a_save_leaves_the_last_good_one(victim: int, num_writes: int, tmp_path: Path) -> None:
+    setting = Setting(2, 2, "zero3")
+    with pytest.raises(AssertionError, match=f"rank {victim} ended without an answer"):
+        run_ranks(die_in_save, 4, setting, Steps(tmp_path, 1, 2, (1, 2)), victim, num_writes)
+    assert any(entry.path.name.startswith(".") for entry in ck.list_checkpoints(tmp_path)) == (victim == 0)
+    assert ck.latest(tmp_path) == tmp_path / "checkpoint-1"
+    assert [entry.path.name for entry in ck.list_checkpoints(tmp_path)] == ["checkpoint-1"]
+    ck.verify(tmp_path / "checkpoint-1")
+    whole = run(setting, Steps(tmp_path / "whole", 1, 2))
+    assert run(setting, Steps(tmp_path, 2, 2, (2,), tmp_path / "checkpoint-1")) == whole[1:]
 
 
 @pytest.mark.parametrize(("precision", "data"), [("bf16", "zero2"), ("fp16", "zero3"), ("fp16", None)])
