@@ -101,7 +101,11 @@ class Trainer:
         self.scaler = LossScaler(precision.loss_scale, growth_steps=precision.loss_scale_steps) if scales else None
         self._begun: deque[_Begun] = deque()  # steps whose updates are not final yet
         tied = tuple(parameter.stages for parameter in self.stages.tied)
-        self.program = lower(self.pipe.schedule, tied_stages=tied)
+        masters = config.number_format.has_masters
+        shared = config.data_parallel.axis(group.num_copies, separate_master=masters)
+        self.program = lower(
+            self.pipe.schedule, tied_stages=tied, data=shared if masters or group.num_copies > 1 else None
+        )
         self.predictor = Predictor()
         streams = self.schedule.microbatches_per_update is not None
         self.stream = StreamSteps(self.pipe, self.optimizer, self.predictor, config, group) if streams else None
