@@ -23,7 +23,7 @@ from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.holdings import Holdings
 from pipeloom.runtime.host_memory import keep_freed_memory
 from pipeloom.runtime.results import ResultExchange, total
-from pipeloom.runtime.runnable import check_loss, check_runnable, check_slices
+from pipeloom.runtime.runnable import check_loss, check_recompute, check_runnable, check_slices
 from pipeloom.runtime.slices import cut_sequences
 from pipeloom.runtime.speculation import Speculation
 from pipeloom.runtime.state import Batch, LossFn
@@ -53,6 +53,8 @@ class Pipeline(Holdings):
             proportion. None: evenly. Inputs and targets then hold sequences along dimension 1, and `loss_fn` is the
             mean over the tokens of a slice. Dropout masks do not depend on the lengths; one length, for a schedule
             without slices, gives the same ones.
+        recompute: what backwards compute again instead of keeping it: "none", "selective" (attention) or "full" (every
+            block), for all stages or one word a stage. Losses and gradients are those without, to the last bit.
         blackbox: a writable buffer of 64 bytes into which the label of the running action is written.
         timeout_seconds: how long a rank may wait for a message.
 
@@ -76,6 +78,7 @@ class Pipeline(Holdings):
         cut: str | Sequence[int] = "layers",
         transport: str | Transport = "auto",
         slices: Sequence[int] | None = None,
+        recompute: str | Sequence[str] = "none",
         blackbox: Any = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -90,6 +93,7 @@ class Pipeline(Holdings):
                 f"must be equal; cut the model into {schedule.num_stages}"
             )
         self.schedule = schedule
+        self._recompute = check_recompute(recompute, schedule.num_stages, transport)
         self._sliced, self._slice_lengths = schedule.num_slices > 1 or slices is not None, slices
         if self._sliced:
             for module in cut_model.modules:
@@ -126,6 +130,7 @@ class Pipeline(Holdings):
                     rank, self.ownership.shared(rank), self.ownership.shared_buffers(rank), self.transport
                 ),
                 sliced=self._sliced,
+                recompute=self._recompute,
                 blackbox=blackbox,
             )
             for rank, stages in self._by_rank.items()
