@@ -13,6 +13,7 @@ from pipeloom.errors import PipeloomError
 from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
 
 if TYPE_CHECKING:
+    from pipeloom.parallel import DataParallel, Mesh, Precision
     from pipeloom.runtime import BarrierStep, Pipeline, PostValidatedStep, Stream, StreamUpdate, Update, clip_grad_norm
     from pipeloom.sim import Costs, Network, Timeline, simulate
 
@@ -25,6 +26,9 @@ _LAZY = {
     "Timeline": "pipeloom.sim",
     "simulate": "pipeloom.sim",
     "BarrierStep": "pipeloom.runtime",
+    "DataParallel": "pipeloom.parallel",
+    "Mesh": "pipeloom.parallel",
+    "Precision": "pipeloom.parallel",
     "Pipeline": "pipeloom.runtime",
     "PostValidatedStep": "pipeloom.runtime",
     "Stream": "pipeloom.runtime",
@@ -41,12 +45,15 @@ __all__ = [
     "Action",
     "BarrierStep",
     "Costs",
+    "DataParallel",
+    "Mesh",
     "Network",
     "Op",
     "Pipeline",
     "PipeloomError",
     "Placement",
     "PostValidatedStep",
+    "Precision",
     "Program",
     "Schedule",
     "Stream",

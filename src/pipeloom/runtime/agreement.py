@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import astuple
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ class Terms(NamedTuple):
             slices,
             program.gradient_groups,
             [schedule.weights, schedule.microbatches_per_update],
+            program.data and astuple(program.data),
         ]
         digest = blake2b(json.dumps([orders, shape, layers]).encode(), digest_size=16).hexdigest()
         sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
@@ -63,6 +65,6 @@ class Terms(NamedTuple):
                 )
             if other.digest != first.digest:
                 raise InputError(
-                    f"ranks 0 and {rank} both have schedule {first.summary}, but their orders, cuts, slices or tied "
-                    "parameters differ: all ranks run the same; pass the same model and arguments on each"
+                    f"ranks 0 and {rank} both have schedule {first.summary}, but their orders, cuts, slices, tied "
+                    "parameters or data axes differ: all ranks run the same; pass the same model and arguments on each"
                 )

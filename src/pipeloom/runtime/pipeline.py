@@ -22,6 +22,7 @@ from pipeloom.runtime.driver import Driver
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.holdings import Holdings
 from pipeloom.runtime.host_memory import keep_freed_memory
+from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.results import ResultExchange, total
 from pipeloom.runtime.runnable import check_loss, check_recompute, check_runnable, check_slices
 from pipeloom.runtime.slices import cut_sequences
@@ -55,6 +56,8 @@ class Pipeline(Holdings):
             without slices, gives the same ones.
         recompute: what backwards compute again instead of keeping it: "none", "selective" (attention) or "full" (every
             block), for all stages or one word a stage. Losses and gradients are those without, to the last bit.
+        mesh: where copies of the pipeline share the work: its axis pp holds the ranks of one copy, each process a
+            rank, and its axis dp the copies. None: one copy.
         blackbox: a writable buffer of 64 bytes into which the label of the running action is written.
         timeout_seconds: how long a rank may wait for a message.
 
@@ -79,6 +82,7 @@ class Pipeline(Holdings):
         transport: str | Transport = "auto",
         slices: Sequence[int] | None = None,
         recompute: str | Sequence[str] = "none",
+        mesh: ProcessMesh | None = None,
         blackbox: Any = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -107,7 +111,8 @@ class Pipeline(Holdings):
         given = not isinstance(model, nn.Module | Stages)  # a list of stages may hold a dummy for those of other ranks
         terms = Terms.of(self._train_program, () if given else cut_model.layers, slices)
         self._loss_fn = loss_fn
-        self._join(cut_model, connect(schedule.num_ranks, transport, timeout_seconds, terms), blackbox)
+        self.mesh = mesh
+        self._join(cut_model, connect(schedule.num_ranks, transport, timeout_seconds, terms, mesh), blackbox)
 
     def _join(self, cut_model: Stages, connection: Connection, blackbox: Any) -> None:
         """Take this process's stages of the model, and get ready to run them."""
