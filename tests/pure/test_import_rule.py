@@ -19,7 +19,16 @@ ALLOWED = {
     "schedules": {"ir"},
     "passes": {"ir"},
     "sim": {"ir"},
-    "plan": {"ir", "schedules", "sim", "split", "models", "slicing"},  # models: measuring runs one
+    "plan": {
+        "ir",
+        "schedules",
+        "passes",
+        "sim",
+        "parallel",
+        "split",
+        "models",
+        "slicing",
+    },  # models: measuring runs one
     "slicing": set(),
     "split": {"ir", "slicing"},
     "models": {"slicing"},
