@@ -199,13 +199,11 @@ class _Walk:
                 again = self._model.recomputed_bytes(stage) / slices
             of_data = op is Op.REDUCE_GRAD and microbatch is not None and not stream
             if of_data:
-                reduced[stage] = sum(unit.reduced for unit in self._units[stage])
                 sending = max((unit.sending for unit in self._units[stage]), default=0.0)
-            gradients = sum(whole.values()) + sum(reduced.values()) + sending
             moments.append(
                 {
                     "activations": activations,
-                    "gradients": gradients - (reduced[stage] if of_data else 0.0),
+                    "gradients": sum(whole.values()) + sum(reduced.values()) + sending,
                     "gathered": sum(gathered.values()),
                     "recomputed": again,
                 }
@@ -216,6 +214,7 @@ class _Walk:
                 gathered.pop(stage, None)
             elif of_data:
                 whole.pop(stage, None)
+                reduced[stage] = sum(unit.reduced for unit in self._units[stage])
         return moments
 
     def _at_once(self, stage: int, what: str, *, fine: bool) -> float:
