@@ -1,0 +1,1 @@
+"""Meshes, data parallelism and less memory: what composes with a pipeline."""
