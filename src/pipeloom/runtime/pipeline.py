@@ -22,6 +22,7 @@ from pipeloom.runtime.driver import Driver
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.holdings import Holdings
 from pipeloom.runtime.host_memory import keep_freed_memory
+from pipeloom.runtime.moves import OffloadOptions
 from pipeloom.runtime.results import ResultExchange, total
 from pipeloom.runtime.runnable import check_loss, check_recompute, check_runnable, check_slices
 from pipeloom.runtime.slices import cut_sequences
@@ -55,6 +56,8 @@ class Pipeline(Holdings):
             without slices, gives the same ones.
         recompute: what backwards compute again instead of keeping it: "none", "selective" (attention) or "full" (every
             block), for all stages or one word a stage. Losses and gradients are those without, to the last bit.
+        offload: moves activations to memory of the host or to a file between forward and backward, such as
+            ``pipeloom.parallel.OffloadActivations("disk:/scratch")``.
         blackbox: a writable buffer of 64 bytes into which the label of the running action is written.
         timeout_seconds: how long a rank may wait for a message.
 
@@ -79,6 +82,7 @@ class Pipeline(Holdings):
         transport: str | Transport = "auto",
         slices: Sequence[int] | None = None,
         recompute: str | Sequence[str] = "none",
+        offload: OffloadOptions | None = None,
         blackbox: Any = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -100,6 +104,8 @@ class Pipeline(Holdings):
                 make_sliceable(module)
         tied = tuple(parameter.stages for parameter in cut_model.tied)
         self._train_program = lower(schedule, tied_stages=tied)
+        if offload is not None and not schedule.forward_only:
+            self._train_program = offload.insert(self._train_program)
         self._forward_program = lower(evaluation_schedule(schedule))
         check(self._train_program)
         check(self._forward_program)
@@ -107,6 +113,8 @@ class Pipeline(Holdings):
         given = not isinstance(model, nn.Module | Stages)  # a list of stages may hold a dummy for those of other ranks
         terms = Terms.of(self._train_program, () if given else cut_model.layers, slices)
         self._loss_fn = loss_fn
+        device = next((p.device for module in cut_model.modules for p in module.parameters()), torch.device("cpu"))
+        self._open_mover = offload.open(device) if offload is not None else lambda: None
         self._join(cut_model, connect(schedule.num_ranks, transport, timeout_seconds, terms), blackbox)
 
     def _join(self, cut_model: Stages, connection: Connection, blackbox: Any) -> None:
@@ -131,6 +139,7 @@ class Pipeline(Holdings):
                 ),
                 sliced=self._sliced,
                 recompute=self._recompute,
+                mover=self._open_mover(),
                 blackbox=blackbox,
             )
             for rank, stages in self._by_rank.items()
@@ -140,6 +149,11 @@ class Pipeline(Holdings):
         self._has_update_channels = False
         self._speculation: Speculation | None = None  # while parameters wait to be validated
         self.driver = Driver(self.rank, self.num_ranks, self.transport)
+
+    @property
+    def program(self) -> Program:
+        """What `step` runs."""
+        return self._train_program
 
     @property
     def num_ranks(self) -> int:
@@ -240,9 +254,18 @@ class Pipeline(Holdings):
         """For each rank of this process, the activations held now; zero between steps."""
         return {rank: worker.live_activations for rank, worker in self.workers.items()}
 
+    @property
+    def offloaded(self) -> tuple[int, float]:
+        """Bytes of activations that were moved away and back by ranks of this process, and seconds they waited."""
+        movers = [worker.state.mover for worker in self.workers.values() if worker.state.mover is not None]
+        return sum(mover.moved_bytes for mover in movers), sum(mover.wait_seconds for mover in movers)
+
     def close(self) -> None:
         """Close the channels. The parameters stay usable. Closing twice does nothing."""
         self.driver.close()
+        for worker in self.workers.values():
+            if worker.state.mover is not None:
+                worker.state.mover.close()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
 from pipeloom.passes import insert_offload
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeloom.runtime.moves import ActivationMover
 
 CPU, DISK = "cpu", "disk"
 
@@ -62,11 +68,19 @@ class OffloadActivations:
         where: "cpu" or "disk:PATH".
         most: how many activations a rank may hold, one number or one a rank; None: as few as moves can keep.
         beside: beside how many computations a move runs.
+        least_bytes: what is smaller stays where it is.
+
+    Raises:
+        InputError: `where` is no place, or one in which no file can be made.
     """
 
     where: str
     most: float | Sequence[float] | None = None
     beside: int = 1
+    least_bytes: int = 4096
+
+    def __post_init__(self) -> None:
+        Place.parse(self.where)
 
     def insert(self, program: Program) -> Program:
         """The program with its moves.
@@ -86,4 +100,22 @@ class OffloadActivations:
                 return insert_offload(program, most, beside=self.beside)
             except InputError:
                 continue
-        raise AssertionError  # never: without a move, all activations of a step are enough
+        raise AssertionError  # not reached: without a move, all activations of a step are enough
+
+    def open(self, device: torch.device) -> Callable[[], ActivationMover]:
+        """What makes the mover of each rank of this process; they share a store.
+
+        Raises:
+            InputError: activations are there already.
+        """
+        from pipeloom.parallel.offload.activations import MovedActivations
+        from pipeloom.parallel.offload.store import open_store
+
+        place = Place.parse(self.where)
+        if place.kind == device.type:
+            raise InputError(
+                f"offload of activations to {self.where!r} of a model that is in the CPU's memory: nothing would move; "
+                "take disk:PATH, or leave it out"
+            )
+        store = open_store(place)
+        return lambda: MovedActivations(store, self.least_bytes)
