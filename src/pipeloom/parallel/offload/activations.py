@@ -1,8 +1,8 @@
 """`MovedActivations`: what forwards saved, in a store until their backwards.
 
 Hooks on saved tensors note storages, each once however many tensors lie in it. Parameters, buffers, the batch and what
-slices share are held by others, so that moving them would free nothing; small ones are not worth it. Of the stage's input
-only the leaf of the graph stays, without its numbers.
+slices share are held by others, so that moving them would free nothing; small ones are not worth it. Of the stage's
+input only the leaf of the graph stays, without its numbers.
 
 A tensor may be asked for several times (a split backward and autograd do): it is made of its storage every time.
 """
@@ -43,7 +43,7 @@ class _Piece:
 
     def as_bytes(self) -> Tensor:
         assert self.storage is not None
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)  # type: ignore[arg-type]
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
 
 
 class _Noted(Repeatable):
@@ -60,7 +60,7 @@ class _Noted(Repeatable):
         if storage is None:
             raise RunError("a saved tensor is away when it is needed: its RELOAD has to come before; check the program")
         made = torch.empty(0, dtype=self.dtype, device=self.piece.device)
-        return made.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload, no-any-return]
+        return made.set_(storage, self.offset, self.shape, self.stride)
 
 
 class _Left(Repeatable):

@@ -126,7 +126,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._mover.wait_seconds
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters that have a gradient."""
         loss = None
         if closure is not None:
@@ -172,7 +172,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._states.clear()
         for parameter, state in held.items():
             self._states[parameter] = state
-        self.wrapped.state = self._states
+        wrapped: Any = self.wrapped  # whose state need not be a dict
+        wrapped.state = self._states
 
     def _buffer(self, number: int) -> Tensor:
         """The buffer of the `number`-th portion of an update."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
 from pipeloom.passes import insert_offload
+from pipeloom.passes.offload import least_held
 
 if TYPE_CHECKING:
     import torch
@@ -93,14 +93,8 @@ class OffloadActivations:
                 f"schedule {program.name!r} with offload of activations: a stream's versions would have to move too; "
                 "take a schedule that flushes, such as 1f1b"
             )
-        if self.most is not None:
-            return insert_offload(program, self.most, beside=self.beside)
-        for most in count(1):
-            try:
-                return insert_offload(program, most, beside=self.beside)
-            except InputError:
-                continue
-        raise AssertionError  # not reached: without a move, all activations of a step are enough
+        most = least_held(program, beside=self.beside) if self.most is None else self.most
+        return insert_offload(program, most, beside=self.beside)
 
     def open(self, device: torch.device) -> Callable[[], ActivationMover]:
         """What makes the mover of each rank of this process; they share a store.
