@@ -13,8 +13,17 @@ from pipeloom.errors import PipeloomError
 from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
 
 if TYPE_CHECKING:
-    from pipeloom.parallel import DataParallel, Mesh, Precision
-    from pipeloom.runtime import BarrierStep, Pipeline, PostValidatedStep, Stream, StreamUpdate, Update, clip_grad_norm
+    from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, OffloadedOptimizer, Precision
+    from pipeloom.runtime import (
+        BarrierStep,
+        LossScaler,
+        Pipeline,
+        PostValidatedStep,
+        Stream,
+        StreamUpdate,
+        Update,
+        clip_grad_norm,
+    )
     from pipeloom.sim import Costs, Network, Timeline, simulate
 
 from pipeloom.version import __version__
@@ -26,8 +35,11 @@ _LAZY = {
     "Timeline": "pipeloom.sim",
     "simulate": "pipeloom.sim",
     "BarrierStep": "pipeloom.runtime",
+    "LossScaler": "pipeloom.runtime",
     "DataParallel": "pipeloom.parallel",
     "Mesh": "pipeloom.parallel",
+    "OffloadActivations": "pipeloom.parallel",
+    "OffloadedOptimizer": "pipeloom.parallel",
     "Precision": "pipeloom.parallel",
     "Pipeline": "pipeloom.runtime",
     "PostValidatedStep": "pipeloom.runtime",
@@ -46,8 +58,11 @@ __all__ = [
     "BarrierStep",
     "Costs",
     "DataParallel",
+    "LossScaler",
     "Mesh",
     "Network",
+    "OffloadActivations",
+    "OffloadedOptimizer",
     "Op",
     "Pipeline",
     "PipeloomError",

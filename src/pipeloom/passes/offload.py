@@ -93,6 +93,12 @@ def insert_offload(
     return replace(program, orders=orders)
 
 
+def least_held(program: Program, *, beside: int = 1) -> tuple[float, ...]:
+    """The lowest cap of each rank, in activations of one stage and micro-batch, that `insert_offload` can keep."""
+    sizes = (1.0,) * program.schedule.num_stages
+    return tuple(_Plan(groups_of(order, program), program, sizes, beside).least() for order in program.orders)
+
+
 def _with_moves(
     order: Sequence[Action], groups: Sequence[Group], moves: Sequence[_Entry], beside: int
 ) -> tuple[Action, ...]:

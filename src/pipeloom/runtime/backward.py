@@ -64,14 +64,18 @@ def _bind_graph(
     key = (stage, microbatch, piece)
     last = stage == program.schedule.num_stages - 1
     saved, arrived = state.saved, state.gradients
+    mover = state.mover if key in state.moved else None
 
     def begin() -> tuple[list[Tensor], list[Root], list[Tensor]]:
+        if mover is not None:
+            mover.arrive(key)
         held = saved[key]
         assert isinstance(held, tuple)
         leaves, roots = held
         given: Sequence[Tensor | None]
         if last:
-            given = [state.seed(state.loss_weights.pop(key), state.batch.losses[microbatch])] if roots else ()
+            weight = state.loss_weights.pop(key) * state.loss_scale
+            given = [state.seed(weight, state.batch.losses[microbatch])] if roots else ()
         else:
             given = arrived.pop(key)
         pairs = [(root, gradient) for root, gradient in zip(roots, given, strict=True) if gradient is not None]

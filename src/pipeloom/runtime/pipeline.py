@@ -22,6 +22,8 @@ from pipeloom.runtime.driver import Driver
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.holdings import Holdings
 from pipeloom.runtime.host_memory import keep_freed_memory
+from pipeloom.runtime.moves import OffloadOptions
+from pipeloom.runtime.parameter_store import Sharing, sharing_of
 from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.results import ResultExchange, total
 from pipeloom.runtime.runnable import check_loss, check_recompute, check_runnable, check_slices
@@ -56,8 +58,14 @@ class Pipeline(Holdings):
             without slices, gives the same ones.
         recompute: what backwards compute again instead of keeping it: "none", "selective" (attention) or "full" (every
             block), for all stages or one word a stage. Losses and gradients are those without, to the last bit.
+        offload: moves activations to memory of the host or to a file between forward and backward, such as
+            ``pipeloom.parallel.OffloadActivations("disk:/scratch")``.
         mesh: where copies of the pipeline share the work: its axis pp holds the ranks of one copy, each process a
             rank, and its axis dp the copies. None: one copy.
+        data: what copies keep of parameters, gradients and optimizer states: a `pipeloom.DataParallel` or the name of
+            a strategy, "ddp" (the default) to "zero3". Copies start from the parameters of the first.
+        precision: number formats: a `pipeloom.Precision`, or "bf16", "fp16" or "fp32" (the default), with which
+            parameters are what the model has.
         blackbox: a writable buffer of 64 bytes into which the label of the running action is written.
         timeout_seconds: how long a rank may wait for a message.
 
@@ -82,7 +90,10 @@ class Pipeline(Holdings):
         transport: str | Transport = "auto",
         slices: Sequence[int] | None = None,
         recompute: str | Sequence[str] = "none",
+        offload: OffloadOptions | None = None,
         mesh: ProcessMesh | None = None,
+        data: Any = None,
+        precision: Any = None,
         blackbox: Any = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -103,24 +114,35 @@ class Pipeline(Holdings):
             for module in cut_model.modules:
                 make_sliceable(module)
         tied = tuple(parameter.stages for parameter in cut_model.tied)
-        self._train_program = lower(schedule, tied_stages=tied)
-        self._forward_program = lower(evaluation_schedule(schedule))
+        sharing = sharing_of(mesh, data, precision)
+        if sharing.axis is not None and schedule.microbatches_per_update is not None:
+            raise InputError(
+                f"schedule {schedule.name!r} updates while it runs: copies of a pipeline, masters and shards are for "
+                "schedules that flush; give stages replicas of their own, or take a schedule such as 1f1b"
+            )
+        self._train_program = lower(schedule, tied_stages=tied, data=sharing.axis)
+        if offload is not None and not schedule.forward_only:
+            self._train_program = offload.insert(self._train_program)
+        self._forward_program = lower(evaluation_schedule(schedule), data=sharing.axis)
         check(self._train_program)
         check(self._forward_program)
 
         given = not isinstance(model, nn.Module | Stages)  # a list of stages may hold a dummy for those of other ranks
-        terms = Terms.of(self._train_program, () if given else cut_model.layers, slices)
+        terms = Terms.of(self._train_program, () if given else cut_model.layers, slices, sharing.terms)
         self._loss_fn = loss_fn
+        device = next((p.device for module in cut_model.modules for p in module.parameters()), torch.device("cpu"))
+        self._open_mover = offload.open(device) if offload is not None else lambda: None
         self.mesh = mesh
-        self._join(cut_model, connect(schedule.num_ranks, transport, timeout_seconds, terms, mesh), blackbox)
+        connection = connect(schedule.num_ranks, transport, timeout_seconds, terms, mesh)
+        self._join(cut_model, connection, sharing, blackbox)
 
-    def _join(self, cut_model: Stages, connection: Connection, blackbox: Any) -> None:
+    def _join(self, cut_model: Stages, connection: Connection, sharing: Sharing, blackbox: Any) -> None:
         """Take this process's stages of the model, and get ready to run them."""
         self.rank, self.process_group, self.transport = connection.rank, connection.process_group, connection.transport
         if self.rank is not None:
             keep_freed_memory()
         self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
-        super().__init__(cut_model, self._train_program, self.local_ranks)
+        super().__init__(cut_model, self._train_program, self.local_ranks, sharing)
         self._results = ResultExchange(self.rank, self._forward_program.schedule, self.transport)
         # In an order that every rank agrees on.
         self.transport.open(sorted({*program_channels(self._train_program), *self._results.channels()}))
@@ -129,13 +151,15 @@ class Pipeline(Holdings):
             rank: Worker(
                 rank,
                 stages,
-                loss_fn=self._loss_fn,
+                loss_fn=sharing.loss_fn(self._loss_fn),
                 transport=self.transport,
                 gradient_sum=GradientSum(
                     rank, self.ownership.shared(rank), self.ownership.shared_buffers(rank), self.transport
                 ),
+                store=self.stores[rank],
                 sliced=self._sliced,
                 recompute=self._recompute,
+                mover=self._open_mover(),
                 blackbox=blackbox,
             )
             for rank, stages in self._by_rank.items()
@@ -145,6 +169,11 @@ class Pipeline(Holdings):
         self._has_update_channels = False
         self._speculation: Speculation | None = None  # while parameters wait to be validated
         self.driver = Driver(self.rank, self.num_ranks, self.transport)
+
+    @property
+    def program(self) -> Program:
+        """What `step` runs."""
+        return self._train_program
 
     @property
     def num_ranks(self) -> int:
@@ -182,7 +211,7 @@ class Pipeline(Holdings):
                 graph behind them, copies of a parameter that differ.
             StageError: the model or the loss raised. PeerLost: another rank ended.
         """
-        return total(self._train(inputs, targets, share_losses=True))
+        return self.sharing.sum_losses(total(self._train(inputs, targets, share_losses=True)))
 
     def accumulate(self, inputs: Value = None, targets: Value = None) -> dict[int, Tensor]:
         """`step` that does not wait for the losses of other ranks.
@@ -216,7 +245,9 @@ class Pipeline(Holdings):
         self.eval()
         try:
             with torch.no_grad():
-                return total(self._run(self._forward_program, inputs, targets, with_loss=True).losses)
+                return self.sharing.sum_losses(
+                    total(self._run(self._forward_program, inputs, targets, with_loss=True).losses)
+                )
         finally:
             for module, training in modes:  # parents first; a module may do more in train() than set the flag
                 if module.training != training:
@@ -229,6 +260,20 @@ class Pipeline(Holdings):
         with torch.no_grad():
             batch = self._run(self._forward_program, inputs, None, with_loss=False)
         return join_batch([batch.outputs[b] for b in sorted(batch.outputs)]) if batch.outputs else None
+
+    @property
+    def loss_scale(self) -> float:
+        """By what losses are multiplied before their backward; main gradients are divided by it. For fp16, say."""
+        return self.stores[self.local_ranks[0]].loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if self.sharing.axis is None and scale != 1.0:
+            raise InputError(
+                f"loss_scale is {scale} with gradients of float32: it is for 16 bits; pass precision='fp16'"
+            )
+        for rank, worker in self.workers.items():
+            worker.state.loss_scale = self.stores[rank].loss_scale = scale
 
     @property
     def records(self) -> list[tuple[int, list[Record]]]:
@@ -245,9 +290,18 @@ class Pipeline(Holdings):
         """For each rank of this process, the activations held now; zero between steps."""
         return {rank: worker.live_activations for rank, worker in self.workers.items()}
 
+    @property
+    def offloaded(self) -> tuple[int, float]:
+        """Bytes of activations that were moved away and back by ranks of this process, and seconds they waited."""
+        movers = [worker.state.mover for worker in self.workers.values() if worker.state.mover is not None]
+        return sum(mover.moved_bytes for mover in movers), sum(mover.wait_seconds for mover in movers)
+
     def close(self) -> None:
         """Close the channels. The parameters stay usable. Closing twice does nothing."""
         self.driver.close()
+        for worker in self.workers.values():
+            if worker.state.mover is not None:
+                worker.state.mover.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -266,10 +320,11 @@ class Pipeline(Holdings):
         self.driver.check_free()
         batch = Batch.cut(
             program.num_microbatches,
-            inputs,
+            self.sharing.inputs(inputs),
             targets,
             needs_inputs=self.needs_inputs,
             needs_targets=self.needs_targets and with_loss,
+            sum_samples=self.sharing.sum_samples,
         )
         if self._sliced:
             cut_sequences(batch, self.schedule.num_slices, self._slice_lengths)

@@ -12,9 +12,9 @@ Of a stage's output only the graph is kept, not the numbers: after it is sent no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from pipeloom.runtime.transport import Channel, Transport
 from pipeloom.runtime.values import Layout, Value, flatten, split_batch
 from pipeloom.slicing import SliceContext
 from pipeloom.split.profile import may_change_input
+
+if TYPE_CHECKING:
+    from pipeloom.runtime.moves import ActivationMover
 
 LossFn = Callable[[Any, Any], Tensor]
 Key = tuple[int, int | None, int | None]  # stage, micro-batch, slice
@@ -57,7 +60,7 @@ class Batch:
     Attributes:
         inputs: of every micro-batch, on ranks with the first stage.
         targets: of every micro-batch, on ranks with the last stage; None where no loss is asked for.
-        weights: the share of each micro-batch in the loss.
+        weights: the share of each micro-batch in the loss, which is the mean over the batches of all copies.
         losses: of the micro-batches whose last stage ran here, each times its weight; of slices, their sum.
         outputs: of the last stage, where no loss is asked for; of slices, a list until all are there.
         num_samples: of the batch; 0 where this process reads neither inputs nor targets.
@@ -76,9 +79,18 @@ class Batch:
 
     @classmethod
     def cut(
-        cls, num_microbatches: int, inputs: Value, targets: Value, *, needs_inputs: bool, needs_targets: bool
+        cls,
+        num_microbatches: int,
+        inputs: Value,
+        targets: Value,
+        *,
+        needs_inputs: bool,
+        needs_targets: bool,
+        sum_samples: Callable[[int], int] = int,
     ) -> Batch:
         """The batch as micro-batches, where this process needs it.
+
+        Where targets are needed `sum_samples` says how many samples the batches of all copies of the pipeline hold.
 
         Raises:
             InputError: what is needed is missing, too short, of another length than the rest, or part of a graph.
@@ -92,7 +104,8 @@ class Batch:
             if needs_inputs and sum(sizes) != batch.num_samples:
                 raise InputError(unequal_lengths(batch.num_samples, sum(sizes)))
             batch.num_samples = sum(sizes)
-            batch.weights = [size / batch.num_samples for size in sizes]
+            all_samples = sum_samples(batch.num_samples)
+            batch.weights = [size / all_samples for size in sizes]
         return batch
 
 
@@ -132,7 +145,11 @@ class RankState:
         speculating: whether the forwards that run may have to be done again.
         stale_calls: numbers of cancelled calls, of which messages may still come.
         sends: to all whom this rank sends to in the pipeline's own lane.
-        peak_live_activations: the most entries that `saved` had in the last run.
+        loss_scale: by what the loss is multiplied before its backward.
+        peak_live_activations: the most entries that `saved` had in the last run, those that are away aside.
+        mover: moves what forwards saved away and back, if somebody does.
+        moved: what it moves of the program that is bound next.
+        num_away: how many entries of `saved` are away.
     """
 
     rank: int
@@ -146,7 +163,11 @@ class RankState:
     speculating: bool = False
     stale_calls: tuple[int, ...] = ()
     sends: dict[Channel, Callable[[Layout, list[Tensor], int], None]] = field(default_factory=dict)
+    loss_scale: float = 1.0
     peak_live_activations: int = 0
+    mover: ActivationMover | None = None
+    moved: Set[Key] = frozenset()
+    num_away: int = 0
     arrived: dict[Key, tuple[Value, list[Tensor]]] = field(default_factory=dict)
     saved: dict[Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = field(default_factory=dict)
     gradients: dict[Key, Sequence[Tensor | None]] = field(default_factory=dict)
@@ -180,6 +201,13 @@ class RankState:
         for context in self.contexts.values():
             context.close()
         self.contexts.clear()
+        self.num_away = 0
+        if self.mover is not None:
+            self.mover.forget()
+
+    def note_live(self) -> None:
+        """An activation has come to be held."""
+        self.peak_live_activations = max(self.peak_live_activations, len(self.saved) - self.num_away)
 
     def seed(self, weight: float, like: Tensor) -> Tensor:
         """The gradient of the whole step's loss by one micro-batch's loss."""

@@ -133,6 +133,21 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    recompute: str = _option(
+        "none",
+        "what backwards compute again instead of keeping it: none, selective (attention), full (every block), or one "
+        "word a stage such as full,none",
+    )
+    offload: str | None = _option(None, "where to what is not needed at once: cpu, or disk:PATH; left out: nowhere")
+    offload_states: bool = _option(True, "with offload: optimizer states go there")
+    offload_activations: int | None = _option(
+        None,
+        "with offload: how many activations a rank keeps, others go there; 0: as few as moves can keep; left out: all",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """One training run; `to_mapping` and `from_mapping` go to nested YAML and back."""
 
@@ -142,6 +157,7 @@ class TrainConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     schedule: str = _option(
         "auto", "auto: 1f1b, or seq1f1b with slices; see `pipeloom schedules`; or mine.csv, mine.json, mine.py:function"
     )
@@ -175,6 +191,11 @@ class TrainConfig:
     def num_copies(self) -> int:
         """Copies of the pipeline; one as long as -1 is not replaced by a number."""
         return max(1, self.parallel.data)
+
+    @property
+    def samples_a_microbatch(self) -> int:
+        """The most that one of them has."""
+        return -(-self.batch.size // (self.num_copies * self.num_microbatches))
 
     @property
     def data_parallel(self) -> DataParallel:
@@ -284,10 +305,14 @@ def repeatable(config: TrainConfig) -> TrainConfig:
     if resume is not None:
         own = resume == "latest" or Path(resume).absolute().parent == Path(config.output_dir).absolute()
         resume = None if own else absolute(resume)
+    memory, kind = config.memory, "disk:"
+    if memory.offload is not None and memory.offload.startswith(kind):
+        memory = dataclasses.replace(memory, offload=f"{kind}{absolute(memory.offload.removeprefix(kind))}")
     data = dataclasses.replace(config.data, path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer))
     return dataclasses.replace(
         config,
         data=data,
+        memory=memory,
         schedule=own_schedule.absolute(config.schedule),
         output_dir=str(Path(config.output_dir).absolute()),
         resume_from_checkpoint=resume,

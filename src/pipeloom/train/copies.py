@@ -1,4 +1,4 @@
-"""Copies of the pipeline in `pipeloom train`: how many, which samples each takes, and what they cannot be. No torch here."""
+"""Copies of the pipeline in `pipeloom train`: how many, which samples each takes, what is refused. No torch here."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def settled(config: TrainConfig, world_size: int | None) -> TrainConfig:
         )
     copies = config.mesh_shape(world_size).degree("dp")
     return replace(config, parallel=replace(config.parallel, data=copies))
+
+
+def process_names(config: TrainConfig) -> list[str]:
+    """What each process of a run is called."""
+    shape = config.mesh_shape()
+    if config.num_copies == 1:
+        return [f"rank {process}" for process in range(shape.num_processes)]
+    places = map(shape.coordinates, range(shape.num_processes))
+    return [f"rank {place['pp']} of copy {place['dp']}" for place in places]
 
 
 def share(count: int, copy: int, num_copies: int) -> range:
@@ -78,6 +87,11 @@ def check_copies(config: TrainConfig, schedule: Schedule) -> None:
     scale = config.precision.loss_scale
     if not (math.isfinite(scale) and scale >= 1):
         raise InputError(f"precision.loss_scale is {scale}: it is a finite factor from 1; correct it")
+    if config.precision.dtype == "fp16" and config.precision.gradients == "same":
+        raise InputError(
+            "precision.gradients same with precision.dtype fp16: sums of many small gradients leave its range; take "
+            "float32, or bf16"
+        )
     if copies == 1 and config.precision.dtype == "fp32":
         return
     if schedule.microbatches_per_update is not None:

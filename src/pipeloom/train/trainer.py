@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,20 +18,34 @@ from torch import Tensor
 from pipeloom.errors import RunError
 from pipeloom.ir.text import parse_action
 from pipeloom.models import loss_fn
-from pipeloom.passes import lower
+from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.report import write_report
-from pipeloom.runtime import Pipeline, Update
+from pipeloom.runtime import LossScaler, Pipeline, Update
 from pipeloom.runtime.launcher import Membership
 from pipeloom.sim import measured_timeline
-from pipeloom.train import checkpoint
+from pipeloom.train import restart
 from pipeloom.train.build import build_stages, model_config
 from pipeloom.train.config import TrainConfig
+from pipeloom.train.copies import share
 from pipeloom.train.data import Sampler
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
+from pipeloom.train.less_memory import (
+    NUM_NUMBERS,
+    activations_away,
+    offload_notices,
+    offload_numbers,
+    states_away,
+)
 from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, read_cost
-from pipeloom.train.notices import resume_notices, skipped_notice
-from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, make_stepper, set_learning_rate
+from pipeloom.train.notices import skipped_notice
+from pipeloom.train.optimizer import (
+    learning_rate,
+    learning_rates,
+    make_optimizer,
+    make_stepper,
+    set_learning_rates,
+)
 from pipeloom.train.output import append_metrics, in_use, prepare_output, writing
 from pipeloom.train.progress import Display
 from pipeloom.train.slices import slice_lengths
@@ -46,11 +59,15 @@ def _shows_messages(steps_here: int) -> bool:
     return 2 <= steps_here <= 6 or steps_here % 20 == 0
 
 
+_LEAST_LOSS_SCALE = 2.0**-10  # gradients that overflow below it do so at any scale
+
+
 class _Begun(NamedTuple):
     """A step that has run and whose update is not final."""
 
     step: int
     learning_rate: float
+    loss_scale: float
     seconds: float
 
 
@@ -71,7 +88,7 @@ class Trainer:
         self.corpus = open_corpus(config)
         self.sampler = Sampler(self.corpus.num_windows(config.model.sequence_length), config.seed)
         self.samples_seen = 0
-        self.stages = build_stages(config, self.schedule, self.corpus, group, group.device)
+        self.stages = build_stages(config, self.schedule, self.corpus, group, group.device, group.pipeline_rank)
         self.transport = "loopback" if config.local else config.parallel.transport
         self.pipe = Pipeline(
             self.stages,
@@ -79,20 +96,29 @@ class Trainer:
             loss_fn=loss_fn,
             transport=self.transport,
             slices=slice_lengths(config),
+            mesh=group.mesh,
+            data=config.data_parallel if group.num_copies > 1 else None,
+            precision=config.number_format if config.precision.dtype != "fp32" else None,
+            recompute=config.memory.recompute,
+            offload=activations_away(config, group.device),
             blackbox=self.black_box and self.black_box.action_buffer,
         )
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.pipe.named_parameters()}
-        self.optimizer = make_optimizer(self.pipe.parameters(), config.optimizer)
+        shapes = {name: part.shape for name, part in self.pipe.ranges.items()}
+        self.optimizer = make_optimizer(self.pipe.named_parameters(), config.optimizer, shapes)
+        self.stepped = states_away(self.optimizer, config, group.device)
+        scales = config.precision.dtype == "fp16"
+        precision = config.precision
+        self.scaler = LossScaler(precision.loss_scale, growth_steps=precision.loss_scale_steps) if scales else None
         self._begun: deque[_Begun] = deque()  # steps whose updates are not final yet
-        tied = tuple(parameter.stages for parameter in self.stages.tied)
-        self.program = lower(self.pipe.schedule, tied_stages=tied)
+        self.program = self.pipe.program
         self.predictor = Predictor()
         streams = self.schedule.microbatches_per_update is not None
-        self.stream = StreamSteps(self.pipe, self.optimizer, self.predictor, config, group) if streams else None
-        self.stepper = None if streams else make_stepper(self.pipe, self.optimizer, config.optimizer, group)
+        self.stream = StreamSteps(self.pipe, self.stepped, self.predictor, config, group) if streams else None
+        self.stepper = None if streams else make_stepper(self.pipe, self.stepped, config.optimizer, group, self.scaler)
         self.records: Records = []  # of the last training step on this process's ranks
         self.steps_here = 0
-        self.notices = skipped_notice(self.corpus.skipped)
+        self.notices = skipped_notice(self.corpus.skipped) + offload_notices(config, group.device)
         self.resumed: Path | None = None
         self.first_step = 1
 
@@ -101,36 +127,22 @@ class Trainer:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.pipe.close()
+        if isinstance(self.stepped, OffloadedOptimizer):
+            self.stepped.close()
         self._held.close()
 
     def resume(self) -> int:
         """Go on from a checkpoint where one was asked for; returns how many steps are done."""
-        self._seed_generators(0)
+        restart.seed_generators(self.config.seed, 0, self.group.rank)
         self.resumed = resume_path(self.config)
         if self.resumed is None:
             return 0
         self._enter(f"loading {self.resumed}")
-        saved = checkpoint.load(self.resumed)
-        tensors = self.pipe.state_dict()
-        saved.load_model(tensors)
-        self.pipe.load_state_dict(tensors)  # all ranks of this process, where several hold a tensor
-        saved.load_optimizer(self.optimizer, self.names)
-        apply_options(self.optimizer, self.config.optimizer)
-        sampler = saved.state["sampler"]
-        if sampler["num_windows"] == self.sampler.num_windows:  # the same text: its passes go on where they were
-            self.sampler = Sampler(self.sampler.num_windows, sampler["seed"])
-            self.samples_seen = sampler["samples_seen"]
-        random = saved.random(self.group.rank, self.group.size) if saved.layout == self._layout() else None
-        if random is not None:
-            checkpoint.restore_random_state(random)
-        else:
-            self._seed_generators(saved.step)
-        self.first_step = saved.step + 1
+        done = restart.load(self, self.resumed).step
+        self.first_step = done + 1
         if self.stream is not None:
-            self.stream.done = saved.step
-        again = sampler["num_windows"] != self.sampler.num_windows
-        self.notices += resume_notices(self.config, saved.state["config"], self.resumed, saved.step, other_text=again)
-        return saved.step
+            self.stream.done = done
+        return done
 
     def open_output(self, shown: Display) -> None:
         """Make the output directory ready and say what is about to run."""
@@ -146,11 +158,19 @@ class Trainer:
         start = f", from {self.resumed}" if self.resumed else ""
         shown.say(
             f"{sizes.num_parameters:,} parameters in {self.schedule.num_stages} stages, schedule {self.schedule.name}, "
-            f"{self.pipe.num_ranks} ranks, {counted(self.config.num_microbatches, 'micro-batch')} a step; "
+            f"{self._ranks_text()}, {counted(self.config.num_microbatches, 'micro-batch')} a step; "
             f"{len(self.corpus.train):,} tokens of {self.corpus.num_files} files{start}"
         )
         for line in self.notices:
             shown.say(line)
+
+    def _ranks_text(self) -> str:
+        """``4 ranks``, or ``2 copies of 4 ranks (zero2)``, and what is not in float32."""
+        copies, dtype = self.group.num_copies, self.config.precision.dtype
+        text = counted(self.pipe.num_ranks, "rank")
+        if copies > 1:
+            text = f"{copies} copies of {text} ({self.config.parallel.data_strategy})"
+        return text if dtype == "fp32" else f"{text} in {dtype}"
 
     def steps(self, first: int, last: int, shown: Display) -> Iterator[dict[str, Any]]:
         """Updates `first` to `last`, after which nothing is in flight; the metrics of each as they become final."""
@@ -179,28 +199,33 @@ class Trainer:
         self._enter(f"step {step}")
         started = time.perf_counter()
         rate = learning_rate(step - 1, self.config.steps, self.config.optimizer)
-        set_learning_rate(self.optimizer, rate)
+        rates = learning_rates(self.optimizer, step - 1, self.config.steps, self.config.optimizer)
+        set_learning_rates(self.optimizer, rates)
+        scale = self.scaler.scale if self.scaler else 1.0
         inputs, targets = self._batch(self.samples_seen)
         self.samples_seen += self.config.batch.size
         # One sum over processes a step: gradient norms for clipping, and what the step cost.
         updates = self.stepper.step(inputs, targets, lambda: self._cost_numbers(step))
-        self._begun.append(_Begun(step, rate, time.perf_counter() - started))
+        self._begun.append(_Begun(step, rate, scale, time.perf_counter() - started))
         return [self._finish(update) for update in updates]
 
     def _cost_numbers(self, step: int) -> Tensor:
         self.records = self.pipe.records
         self._enter(f"step {step}, update")
-        return cost_numbers(self.pipe, self.records, self.group.rank, self.group.size)
+        cost = cost_numbers(self.pipe, self.records, self.group.place, self.group.size)
+        return torch.cat([cost, offload_numbers(self.pipe, self.stepped)])
 
     def _finish(self, update: Update) -> dict[str, Any]:
         """The metrics of the first step that is not final yet, which rank 0 writes down."""
         begun = self._begun.popleft()
         loss, norm = float(update.loss), float(update.grad_norm)
-        cost = read_cost(update.numbers, self.schedule, self.group.size)
+        cost = read_cost(update.numbers[:-NUM_NUMBERS], self.schedule, self.group.size)
         row = {"step": begun.step, "loss": loss, "grad_norm": norm, "lr": begun.learning_rate}
-        row |= self._timing(begun.seconds, cost)
+        if self.scaler is not None:
+            row |= {"loss_scale": begun.loss_scale, "skipped_steps": self.scaler.num_skipped}
+        row |= self._timing(begun.seconds, cost) | self._offload_metrics(update.numbers[-NUM_NUMBERS:])
         self._written(row)
-        if not update.applied:
+        if not update.applied and not (update.skipped and begun.loss_scale >= _LEAST_LOSS_SCALE):
             raise RunError(
                 f"step {begun.step} has loss {loss} and gradient norm {norm}: training cannot go on "
                 "from there; lower optimizer.learning_rate, or resume from an earlier checkpoint with another seed"
@@ -227,27 +252,7 @@ class Trainer:
     def save(self, step: int) -> Path:
         """Write ``checkpoint-{step}``."""
         self._enter(f"checkpoint after step {step}")
-        sizes = model_config(self.config, self.corpus.vocabulary_size)
-        sampler = {
-            "samples_seen": self.samples_seen,
-            "seed": self.sampler.seed,
-            "num_windows": self.sampler.num_windows,
-        }
-        return checkpoint.save(
-            self.output_dir,
-            step,
-            model=self.pipe.state_dict(),
-            optimizer=checkpoint.optimizer_state(self.optimizer, self.names),
-            random=checkpoint.random_state(),
-            state={
-                "model": {key: getattr(sizes, key) for key in sizes.__dataclass_fields__},
-                "sampler": sampler,
-                "config": self.config.to_mapping(),
-            },
-            layout=self._layout(),
-            exchange=self.group,
-            total_limit=self.config.save_total_limit,
-        )
+        return restart.save(self, step)
 
     def report(self, shown: Display) -> None:
         """Rank 0 writes the timelines of the last step, measured and predicted, and the report."""
@@ -270,6 +275,8 @@ class Trainer:
     def sample(self) -> str:
         """A short text that the model writes."""
         self._enter("sample")
+        self.pipe.refresh()
+        in_parts = self.group.num_copies > 1 and self.config.parallel.data_strategy == "zero3"
         return generate(
             self.stages,
             self.schedule.placement,
@@ -281,6 +288,7 @@ class Trainer:
             temperature=self.config.sample_temperature,
             seed=self.config.seed,
             transport=self.transport,
+            through=self.pipe if in_parts else None,
         )
 
     def _enter(self, phase: str) -> None:
@@ -288,22 +296,17 @@ class Trainer:
         if self.black_box is not None:
             self.black_box.phase = phase
 
-    def _seed_generators(self, step: int) -> None:
-        """Random states that follow from the seed, the step and the rank alone."""
-        digest = blake2b(f"{self.config.seed}/{step}/{self.group.rank}".encode(), digest_size=8).digest()
-        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-
     def _batch(self, samples_seen: int) -> tuple[Tensor | None, Tensor | None]:
         """What this process reads of the batch behind so many samples."""
         windows = self.sampler.batch(samples_seen, self.config.batch.size)
         return self._placed(*self.corpus.windows(windows, self.config.model.sequence_length))
 
     def _placed(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What this process reads of a batch, on its device."""
-        device = self.group.device
+        """What this process reads of a batch of all copies, on its device."""
+        device, own = self.group.device, share(len(inputs), self.group.copy, self.group.num_copies)
         return (
-            inputs.to(device) if self.pipe.needs_inputs else None,
-            targets.to(device) if self.pipe.needs_targets else None,
+            inputs[own.start : own.stop].to(device) if self.pipe.needs_inputs else None,
+            targets[own.start : own.stop].to(device) if self.pipe.needs_targets else None,
         )
 
     def _timing(self, step_seconds: float, cost: StepCost) -> dict[str, Any]:
@@ -323,19 +326,19 @@ class Trainer:
             "live_activations": cost.live_activations,
         }
 
+    def _offload_metrics(self, numbers: Tensor) -> dict[str, Any]:
+        """Of all processes; nothing where nothing is elsewhere."""
+        if self.config.memory.offload is None:
+            return {}
+        states, moved, waited = numbers.tolist()
+        return {"offloaded_state_bytes": int(states), "offload_moved_bytes": int(moved), "offload_wait_seconds": waited}
+
     def _gathered(self, records: Records) -> Records:
-        """The records of all ranks, by rank, on every process; `records` are this one's."""
-        own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in records]
+        """The records of all ranks of the first copy, by rank, on every process; `records` are this one's."""
+        shown = records if self.group.copy == 0 else []
+        own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in shown]
         gathered = [item for payload in self.group.all_gather(json.dumps(own).encode()) for item in json.loads(payload)]
         return [
             (rank, [(parse_action(action), start, end) for action, start, end in rows])
             for rank, rows in sorted(gathered)
         ]
-
-    def _layout(self) -> dict[str, Any]:
-        return {
-            "ranks": self.pipe.num_ranks,
-            "processes": self.group.size,
-            "schedule": self.schedule.name,
-            "stages": [list(layers) for layers in self.stages.layers],
-        }
