@@ -3,7 +3,7 @@
 from pipeloom.plan.memory.choose import Choice, choose_granularity, choose_memory, choose_recompute
 from pipeloom.plan.memory.file import MemoryRow, read_memory, write_memory
 from pipeloom.plan.memory.layers import GPTSizes, Layer, even_blocks, gpt_layers, in_stages
-from pipeloom.plan.memory.ranks import KINDS, Model, RankMemory, memory_of_ranks
+from pipeloom.plan.memory.ranks import KINDS, Model, RankMemory, memory_of_rank, memory_of_ranks
 from pipeloom.plan.memory.states import OPTIMIZERS
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "even_blocks",
     "gpt_layers",
     "in_stages",
+    "memory_of_rank",
     "memory_of_ranks",
     "read_memory",
     "write_memory",
