@@ -41,6 +41,11 @@ class _Piece:
         self.num_bytes = storage.nbytes()
         self.device = storage.device
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the storage has the size that it had in the forward."""
+        return self.storage is not None and self.storage.nbytes() == self.num_bytes
+
     def as_bytes(self) -> Tensor:
         assert self.storage is not None
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
@@ -135,7 +140,8 @@ class MovedActivations(ActivationMover):
             storage = leaf.untyped_storage()
             if storage._cdata not in held and storage.nbytes() >= self._least_bytes:
                 entry.leaves.append((leaf, self._note(entry, leaf)))
-        pieces = [piece for number, piece in entry.pieces.items() if number not in held]
+        # Gathered parameters are freed by resizing their storage: what changed its size is theirs.
+        pieces = [piece for number, piece in entry.pieces.items() if number not in held and piece.is_whole]
         entry.pieces.clear()
         if not pieces:
             return
