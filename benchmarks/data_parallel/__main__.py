@@ -1,0 +1,160 @@
+"""Step time of PP2 x DP2 with every strategy: pipeloom, torch.distributed.pipelining, DeepSpeed; and pipeloom's PP4."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import defaultdict
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.processes import Crew
+from benchmarks.common.report import environment, save, table
+from benchmarks.common.statistics import ratio, spread
+from benchmarks.common.workloads import GPTWorkload
+from benchmarks.data_parallel.predict import Predictions
+from benchmarks.data_parallel.systems import Copies, System, step_seconds
+from benchmarks.data_parallel.workload import TOLERANCE, judge, write_reference
+
+NUM_PROCESSES = 4
+# The global batch; each of two copies has half of the micro-batches.
+CONFIGURATIONS = {
+    "1x64 M=8": GPTWorkload(micro_batch=1, sequence_length=64, num_microbatches=16),
+    "4x64 M=8": GPTWorkload(micro_batch=4, sequence_length=64, num_microbatches=16),
+}
+SCHEDULES = ("1f1b", "bfs", "zb-h1")
+OWN = ("ddp", "parameter-server", "zero1", "zero2", "zero3", "zero2/microbatch", "zero3/microbatch")
+TORCH = ("ddp", "fsdp", "fsdp-reshard")
+DEEPSPEED = ("ddp", "zero1")
+# What stands against what: the same held between steps, gathered and reduced as often.
+AGAINST_TORCH = {"ddp": "ddp", "zero3": "fsdp", "zero3/microbatch": "fsdp-reshard"}
+
+
+def systems(schedules: list[str], strategies: list[str]) -> dict[str, System]:
+    """All systems, by name."""
+    found = {}
+    for schedule in schedules:
+        found[f"pipeloom {schedule} PP4"] = System(kind="pipeloom", schedule=schedule, pp=4, dp=1, data="ddp")
+        for kind, all_data in {"pipeloom": strategies, "torch": TORCH, "deepspeed": DEEPSPEED}.items():
+            if kind == "deepspeed" and (schedule != "1f1b" or find_spec("deepspeed") is None):
+                continue
+            for data in all_data:
+                found[f"{kind} {schedule} {data}"] = System(kind=kind, schedule=schedule, pp=2, dp=2, data=data)
+    return found
+
+
+def measure(workload: GPTWorkload, chosen: dict[str, System], num_rounds: int, num_steps: int) -> dict[str, Any]:
+    """Each library has four processes for all its systems; a round gives every system its turn.
+
+    The time of a system in a round is the median of its steps there.
+    """
+    errors: dict[str, float] = {}
+    seconds: dict[str, list[float]] = defaultdict(list)
+    with_update: dict[str, list[float]] = defaultdict(list)
+    predictions = Predictions()
+    with tempfile.TemporaryDirectory(prefix="pipeloom-benchmark-") as scratch, ExitStack() as stack:
+        reference = Path(scratch) / "reference.safetensors"
+        write_reference(workload, reference)
+        crews = {
+            kind: stack.enter_context(Crew(kind, NUM_PROCESSES, Copies))
+            for kind in dict.fromkeys(system.kind for system in chosen.values())
+        }
+        for name, system in chosen.items():
+            crews[system.kind].call("build", name, system, workload)
+            answers = crews[system.kind].call("check", name, workload, str(reference))
+            errors[name] = judge(workload, answers, reference)
+            if system.kind == "pipeloom" and not errors[name] <= TOLERANCE:
+                raise AssertionError(f"{name} differs from one process by {errors[name]:.1e}")
+            print(f"{name}: {'wrong, ' if errors[name] > TOLERANCE else ''}error {errors[name]:.0e}", flush=True)
+        timed = {name: system for name, system in chosen.items() if errors[name] <= TOLERANCE}
+        for round_number in range(num_rounds):
+            if "pipeloom" in crews:
+                predictions.add_collectives(crews["pipeloom"].call("collectives"))
+            for name in timed if round_number % 2 else reversed(timed):
+                crew = crews[timed[name].kind]
+                # One step first, untimed: its caches were used by the others since its last turn.
+                stamps = [of_rank[1:] for of_rank in crew.call("run_steps", name, 1 + num_steps)]
+                seconds[name].append(spread(step_seconds(stamps, update=False)).median)
+                with_update[name].append(spread(step_seconds(stamps, update=True)).median)
+                if timed[name].kind == "pipeloom":
+                    predictions.add_records(name, crew.call("records", name))
+    predicted = {
+        name: predictions.step_seconds(name, system, workload)
+        for name, system in timed.items()
+        if system.kind == "pipeloom"
+    }
+    return {"errors": errors, "seconds": seconds, "with_update": with_update, "predicted": predicted}
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Every system's times, prediction and error, then the ratios, by configuration."""
+    text = []
+    for label, result in results.items():
+        rows: list[tuple[object, ...]] = []
+        for name, error in result["errors"].items():
+            if error > TOLERANCE:
+                rows.append((name, "wrong", "wrong", "", f"{error:.0e}"))
+                continue
+            own = result["seconds"][name]
+            # DeepSpeed's step and update are one call.
+            step = "" if name.startswith("deepspeed") else spread(own).show("{:.1f}", 1e3)
+            predicted = result["predicted"].get(name)
+            foreseen = "" if predicted is None else f"{1e3 * predicted:.1f}"
+            rows.append((name, step, spread(result["with_update"][name]).show("{:.1f}", 1e3), foreseen, f"{error:.0e}"))
+        text.append(f"### {label}\n")
+        header = ("system", "ms a step", "ms with the update", "simulated step", "largest error")
+        text.append(table(header, rows) + "\n")
+        rows = [
+            (
+                f"{a} / {b}",
+                *(
+                    ratio(result[what][a], result[what][b]).show("{:.3f}") if k or not b.startswith("deepspeed") else ""
+                    for k, what in enumerate(("seconds", "with_update"))
+                ),
+            )
+            for a, b in comparisons(list(result["errors"]))
+            if a in result["seconds"] and b in result["seconds"]
+        ]
+        text.append(table(("ratio of times: median (quartiles)", "step", "with the update"), rows) + "\n")
+    return "\n".join(text)
+
+
+def comparisons(names: list[str]) -> list[tuple[str, str]]:
+    """What is divided by what."""
+    pairs = []
+    for name in names:
+        kind, schedule, data = name.split()
+        if kind != "pipeloom":
+            continue
+        if data in AGAINST_TORCH:
+            pairs.append((name, f"torch {schedule} {AGAINST_TORCH[data]}"))
+        if data in DEEPSPEED:
+            pairs.append((name, f"deepspeed {schedule} {data}"))
+        if data != "PP4":
+            pairs.append((name, f"pipeloom {schedule} PP4"))
+    return pairs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_parallel", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of a system in a round")
+    parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--strategies", nargs="+", choices=OWN, default=list(OWN))
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "data_parallel.json")
+    arguments = parser.parse_args()
+    machine = environment()
+    chosen = systems(arguments.schedules, arguments.strategies)
+    results = {}
+    for label in arguments.configurations:
+        results[label] = measure(CONFIGURATIONS[label], chosen, arguments.rounds, arguments.steps)
+        print(tables({label: results[label]}), flush=True)
+    settings = {"rounds": arguments.rounds, "steps": arguments.steps, "num_processes": NUM_PROCESSES}
+    save(arguments.output, settings, machine, results, tables(results))
+
+
+if __name__ == "__main__":
+    main()
