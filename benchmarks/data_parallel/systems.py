@@ -10,12 +10,19 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from benchmarks.common.peers import DeepSpeedPipeline, TorchPipelining
+from benchmarks.common.ping_pong import ping_pong
 from benchmarks.common.systems import Record
 from benchmarks.common.workloads import Workload
+from benchmarks.data_parallel.predict import collective_seconds
 from benchmarks.data_parallel.workload import NUM_UPDATES, Part, compare, make_optimizer
+from pipeloom.parallel import DataParallel, Mesh
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+
+from pipeloom import schedules
+from pipeloom.ir import DataAxis, Schedule
+from pipeloom.runtime import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,24 +43,32 @@ class System:
     dp: int
     data: str
 
+    def pipeline(self, workload: Workload) -> tuple[Schedule, DataAxis | None]:
+        """The schedule of one copy and, of several, what they share."""
+        num_microbatches = workload.num_microbatches // self.dp
+        schedule = schedules.build(self.schedule, num_ranks=self.pp, num_microbatches=num_microbatches)
+        return schedule, self.options().axis(self.dp) if self.dp > 1 else None
+
+    def options(self) -> DataParallel:
+        """Of pipeloom."""
+        strategy, _, granularity = self.data.partition("/")
+        return DataParallel(strategy, granularity=granularity or None)
+
 
 class Pipeloom:
     """`pipeloom.Pipeline` on a mesh."""
 
     def __init__(self, workload: Workload, system: System) -> None:
-        import pipeloom as pl
-
-        mesh = pl.Mesh(pp=system.pp, dp=system.dp)
+        mesh = Mesh(pp=system.pp, dp=system.dp)
         part = Part(whole=workload, index=mesh.coordinate("dp"), count=system.dp)
-        schedule = pl.schedules.build(system.schedule, num_ranks=system.pp, num_microbatches=part.num_microbatches)
-        strategy, _, granularity = system.data.partition("/")
-        self._pipe = pl.Pipeline(
+        schedule, _ = system.pipeline(workload)
+        self._pipe = Pipeline(
             part.model(),
             schedule,
             loss_fn=part.loss,
             cut=part.cut(schedule.num_stages),
             mesh=mesh,
-            data=pl.DataParallel(strategy, granularity=granularity or None),
+            data=system.options(),
         )
         self._batch = part.batch()
         self._optimizer = make_optimizer(list(self._pipe.parameters()))
@@ -156,6 +171,7 @@ class Copies:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._mesh: Mesh | None = None
         self._systems: dict[str, Any] = {}
 
     def build(self, name: str, system: System, workload: Workload) -> None:
@@ -188,6 +204,15 @@ class Copies:
         """What this process did when in the last step of a pipeloom system."""
         found: list[Record] = self._systems[name].records()
         return found
+
+    def collectives(self, workload: Workload) -> dict[str, float]:
+        """What collectives of two copies of a pipeline of two ranks take by themselves."""
+        if self._mesh is None:
+            self._mesh = Mesh(pp=2, dp=2)
+        return collective_seconds(self._mesh, workload)
+
+    def ping_pong(self, count: int) -> tuple[list[float], list[float]]:
+        return ping_pong(self._rank, dist.get_world_size(), count, wait_seconds=0.005)
 
     def close(self) -> None:
         for system in self._systems.values():
