@@ -1,4 +1,4 @@
-"""What the simulator makes of a step: computing as measured under plain data parallelism, collectives as by themselves."""
+"""What the simulator makes of a step: computing as measured with `ddp`, collectives as by themselves."""
 
 from __future__ import annotations
 
