@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 examples/train_under_cap.py                 zero3: trains
     torchrun --nproc-per-node 4 examples/train_under_cap.py --data ddp      whole copies: out of memory
 
-Two copies of a pipeline of two ranks train in bfloat16 with float32 masters and AdamW: 16 to 18 bytes for each parameter
-of a stage, by `ddp` in every process, by `zero3` shared by two. The cap is a limit of the operating system on what a process
-allocates for data (RLIMIT_DATA), beyond what it has when the pipeline is built.
+Two copies of a pipeline of two ranks train in bfloat16 with float32 masters and AdamW: 16 bytes or more for each
+parameter of a stage, with `ddp` in every process, with `zero3` shared by two. The cap is a limit of the operating system
+on what a process allocates for data (RLIMIT_DATA), beyond what it has before there is a model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = pl.Mesh(pp=NUM_RANKS, dp=-1)
     limit_memory(options.cap)
-    # The whole model in every process might itself be too much: build this rank's stage, and nothing in place of others.
+    # The whole model in every process might be too much: build this rank's stage, and nothing in place of the others.
     rank = mesh.coordinate("pp")
     stages = [stage(options.width) if s == rank else nn.Identity() for s in range(NUM_RANKS)]
     num_parameters = sum(p.numel() for p in stages[rank].parameters())
