@@ -13,7 +13,17 @@ from pipeloom.errors import PipeloomError
 from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
 
 if TYPE_CHECKING:
-    from pipeloom.runtime import BarrierStep, Pipeline, PostValidatedStep, Stream, StreamUpdate, Update, clip_grad_norm
+    from pipeloom.parallel import DataParallel, Mesh, Precision
+    from pipeloom.runtime import (
+        BarrierStep,
+        LossScaler,
+        Pipeline,
+        PostValidatedStep,
+        Stream,
+        StreamUpdate,
+        Update,
+        clip_grad_norm,
+    )
     from pipeloom.sim import Costs, Network, Timeline, simulate
 
 from pipeloom.version import __version__
@@ -25,6 +35,10 @@ _LAZY = {
     "Timeline": "pipeloom.sim",
     "simulate": "pipeloom.sim",
     "BarrierStep": "pipeloom.runtime",
+    "LossScaler": "pipeloom.runtime",
+    "DataParallel": "pipeloom.parallel",
+    "Mesh": "pipeloom.parallel",
+    "Precision": "pipeloom.parallel",
     "Pipeline": "pipeloom.runtime",
     "PostValidatedStep": "pipeloom.runtime",
     "Stream": "pipeloom.runtime",
@@ -41,12 +55,16 @@ __all__ = [
     "Action",
     "BarrierStep",
     "Costs",
+    "DataParallel",
+    "LossScaler",
+    "Mesh",
     "Network",
     "Op",
     "Pipeline",
     "PipeloomError",
     "Placement",
     "PostValidatedStep",
+    "Precision",
     "Program",
     "Schedule",
     "Stream",

@@ -24,6 +24,7 @@ ALLOWED = {
     "split": {"ir", "slicing"},
     "models": {"slicing"},
     "runtime": {"ir", "passes", "split", "slicing"},  # split: `Pipeline` also takes a model that is not cut yet
+    "parallel": {"ir", "passes", "split", "slicing", "runtime"},
     "report": {"ir", "sim"},
     "train": {"ir", "schedules", "passes", "sim", "split", "runtime", "report", "models", "parallel", "plan"},
     "cli": {"ir", "schedules", "passes", "sim", "split", "runtime", "report", "train", "models", "parallel", "plan"},

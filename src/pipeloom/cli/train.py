@@ -22,6 +22,7 @@ report.html, timeline.json.gz (for https://ui.perfetto.dev) and checkpoint-N/.""
 _EXAMPLES = """
 pipeloom train
 pipeloom train --parallel.pipeline 4 --schedule gpipe --batch.size 64 --batch.microbatches 16
+pipeloom train --parallel.data 2 --parallel.data_strategy zero2 --precision.dtype bf16
 pipeloom train --data.path '/usr/share/doc/**/*.txt' --steps 1000 --output_dir runs/doc
 pipeloom train --resume_from_checkpoint latest --output_dir runs/doc
 pipeloom train --config runs/doc/config.yaml --seed 1 --output_dir runs/doc-seed1
@@ -154,9 +155,10 @@ def main(argv: Sequence[str]) -> int:
 
     member = launcher.membership(os.environ)
     with launcher.last_words(member):
-        config = parse(argv)
+        from pipeloom.train.copies import process_names, settled
         from pipeloom.train.validate import validate
 
+        config = settled(parse(argv), member.world_size if member else None)
         validate(
             config,
             world_size=member.world_size if member else None,
@@ -166,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
             from pipeloom.train.output import in_use
 
             with in_use(Path(config.output_dir)):
-                return launcher.launch(config.num_ranks, ["-m", "pipeloom", "train", *argv])
+                return launcher.launch(process_names(config), ["-m", "pipeloom", "train", *argv])
         from pipeloom.train.run import train
 
         train(config, member)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pipeloom.runtime.collectives import all_gather_bytes
     from pipeloom.runtime.gradients import clip_by_norms, clip_grad_norm, gradient_norms
     from pipeloom.runtime.loopback import LoopbackTransport
+    from pipeloom.runtime.loss_scale import LossScaler
     from pipeloom.runtime.mixed import MixedTransport
     from pipeloom.runtime.optimizer_step import BarrierStep, OptimizerStep, Update
     from pipeloom.runtime.pipeline import Pipeline
@@ -31,6 +32,7 @@ _HOMES = {
     "Lane": "pipeloom.runtime.transport",
     "Layout": "pipeloom.runtime.values",
     "LoopbackTransport": "pipeloom.runtime.loopback",
+    "LossScaler": "pipeloom.runtime.loss_scale",
     "MixedTransport": "pipeloom.runtime.mixed",
     "Outgoing": "pipeloom.runtime.transport",
     "OptimizerStep": "pipeloom.runtime.optimizer_step",
@@ -56,6 +58,7 @@ __all__ = [
     "Lane",
     "Layout",
     "LoopbackTransport",
+    "LossScaler",
     "MixedTransport",
     "OptimizerStep",
     "Outgoing",

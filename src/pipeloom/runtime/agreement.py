@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import astuple
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -26,8 +27,14 @@ class Terms(NamedTuple):
     digest: str
 
     @classmethod
-    def of(cls, program: Program, layers: Sequence[Sequence[str]], slices: Sequence[int] | None) -> Terms:
-        """The terms of a training program on a model of these `layers`, stage by stage."""
+    def of(
+        cls,
+        program: Program,
+        layers: Sequence[Sequence[str]],
+        slices: Sequence[int] | None,
+        others: Sequence[str] = (),
+    ) -> Terms:
+        """The terms of a training program on a model of these `layers`, stage by stage, and `others`."""
         schedule = program.schedule
         cut = f", {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
         orders = [" ".join(map(str, order)) for order in program.orders]
@@ -38,6 +45,8 @@ class Terms(NamedTuple):
             slices,
             program.gradient_groups,
             [schedule.weights, schedule.microbatches_per_update],
+            program.data and astuple(program.data),
+            *others,
         ]
         digest = blake2b(json.dumps([orders, shape, layers]).encode(), digest_size=16).hexdigest()
         sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
@@ -63,6 +72,7 @@ class Terms(NamedTuple):
                 )
             if other.digest != first.digest:
                 raise InputError(
-                    f"ranks 0 and {rank} both have schedule {first.summary}, but their orders, cuts, slices or tied "
-                    "parameters differ: all ranks run the same; pass the same model and arguments on each"
+                    f"ranks 0 and {rank} both have schedule {first.summary}, but their orders, cuts, slices, tied "
+                    "parameters, data axes or formats differ: all ranks run the same; pass the same model and "
+                    "arguments on each"
                 )

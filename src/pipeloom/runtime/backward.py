@@ -71,7 +71,8 @@ def _bind_graph(
         leaves, roots = held
         given: Sequence[Tensor | None]
         if last:
-            given = [state.seed(state.loss_weights.pop(key), state.batch.losses[microbatch])] if roots else ()
+            weight = state.loss_weights.pop(key) * state.loss_scale
+            given = [state.seed(weight, state.batch.losses[microbatch])] if roots else ()
         else:
             given = arrived.pop(key)
         pairs = [(root, gradient) for root, gradient in zip(roots, given, strict=True) if gradient is not None]

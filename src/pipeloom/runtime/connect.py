@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from pipeloom.runtime.agreement import Terms
 from pipeloom.runtime.collectives import all_gather_bytes
 from pipeloom.runtime.loopback import LoopbackTransport
 from pipeloom.runtime.mixed import MixedTransport
+from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.torch_distributed import TorchDistributedTransport
 from pipeloom.runtime.transport import Transport
 
@@ -28,9 +29,10 @@ class Connection:
     """What `connect` found.
 
     Attributes:
-        rank: this process's rank; None where the process holds all ranks.
-        transport: how messages travel.
-        process_group: for collectives; None where the process holds all ranks.
+        rank: this process's rank in its copy of the pipeline; None where the process holds all ranks.
+        transport: how messages travel, inside one copy.
+        process_group: for collectives of small numbers on the CPU, over all ranks of all copies; None where the
+            process holds all ranks.
     """
 
     rank: int | None
@@ -38,24 +40,35 @@ class Connection:
     process_group: dist.ProcessGroup | None
 
 
-def connect(num_ranks: int, transport: str | Transport, timeout_seconds: float, terms: Terms) -> Connection:
+def connect(
+    num_ranks: int,
+    transport: str | Transport,
+    timeout_seconds: float,
+    terms: Terms,
+    mesh: ProcessMesh | None = None,
+) -> Connection:
     """Prepare `transport` for `num_ranks` ranks, which are processes of one mind about the `terms`.
 
+    With a `mesh` those along its axis pp are the ranks of one copy of the pipeline.
+
     Raises:
-        InputError: unknown name, no process group where one is needed, or one of another size, or other terms
-            on another rank.
+        InputError: unknown name, no process group where one is needed, or one of another size, a mesh that does not
+            fit, or other terms on another rank.
     """
-    if isinstance(transport, LoopbackTransport):
-        return Connection(None, transport, None)
     if isinstance(transport, str) and transport not in TRANSPORTS:
         raise InputError(f"transport {transport!r} is unknown: it is one of {', '.join(TRANSPORTS)}")
     grouped = dist.is_available() and dist.is_initialized()
     if transport == "auto" and not grouped:
         transport = "loopback"
-    if transport in ("loopback", "threads"):
-        return Connection(
-            None, LoopbackTransport(blocking=transport == "threads", timeout_seconds=timeout_seconds), None
-        )
+    if transport in ("loopback", "threads") or isinstance(transport, LoopbackTransport):
+        if mesh is not None and mesh.degree("dp") > 1:
+            raise InputError(
+                f"a mesh of {mesh.degree('dp')} copies of the pipeline and a transport inside one process: every rank "
+                "of every copy is a process; leave transport out"
+            )
+        if not isinstance(transport, Transport):
+            transport = LoopbackTransport(blocking=transport == "threads", timeout_seconds=timeout_seconds)
+        return Connection(None, transport, None)
     if not grouped:
         raise InputError(
             f"transport {transport!r} without a process group: its ranks are processes; start them with torchrun and "
@@ -63,19 +76,37 @@ def connect(num_ranks: int, transport: str | Transport, timeout_seconds: float, 
         )
     atexit.unregister(_let_gloo_finish)  # once, however many pipelines there are
     atexit.register(_let_gloo_finish)
-    rank = dist.get_rank()
     # Small numbers on the CPU go around beside the pipeline's messages.
-    group = dist.group.WORLD if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
+    if mesh is not None:
+        group: dist.ProcessGroup | None = mesh.cpu_group
+    else:
+        group = dist.group.WORLD if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
     if group is not None:
         terms.agree(group)
-    if dist.get_world_size() != num_ranks:
-        raise InputError(
-            f"a schedule of {num_ranks} ranks in a process group of {dist.get_world_size()}: the numbers must be "
-            f"equal; start {num_ranks} processes, or make a schedule of {dist.get_world_size()} ranks"
-        )
+    _check_size(num_ranks, mesh)
+    copies = (tuple(range(num_ranks)),) if mesh is None else mesh.lines("pp")
+    rank = dist.get_rank() if mesh is None else mesh.coordinate("pp")
     if not isinstance(transport, Transport):
-        transport = _between_processes(transport, rank, group, timeout_seconds)
+        transport = _between_processes(transport, rank, copies, group, timeout_seconds)
     return Connection(rank, transport, group)
+
+
+def _check_size(num_ranks: int, mesh: ProcessMesh | None) -> None:
+    """Raises InputError where there are not as many processes as ranks, or a mesh has axes that are not served."""
+    if mesh is None:
+        if dist.get_world_size() != num_ranks:
+            raise InputError(
+                f"a schedule of {num_ranks} ranks in a process group of {dist.get_world_size()}: the numbers must be "
+                f"equal; start {num_ranks} processes, or make a schedule of {dist.get_world_size()} ranks, or give a "
+                "Mesh for copies of the pipeline"
+            )
+        return
+    if mesh.degree("pp") != num_ranks:
+        raise InputError(
+            f"a schedule of {num_ranks} ranks on a mesh of {mesh}: axis pp holds the ranks; give it degree {num_ranks}"
+        )
+    if mesh.degree("pp") * mesh.degree("dp") != dist.get_world_size():
+        raise InputError(f"a Pipeline on a mesh of {mesh}: it runs on axes pp and dp; give the others degree 1")
 
 
 def _let_gloo_finish() -> None:
@@ -87,21 +118,29 @@ def _let_gloo_finish() -> None:
     time.sleep(0.1)
 
 
-def _between_processes(name: str, rank: int, group: dist.ProcessGroup | None, timeout_seconds: float) -> Transport:
+def _between_processes(
+    name: str,
+    rank: int,
+    copies: Sequence[Sequence[int]],
+    group: dist.ProcessGroup | None,
+    timeout_seconds: float,
+) -> Transport:
+    """The transport of this process, which is rank `rank` of one of the `copies`."""
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
 
     def make_far(idle: Callable[[], bool] = lambda: True) -> TorchDistributedTransport:
-        return TorchDistributedTransport(rank, device=device, timeout_seconds=timeout_seconds, idle=idle)
+        return TorchDistributedTransport(rank, device=device, copies=copies, timeout_seconds=timeout_seconds, idle=idle)
 
     if name == "torch" or (name == "auto" and (device.type != "cpu" or not shared_memory.available())):
         return make_far()
     if not shared_memory.available():
         raise InputError("transport 'shared-memory' on this system: it needs Linux; use transport='torch'")
     exchange = functools.partial(all_gather_bytes, group=group)
-    near = shared_memory.SharedMemoryTransport(rank, exchange, timeout_seconds=timeout_seconds)
+    own = next(copy for copy in copies if dist.get_rank() in copy)
+    near = shared_memory.SharedMemoryTransport(rank, exchange, processes=own, timeout_seconds=timeout_seconds)
     if name == "shared-memory":
-        strangers = [peer for peer in range(dist.get_world_size()) if not near.reaches(peer, of=rank)]
+        strangers = [peer for peer in range(len(own)) if not near.reaches(peer, of=rank)]
         if strangers:
             raise InputError(
                 f"transport 'shared-memory' with ranks {strangers} on another machine: it joins processes of one; "

@@ -13,13 +13,19 @@ def gradient_norms(pipeline: Pipeline, rank: int | None = None) -> Tensor:
     """The 2-norms of the gradients that this process owns, or one of its ranks, as the share of a sum over all.
 
     Shape [2, number of parameters of the model], float64: the norms in the model's order and, below them, ones where
-    there is a gradient. Parameters of other processes, and copies of what a lower rank holds too, are zero.
+    there is a gradient. Parameters of other processes, copies of what a lower rank holds too and, where all copies of
+    the pipeline have the same gradients, those of the copies behind the first are zero. Where copies have parts of
+    them, squares stand in place of norms.
     """
     norms = torch.zeros(2, len(pipeline.parameter_names), dtype=torch.float64)
+    sharing = pipeline.sharing
+    if sharing.copy > 0 and not sharing.sharded:
+        return norms
     owned = [(position, p.grad) for position, p in pipeline.owned_parameters(rank) if p.grad is not None]
     if owned:
         positions = [position for position, _ in owned]
-        norms[0, positions] = torch.stack([torch.linalg.vector_norm(grad).double().cpu() for _, grad in owned])
+        found = torch.stack([torch.linalg.vector_norm(grad).double().cpu() for _, grad in owned])
+        norms[0, positions] = found.square() if sharing.sharded else found
         norms[1, positions] = 1.0
     return norms
 
@@ -27,7 +33,10 @@ def gradient_norms(pipeline: Pipeline, rank: int | None = None) -> Tensor:
 def total_norm(pipeline: Pipeline, norms: Tensor) -> Tensor:
     """The 2-norm over all parameters, from a sum of `gradient_norms`."""
     # Parameters without a gradient are left out, not zero: they would change the order in which the others add up.
-    norm: Tensor = torch.linalg.vector_norm(norms[0, norms[1] > 0].to(pipeline.norm_dtype))
+    found = norms[0, norms[1] > 0]
+    if pipeline.sharing.sharded:
+        found = found.sqrt()
+    norm: Tensor = torch.linalg.vector_norm(found.to(pipeline.norm_dtype))
     return norm
 
 

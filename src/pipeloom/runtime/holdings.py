@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
 from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
+from pipeloom.runtime.parameter_store import Sharing
+from pipeloom.runtime.ranges import Range
 from pipeloom.split import Stages
 
 
@@ -21,22 +25,32 @@ class Holdings:
         cut_model: all stages.
         program: which says what rank holds which stage.
         ranks: those of this process.
+        sharing: what copies of the pipeline share of the parameters.
 
     Attributes:
         stages: the modules held here by stage, of the lowest rank that holds it.
         parameter_names: canonical names of all parameters of the model, in its order.
-        ownership: which parameters and buffers the ranks of this process hold.
+        ownership: which main parameters (see `pipeloom.runtime.parameter_store`) and buffers the ranks of this process
+            hold.
+        stores: where parameters live, by rank.
         norm_dtype: the type in which norms of all parameters add up, the same on every rank.
     """
 
-    def __init__(self, cut_model: Stages, program: Program, ranks: Iterable[int]) -> None:
+    def __init__(self, cut_model: Stages, program: Program, ranks: Iterable[int], sharing: Sharing) -> None:
         self._by_rank = own_stages(cut_model, program, ranks)
-        self.ownership = Ownership.find(self._by_rank, cut_model, program)
+        self.norm_dtype = common_dtype(cut_model)
+        found = Ownership.find(self._by_rank, cut_model, program)
+        self.sharing = sharing
+        self.stores = {
+            rank: sharing.store(stages, found.held[rank], found.homes, cut_model.layers)
+            for rank, stages in self._by_rank.items()
+        }
+        main = {rank: dict(store.parameters) for rank, store in self.stores.items()}
+        self.ownership = replace(found, held=main)
         self.stages: dict[int, nn.Module] = {
             stage: module for stages in reversed(self._by_rank.values()) for stage, module in stages.items()
         }
         self.parameter_names = cut_model.parameter_names
-        self.norm_dtype = common_dtype(cut_model)
         self._canonical_names = cut_model.canonical_names
         self._all_names = {
             name
@@ -46,9 +60,11 @@ class Holdings:
         }
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Canonical name and parameter of everything that the ranks of this process hold, in the model's order.
+        """Canonical name and main parameter of all that the ranks of this process hold, in the model's order.
 
-        A parameter that several ranks of this process hold comes once for each of them.
+        Main parameters are what an optimizer updates: the model's own, or, where copies of the pipeline share them or
+        forwards have another format, shards or masters of them (`ranges`). One that several ranks of this process hold
+        comes once for each of them.
         """
         for name in self.parameter_names:
             for held in self.ownership.held.values():
@@ -92,16 +108,47 @@ class Holdings:
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and persistent buffers held here, by their names in the uncut model; not copied.
+        """Parameters and persistent buffers held here, by their names in the uncut model.
 
-        Of all processes together it is the model's own ``state_dict()``. What several ranks of this process hold is
-        that of the lowest.
+        Of all processes of one copy it is the model's own ``state_dict()``. What several ranks of this process hold is
+        that of the lowest. Parameters are not copied but where copies of the pipeline share them or masters exist: then
+        they are gathered, in the format of the masters, and every process calls this. Buffers are those of this copy.
         """
         state: dict[str, Any] = {}
+        for rank, stages in self._by_rank.items():
+            whole = self.stores[rank].whole()
+            for module in stages.values():
+                for name, value in module.state_dict().items():
+                    state.setdefault(name, whole.get(self._canonical_names.get(name, name), value))
+        return state
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """By canonical name, which elements main parameters have that do not have their parameter's shape."""
+        return {name: span for store in self.stores.values() for name, span in store.ranges.items()}
+
+    def main_state(self) -> dict[str, Tensor]:
+        """Main parameters and persistent buffers held here, by canonical name; not copied.
+
+        Values may be written into the parameters; `refresh` puts them into the modules.
+        """
+        state: dict[str, Tensor] = {
+            name: parameter.detach() for name, parameter in reversed([*self.named_parameters()])
+        }
+        aliases = {alias for module in self.modules() for alias, _ in module.named_parameters(remove_duplicate=False)}
         for module in self.modules():
             for name, value in module.state_dict().items():
-                state.setdefault(name, value)
+                if name not in aliases and isinstance(value, Tensor):
+                    state.setdefault(self._canonical_names.get(name, name), value)
         return state
+
+    def refresh(self) -> None:
+        """Give the modules' parameters, but those that are gathered in every run, the values of the main ones.
+
+        Every process calls it. Runs do it by themselves.
+        """
+        for store in self.stores.values():
+            store.refresh()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy values into everything held here, in place, on all ranks of this process alike.
@@ -130,8 +177,13 @@ class Holdings:
                         "of this model"
                     )
             found.append((module, {name: values[self._canonical_names.get(name, name)] for name in own}))
-        for module, loaded in found:
-            module.load_state_dict(loaded)
+        with ExitStack() as stack:
+            for store in self.stores.values():
+                stack.enter_context(store.writable())
+            for module, loaded in found:
+                module.load_state_dict(loaded)
+        for store in self.stores.values():
+            store.assign(values)
 
     def _by_canonical_name(self, state: Mapping[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}

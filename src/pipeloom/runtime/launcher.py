@@ -128,12 +128,13 @@ class _Signalled(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
+    name: str
     process: subprocess.Popen[bytes]
     black_box: BlackBox
 
 
-def launch(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Run ``python ARGUMENTS`` as `num_ranks` ranks and wait for them.
+def launch(names: Sequence[str], arguments: Sequence[str]) -> int:
+    """Run ``python ARGUMENTS`` as one process for each of `names`, the ranks, and wait for them.
 
     When a rank ends with an error or by a signal, all others are ended and one line says which, how, and in which step
     and action. SIGINT, SIGTERM and SIGHUP end all ranks too. Nothing is left behind: no process, no file.
@@ -151,8 +152,8 @@ def launch(num_ranks: int, arguments: Sequence[str]) -> int:
     previous = {s: signal.signal(s, _on_signal) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         with _anonymous_file("meeting") as meeting:
-            for rank in range(num_ranks):
-                ranks.append(_start(rank, num_ranks, arguments, meeting))
+            for rank in range(len(names)):
+                ranks.append(_start(rank, names, arguments, meeting))
             code, line = _watch(ranks)
     except _Signalled as signalled:
         phase = ranks[0].black_box.phase if ranks else ""
@@ -187,7 +188,8 @@ def _anonymous_file(name: str, size: int = 0) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _start(rank: int, num_ranks: int, arguments: Sequence[str], meeting: int) -> _Rank:
+def _start(rank: int, names: Sequence[str], arguments: Sequence[str], meeting: int) -> _Rank:
+    num_ranks = len(names)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // num_ranks)), "GLOO_SOCKET_IFNAME": "lo"}
     with _anonymous_file(f"black-box-{rank}", BlackBox.SIZE) as descriptor:
@@ -204,7 +206,7 @@ def _start(rank: int, num_ranks: int, arguments: Sequence[str], meeting: int) ->
             pass_fds=(meeting, descriptor),
             process_group=0,  # a Ctrl-C of the terminal reaches the launcher alone, which ends the ranks in order
         )
-        return _Rank(process, BlackBox(descriptor))
+        return _Rank(names[rank], process, BlackBox(descriptor))
 
 
 def _watch(ranks: Sequence[_Rank]) -> tuple[int, str | None]:
@@ -229,16 +231,16 @@ def _explain(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> tuple[int, str]
         return 0 if lost[rank] < 0 else {2: 1, _PEER_LOST: 3}.get(lost[rank], 2)
 
     rank = min(lost, key=likelihood)
-    code, box = lost[rank], ranks[rank].black_box
+    code, name, box = lost[rank], ranks[rank].name, ranks[rank].black_box
     if code == 2 and box.last_words:
         return 2, f"error: {box.last_words}"
     where = f" in {box.phase or 'its start'}" + (f", last action {box.action}" if box.action else "")
     if code < 0:
         how = f"was killed by {_signal_name(-code)}"
         hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-        text = f"rank {rank} {how}{hint}{where}"
+        text = f"{name} {how}{hint}{where}"
     else:
-        text = f"rank {rank} failed{where}: {box.last_words or f'exit code {code}'}"
+        text = f"{name} failed{where}: {box.last_words or f'exit code {code}'}"
     return 1, f"error: {text}; all ranks were ended"
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.gradients import clip_by_norms, gradient_norms
+from pipeloom.runtime.loss_scale import LossScaler
 from pipeloom.runtime.pipeline import Pipeline
 from pipeloom.runtime.values import Value
 
@@ -34,12 +35,14 @@ class Update:
         grad_norm: the 2-norm of all gradients before clipping.
         applied: False where loss or norm is not finite: the weights stayed as they were.
         numbers: the sum over processes of what each gave to `OptimizerStep.step`; float64.
+        skipped: whether only the scale of the loss was too large for float16: the next step has a smaller one.
     """
 
     loss: Tensor
     grad_norm: Tensor
     applied: bool
     numbers: Tensor
+    skipped: bool = False
 
 
 def check_optimizer(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
@@ -98,6 +101,7 @@ class BarrierStep(OptimizerStep):
 
     Args:
         sum_over_processes: adds a float64 tensor on the CPU over all processes; by default over the pipeline's group.
+        scaler: of the loss, for float16.
     """
 
     def __init__(
@@ -107,8 +111,10 @@ class BarrierStep(OptimizerStep):
         *,
         max_norm: float = math.inf,
         sum_over_processes: Callable[[Tensor], Tensor] | None = None,
+        scaler: LossScaler | None = None,
     ) -> None:
         super().__init__(pipeline, optimizer, max_norm=max_norm)
+        self._scaler = scaler
         self._sum = sum_over_processes or self._all_reduce
 
     def _all_reduce(self, values: Tensor) -> Tensor:
@@ -117,6 +123,8 @@ class BarrierStep(OptimizerStep):
         return values
 
     def step(self, inputs: Value = None, targets: Value = None, numbers: Numbers | None = None) -> list[Update]:
+        if self._scaler is not None:
+            self._pipeline.loss_scale = self._scaler.scale
         loss = self._pipeline.step(inputs, targets)
         norms = gradient_norms(self._pipeline)
         own = numbers() if numbers is not None else torch.empty(0)
@@ -126,7 +134,10 @@ class BarrierStep(OptimizerStep):
         if applied:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return [Update(loss, norm, applied, summed[norms.numel() :])]
+        skipped = self._scaler is not None and not applied and bool(loss.isfinite())
+        if self._scaler is not None and (applied or skipped):
+            self._scaler.update(finite=applied)
+        return [Update(loss, norm, applied, summed[norms.numel() :], skipped)]
 
     def settle(self) -> list[Update]:
         return []

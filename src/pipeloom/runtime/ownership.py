@@ -95,11 +95,12 @@ class Ownership:
     Attributes:
         names: canonical names of all parameters of the model, in its order.
         held: for each rank of this process, its parameters by canonical name.
+        homes: by canonical name, all stages with a parameter that is held here.
     """
 
     names: tuple[str, ...]
     held: dict[int, dict[str, nn.Parameter]]
-    _stages_of: dict[str, tuple[int, ...]]
+    homes: dict[str, tuple[int, ...]]
     _program: Program
     _buffers: dict[int, list[tuple[list[int], str, BufferHome]]]
 
@@ -119,7 +120,7 @@ class Ownership:
 
     def ranks_with(self, name: str) -> tuple[int, ...]:
         """All ranks that hold a parameter, ascending."""
-        return self._program.ranks_of_group(self._stages_of[name])
+        return self._program.ranks_of_group(self.homes[name])
 
     def check_equal(self) -> None:
         """Raises InputError where a parameter is not the same on all ranks of this process that hold it."""
@@ -144,7 +145,7 @@ class Ownership:
                 result[lowest] = {
                     name: (parameter, self.ranks_with(name))
                     for name, parameter in self.held[rank].items()
-                    if set(group).issuperset(self._stages_of[name]) and len(self.ranks_with(name)) > 1
+                    if set(group).issuperset(self.homes[name]) and len(self.ranks_with(name)) > 1
                 }
         return result
 

@@ -22,6 +22,8 @@ from pipeloom.runtime.driver import Driver
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.holdings import Holdings
 from pipeloom.runtime.host_memory import keep_freed_memory
+from pipeloom.runtime.parameter_store import Sharing, sharing_of
+from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.results import ResultExchange, total
 from pipeloom.runtime.runnable import check_loss, check_runnable, check_slices
 from pipeloom.runtime.slices import cut_sequences
@@ -53,6 +55,12 @@ class Pipeline(Holdings):
             proportion. None: evenly. Inputs and targets then hold sequences along dimension 1, and `loss_fn` is the
             mean over the tokens of a slice. Dropout masks do not depend on the lengths; one length, for a schedule
             without slices, gives the same ones.
+        mesh: where copies of the pipeline share the work: its axis pp holds the ranks of one copy, each process a
+            rank, and its axis dp the copies. None: one copy.
+        data: what copies keep of parameters, gradients and optimizer states: a `pipeloom.DataParallel` or the name of
+            a strategy, "ddp" (the default) to "zero3". Copies start from the parameters of the first.
+        precision: number formats: a `pipeloom.Precision`, or "bf16", "fp16" or "fp32" (the default), with which
+            parameters are what the model has.
         blackbox: a writable buffer of 64 bytes into which the label of the running action is written.
         timeout_seconds: how long a rank may wait for a message.
 
@@ -76,6 +84,9 @@ class Pipeline(Holdings):
         cut: str | Sequence[int] = "layers",
         transport: str | Transport = "auto",
         slices: Sequence[int] | None = None,
+        mesh: ProcessMesh | None = None,
+        data: Any = None,
+        precision: Any = None,
         blackbox: Any = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -95,23 +106,31 @@ class Pipeline(Holdings):
             for module in cut_model.modules:
                 make_sliceable(module)
         tied = tuple(parameter.stages for parameter in cut_model.tied)
-        self._train_program = lower(schedule, tied_stages=tied)
-        self._forward_program = lower(evaluation_schedule(schedule))
+        sharing = sharing_of(mesh, data, precision)
+        if sharing.axis is not None and schedule.microbatches_per_update is not None:
+            raise InputError(
+                f"schedule {schedule.name!r} updates while it runs: copies of a pipeline, masters and shards are for "
+                "schedules that flush; give stages replicas of their own, or take a schedule such as 1f1b"
+            )
+        self._train_program = lower(schedule, tied_stages=tied, data=sharing.axis)
+        self._forward_program = lower(evaluation_schedule(schedule), data=sharing.axis)
         check(self._train_program)
         check(self._forward_program)
 
         given = not isinstance(model, nn.Module | Stages)  # a list of stages may hold a dummy for those of other ranks
-        terms = Terms.of(self._train_program, () if given else cut_model.layers, slices)
+        terms = Terms.of(self._train_program, () if given else cut_model.layers, slices, sharing.terms)
         self._loss_fn = loss_fn
-        self._join(cut_model, connect(schedule.num_ranks, transport, timeout_seconds, terms), blackbox)
+        self.mesh = mesh
+        connection = connect(schedule.num_ranks, transport, timeout_seconds, terms, mesh)
+        self._join(cut_model, connection, sharing, blackbox)
 
-    def _join(self, cut_model: Stages, connection: Connection, blackbox: Any) -> None:
+    def _join(self, cut_model: Stages, connection: Connection, sharing: Sharing, blackbox: Any) -> None:
         """Take this process's stages of the model, and get ready to run them."""
         self.rank, self.process_group, self.transport = connection.rank, connection.process_group, connection.transport
         if self.rank is not None:
             keep_freed_memory()
         self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
-        super().__init__(cut_model, self._train_program, self.local_ranks)
+        super().__init__(cut_model, self._train_program, self.local_ranks, sharing)
         self._results = ResultExchange(self.rank, self._forward_program.schedule, self.transport)
         # In an order that every rank agrees on.
         self.transport.open(sorted({*program_channels(self._train_program), *self._results.channels()}))
@@ -120,11 +139,12 @@ class Pipeline(Holdings):
             rank: Worker(
                 rank,
                 stages,
-                loss_fn=self._loss_fn,
+                loss_fn=sharing.loss_fn(self._loss_fn),
                 transport=self.transport,
                 gradient_sum=GradientSum(
                     rank, self.ownership.shared(rank), self.ownership.shared_buffers(rank), self.transport
                 ),
+                store=self.stores[rank],
                 sliced=self._sliced,
                 blackbox=blackbox,
             )
@@ -172,7 +192,7 @@ class Pipeline(Holdings):
                 graph behind them, copies of a parameter that differ.
             StageError: the model or the loss raised. PeerLost: another rank ended.
         """
-        return total(self._train(inputs, targets, share_losses=True))
+        return self.sharing.sum_losses(total(self._train(inputs, targets, share_losses=True)))
 
     def accumulate(self, inputs: Value = None, targets: Value = None) -> dict[int, Tensor]:
         """`step` that does not wait for the losses of other ranks.
@@ -206,7 +226,9 @@ class Pipeline(Holdings):
         self.eval()
         try:
             with torch.no_grad():
-                return total(self._run(self._forward_program, inputs, targets, with_loss=True).losses)
+                return self.sharing.sum_losses(
+                    total(self._run(self._forward_program, inputs, targets, with_loss=True).losses)
+                )
         finally:
             for module, training in modes:  # parents first; a module may do more in train() than set the flag
                 if module.training != training:
@@ -219,6 +241,20 @@ class Pipeline(Holdings):
         with torch.no_grad():
             batch = self._run(self._forward_program, inputs, None, with_loss=False)
         return join_batch([batch.outputs[b] for b in sorted(batch.outputs)]) if batch.outputs else None
+
+    @property
+    def loss_scale(self) -> float:
+        """By what losses are multiplied before their backward; main gradients are divided by it. For fp16, say."""
+        return self.stores[self.local_ranks[0]].loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if self.sharing.axis is None and scale != 1.0:
+            raise InputError(
+                f"loss_scale is {scale} with gradients of float32: it is for 16 bits; pass precision='fp16'"
+            )
+        for rank, worker in self.workers.items():
+            worker.state.loss_scale = self.stores[rank].loss_scale = scale
 
     @property
     def records(self) -> list[tuple[int, list[Record]]]:
@@ -256,10 +292,11 @@ class Pipeline(Holdings):
         self.driver.check_free()
         batch = Batch.cut(
             program.num_microbatches,
-            inputs,
+            self.sharing.inputs(inputs),
             targets,
             needs_inputs=self.needs_inputs,
             needs_targets=self.needs_targets and with_loss,
+            sum_samples=self.sharing.sum_samples,
         )
         if self._sliced:
             cut_sequences(batch, self.schedule.num_slices, self._slice_lengths)

@@ -23,7 +23,7 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from pipeloom.errors import PeerLost
@@ -51,11 +51,12 @@ class SharedMemoryTransport(Transport):
     """Channels between processes of one machine.
 
     Args:
-        rank: this process's rank.
-        exchange: gathers every rank's bytes on every rank, in order of rank; called once.
+        rank: of the pipeline, that this process is.
+        exchange: gathers every process's bytes on every process; called once.
+        processes: for each rank of the pipeline, its place in what `exchange` gives; None: the same number.
         timeout_seconds: how long a receive may wait.
         spin_seconds: how long a receive looks again and again before it sleeps; waking costs some 30 us. None: 200 us
-            where every rank has a core of its own, else 0.
+            where every process of `exchange` has a core of its own, else 0.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class SharedMemoryTransport(Transport):
         rank: int,
         exchange: Callable[[bytes], list[bytes]],
         *,
+        processes: Sequence[int] | None = None,
         timeout_seconds: float = 1800.0,
         spin_seconds: float | None = None,
     ) -> None:
@@ -77,8 +79,9 @@ class SharedMemoryTransport(Transport):
         self._listener.bind(name)
         self._listener.listen(1024)
         hello = json.dumps({"host": host_identity(), "name": name}).encode()
-        self._addresses = [json.loads(answer) for answer in exchange(hello)]
-        local = sum(address["host"] == self._addresses[rank]["host"] for address in self._addresses)
+        everybody = [json.loads(answer) for answer in exchange(hello)]
+        self._addresses = everybody if processes is None else [everybody[process] for process in processes]
+        local = sum(address["host"] == self._addresses[rank]["host"] for address in everybody)
         if spin_seconds is None:
             spin_seconds = 200e-6 if local <= len(os.sched_getaffinity(0)) else 0.0
         self.spin_seconds = spin_seconds

@@ -55,7 +55,7 @@ class Batch:
     Attributes:
         inputs: of every micro-batch, on ranks with the first stage.
         targets: of every micro-batch, on ranks with the last stage; None where no loss is asked for.
-        weights: the share of each micro-batch in the loss.
+        weights: the share of each micro-batch in the loss, which is the mean over the batches of all copies.
         losses: of the micro-batches whose last stage ran here, each times its weight; of slices, their sum.
         outputs: of the last stage, where no loss is asked for; of slices, a list until all are there.
         num_samples: of the batch; 0 where this process reads neither inputs nor targets.
@@ -74,9 +74,18 @@ class Batch:
 
     @classmethod
     def cut(
-        cls, num_microbatches: int, inputs: Value, targets: Value, *, needs_inputs: bool, needs_targets: bool
+        cls,
+        num_microbatches: int,
+        inputs: Value,
+        targets: Value,
+        *,
+        needs_inputs: bool,
+        needs_targets: bool,
+        sum_samples: Callable[[int], int] = int,
     ) -> Batch:
         """The batch as micro-batches, where this process needs it.
+
+        Where targets are needed `sum_samples` says how many samples the batches of all copies of the pipeline hold.
 
         Raises:
             InputError: what is needed is missing, too short, of another length than the rest, or part of a graph.
@@ -90,7 +99,8 @@ class Batch:
             if needs_inputs and sum(sizes) != batch.num_samples:
                 raise InputError(unequal_lengths(batch.num_samples, sum(sizes)))
             batch.num_samples = sum(sizes)
-            batch.weights = [size / batch.num_samples for size in sizes]
+            all_samples = sum_samples(batch.num_samples)
+            batch.weights = [size / all_samples for size in sizes]
         return batch
 
 
@@ -128,6 +138,7 @@ class RankState:
         speculating: whether the forwards that run may have to be done again.
         stale_calls: numbers of cancelled calls, of which messages may still come.
         sends: to all whom this rank sends to in the pipeline's own lane.
+        loss_scale: by what the loss is multiplied before its backward.
         peak_live_activations: the most entries that `saved` had in the last run.
     """
 
@@ -141,6 +152,7 @@ class RankState:
     speculating: bool = False
     stale_calls: tuple[int, ...] = ()
     sends: dict[Channel, Callable[[Layout, list[Tensor], int], None]] = field(default_factory=dict)
+    loss_scale: float = 1.0
     peak_live_activations: int = 0
     arrived: dict[Key, tuple[Value, list[Tensor]]] = field(default_factory=dict)
     saved: dict[Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = field(default_factory=dict)

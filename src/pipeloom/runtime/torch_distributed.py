@@ -41,11 +41,16 @@ _END, _WHOLE, _FOLLOWED = 0, 1, 2  # kinds: closes the channel; holds all; paylo
 
 
 class _Link:
-    """One of the two process groups of a channel, as one of its two ranks sees it."""
+    """One of the two process groups of a channel, as one of its two ranks sees it.
 
-    def __init__(self, group: dist.ProcessGroup, channel: Channel, peer: int) -> None:
+    Args:
+        group: of two processes.
+        peer: the other one's place in it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self._group = group  # kept: the group serves until it is closed, also after destroy_process_group
-        self._peer = sorted((channel.source, channel.target)).index(peer)
+        self._peer = peer
 
     def send(self, tensor: Tensor) -> dist.Work:
         return self._group.send([tensor], self._peer, 0)
@@ -184,8 +189,10 @@ class TorchDistributedTransport(Transport):
     """Channels over the default process group's backend.
 
     Args:
-        rank: this process's rank in the default group.
+        rank: of the pipeline, that this process is.
         device: where received tensors are to lie.
+        copies: for every copy of the pipeline, the processes (ranks in the default group) that are its ranks; this
+            process is in one of them. None: one copy, of the whole default group.
         timeout_seconds: how long a receive may wait.
         idle: asked while a receive waits, and again until it says that this process has nothing left to send.
     """
@@ -195,10 +202,13 @@ class TorchDistributedTransport(Transport):
         rank: int,
         *,
         device: torch.device,
+        copies: Sequence[Sequence[int]] | None = None,
         timeout_seconds: float = 1800.0,
         idle: Callable[[], bool] = lambda: True,
     ) -> None:
         self._rank = rank
+        self._process = dist.get_rank()
+        self._copies = copies or (range(dist.get_world_size()),)
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._idle = idle
@@ -207,16 +217,23 @@ class TorchDistributedTransport(Transport):
 
     def open(self, channels: Iterable[Channel]) -> None:
         atexit.register(self.close)  # a thread that still listens when the interpreter ends would abort the process
-        for channel in channels:  # every rank makes every group: torch.distributed wants that
-            members = sorted((channel.source, channel.target))
-            control = dist.new_group(members, timeout=_FOR_EVER, backend="gloo")
-            data = control if self._device.type == "cpu" else dist.new_group(members, timeout=_FOR_EVER)
-            if channel.source == self._rank:
-                links = _Link(control, channel, channel.target), _Link(data, channel, channel.target)
-                self._outgoing[channel] = _Outgoing(channel, *links, self._timeout_seconds)
-            elif channel.target == self._rank:
-                links = _Link(control, channel, channel.source), _Link(data, channel, channel.source)
-                self._incoming[channel] = _Incoming(channel, *links, self._device, self._timeout_seconds, self._idle)
+        # Every process makes every group, of all copies: torch.distributed counts them to name them. Only the two
+        # members of one meet.
+        for channel in channels:
+            for copy in self._copies:
+                members = sorted((copy[channel.source], copy[channel.target]))
+                control = dist.new_group(members, timeout=_FOR_EVER, backend="gloo")
+                data = control if self._device.type == "cpu" else dist.new_group(members, timeout=_FOR_EVER)
+                if self._process not in members:
+                    continue
+                peer = 1 - members.index(self._process)
+                links = _Link(control, peer), _Link(data, peer)
+                if channel.source == self._rank:
+                    self._outgoing[channel] = _Outgoing(channel, *links, self._timeout_seconds)
+                else:
+                    self._incoming[channel] = _Incoming(
+                        channel, *links, self._device, self._timeout_seconds, self._idle
+                    )
 
     def outgoing(self, channel: Channel) -> Outgoing:
         return self._outgoing[channel]

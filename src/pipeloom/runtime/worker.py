@@ -17,6 +17,7 @@ from torch import nn
 
 from pipeloom.errors import InputError, PeerLost, PipeloomError, RunError, StageError
 from pipeloom.ir import Action, Op, Program
+from pipeloom.ir.walk import meets
 from pipeloom.passes import warm_up_lengths
 from pipeloom.runtime.backward import bind_backward, bind_input_backward, bind_weight_backward
 from pipeloom.runtime.calls import call_only, cancel_number, next_call
@@ -24,6 +25,7 @@ from pipeloom.runtime.driver import Run
 from pipeloom.runtime.forward import bind_forward
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.messages import bind_receive, bind_send
+from pipeloom.runtime.parameter_store import ParameterStore
 from pipeloom.runtime.slices import in_slice
 from pipeloom.runtime.speculation import CancelledError, ForwardState, Speculation
 from pipeloom.runtime.state import Batch, Binder, LossFn, RankState, Step
@@ -44,6 +46,8 @@ _BINDERS: dict[Op, Binder] = {
     Op.RECV_B: bind_receive,
 }
 RUNNABLE_OPS = frozenset(_BINDERS) | {Op.REDUCE_GRAD, Op.STEP}
+_COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
+_STORE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +67,19 @@ class Bound:
     Attributes:
         instructions: what it runs.
         num_warm_up: so many of the first can be thrown away and done again: forwards that need no backward.
-        training: whether there are backwards.
+        program: what was bound.
         starts, ends: of the last run.
     """
 
     instructions: tuple[_Instruction, ...]
     num_warm_up: int
-    training: bool
+    program: Program
     starts: list[float]
     ends: list[float]
+
+    @property
+    def training(self) -> bool:
+        return not self.program.schedule.forward_only
 
     def records(self) -> list[Record]:
         """The last run: every action with its start and end."""
@@ -87,6 +95,7 @@ class Worker:
         loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
         transport: with all channels of the programs open.
         gradient_sum: the parameters that other ranks hold too.
+        store: where this rank's parameters live.
         sliced: whether micro-batches run in slices, be it one.
         blackbox: a buffer of at least `BLACKBOX_BYTES` bytes into which the running action is written, for whoever
             has to say after a crash what this rank was doing.
@@ -104,6 +113,7 @@ class Worker:
         loss_fn: LossFn | None,
         transport: Transport,
         gradient_sum: GradientSum,
+        store: ParameterStore,
         sliced: bool = False,
         blackbox: Any = None,
     ) -> None:
@@ -111,6 +121,7 @@ class Worker:
         self.stages = stages
         self.state = RankState(rank, stages, loss_fn, transport, sliced)
         self._gradient_sum = gradient_sum
+        self._store = store
         self.blackbox = blackbox
 
     @property
@@ -134,12 +145,20 @@ class Worker:
         times = len(instructions)
         warm_up = set(program.orders[self.rank][: warm_up_lengths(program)[self.rank]])
         num_warm_up = sum(1 for _ in takewhile(lambda instruction: instruction.action in warm_up, instructions))
-        return Bound(tuple(instructions), num_warm_up, not program.schedule.forward_only, [0.0] * times, [0.0] * times)
+        return Bound(tuple(instructions), num_warm_up, program, [0.0] * times, [0.0] * times)
 
     def steps(self, action: Action, program: Program) -> list[Step]:
         """The functions of one action."""
-        if action.op is Op.REDUCE_GRAD:
-            return self._gradient_sum.bind(action.stage)
+        if meets(action):
+            (first, ready), *rest = self._gradient_sum.bind(action.stage)
+
+            def begin() -> None:
+                self._store.finish()  # what is summed over ranks has been summed over copies
+                first()
+
+            return [(begin, ready), *rest]
+        if action.op in _STORE_OPS:
+            return [self._store.bind(action, program)]
         binder = _BINDERS.get(action.op)
         if binder is None:
             raise InputError(
@@ -147,7 +166,9 @@ class Worker:
                 f"REDUCE_GRAD, and STEP in a stream; take a schedule without {action.op}"
             )
         step = binder(self.state, action, program)
-        return [in_slice(self.state, action, step) if self.state.sliced and action.op in (Op.B, Op.I) else step]
+        if self.state.sliced and action.op in (Op.B, Op.I):
+            step = in_slice(self.state, action, step)
+        return [self._store.around(action, step, program) if action.op in _COMPUTE_OPS else step]
 
     def run(self, bound: Bound, batch: Batch, call: int, speculation: Speculation | None = None) -> Run:
         """Run a bound program; yields whenever it has to wait and the transport does not block.
@@ -170,9 +191,15 @@ class Worker:
                 start = self._warm_up(bound, speculation)
             if bound.training:
                 self._gradient_sum.begin()
+            self._store.begin(bound.program)
             yield from self._execute(bound, start, len(bound.instructions))
+            try:
+                self._store.finish()
+            except Exception as error:
+                raise self.explain(error, bound.instructions[-1].action) from error
         finally:
             self.state.clear()
+            self._store.end()
 
     def _execute(self, bound: Bound, start: int, stop: int) -> Run:
         """Run the instructions from `start` to before `stop`."""

@@ -31,11 +31,22 @@ def model_config(config: TrainConfig, vocabulary_size: int) -> GPTConfig:
 
 
 def build_stages(
-    config: TrainConfig, schedule: Schedule, corpus: Corpus, exchange: Exchange, device: torch.device
+    config: TrainConfig,
+    schedule: Schedule,
+    corpus: Corpus,
+    exchange: Exchange,
+    device: torch.device,
+    rank: int | None,
 ) -> Stages:
-    """The model cut into stages; those that this process holds have values, the others are on the meta device.
+    """The model cut into stages; those of `rank` have values, the others are on the meta device.
 
     Initial values depend on the seed and a parameter's name alone, so every layout begins with the same model.
+
+    Args:
+        config, schedule, corpus: of the run.
+        exchange: with all processes.
+        device: where values are to lie.
+        rank: of the pipeline, that this process is; None where it holds all.
     """
     sizes = model_config(config, corpus.vocabulary_size)
     cut = parse_cut(config, schedule.num_stages)
@@ -43,11 +54,11 @@ def build_stages(
         cut = _agree_on_cut(config, sizes, schedule, corpus, exchange)
     with torch.device("meta"):
         model = GPT(sizes)
-    if exchange.size == 1:  # all stages are here: what is tied stays one parameter
+    if rank is None:  # all stages are here: what is tied stays one parameter
         materialize(model, config.seed, device)
         return split(model, schedule.num_stages, cut=cut)
     stages = split(model, schedule.num_stages, cut=cut)
-    for stage in schedule.placement.stages_of[exchange.rank]:
+    for stage in schedule.placement.stages_of[rank]:
         materialize(stages.modules[stage], config.seed, device)
     return stages
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_type_hints
 import yaml
 
 from pipeloom.errors import InputError
+from pipeloom.parallel import DataParallel, MeshShape, Precision
 from pipeloom.schedules import own as own_schedule
 
 
@@ -56,24 +57,62 @@ class ParallelConfig:
         None, "cut every sequence: a number, lengths such as 1600,1344,1152, or auto: measured here; left out: whole"
     )
     transport: Literal["auto", "shared-memory", "torch"] = _option("auto", "how messages travel between ranks")
+    data: int = _option(
+        1,
+        "copies of the pipeline, each with samples of its own; each has parallel.pipeline processes; -1 under "
+        "torchrun: as many as its processes make",
+    )
+    data_strategy: Literal["ddp", "parameter-server", "zero1", "zero2", "zero3"] = _option(
+        "ddp",
+        "what a copy keeps: ddp all, parameter-server and zero1 all but optimizer states, zero2 a share of gradients "
+        "too, zero3 a share of parameters too",
+    )
+    data_granularity: Literal["step", "chunk", "microbatch"] | None = _option(
+        None,
+        "how often zero3 gathers parameters, and zero2 and zero3 share gradients: each needs less memory than the one "
+        "before, and communicates more; left out: once a step",
+    )
+    order: str = _option("dp,pp", "axis whose neighbours stand farthest apart, then the others: dp,pp or pp,dp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
-    size: int = _option(32, "samples a step, over all micro-batches")
+    size: int = _option(32, "samples a step, over all micro-batches of all copies")
     microbatches: int | None = _option(
-        None, "micro-batches a step; left out: 8, or one a sample where there are fewer; pipedream: 1"
+        None,
+        "micro-batches a step of each copy of the pipeline; left out: 8, or one a sample where there are fewer; "
+        "pipedream: 1",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionConfig:
+    dtype: Literal["fp32", "bf16", "fp16"] = _option(
+        "fp32", "format of parameters in forwards and backwards, and of messages; updates are of float32 numbers"
+    )
+    gradients: Literal["float32", "same"] = _option(
+        "float32", "format in which gradients of micro-batches add up; same: that of the parameters"
+    )
+    loss_scale: float = _option(65536.0, "fp16: factor of the first step's loss; overflows halve it")
+    loss_scale_steps: int = _option(2000, "fp16: after so many steps without overflow the factor doubles")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    learning_rate: float = _option(2e-3, "largest learning rate of AdamW")
+    name: Literal["adamw", "adam", "sgd", "momentum", "muon"] = _option(
+        "adamw", "muon: matrices of the blocks by Muon, all else by AdamW"
+    )
+    learning_rate: float = _option(2e-3, "largest learning rate; of muon that of AdamW, and see muon_learning_rate")
     warmup_steps: int = _option(20, "steps of linear warm-up")
     min_learning_rate_fraction: float = _option(0.1, "learning rate at the last step, as a fraction of the largest")
-    weight_decay: float = _option(0.1, "weight decay of matrices; vectors have none")
-    beta1: float = _option(0.9, "decay of the first moment")
-    beta2: float = _option(0.95, "decay of the second moment")
+    weight_decay: float = _option(
+        0.1, "weight decay of matrices; vectors have none; adam, sgd and momentum add it to the gradient"
+    )
+    beta1: float = _option(0.9, "adamw, adam: decay of the first moment")
+    beta2: float = _option(0.95, "adamw, adam: decay of the second moment")
+    momentum: float = _option(0.95, "momentum, muon: decay of the sum of gradients")
+    nesterov: bool = _option(True, "momentum, muon: look ahead by one step")
+    muon_learning_rate: float = _option(0.02, "muon: largest learning rate of the matrices that it updates")
     clip_norm: float = _option(
         1.0,
         "largest gradient norm over all stages; in a stream (pipedream) of each stage by itself, over the root of "
@@ -102,6 +141,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     schedule: str = _option(
         "auto", "auto: 1f1b, or seq1f1b with slices; see `pipeloom schedules`; or mine.csv, mine.json, mine.py:function"
     )
@@ -126,10 +166,28 @@ class TrainConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches of a step, of one copy of the pipeline."""
         if self.batch.microbatches is not None:
             return self.batch.microbatches
-        return 1 if self.schedule == "pipedream" else max(1, min(8, self.batch.size))
+        return 1 if self.schedule == "pipedream" else max(1, min(8, self.batch.size // self.num_copies))
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of the pipeline; one as long as -1 is not replaced by a number."""
+        return max(1, self.parallel.data)
+
+    @property
+    def data_parallel(self) -> DataParallel:
+        """What the copies share. Raises InputError where strategy and granularity do not go together."""
+        whole = self.optimizer.name == "muon"  # it needs matrices in one piece
+        return DataParallel(
+            self.parallel.data_strategy, self.parallel.data_granularity, "parameters" if whole else "elements"
+        )
+
+    @property
+    def number_format(self) -> Precision:
+        """``precision``, as a pipeline takes it."""
+        return Precision(self.precision.dtype, self.precision.gradients)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -153,8 +211,23 @@ class TrainConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the run."""
+        """Ranks of one copy of the pipeline."""
         return sum(self.replicas)
+
+    def mesh_shape(self, num_processes: int | None = None) -> MeshShape:
+        """Where processes stand on the axes pp and dp.
+
+        Raises:
+            InputError: ``parallel.order`` is none, or the numbers do not make up the processes.
+        """
+        order = tuple(axis.strip() for axis in self.parallel.order.split(","))
+        if sorted(order) != ["dp", "pp"]:
+            raise InputError(
+                f"parallel.order is {self.parallel.order!r}: it is dp,pp (the default: ranks of one copy are "
+                "neighbours) or pp,dp; choose one"
+            )
+        degrees = {"pp": self.num_ranks, "dp": self.parallel.data}
+        return MeshShape.of(degrees, num_processes=num_processes, order=order)
 
     def to_mapping(self) -> dict[str, Any]:
         """Nested plain values, for YAML and JSON."""

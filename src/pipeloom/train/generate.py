@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 from torch import Tensor
 
@@ -25,25 +27,42 @@ def generate(
     temperature: float,
     seed: int,
     transport: str = "auto",
+    through: Pipeline | None = None,
 ) -> str:
     """`prompt` and `num_tokens` tokens after it, drawn one by one; every process calls it and gets the text.
 
     The last `sequence_length` tokens go through the pipeline; the rank with the last stage draws the next one from
     softmax(logits / temperature) with a generator of its own and tells the others. Temperature 0: the likeliest.
+
+    Args:
+        stages, placement: of the model; its parameters are whole and up to date.
+        group: of all processes; every copy of the pipeline computes the same.
+        tokenizer: of the model.
+        prompt, num_tokens, sequence_length, temperature, seed: see above.
+        transport: of the pipeline that is made for it.
+        through: the pipeline that trains, where parameters are not whole outside of it. It takes as many samples as
+            it has micro-batches, all alike.
     """
     separator = tokenizer.encode([""]).tolist()
     tokens: list[int] = tokenizer.encode([prompt]).tolist()[: -len(separator)] or separator
     generator = torch.Generator().manual_seed(seed)
     last = placement.rank_of(placement.num_stages - 1, 0)
-    with Pipeline(stages, _one_forward(placement), loss_fn=loss_fn, transport=transport) as pipeline:
+    with ExitStack() as stack:
+        one = _one_forward(placement)
+        pipeline = through or stack.enter_context(
+            Pipeline(stages, one, loss_fn=loss_fn, transport=transport, mesh=group.mesh)
+        )
+        schedule = pipeline.schedule
         pipeline.eval()
         for _ in range(num_tokens):
-            window = torch.tensor([tokens[-sequence_length:]], device=group.device)
-            logits_BSV = pipeline.forward(window if pipeline.needs_inputs else None)
+            window = tokens[-sequence_length:]
+            padding = [0] * (schedule.num_slices - len(window))  # later tokens do not matter to earlier ones
+            inputs = torch.tensor([window + padding] * schedule.num_microbatches, device=group.device)
+            logits_BSV = pipeline.forward(inputs if pipeline.needs_inputs else None)
             token = torch.zeros(1, dtype=torch.int64)
             if isinstance(logits_BSV, Tensor):
-                token[0] = _draw(logits_BSV[0, -1].float().cpu(), temperature, generator)
-            tokens.append(int(group.from_rank(last if group.size > 1 else 0, token)))
+                token[0] = _draw(logits_BSV[0, len(window) - 1].float().cpu(), temperature, generator)
+            tokens.append(int(group.from_rank(last, token)))
     return tokenizer.decode(tokens)
 
 

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import PeerLost
+from pipeloom.parallel import Mesh
 from pipeloom.runtime.collectives import all_gather_bytes
 from pipeloom.runtime.launcher import Membership
+from pipeloom.train.config import TrainConfig
 
 
 class Group:
@@ -20,12 +22,18 @@ class Group:
     Attributes:
         rank, size: of this process among the processes.
         device: where this process computes.
+        mesh: who is which rank of which copy of the pipeline; None where there is one copy.
+        num_copies, copy: of the pipeline, and which this process is in.
+        pipeline_rank: this process's rank in its copy; None where the process holds all ranks.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, mesh: Mesh | None = None) -> None:
         self.rank = rank
         self.size = size
         self.device = device
+        self.mesh = mesh
+        self.num_copies, self.copy = (mesh.degree("dp"), mesh.coordinate("dp")) if mesh else (1, 0)
+        self.pipeline_rank = None if size == 1 else mesh.coordinate("pp") if mesh else rank
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every process's payload, by rank."""
@@ -42,15 +50,16 @@ class Group:
         return values
 
     def from_rank(self, source: int, values: Tensor) -> Tensor:
-        """`values` of process `source`, in place, on every process."""
+        """`values` of rank `source` of the first copy, in place, on every process."""
         if self.size > 1:
+            process = source if self.mesh is None else self.mesh.shape.process({"pp": source})
             with _noticing_lost_peers():
-                dist.broadcast(values, source)
+                dist.broadcast(values, process)
         return values
 
 
 @contextmanager
-def meet(member: Membership | None) -> Iterator[Group]:
+def meet(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
     """Meet the other processes: the process group is there inside the block and gone after it."""
     local_rank = member.local_rank if member else 0
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -61,7 +70,10 @@ def meet(member: Membership | None) -> Iterator[Group]:
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=member.meeting, rank=member.rank, world_size=member.world_size)
-    yield Group(member.rank, member.world_size, device)
+    shape = config.mesh_shape(member.world_size)
+    copies = shape.degree("dp")
+    mesh = Mesh(pp=shape.degree("pp"), dp=copies, order=shape.axes) if copies > 1 else None
+    yield Group(member.rank, member.world_size, device, mesh)
     dist.destroy_process_group()  # not after an error: others may be gone
 
 

@@ -28,13 +28,13 @@ _RECENT_MESSAGES = 5  # and over the messages of so many
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """One step on all ranks.
+    """One step on all ranks; of several copies of the pipeline, the mean over them.
 
     Attributes:
         bubble_fraction: 1 - mean computing time of the ranks / longest time from a rank's first to its last
             computation. Each rank takes it by its own clock, so it holds across machines.
         peak_memory_bytes: for each process, its peak so far.
-        live_activations: for each rank, the most held at once.
+        live_activations: for each rank, the most held at once; all copies hold as many.
         stage_seconds: [stages, 4]: median seconds of F, B, I, W of one micro-batch (of its slices, added up), averaged
             over the ranks with the stage; 0 where there is none.
         slice_factors: [2, slices]: what the slices of a micro-batch take over their mean, forward and backward; None
@@ -79,6 +79,7 @@ def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_process
 
 def read_cost(numbers: Tensor, schedule: Schedule, num_processes: int) -> StepCost:
     """The inverse of `cost_numbers`, after the sum over processes."""
+    copies = max(1, num_processes // schedule.num_ranks)
     ranks, shape = schedule.num_ranks, (2, schedule.num_stages, len(_OPS), schedule.num_slices)
     by_rank, memory, by_stage = torch.split(numbers, [3 * ranks, num_processes, math.prod(shape)])
     busy, seconds, live = by_rank.view(ranks, 3).unbind(1)
@@ -87,7 +88,7 @@ def read_cost(numbers: Tensor, schedule: Schedule, num_processes: int) -> StepCo
     return StepCost(
         bubble_fraction=float(1 - busy.mean() / seconds.max()),
         peak_memory_bytes=[int(value) for value in memory.tolist()],
-        live_activations=[int(value) for value in live.tolist()],
+        live_activations=[int(value) // copies for value in live.tolist()],
         stage_seconds=seconds_of_slices.sum(2),
         slice_factors=_factors(seconds_of_slices.sum(0)) if schedule.num_slices > 1 else None,
     )

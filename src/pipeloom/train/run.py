@@ -22,7 +22,7 @@ def train(config: TrainConfig, member: Membership | None) -> None:
         RunError: a loss or gradient that is not finite, a lost rank, a model that raises.
     """
     with ExitStack() as stack:
-        group = stack.enter_context(meet(member))
+        group = stack.enter_context(meet(member, config))
         config, note = choose_slices(config, group, resume_path(config))
         trainer = stack.enter_context(Trainer(config, group, member))
         done = trainer.resume()

@@ -21,18 +21,26 @@ from pipeloom.ir.text import parse_action
 from pipeloom.models import loss_fn
 from pipeloom.passes import lower
 from pipeloom.report import write_report
-from pipeloom.runtime import Pipeline, Update
+from pipeloom.runtime import LossScaler, Pipeline, Update
 from pipeloom.runtime.launcher import Membership
 from pipeloom.sim import measured_timeline
 from pipeloom.train import checkpoint
 from pipeloom.train.build import build_stages, model_config
 from pipeloom.train.config import TrainConfig
+from pipeloom.train.copies import share
 from pipeloom.train.data import Sampler
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
 from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, read_cost
 from pipeloom.train.notices import resume_notices, skipped_notice
-from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, make_stepper, set_learning_rate
+from pipeloom.train.optimizer import (
+    apply_options,
+    learning_rates,
+    make_optimizer,
+    make_stepper,
+    options_of,
+    set_learning_rates,
+)
 from pipeloom.train.output import append_metrics, in_use, prepare_output, writing
 from pipeloom.train.progress import Display
 from pipeloom.train.slices import slice_lengths
@@ -46,11 +54,15 @@ def _shows_messages(steps_here: int) -> bool:
     return 2 <= steps_here <= 6 or steps_here % 20 == 0
 
 
+_LEAST_LOSS_SCALE = 2.0**-10  # gradients that overflow below it do so at any scale
+
+
 class _Begun(NamedTuple):
     """A step that has run and whose update is not final."""
 
     step: int
     learning_rate: float
+    loss_scale: float
     seconds: float
 
 
@@ -71,7 +83,7 @@ class Trainer:
         self.corpus = open_corpus(config)
         self.sampler = Sampler(self.corpus.num_windows(config.model.sequence_length), config.seed)
         self.samples_seen = 0
-        self.stages = build_stages(config, self.schedule, self.corpus, group, group.device)
+        self.stages = build_stages(config, self.schedule, self.corpus, group, group.device, group.pipeline_rank)
         self.transport = "loopback" if config.local else config.parallel.transport
         self.pipe = Pipeline(
             self.stages,
@@ -79,17 +91,26 @@ class Trainer:
             loss_fn=loss_fn,
             transport=self.transport,
             slices=slice_lengths(config),
+            mesh=group.mesh,
+            data=config.data_parallel if group.num_copies > 1 else None,
+            precision=config.number_format if config.precision.dtype != "fp32" else None,
             blackbox=self.black_box and self.black_box.action_buffer,
         )
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.pipe.named_parameters()}
-        self.optimizer = make_optimizer(self.pipe.parameters(), config.optimizer)
+        shapes = {name: part.shape for name, part in self.pipe.ranges.items()}
+        self.optimizer = make_optimizer(self.pipe.named_parameters(), config.optimizer, shapes)
+        scales = config.precision.dtype == "fp16"
+        precision = config.precision
+        self.scaler = LossScaler(precision.loss_scale, growth_steps=precision.loss_scale_steps) if scales else None
         self._begun: deque[_Begun] = deque()  # steps whose updates are not final yet
         tied = tuple(parameter.stages for parameter in self.stages.tied)
         self.program = lower(self.pipe.schedule, tied_stages=tied)
         self.predictor = Predictor()
         streams = self.schedule.microbatches_per_update is not None
         self.stream = StreamSteps(self.pipe, self.optimizer, self.predictor, config, group) if streams else None
-        self.stepper = None if streams else make_stepper(self.pipe, self.optimizer, config.optimizer, group)
+        self.stepper = (
+            None if streams else make_stepper(self.pipe, self.optimizer, config.optimizer, group, self.scaler)
+        )
         self.records: Records = []  # of the last training step on this process's ranks
         self.steps_here = 0
         self.notices = skipped_notice(self.corpus.skipped)
@@ -114,8 +135,11 @@ class Trainer:
         tensors = self.pipe.state_dict()
         saved.load_model(tensors)
         self.pipe.load_state_dict(tensors)  # all ranks of this process, where several hold a tensor
+        options = options_of(self.optimizer)
         saved.load_optimizer(self.optimizer, self.names)
-        apply_options(self.optimizer, self.config.optimizer)
+        apply_options(self.optimizer, options)
+        if self.scaler is not None and "loss_scaler" in saved.state:
+            self.scaler.load(saved.state["loss_scaler"])
         sampler = saved.state["sampler"]
         if sampler["num_windows"] == self.sampler.num_windows:  # the same text: its passes go on where they were
             self.sampler = Sampler(self.sampler.num_windows, sampler["seed"])
@@ -146,11 +170,19 @@ class Trainer:
         start = f", from {self.resumed}" if self.resumed else ""
         shown.say(
             f"{sizes.num_parameters:,} parameters in {self.schedule.num_stages} stages, schedule {self.schedule.name}, "
-            f"{self.pipe.num_ranks} ranks, {counted(self.config.num_microbatches, 'micro-batch')} a step; "
+            f"{self._ranks_text()}, {counted(self.config.num_microbatches, 'micro-batch')} a step; "
             f"{len(self.corpus.train):,} tokens of {self.corpus.num_files} files{start}"
         )
         for line in self.notices:
             shown.say(line)
+
+    def _ranks_text(self) -> str:
+        """``4 ranks``, or ``2 copies of 4 ranks (zero2)``, and what is not in float32."""
+        copies, dtype = self.group.num_copies, self.config.precision.dtype
+        text = f"{self.pipe.num_ranks} ranks"
+        if copies > 1:
+            text = f"{copies} copies of {text} ({self.config.parallel.data_strategy})"
+        return text if dtype == "fp32" else f"{text} in {dtype}"
 
     def steps(self, first: int, last: int, shown: Display) -> Iterator[dict[str, Any]]:
         """Updates `first` to `last`, after which nothing is in flight; the metrics of each as they become final."""
@@ -178,13 +210,14 @@ class Trainer:
         assert self.stepper is not None
         self._enter(f"step {step}")
         started = time.perf_counter()
-        rate = learning_rate(step - 1, self.config.steps, self.config.optimizer)
-        set_learning_rate(self.optimizer, rate)
+        rates = learning_rates(self.optimizer, step - 1, self.config.steps, self.config.optimizer)
+        set_learning_rates(self.optimizer, rates)
+        scale = self.scaler.scale if self.scaler else 1.0
         inputs, targets = self._batch(self.samples_seen)
         self.samples_seen += self.config.batch.size
         # One sum over processes a step: gradient norms for clipping, and what the step cost.
         updates = self.stepper.step(inputs, targets, lambda: self._cost_numbers(step))
-        self._begun.append(_Begun(step, rate, time.perf_counter() - started))
+        self._begun.append(_Begun(step, max(rates), scale, time.perf_counter() - started))
         return [self._finish(update) for update in updates]
 
     def _cost_numbers(self, step: int) -> Tensor:
@@ -198,9 +231,11 @@ class Trainer:
         loss, norm = float(update.loss), float(update.grad_norm)
         cost = read_cost(update.numbers, self.schedule, self.group.size)
         row = {"step": begun.step, "loss": loss, "grad_norm": norm, "lr": begun.learning_rate}
+        if self.scaler is not None:
+            row |= {"loss_scale": begun.loss_scale, "skipped_steps": self.scaler.num_skipped}
         row |= self._timing(begun.seconds, cost)
         self._written(row)
-        if not update.applied:
+        if not update.applied and not (update.skipped and begun.loss_scale >= _LEAST_LOSS_SCALE):
             raise RunError(
                 f"step {begun.step} has loss {loss} and gradient norm {norm}: training cannot go on "
                 "from there; lower optimizer.learning_rate, or resume from an earlier checkpoint with another seed"
@@ -228,6 +263,7 @@ class Trainer:
         """Write ``checkpoint-{step}``."""
         self._enter(f"checkpoint after step {step}")
         sizes = model_config(self.config, self.corpus.vocabulary_size)
+        scaler = {"loss_scaler": self.scaler.state()} if self.scaler is not None else {}
         sampler = {
             "samples_seen": self.samples_seen,
             "seed": self.sampler.seed,
@@ -243,6 +279,7 @@ class Trainer:
                 "model": {key: getattr(sizes, key) for key in sizes.__dataclass_fields__},
                 "sampler": sampler,
                 "config": self.config.to_mapping(),
+                **scaler,
             },
             layout=self._layout(),
             exchange=self.group,
@@ -270,6 +307,8 @@ class Trainer:
     def sample(self) -> str:
         """A short text that the model writes."""
         self._enter("sample")
+        self.pipe.refresh()
+        in_parts = self.group.num_copies > 1 and self.config.parallel.data_strategy == "zero3"
         return generate(
             self.stages,
             self.schedule.placement,
@@ -281,6 +320,7 @@ class Trainer:
             temperature=self.config.sample_temperature,
             seed=self.config.seed,
             transport=self.transport,
+            through=self.pipe if in_parts else None,
         )
 
     def _enter(self, phase: str) -> None:
@@ -289,7 +329,7 @@ class Trainer:
             self.black_box.phase = phase
 
     def _seed_generators(self, step: int) -> None:
-        """Random states that follow from the seed, the step and the rank alone."""
+        """Random states that follow from the seed, the step and the process alone: dropout differs between copies."""
         digest = blake2b(f"{self.config.seed}/{step}/{self.group.rank}".encode(), digest_size=8).digest()
         torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -299,11 +339,11 @@ class Trainer:
         return self._placed(*self.corpus.windows(windows, self.config.model.sequence_length))
 
     def _placed(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What this process reads of a batch, on its device."""
-        device = self.group.device
+        """What this process reads of a batch of all copies, on its device."""
+        device, own = self.group.device, share(len(inputs), self.group.copy, self.group.num_copies)
         return (
-            inputs.to(device) if self.pipe.needs_inputs else None,
-            targets.to(device) if self.pipe.needs_targets else None,
+            inputs[own.start : own.stop].to(device) if self.pipe.needs_inputs else None,
+            targets[own.start : own.stop].to(device) if self.pipe.needs_targets else None,
         )
 
     def _timing(self, step_seconds: float, cost: StepCost) -> dict[str, Any]:
@@ -324,8 +364,9 @@ class Trainer:
         }
 
     def _gathered(self, records: Records) -> Records:
-        """The records of all ranks, by rank, on every process; `records` are this one's."""
-        own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in records]
+        """The records of all ranks of the first copy, by rank, on every process; `records` are this one's."""
+        shown = records if self.group.copy == 0 else []
+        own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in shown]
         gathered = [item for payload in self.group.all_gather(json.dumps(own).encode()) for item in json.loads(payload)]
         return [
             (rank, [(parse_action(action), start, end) for action, start, end in rows])
@@ -336,6 +377,8 @@ class Trainer:
         return {
             "ranks": self.pipe.num_ranks,
             "processes": self.group.size,
+            "copies": self.group.num_copies,
+            "order": self.config.parallel.order,
             "schedule": self.schedule.name,
             "stages": [list(layers) for layers in self.stages.layers],
         }

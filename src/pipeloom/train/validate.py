@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from pipeloom import schedules
-from pipeloom.errors import CheckpointError, DataError, InputError, ScheduleError
+from pipeloom.errors import CheckpointError, InputError, ScheduleError
 from pipeloom.ir import Schedule, check
 from pipeloom.passes import check_has_backwards
 from pipeloom.train.checkpoint import directory as checkpoint_directory
 from pipeloom.train.checkpoint.manifest import verify
 from pipeloom.train.config import TrainConfig
+from pipeloom.train.copies import check_batch, check_copies, check_processes, check_validation
 from pipeloom.train.data import Corpus, prepare_corpus
 from pipeloom.train.memory import check_memory
 from pipeloom.train.output import in_use
@@ -44,6 +45,7 @@ def validate_settings(config: TrainConfig) -> None:
     schedule = make_schedule(config)
     parse_cut(config, schedule.num_stages)
     check_stream(config, schedule)
+    check_copies(config, schedule)
 
 
 def validate(config: TrainConfig, *, world_size: int | None, locked: bool = False) -> None:
@@ -62,14 +64,7 @@ def validate(config: TrainConfig, *, world_size: int | None, locked: bool = Fals
     _check_model(config)
     check_memory(config, os.environ)  # first, for a schedule of absurd sizes takes as absurdly long
     validate_settings(config)
-    ranks = config.num_ranks
-    if config.local and world_size not in (None, 1):
-        raise InputError(f"--local in a group of {world_size} processes: it is one process; start it without torchrun")
-    if not config.local and world_size is not None and world_size != ranks:
-        raise InputError(
-            f"{world_size} processes for a pipeline of {ranks} ranks: each rank is one process; start {ranks} "
-            f"of them or give --parallel.pipeline {world_size}"
-        )
+    check_processes(config, world_size)
     checkpoint = resume_path(config)
     if checkpoint is not None:
         _check_checkpoint(config, checkpoint, load_tokenizer(config.data.tokenizer).vocabulary_size)
@@ -190,6 +185,7 @@ def _check_numbers(config: TrainConfig) -> None:
         "batch.microbatches": (config.num_microbatches, 1),
         "batch.size": (config.batch.size, 1),
         "parallel.pipeline": (config.parallel.pipeline, 1),
+        "parallel.data": (config.num_copies if config.parallel.data == -1 else config.parallel.data, 1),
         "model.layers": (config.model.layers, 1),
         "model.width": (config.model.width, 1),
         "model.heads": (config.model.heads, 1),
@@ -203,6 +199,7 @@ def _check_numbers(config: TrainConfig) -> None:
         "eval_steps": (config.eval_steps, 0),
         "sample_tokens": (config.sample_tokens, 0),
         "optimizer.warmup_steps": (optimizer.warmup_steps, 0),
+        "precision.loss_scale_steps": (config.precision.loss_scale_steps, 1),
     }
     for key, (value, smallest) in least.items():
         if value < smallest:
@@ -216,20 +213,18 @@ def _check_numbers(config: TrainConfig) -> None:
         "optimizer.min_learning_rate_fraction": (optimizer.min_learning_rate_fraction, 1.0),
         "optimizer.beta1": (optimizer.beta1, 1.0),
         "optimizer.beta2": (optimizer.beta2, 1.0),
+        "optimizer.momentum": (optimizer.momentum, 1.0),
+        "optimizer.muon_learning_rate": (optimizer.muon_learning_rate, math.inf),
         "model.dropout": (config.model.dropout, 1.0),
         "data.validation_fraction": (config.data.validation_fraction, 1.0),
         "sample_temperature": (config.sample_temperature, math.inf),
     }
-    below = ("optimizer.beta1", "optimizer.beta2", "model.dropout", "data.validation_fraction")
+    below = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "model.dropout", "data.validation_fraction")
     for key, (rate, largest) in rates.items():
         if not (math.isfinite(rate) and 0 <= rate <= largest) or (key in below and rate == largest):
             bound = "" if largest == math.inf else f" and {'below' if key in below else 'at most'} {largest:g}"
             raise InputError(f"{key} is {rate}: it must be a finite number, 0 or more{bound}; correct it")
-    if config.batch.size < config.num_microbatches:
-        raise InputError(
-            f"batch.size is {config.batch.size} for {config.num_microbatches} micro-batches: each needs a sample; "
-            "raise batch.size or lower batch.microbatches"
-        )
+    check_batch(config)
 
 
 def _check_model(config: TrainConfig) -> None:
@@ -266,12 +261,7 @@ def _check_windows(config: TrainConfig, corpus: Corpus) -> None:
     corpus.num_windows(length)
     if not config.eval_steps:
         return
-    found = corpus.num_windows(length, "validation")
-    if found < config.num_microbatches:
-        raise DataError(
-            f"the validation data has {found} samples of {length} tokens for {config.num_microbatches} "
-            "micro-batches: each needs a sample; raise data.validation_fraction, add text, or give --eval_steps 0"
-        )
+    check_validation(config, corpus.num_windows(length, "validation"))
 
 
 def _check_checkpoint(config: TrainConfig, checkpoint: Path, vocabulary_size: int) -> None:

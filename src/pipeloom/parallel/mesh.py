@@ -1,0 +1,92 @@
+"""`Mesh`: the processes of a run on named axes, with a process group along each. See `mesh_shape` for who is where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipeloom.errors import InputError
+from pipeloom.parallel.mesh_shape import AXES, MeshShape
+from pipeloom.runtime.collectives import all_gather_bytes
+
+
+class Mesh:
+    """All processes of the default process group, arranged.
+
+    Every process makes the same one, after ``torch.distributed.init_process_group``. One degree may be -1: what is
+    left of the processes.
+
+    Args:
+        pp: ranks of the pipeline, which is one copy of the model.
+        dp: copies of the pipeline.
+        cp, ep, tp: context, expert and tensor parallelism of the user's own model.
+        order: axes, outermost first. Neighbours on the last one have neighbouring ranks. Axes of degree 1 may be left
+            out.
+
+    Attributes:
+        shape: degrees, and who stands where.
+        rank: this process's, in the default group.
+        cpu_group: gloo, over the whole mesh; for small numbers on the CPU.
+        device_mesh: torch's own; it has axes pp, dp and those of degrees above 1.
+
+    Raises:
+        InputError: no process group, degrees that do not make up its processes, or other ones on another process.
+    """
+
+    def __init__(
+        self, *, pp: int = 1, dp: int = 1, cp: int = 1, ep: int = 1, tp: int = 1, order: Sequence[str] = AXES
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise InputError(
+                "a Mesh without a process group: it arranges processes; start them with torchrun and call "
+                "torch.distributed.init_process_group, or leave mesh out in one process"
+            )
+        self.rank = dist.get_rank()
+        degrees = {"pp": pp, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
+        self.shape = MeshShape.of(degrees, num_processes=dist.get_world_size(), order=order)
+        backend = dist.get_backend_config()
+        self.cpu_group = dist.group.WORLD if "gloo" in backend else dist.new_group(backend="gloo")
+        self._agree()
+        used = [axis for axis in self.shape.axes if axis in ("pp", "dp") or self.degree(axis) > 1]
+        self.device_mesh: DeviceMesh = init_device_mesh(
+            "cuda" if "nccl" in backend else "cpu",
+            tuple(self.degree(axis) for axis in used),
+            mesh_dim_names=tuple(used),
+        )
+
+    def _agree(self) -> None:
+        """Before groups are made, which hangs where processes make different ones."""
+        own = f"{self.shape} in the order {','.join(self.shape.axes)}"
+        for rank, other in enumerate(all_gather_bytes(own.encode(), self.cpu_group)):
+            if other != own.encode():
+                raise InputError(
+                    f"process {self.rank} has a mesh of {own} and process {rank} one of {other.decode()}: all "
+                    "processes form one mesh; pass the same degrees and order on each"
+                )
+
+    def degree(self, axis: str) -> int:
+        """How many places an axis has."""
+        return self.shape.degree(axis)
+
+    def coordinate(self, axis: str) -> int:
+        """Where this process stands on an axis."""
+        return self.shape.coordinates(self.rank)[axis]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The processes along an axis through this one, in its order; on the backend of the default group.
+
+        Raises:
+            InputError: neither pp nor dp, and of degree 1.
+        """
+        if axis not in (self.device_mesh.mesh_dim_names or ()):
+            raise InputError(f"mesh axis {axis!r} has one place here: it has no group; give it a degree above 1")
+        return self.device_mesh.get_group(axis)
+
+    def lines(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Ranks in the default group: all processes, in groups along an axis."""
+        return self.shape.lines(axis)
+
+    def __str__(self) -> str:
+        return str(self.shape)

@@ -1,0 +1,84 @@
+"""What a pipeline does for its data axis and its number formats, beside running its program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.parallel.copies import Copies
+from pipeloom.parallel.options import DataParallel, Precision
+from pipeloom.parallel.unit_store import DTYPES, UnitStore
+from pipeloom.runtime.parameter_store import LossFn, ParameterStore, Sharing
+from pipeloom.runtime.process_mesh import ProcessMesh
+from pipeloom.runtime.values import Value, flatten, unflatten
+
+
+def share(mesh: ProcessMesh | None, data: Any, precision: Any) -> Sharing:
+    """What copies of a pipeline share.
+
+    Args:
+        mesh: whose axis dp are the copies; None: there is one.
+        data: `DataParallel`, the name of a strategy, or None: ddp.
+        precision: `Precision`, the name of a format, or None: that of the model.
+
+    Raises:
+        InputError: an unknown name.
+    """
+    options, formats = DataParallel.of(data), Precision.of(precision)
+    degree = 1 if mesh is None else mesh.degree("dp")
+    if degree == 1 and data is None and not formats.has_masters:
+        return Sharing()
+    return _Shared(options, formats, Copies(mesh))
+
+
+class _Shared(Sharing):
+    """Main parameters beside the modules' own, or sums over copies."""
+
+    def __init__(self, data: DataParallel, precision: Precision, copies: Copies) -> None:
+        if precision.dtype == "fp16" and precision.gradients == "same":
+            raise InputError(
+                "fp16 with gradients 'same': sums of many small gradients leave fp16's range; use bf16, or gradients "
+                "'float32'"
+            )
+        self._data, self._precision, self._copies = data, precision, copies
+        self.axis = data.axis(copies.degree, separate_master=precision.has_masters)
+        self.copy = copies.index
+        self.sharded = self.axis.shards_optimizer
+        self.terms = [data.layout, precision.dtype, precision.gradients]
+
+    def store(
+        self,
+        stages: Mapping[int, nn.Module],
+        held: Mapping[str, nn.Parameter],
+        homes: Mapping[str, tuple[int, ...]],
+        layers: Sequence[Sequence[str]],
+    ) -> ParameterStore:
+        assert self.axis is not None
+        return UnitStore(stages, held, homes, layers, self.axis, self._data, self._precision, self._copies)
+
+    def sum_samples(self, count: int) -> int:
+        return int(self._copies.sum_in_order(torch.tensor([count], dtype=torch.int64)))
+
+    def sum_losses(self, loss: Tensor) -> Tensor:
+        return self._copies.sum_in_order(loss)
+
+    def inputs(self, value: Value) -> Value:
+        return (
+            value if not self._precision.has_masters or value is None else _cast(value, DTYPES[self._precision.dtype])
+        )
+
+    def loss_fn(self, loss_fn: LossFn | None) -> LossFn | None:
+        if loss_fn is None or not self._precision.has_masters:
+            return loss_fn
+        return lambda output, targets: loss_fn(_cast(output, torch.float32), targets)
+
+
+def _cast(value: Value, dtype: torch.dtype) -> Value:
+    """The value with its floating-point tensors in another format."""
+    layout, tensors = flatten(value)
+    cast = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+    return unflatten(layout, cast)

@@ -1,0 +1,340 @@
+"""`Unit`: the parameters of one layer, which are gathered, freed and reduced together.
+
+    module parameters      views of `_compute`, in the format of forwards; zero3 frees it between uses
+    main parameters        views of `_main`, this copy's segment of it, in the format of updates
+    module gradients       as autograd makes them: ``.grad`` of module parameters, until a reduction takes them
+    sums over copies       views of this copy's segment, kept until the run's end, then added to ``.grad`` of main ones
+
+Main parameters share the memory of `_compute` where formats are equal and nothing is freed. Under ddp without masters
+they are the module's parameters themselves, and there is no other memory.
+
+A module parameter stays one object, and `_compute` one storage that is resized: graphs that saved a parameter or a
+view of it find its values again when it is gathered anew. What is not gathered reads as NaN, in the right shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import RunError
+from pipeloom.ir import DataStrategy
+from pipeloom.parallel.copies import Copies, Wait
+from pipeloom.parallel.flat_layout import FlatLayout
+from pipeloom.runtime.ranges import Range
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Number formats of one unit.
+
+    Attributes:
+        compute: of forwards.
+        main: of updates.
+        gradient: in which micro-batches and copies add up.
+    """
+
+    compute: torch.dtype
+    main: torch.dtype
+    gradient: torch.dtype
+
+
+class Unit:
+    """Parameters of one number format on one device.
+
+    Args:
+        parameters: the module's, by canonical name.
+        layout: how they lie one behind the other; one segment where copies do not have different ones.
+        formats: of their numbers.
+        strategy: who keeps what.
+        copies: who shares them. Values are those of copy 0.
+
+    Attributes:
+        main: main parameters by name.
+        ranges: of those that do not have the parameter's shape.
+        filled: whether module parameters have this run's values.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        layout: FlatLayout,
+        formats: Formats,
+        strategy: DataStrategy,
+        copies: Copies,
+    ) -> None:
+        self.parameters = list(parameters.values())
+        self._names = list(parameters)
+        self._layout, self._formats, self._copies, self._strategy = layout, formats, copies, strategy
+        self._frees = strategy is DataStrategy.ZERO3
+        self._segment = _own_segment(strategy, copies)
+        self.main: dict[str, nn.Parameter] = dict(parameters)
+        self.ranges: dict[str, Range] = {}
+        self._shapes = [parameter.shape for parameter in self.parameters]
+        self._compute: Tensor | None = None
+        self._gathering: Wait | None = None
+        self.filled = False
+        self._own_sum: Tensor | None = None  # of this copy's segment
+        self._sums: list[Tensor | None] = [None] * len(self.parameters)  # where there is one copy
+        self._reducing: deque[tuple[Wait, Tensor]] = deque()
+        self._aside: list[Tensor | None] = []
+        self.present = [False] * len(self.parameters)
+        self._take_over()
+
+    # Memory
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        """Move the parameters into flat memory, and make the main ones."""
+        flat = self.parameters[0].new_zeros(self._layout.num_elements)
+        views = self._views(flat)
+        for view, parameter in zip(views, self.parameters, strict=True):
+            view.copy_(parameter)
+        self._copies.broadcast(flat)()
+        formats = self._formats
+        if self._strategy is DataStrategy.DDP and formats.compute == formats.main:
+            for view, parameter in zip(views, self.parameters, strict=True):
+                parameter.copy_(view)
+            return
+        self._compute = flat.to(formats.compute)
+        own = flat[self._layout.segment(self._segment or 0)] if self._segment is not None else flat[:0]
+        if formats.compute != formats.main or self._frees:
+            self._main = own.to(formats.main, copy=True)
+        else:
+            self._main = own  # of self._compute
+        self._module_views = self._views(self._compute)
+        self._missing = [view.new_full((), math.nan).expand(view.shape) for view in self._module_views]
+        self._set_module_parameters(self._module_views)
+        self._make_main_parameters()
+        if self._frees:
+            self.free()
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Every whole parameter, in flat memory of all segments."""
+        places = zip(self._layout.offsets, self._layout.sizes, self._shapes, strict=True)
+        return [flat[offset : offset + size].view(shape) for offset, size, shape in places]
+
+    def _pieces(self, own: Tensor) -> list[Tensor]:
+        """What of every parameter lies in this copy's segment, in flat memory of the segment."""
+        first = 0 if self._segment is None else self._segment * self._layout.segment_elements
+        pieces = []
+        for index, offset in enumerate(self._layout.offsets):
+            start, stop = self._layout.piece(index, self._segment)
+            piece = own[offset + start - first : offset + stop - first] if stop > start else own[:0]
+            pieces.append(piece)
+        return pieces
+
+    def _make_main_parameters(self) -> None:
+        formats = self._formats
+        for index, (name, piece) in enumerate(zip(self._names, self._pieces(self._main), strict=True)):
+            module_parameter, shape = self.parameters[index], self._shapes[index]
+            start, stop = self._layout.piece(index, self._segment)
+            if self._keeps_whole and stop - start == shape.numel():
+                piece = piece.view(shape)
+            else:
+                self.ranges[name] = Range(start, stop, tuple(shape))
+            main = nn.Parameter(piece, requires_grad=module_parameter.requires_grad)
+            vars(main).update(vars(module_parameter))  # what users note on parameters, such as "no weight decay"
+            if module_parameter.requires_grad and module_parameter.is_floating_point():
+                module_parameter.grad_dtype = formats.gradient
+                if formats.gradient != formats.main:
+                    main.grad_dtype = formats.gradient
+            self.main[name] = main
+
+    @property
+    def _keeps_whole(self) -> bool:
+        """Whether parameters are not cut into pieces."""
+        return self._layout.num_segments == 1 or all(
+            self._layout.piece(i, s) in ((0, 0), (0, size))
+            for i, size in enumerate(self._layout.sizes)
+            for s in range(self._layout.num_segments)
+        )
+
+    def _set_module_parameters(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data = value
+
+    # Parameters
+
+    def start_gather(self) -> None:
+        """Begin to give module parameters the values of the main ones; does not wait."""
+        if self.filled or self._gathering is not None:
+            return
+        if self._compute is None:
+            self.filled = True
+            return
+        self.allocate()
+        own = self._compute[self._layout.segment(self._segment)] if self._segment is not None else None
+        if own is not None and own.data_ptr() != self._main.data_ptr():
+            own.copy_(self._main.detach())
+        match self._strategy:
+            case DataStrategy.DDP:
+                self._gathering = _nothing
+            case DataStrategy.PARAMETER_SERVER:
+                self._gathering = self._copies.broadcast(self._compute)
+            case _:
+                assert own is not None
+                self._gathering = self._copies.all_gather(self._compute, own)
+
+    def wait(self) -> None:
+        """Module parameters have their values when it returns."""
+        if self.filled:
+            return
+        self.start_gather()
+        if self._gathering is not None:
+            self._gathering()
+            self._gathering = None
+            self.show()
+            self.filled = True
+
+    def allocate(self) -> None:
+        """Memory for module parameters, where zero3 freed it."""
+        if self._compute is not None and self._frees:
+            self._compute.untyped_storage().resize_(self._compute.numel() * self._compute.itemsize)
+
+    def show(self) -> None:
+        """Have module parameters read what is in that memory."""
+        if self._compute is not None and self._frees:
+            self._set_module_parameters(self._module_views)
+
+    def free(self) -> None:
+        """Let go of what was gathered (zero3); waits for a gather on its way."""
+        if self._compute is None or not self._frees:
+            return
+        if self._gathering is not None:
+            self._gathering()
+            self._gathering = None
+        self._set_module_parameters(self._missing)
+        self._compute.untyped_storage().resize_(0)
+        self.filled = False
+
+    def stale(self) -> None:
+        """Main parameters may have changed."""
+        self.filled = False
+
+    # Gradients
+
+    @property
+    def trains(self) -> bool:
+        """Whether there will be gradients."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    def begin(self) -> None:
+        """Set aside the gradients that earlier steps left."""
+        own = self._compute is None  # main parameters are the module's
+        self._aside = [parameter.grad if own else None for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.present = [False] * len(self.parameters)
+
+    def start_reduce(self) -> None:
+        """Take the module's gradients and begin to sum them over copies; does not wait."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        for index, (name, gradient) in enumerate(zip(self._names, gradients, strict=True)):
+            if gradient is not None:
+                if gradient.is_sparse:
+                    raise RunError(
+                        f"parameter {name!r} has a sparse gradient: copies of a pipeline sum dense ones; build its "
+                        "layer with sparse=False"
+                    )
+                self.present[index] = True
+                self.parameters[index].grad = None
+        if self._copies.degree == 1:
+            self._sums = [
+                new if old is None else old if new is None else old.add_(new)
+                for old, new in zip(self._sums, gradients, strict=True)
+            ]
+            return
+        flat = self.parameters[0].new_empty(self._layout.num_elements, dtype=self._formats.gradient)
+        for view, gradient in zip(self._views(flat), gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+            else:
+                view.copy_(gradient)
+        del gradients
+        self._reducing.append(self._reduce(flat))
+
+    def _reduce(self, flat: Tensor) -> tuple[Wait, Tensor]:
+        """Begin the sum; what waits for it, and where this copy's segment of it will be."""
+        match self._strategy:
+            case DataStrategy.DDP:
+                return self._copies.all_reduce(flat), flat
+            case DataStrategy.PARAMETER_SERVER:
+                return self._copies.reduce(flat), flat if self._segment is not None else flat[:0]
+            case _:
+                own = flat.new_empty(self._layout.segment_elements)
+                return self._copies.reduce_scatter(flat, own), own
+
+    def finish_reduce(self) -> None:
+        """Wait for the first reduction on its way."""
+        wait, own = self._reducing.popleft()
+        wait()
+        self._own_sum = own if self._own_sum is None else self._own_sum.add_(own)
+
+    def deposit(self, present: list[bool], loss_scale: float) -> None:
+        """Add the run's sums to main gradients.
+
+        Args:
+            present: for each parameter, whether some copy has a gradient of it.
+            loss_scale: by what to divide them.
+        """
+        sums = self._sums if self._own_sum is None else self._pieces(self._own_sum)
+        for index, main in enumerate(self.main.values()):
+            total = sums[index] if present[index] and main.numel() else None
+            before = self._aside[index] if self._compute is None else main.grad
+            if total is not None:
+                total = total.view(main.shape) if loss_scale == 1.0 else total.view(main.shape).div_(loss_scale)
+                total = total if before is None else before.add_(total)
+            main.grad = before if total is None else total
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what a run left."""
+        self._own_sum, self._aside = None, []
+        self._sums = [None] * len(self.parameters)
+        self._reducing.clear()
+
+    # Values
+
+    @torch.no_grad()
+    def whole(self) -> dict[str, Tensor]:
+        """Values of whole parameters in the format of updates, in new memory; every copy calls it."""
+        if self._compute is None:
+            return {}
+        flat = self._main.new_empty(self._layout.num_elements)
+        own = flat[self._layout.segment(self._segment)] if self._segment is not None else flat[:0]
+        own.copy_(self._main)
+        if self._strategy is DataStrategy.PARAMETER_SERVER:
+            self._copies.broadcast(flat)()
+        elif self._strategy is not DataStrategy.DDP:
+            self._copies.all_gather(flat, own)()
+        return dict(zip(self._names, self._views(flat), strict=True))
+
+    @torch.no_grad()
+    def assign(self, values: Mapping[str, Tensor]) -> None:
+        """Copy values of whole parameters into the main ones."""
+        if self._compute is None:
+            return
+        for index, (name, main) in enumerate(self.main.items()):
+            start, stop = self._layout.piece(index, self._segment)
+            main.copy_(values[name].reshape(-1)[start:stop].view(main.shape))
+
+
+def _own_segment(strategy: DataStrategy, copies: Copies) -> int | None:
+    """Which segment this copy updates."""
+    match strategy:
+        case DataStrategy.DDP:
+            return 0
+        case DataStrategy.PARAMETER_SERVER:
+            return 0 if copies.index == 0 else None
+        case _:
+            return copies.index
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,244 @@
+"""`UnitStore`: the parameters of one rank in units, gathered, freed and reduced where the program says so."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program
+from pipeloom.parallel.copies import Copies
+from pipeloom.parallel.flat_layout import FlatLayout
+from pipeloom.parallel.options import DataParallel, Precision
+from pipeloom.parallel.unit import Formats, Unit
+from pipeloom.runtime.parameter_store import ParameterStore
+from pipeloom.runtime.state import Step
+
+# The names of formats that need masters.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# How many reductions of sharded gradients may be on their way: each holds a whole layer's.
+_MAX_REDUCING = 2
+
+
+class UnitStore(ParameterStore):
+    """What one rank holds, shared with other copies of the pipeline.
+
+    Why not DistributedDataParallel or `fully_shard`, whose collectives these are: their hooks run where autograd's
+    engine ends, which is in I and not in W where a backward is split; they reduce after every backward or not at all,
+    scale or drop gradients of earlier steps, and know nothing of parameters that other stages hold too. A program
+    says when what is gathered and reduced.
+
+    Args:
+        stages, held, homes, layers: see `Sharing.store`.
+        axis: how copies share the work.
+        data, precision: what the user asked for.
+        copies: those who share it.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        held: Mapping[str, nn.Parameter],
+        homes: Mapping[str, tuple[int, ...]],
+        layers: Sequence[Sequence[str]],
+        axis: DataAxis,
+        data: DataParallel,
+        precision: Precision,
+        copies: Copies,
+    ) -> None:
+        self._axis, self._data, self._precision, self._copies = axis, data, precision, copies
+        self._loads = [0] * copies.degree
+        _refuse_sparse(stages)
+        self._units: list[Unit] = []
+        self._by_stage: dict[int, list[Unit]] = {}
+        unit_of: dict[nn.Parameter, Unit] = {}
+        for stage, module in stages.items():
+            for group in _groups(module, layers[stage], held, homes):
+                new = {name: parameter for name, parameter in group.items() if parameter not in unit_of}
+                if new:
+                    unit = self._make_unit(new)
+                    self._units.append(unit)
+                    unit_of.update(dict.fromkeys(new.values(), unit))
+            self._by_stage[stage] = list(dict.fromkeys(unit_of[parameter] for parameter in module.parameters()))
+        main = {name: parameter for unit in self._units for name, parameter in unit.main.items()}
+        self.parameters = {name: main[name] for name in held}
+        self.ranges = {name: span for unit in self._units for name, span in unit.ranges.items()}
+        if precision.has_masters:
+            _cast_tables(stages.values(), DTYPES[precision.dtype])
+        self._users: dict[Unit, set[int]] = {unit: set() for unit in self._units}  # stages that hold it gathered
+        self._reducing: deque[Unit] = deque()
+        self._open = False
+
+    def _make_unit(self, parameters: Mapping[str, nn.Parameter]) -> Unit:
+        strategy, sizes = self._axis.strategy, [parameter.numel() for parameter in parameters.values()]
+        if strategy in (DataStrategy.DDP, DataStrategy.PARAMETER_SERVER):
+            layout = FlatLayout.by_elements(sizes, 1)
+        elif self._data.layout == "parameters":
+            layout = FlatLayout.by_parameters(sizes, self._loads)
+        else:
+            layout = FlatLayout.by_elements(sizes, self._copies.degree)
+        dtype = next(iter(parameters.values())).dtype
+        return Unit(parameters, layout, self._formats(dtype), strategy, self._copies)
+
+    def _formats(self, dtype: torch.dtype) -> Formats:
+        """Of parameters that the model has in `dtype`."""
+        if not self._precision.has_masters or not dtype.is_floating_point:
+            return Formats(dtype, dtype, dtype)
+        compute, main = DTYPES[self._precision.dtype], torch.promote_types(dtype, torch.float32)
+        return Formats(compute, main, compute if self._precision.gradients == "same" else main)
+
+    # One run
+
+    def begin(self, program: Program) -> None:
+        for unit in self._units:
+            unit.stale()
+            if not program.schedule.forward_only:
+                unit.begin()
+        self._open = not program.schedule.forward_only
+
+    def bind(self, action: Action, program: Program) -> Step:
+        stage, op = action.stage, action.op
+        if op is Op.UNSHARD:
+            return (lambda: self._unshard(stage)), None
+        if op is Op.RESHARD:
+            return (lambda: self._reshard(stage)), None
+        units = self._reduced_at(action, program)
+        return (lambda: self._reduce(units)), None
+
+    def _reduced_at(self, action: Action, program: Program) -> list[Unit]:
+        """The units of a REDUCE_GRAD: the last layer first, as backwards complete them."""
+        if self._granularity_of_reductions is not Granularity.STEP:
+            return self._by_stage[action.stage][::-1]
+        own = {other for stage in self._by_stage if stage != action.stage for other in self._by_stage[stage]}
+        shared = [unit for unit in self._by_stage[action.stage] if unit in own]
+        order = next(order for order in program.orders if action in order)
+        behind = order[order.index(action) + 1 :]
+        later = {a.stage for a in behind if a.op is Op.REDUCE_GRAD and a.microbatch is not None}
+        waiting = {unit for unit in shared if any(unit in self._by_stage[stage] for stage in later)}
+        return [unit for unit in reversed(self._by_stage[action.stage]) if unit not in waiting]
+
+    @property
+    def _granularity_of_reductions(self) -> Granularity:
+        return self._axis.granularity if self._axis.shards_gradients else Granularity.STEP
+
+    def around(self, action: Action, step: Step, program: Program) -> Step:
+        if action.op is Op.W or not self._axis.unshards:
+            return step
+        (run, ready), units = step, self._by_stage[action.stage]
+
+        def computation() -> None:
+            for unit in units:
+                unit.wait()
+            run()
+
+        return computation, ready
+
+    def _unshard(self, stage: int) -> None:
+        for unit in self._by_stage[stage]:
+            self._users[unit].add(stage)
+            unit.start_gather()
+
+    def _reshard(self, stage: int) -> None:
+        for unit in self._by_stage[stage]:
+            users = self._users[unit]
+            users.discard(stage)
+            if not users:
+                unit.free()
+
+    def _reduce(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit.trains:
+                unit.start_reduce()
+                if self._copies.degree > 1:
+                    self._reducing.append(unit)
+                    while self._axis.shards_gradients and len(self._reducing) > _MAX_REDUCING:
+                        self._reducing.popleft().finish_reduce()
+
+    def finish(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        while self._reducing:
+            self._reducing.popleft().finish_reduce()
+        present = iter(self._copies.any([flag for unit in self._units for flag in unit.present]))
+        for unit in self._units:
+            unit.deposit([next(present) for _ in unit.present], self.loss_scale)
+
+    def end(self) -> None:
+        self._open = False
+        self._reducing.clear()
+        for unit in self._units:
+            unit.drop()
+            self._users[unit].clear()
+            unit.free()
+
+    # Values
+
+    def whole(self) -> dict[str, Tensor]:
+        return {name: value for unit in self._units for name, value in unit.whole().items()}
+
+    @contextmanager
+    def writable(self) -> Iterator[None]:
+        for unit in self._units:
+            unit.allocate()
+            unit.show()
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                unit.free()
+
+    def assign(self, values: Mapping[str, Tensor]) -> None:
+        for unit in self._units:
+            unit.assign(values)
+
+    def refresh(self) -> None:
+        if not self._axis.shards_parameters:
+            for unit in self._units:
+                unit.stale()
+                unit.start_gather()
+            for unit in self._units:
+                unit.wait()
+
+
+def _groups(
+    module: nn.Module, layers: Sequence[str], held: Mapping[str, nn.Parameter], homes: Mapping[str, tuple[int, ...]]
+) -> list[dict[str, nn.Parameter]]:
+    """A stage's parameters by canonical name, in groups: of one layer, one format, one device, all trained or none.
+
+    What other stages hold too is a group by itself, so that all of them lay it out alike.
+    """
+    names = {parameter: name for name, parameter in held.items()}
+    groups: dict[tuple[object, ...], dict[str, nn.Parameter]] = {}
+    for alias, parameter in module.named_parameters():
+        name = names[parameter]
+        layer = next((layer for layer in layers if layer and alias.startswith(f"{layer}.")), "")
+        shared = name if len(homes[name]) > 1 else None
+        key = (shared or layer, shared is not None, parameter.dtype, parameter.device, parameter.requires_grad)
+        groups.setdefault(key, {})[name] = parameter
+    return list(groups.values())
+
+
+def _refuse_sparse(stages: Mapping[int, nn.Module]) -> None:
+    """Raises InputError where a layer makes sparse gradients."""
+    for stage in stages.values():
+        for name, module in stage.named_modules():
+            if getattr(module, "sparse", False) is True and next(module.parameters(False), None) is not None:
+                raise InputError(
+                    f"module {name!r} ({type(module).__name__}) makes sparse gradients: copies of a pipeline sum dense "
+                    "ones; build it with sparse=False"
+                )
+
+
+def _cast_tables(stages: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Buffers that are no state, such as tables of rotary positions, take the format of forwards."""
+    for stage in stages:
+        for module in stage.modules():
+            for name in module._non_persistent_buffers_set:
+                buffer = module._buffers[name]
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(dtype)

@@ -1,0 +1,88 @@
+"""Copies of a pipeline as processes: groups, channels of their own, and what is refused on every process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pipeloom as pl
+from pipeloom.errors import InputError
+from tests.cpu.ranks import run_ranks
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+
+
+def _two_pipelines(rank: int, order: tuple[str, str], transport: str) -> tuple[object, ...]:
+    """Two pipelines one after the other, of which each copy evaluates samples of its own."""
+    mesh = pl.Mesh(pp=2, dp=-1, order=order)
+    copy = mesh.coordinate("dp")
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=mesh.group("dp"))
+    outputs = []
+    schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2)
+    for scale in (1.0, 2.0):
+        with pl.Pipeline(_model(), schedule, loss_fn=nn.functional.mse_loss, mesh=mesh, transport=transport) as pipe:
+            assert pipe.rank == mesh.coordinate("pp")
+            output = pipe.forward(torch.full((4, 4), scale * (copy + 1)))
+            outputs.append(None if output is None else output.tolist())
+    return mesh.lines("pp"), int(ones), outputs
+
+
+@pytest.mark.parametrize(
+    ("order", "transport"), [(("dp", "pp"), "auto"), (("dp", "pp"), "torch"), (("pp", "dp"), "torch")]
+)
+def test_copies_of_a_pipeline_have_channels_of_their_own(order: tuple[str, str], transport: str) -> None:
+    answers = run_ranks(_two_pipelines, 4, order, transport)
+    lines = answers[0][0]
+    assert lines == (((0, 1), (2, 3)) if order == ("dp", "pp") else ((0, 2), (1, 3)))
+    assert all(size == 2 for _, size, _ in answers)
+    with torch.no_grad():
+        for copy, line in enumerate(lines):
+            for number, scale in enumerate((1.0, 2.0)):
+                expected = _model()(torch.full((4, 4), scale * (copy + 1)))
+                assert answers[line[0]][2][number] is None
+                assert answers[line[1]][2][number] == expected.tolist()
+
+
+def _make(rank: int, case: str) -> None:
+    """What one process makes that does not fit the other's, or itself."""
+    if case == "others":
+        pl.Mesh(pp=2 if rank else 1, dp=1 if rank else 2)
+    if case == "tensor":
+        mesh = pl.Mesh(tp=2)
+    else:
+        mesh = pl.Mesh(dp=2)
+    ranks = 2 if case == "ranks" else 1
+    schedule = pl.schedules.one_f_one_b(num_ranks=ranks, num_microbatches=2)
+    pl.Pipeline(_model(), schedule, mesh=mesh, transport="loopback" if case == "inside" else "auto")
+
+
+def _refused(rank: int, case: str) -> str:
+    with pytest.raises(InputError) as caught:
+        _make(rank, case)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("others", "all processes form one mesh"),
+        ("ranks", "axis pp holds the ranks; give it degree 2"),
+        ("inside", "every rank of every copy is a process"),
+        ("tensor", "give the others degree 1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_on_every_process(case: str, words: str) -> None:
+    for answer in run_ranks(_refused, 2, case):
+        assert words in answer
+        assert "\n" not in answer
+
+
+def test_a_mesh_needs_processes() -> None:
+    with pytest.raises(InputError, match="without a process group"):
+        pl.Mesh(dp=2)

@@ -1,0 +1,105 @@
+"""Where processes stand on named axes, and what is refused; no torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+
+import pytest
+
+from pipeloom.errors import InputError
+from pipeloom.ir import DataAxis, DataStrategy, Granularity
+from pipeloom.parallel import AXES, DataParallel, MeshShape, Precision
+
+
+def test_ranks_of_a_copy_are_neighbours_by_default() -> None:
+    shape = MeshShape.of({"pp": 3, "dp": 2})
+    assert shape.lines("pp") == ((0, 1, 2), (3, 4, 5))
+    assert shape.lines("dp") == ((0, 3), (1, 4), (2, 5))
+    assert shape.coordinates(4) == {"dp": 1, "pp": 1, "cp": 0, "ep": 0, "tp": 0}
+    assert str(shape) == "dp 2 x pp 3"
+
+
+def test_the_order_is_the_users() -> None:
+    shape = MeshShape.of({"pp": 3, "dp": 2}, order=("pp", "dp"))
+    assert shape.lines("pp") == ((0, 2, 4), (1, 3, 5))
+    assert shape.along("dp", 3) == (2, 3)
+    assert shape.axes == ("pp", "dp", "cp", "ep", "tp")
+
+
+@pytest.mark.parametrize("order", [AXES, ("tp", "pp", "dp"), ("ep", "tp", "cp", "dp", "pp")])
+@pytest.mark.parametrize("degrees", [{"pp": 2, "dp": 3, "tp": 2}, {"tp": 4}, {}])
+def test_places_and_processes_are_one_to_one(order: tuple[str, ...], degrees: dict[str, int]) -> None:
+    shape = MeshShape.of(degrees, order=order)
+    everybody = range(shape.num_processes)
+    assert shape.num_processes == math.prod(degrees.values())
+    places = [tuple(shape.coordinates(process).items()) for process in everybody]
+    assert len(set(places)) == len(places)
+    assert [shape.process(shape.coordinates(process)) for process in everybody] == list(everybody)
+    for axis in AXES:
+        lines = shape.lines(axis)
+        assert sorted(itertools.chain(*lines)) == list(everybody)
+        for line in lines:
+            assert [shape.coordinates(process)[axis] for process in line] == list(range(shape.degree(axis)))
+            assert all(shape.along(axis, process) == line for process in line)
+
+
+@pytest.mark.parametrize(("degrees", "processes", "rest"), [({"pp": 2, "dp": -1}, 8, 4), ({"dp": -1}, 3, 3)])
+def test_minus_one_is_the_rest(degrees: dict[str, int], processes: int, rest: int) -> None:
+    assert MeshShape.of(degrees, num_processes=processes).degree("dp") == rest
+
+
+@pytest.mark.parametrize(
+    ("degrees", "processes", "order", "words"),
+    [
+        ({"pp": 2, "dp": -1}, 5, AXES, "a multiple of 2; start 6"),
+        ({"pp": 4, "dp": -1}, 2, AXES, "start 4"),
+        ({"pp": -1, "dp": -1}, 4, AXES, "it stands once"),
+        ({"dp": -1}, None, AXES, "without processes"),
+        ({"pp": 2, "dp": 2}, 3, AXES, "it has 4; start 4 processes"),
+        ({"pp": 0}, None, AXES, "degree 0"),
+        ({"pp": -2}, None, AXES, "degree -2"),
+        ({"qq": 2}, None, AXES, "'qq' is unknown"),
+        ({}, None, ("pp", "pp"), "twice"),
+        ({"tp": 2}, None, ("dp", "pp"), "no place in the order"),
+    ],
+)
+def test_what_is_no_mesh_is_refused_in_one_line(
+    degrees: dict[str, int], processes: int | None, order: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        MeshShape.of(degrees, num_processes=processes, order=order)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_become_a_data_axis() -> None:
+    assert DataParallel().axis(2) == DataAxis(degree=2)
+    asked = DataParallel("zero3", granularity="chunk").axis(4, separate_master=True)
+    assert asked == DataAxis(degree=4, strategy=DataStrategy.ZERO3, granularity=Granularity.CHUNK, separate_master=True)
+    assert DataParallel.of("zero2") == DataParallel("zero2")
+    assert DataParallel.of(None) == DataParallel()
+    assert Precision.of("bf16") == Precision("bf16", gradients="float32")
+    assert Precision.of(None).has_masters is False
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: DataParallel("zero4"), "data strategy 'zero4' is unknown: it is one of ddp, parameter-server"),
+        (lambda: DataParallel("ddp", granularity="chunk"), "it is for zero2 and zero3"),
+        (lambda: DataParallel("zero2", granularity="week"), "granularity 'week' is unknown"),
+        (lambda: Precision("fp8"), "precision 'fp8' is unknown: it is one of fp32, bf16, fp16"),
+        (lambda: Precision("bf16", gradients="half"), "it is one of float32, same"),
+    ],
+)
+def test_unknown_options_are_refused_in_one_line(build: object, words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        build()  # type: ignore[operator]
+    assert "\n" not in str(caught.value)
+
+
+def test_options_and_shapes_need_no_torch() -> None:
+    code = "import sys, pipeloom as pl; pl.DataParallel, pl.Precision; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
