@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ STRATEGIES = ["ddp", "parameter-server", "zero1", "zero2", "zero3"]
 ZERO3_GRANULARITIES = ["chunk", "microbatch"]
 SPLIT = ["zb-h1", "zb-v", "dualpipev"]
 TOLERANCE = 1e-12  # float64, relative to the largest element of a gradient
-Held = dict[str, tuple[int, int, tuple[int, ...], Tensor]]  # by name: elements start..stop of a shape, and their values
+# By name: elements start..stop of a shape, and their values; arrays, as a tensor does not outlive its process.
+Held = dict[str, tuple[int, int, tuple[int, ...], np.ndarray]]
 
 
 def _model(*, tied: bool = False, checkpointed: bool = False) -> nn.Module:
@@ -53,7 +55,7 @@ def _held(pipe: pl.Pipeline) -> Held:
     for name, parameter in pipe.named_parameters():
         whole = (0, parameter.numel(), tuple(parameter.shape))
         gradient = torch.zeros_like(parameter) if parameter.grad is None and not parameter.numel() else parameter.grad
-        held[name] = (*pipe.ranges.get(name, whole), gradient.detach().flatten().clone())
+        held[name] = (*pipe.ranges.get(name, whole), gradient.detach().flatten().clone().numpy())
     return held
 
 
@@ -63,9 +65,9 @@ def _whole(parts: Iterable[Held]) -> dict[str, Tensor]:
     for part in parts:
         for name, (start, stop, shape, values) in part.items():
             place = whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64)).view(-1)[start:stop]
-            known = ~place.isnan()
-            assert torch.equal(place[known], values[known]), f"processes disagree about {name}"
-            place.copy_(values)
+            known, new = ~place.isnan(), torch.from_numpy(values)
+            assert torch.equal(place[known], new[known]), f"processes disagree about {name}"
+            place.copy_(new)
     return whole
 
 
