@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     granularity: str | None = None
     schedule: str = "1f1b"
     precision: str = "bf16"
-    gradients: str = "same"
+    gradients: str = "float32"
 
 
 class Report(NamedTuple):

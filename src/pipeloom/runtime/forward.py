@@ -22,7 +22,8 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     key = (stage, microbatch, piece)
     training = not program.schedule.forward_only
     arrived, saved = state.arrived, state.saved
-    module = sliced_module(state, action, program) if state.sliced else state.stages[stage]
+    run = state.forwards[stage] if training else state.stages[stage]
+    module = sliced_module(state, action, program, run) if state.sliced else run
     deliver = _bind_delivery(state, action, program) if stage < program.schedule.num_stages - 1 else None
     loss = _bind_loss(state, action, program) if deliver is None else None
     first = stage == 0

@@ -25,7 +25,7 @@ from pipeloom.runtime.host_memory import keep_freed_memory
 from pipeloom.runtime.parameter_store import Sharing, sharing_of
 from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.results import ResultExchange, total
-from pipeloom.runtime.runnable import check_loss, check_runnable, check_slices
+from pipeloom.runtime.runnable import check_loss, check_recompute, check_runnable, check_slices
 from pipeloom.runtime.slices import cut_sequences
 from pipeloom.runtime.speculation import Speculation
 from pipeloom.runtime.state import Batch, LossFn
@@ -55,6 +55,8 @@ class Pipeline(Holdings):
             proportion. None: evenly. Inputs and targets then hold sequences along dimension 1, and `loss_fn` is the
             mean over the tokens of a slice. Dropout masks do not depend on the lengths; one length, for a schedule
             without slices, gives the same ones.
+        recompute: what backwards compute again instead of keeping it: "none", "selective" (attention) or "full" (every
+            block), for all stages or one word a stage. Losses and gradients are those without, to the last bit.
         mesh: where copies of the pipeline share the work: its axis pp holds the ranks of one copy, each process a
             rank, and its axis dp the copies. None: one copy.
         data: what copies keep of parameters, gradients and optimizer states: a `pipeloom.DataParallel` or the name of
@@ -84,6 +86,7 @@ class Pipeline(Holdings):
         cut: str | Sequence[int] = "layers",
         transport: str | Transport = "auto",
         slices: Sequence[int] | None = None,
+        recompute: str | Sequence[str] = "none",
         mesh: ProcessMesh | None = None,
         data: Any = None,
         precision: Any = None,
@@ -101,6 +104,7 @@ class Pipeline(Holdings):
                 f"must be equal; cut the model into {schedule.num_stages}"
             )
         self.schedule = schedule
+        self._recompute = check_recompute(recompute, schedule.num_stages, transport)
         self._sliced, self._slice_lengths = schedule.num_slices > 1 or slices is not None, slices
         if self._sliced:
             for module in cut_model.modules:
@@ -146,6 +150,7 @@ class Pipeline(Holdings):
                 ),
                 store=self.stores[rank],
                 sliced=self._sliced,
+                recompute=self._recompute,
                 blackbox=blackbox,
             )
             for rank, stages in self._by_rank.items()

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Program
+from pipeloom.ir.recompute import Recompute
+from pipeloom.runtime.recompute import recomputed
 from pipeloom.runtime.split_backward import Root, WeightGradients
 from pipeloom.runtime.transport import Channel, Transport
 from pipeloom.runtime.values import Layout, Value, flatten, split_batch
@@ -133,6 +135,8 @@ class RankState:
         loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
         transport: with all channels of the programs open.
         sliced: whether micro-batches run in slices, be it one.
+        recompute: what backwards compute again, one a stage of the model; empty: nothing.
+        forwards: what F of each stage calls in training: its module, or what keeps less for the backward.
         batch: of the running step.
         call: of the running step, what goes with its messages (see `pipeloom.runtime.calls`).
         speculating: whether the forwards that run may have to be done again.
@@ -147,6 +151,7 @@ class RankState:
     loss_fn: LossFn | None
     transport: Transport
     sliced: bool = False
+    recompute: Sequence[Recompute] = ()
     batch: Batch = field(default_factory=Batch)
     call: int = 0
     speculating: bool = False
@@ -162,11 +167,14 @@ class RankState:
     extents: dict[Key, Extent] = field(default_factory=dict)
     loss_weights: dict[Key, float] = field(default_factory=dict)
     copies_input: dict[int, bool] = field(init=False)
+    forwards: dict[int, Callable[[Value], Value]] = field(init=False)
     seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # A leaf may not be changed in place, so a stage that might do that to its input gets a copy of it.
         self.copies_input = {stage: may_change_input(module) for stage, module in self.stages.items()}
+        kinds = self.recompute or [Recompute.NONE] * (max(self.stages, default=-1) + 1)
+        self.forwards = {stage: recomputed(module, kinds[stage]) for stage, module in self.stages.items()}
 
     def begin(self, batch: Batch, call: int) -> None:
         """Get ready for a run."""

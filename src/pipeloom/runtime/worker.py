@@ -7,7 +7,7 @@ looked up in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter
@@ -17,6 +17,7 @@ from torch import nn
 
 from pipeloom.errors import InputError, PeerLost, PipeloomError, RunError, StageError
 from pipeloom.ir import Action, Op, Program
+from pipeloom.ir.recompute import Recompute
 from pipeloom.ir.walk import meets
 from pipeloom.passes import warm_up_lengths
 from pipeloom.runtime.backward import bind_backward, bind_input_backward, bind_weight_backward
@@ -97,6 +98,7 @@ class Worker:
         gradient_sum: the parameters that other ranks hold too.
         store: where this rank's parameters live.
         sliced: whether micro-batches run in slices, be it one.
+        recompute: what backwards compute again, one a stage of the model; empty: nothing.
         blackbox: a buffer of at least `BLACKBOX_BYTES` bytes into which the running action is written, for whoever
             has to say after a crash what this rank was doing.
 
@@ -115,11 +117,12 @@ class Worker:
         gradient_sum: GradientSum,
         store: ParameterStore,
         sliced: bool = False,
+        recompute: Sequence[Recompute] = (),
         blackbox: Any = None,
     ) -> None:
         self.rank = rank
         self.stages = stages
-        self.state = RankState(rank, stages, loss_fn, transport, sliced)
+        self.state = RankState(rank, stages, loss_fn, transport, sliced, recompute)
         self._gradient_sum = gradient_sum
         self._store = store
         self.blackbox = blackbox
