@@ -48,7 +48,7 @@ def _ls(argv: list[str]) -> int:
     if (directory / MANIFEST_NAME).is_file():
         answer = _describe_one(directory)
         rows = [
-            [row["name"], row["dtype"], _shape(row["shape"]), _size(row["bytes"]), row["file"]]
+            [row["name"], row["dtype"], _shape(row["shape"]), _size(row["bytes"]), _file(row)]
             for row in answer["tensors"]
         ]
         header = ["tensor", "dtype", "shape", "size", "file"]
@@ -72,6 +72,7 @@ def _verify(argv: list[str]) -> int:
     options = _parser("verify", "Read every file of a checkpoint and compare its size and SHA-256.").parse_args(argv)
     checkpoint = resolve(Path(options.dir))
     manifest = verify(checkpoint)
+    model_tensors(checkpoint, verify_files=False)  # each element is there once
     total_bytes = sum(record.bytes for record in manifest.files.values())
     print(f"{checkpoint}: ok, step {manifest.step}, {len(manifest.files)} files, {_size(total_bytes)}")
     return 0
@@ -115,11 +116,23 @@ def _describe(entry: Listed) -> dict[str, Any]:
 def _describe_one(checkpoint: Path) -> dict[str, Any]:
     manifest = read_manifest(checkpoint)
     tensors = [
-        {"name": name, "dtype": source.dtype, "shape": list(source.shape), "bytes": source.size_bytes, "file": file}
-        for name, (file, source) in model_tensors(checkpoint, verify_files=False).items()
+        {
+            "name": name,
+            "dtype": tensor.source.dtype,
+            "shape": list(tensor.source.shape),
+            "bytes": tensor.source.size_bytes,
+            "file": tensor.pieces[0].file,
+            "pieces": [[piece.file, *piece.range[:2]] for piece in tensor.pieces if piece.range],
+        }
+        for name, tensor in model_tensors(checkpoint, verify_files=False).items()
     ]
     answer = {"path": str(checkpoint), "step": manifest.step, "ranks": len(manifest.parts), "layout": manifest.layout}
-    return {**answer, "ties": manifest.ties, "tensors": tensors}
+    return {**answer, "compute_type": manifest.compute_type, "ties": manifest.ties, "tensors": tensors}
+
+
+def _file(row: dict[str, Any]) -> str:
+    more = len(row["pieces"]) - 1
+    return f"{row['file']} and {more} more" if more > 0 else row["file"]
 
 
 def _layout(row: dict[str, Any]) -> str:

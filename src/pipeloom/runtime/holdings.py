@@ -132,9 +132,9 @@ class Holdings:
 
         Values may be written into the parameters; `refresh` puts them into the modules.
         """
-        state: dict[str, Tensor] = {
-            name: parameter.detach() for name, parameter in reversed([*self.named_parameters()])
-        }
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.named_parameters():  # the lowest rank's first
+            state.setdefault(name, parameter.detach())
         aliases = {alias for module in self.modules() for alias, _ in module.named_parameters(remove_duplicate=False)}
         for module in self.modules():
             for name, value in module.state_dict().items():

@@ -1,7 +1,8 @@
-"""`Range`: which elements of a parameter a process updates."""
+"""`Range`: which elements of a parameter a process updates. No torch here."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -11,3 +12,8 @@ class Range(NamedTuple):
     start: int
     stop: int
     shape: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the parameter."""
+        return self.start == 0 and self.stop == math.prod(self.shape)

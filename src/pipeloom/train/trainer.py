@@ -9,11 +9,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
@@ -24,7 +22,7 @@ from pipeloom.report import write_report
 from pipeloom.runtime import LossScaler, Pipeline, Update
 from pipeloom.runtime.launcher import Membership
 from pipeloom.sim import measured_timeline
-from pipeloom.train import checkpoint
+from pipeloom.train import restart
 from pipeloom.train.build import build_stages, model_config
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.copies import share
@@ -32,13 +30,11 @@ from pipeloom.train.data import Sampler
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
 from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, read_cost
-from pipeloom.train.notices import resume_notices, skipped_notice
+from pipeloom.train.notices import skipped_notice
 from pipeloom.train.optimizer import (
-    apply_options,
     learning_rates,
     make_optimizer,
     make_stepper,
-    options_of,
     set_learning_rates,
 )
 from pipeloom.train.output import append_metrics, in_use, prepare_output, writing
@@ -126,35 +122,16 @@ class Trainer:
 
     def resume(self) -> int:
         """Go on from a checkpoint where one was asked for; returns how many steps are done."""
-        self._seed_generators(0)
+        restart.seed_generators(self.config.seed, 0, self.group.rank)
         self.resumed = resume_path(self.config)
         if self.resumed is None:
             return 0
         self._enter(f"loading {self.resumed}")
-        saved = checkpoint.load(self.resumed)
-        tensors = self.pipe.state_dict()
-        saved.load_model(tensors)
-        self.pipe.load_state_dict(tensors)  # all ranks of this process, where several hold a tensor
-        options = options_of(self.optimizer)
-        saved.load_optimizer(self.optimizer, self.names)
-        apply_options(self.optimizer, options)
-        if self.scaler is not None and "loss_scaler" in saved.state:
-            self.scaler.load(saved.state["loss_scaler"])
-        sampler = saved.state["sampler"]
-        if sampler["num_windows"] == self.sampler.num_windows:  # the same text: its passes go on where they were
-            self.sampler = Sampler(self.sampler.num_windows, sampler["seed"])
-            self.samples_seen = sampler["samples_seen"]
-        random = saved.random(self.group.rank, self.group.size) if saved.layout == self._layout() else None
-        if random is not None:
-            checkpoint.restore_random_state(random)
-        else:
-            self._seed_generators(saved.step)
-        self.first_step = saved.step + 1
+        done = restart.load(self, self.resumed).step
+        self.first_step = done + 1
         if self.stream is not None:
-            self.stream.done = saved.step
-        again = sampler["num_windows"] != self.sampler.num_windows
-        self.notices += resume_notices(self.config, saved.state["config"], self.resumed, saved.step, other_text=again)
-        return saved.step
+            self.stream.done = done
+        return done
 
     def open_output(self, shown: Display) -> None:
         """Make the output directory ready and say what is about to run."""
@@ -262,29 +239,7 @@ class Trainer:
     def save(self, step: int) -> Path:
         """Write ``checkpoint-{step}``."""
         self._enter(f"checkpoint after step {step}")
-        sizes = model_config(self.config, self.corpus.vocabulary_size)
-        scaler = {"loss_scaler": self.scaler.state()} if self.scaler is not None else {}
-        sampler = {
-            "samples_seen": self.samples_seen,
-            "seed": self.sampler.seed,
-            "num_windows": self.sampler.num_windows,
-        }
-        return checkpoint.save(
-            self.output_dir,
-            step,
-            model=self.pipe.state_dict(),
-            optimizer=checkpoint.optimizer_state(self.optimizer, self.names),
-            random=checkpoint.random_state(),
-            state={
-                "model": {key: getattr(sizes, key) for key in sizes.__dataclass_fields__},
-                "sampler": sampler,
-                "config": self.config.to_mapping(),
-                **scaler,
-            },
-            layout=self._layout(),
-            exchange=self.group,
-            total_limit=self.config.save_total_limit,
-        )
+        return restart.save(self, step)
 
     def report(self, shown: Display) -> None:
         """Rank 0 writes the timelines of the last step, measured and predicted, and the report."""
@@ -328,11 +283,6 @@ class Trainer:
         if self.black_box is not None:
             self.black_box.phase = phase
 
-    def _seed_generators(self, step: int) -> None:
-        """Random states that follow from the seed, the step and the process alone: dropout differs between copies."""
-        digest = blake2b(f"{self.config.seed}/{step}/{self.group.rank}".encode(), digest_size=8).digest()
-        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-
     def _batch(self, samples_seen: int) -> tuple[Tensor | None, Tensor | None]:
         """What this process reads of the batch behind so many samples."""
         windows = self.sampler.batch(samples_seen, self.config.batch.size)
@@ -372,13 +322,3 @@ class Trainer:
             (rank, [(parse_action(action), start, end) for action, start, end in rows])
             for rank, rows in sorted(gathered)
         ]
-
-    def _layout(self) -> dict[str, Any]:
-        return {
-            "ranks": self.pipe.num_ranks,
-            "processes": self.group.size,
-            "copies": self.group.num_copies,
-            "order": self.config.parallel.order,
-            "schedule": self.schedule.name,
-            "stages": [list(layers) for layers in self.stages.layers],
-        }

@@ -15,7 +15,7 @@ from pipeloom.errors import CheckpointError, InputError, ScheduleError
 from pipeloom.ir import Schedule, check
 from pipeloom.passes import check_has_backwards
 from pipeloom.train.checkpoint import directory as checkpoint_directory
-from pipeloom.train.checkpoint.manifest import verify
+from pipeloom.train.checkpoint.manifest import Manifest, read_manifest, verify
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.copies import check_batch, check_copies, check_processes, check_validation
 from pipeloom.train.data import Corpus, prepare_corpus
@@ -55,7 +55,8 @@ def validate(config: TrainConfig, *, world_size: int | None, locked: bool = Fals
         config: what was asked for.
         world_size: processes that the environment says there are; None where this process is alone (the launcher,
             or a run with `local`).
-        locked: whether another process, the launcher, holds the output directory for this one.
+        locked: whether another process, the launcher, holds the output directory for this one, and has read every byte
+            of the checkpoint.
 
     Raises:
         InputError: what was seen, the rule, the fix; in one line.
@@ -67,7 +68,8 @@ def validate(config: TrainConfig, *, world_size: int | None, locked: bool = Fals
     check_processes(config, world_size)
     checkpoint = resume_path(config)
     if checkpoint is not None:
-        _check_checkpoint(config, checkpoint, load_tokenizer(config.data.tokenizer).vocabulary_size)
+        saved = read_manifest(checkpoint) if locked else verify(checkpoint)
+        _check_checkpoint(config, checkpoint, saved, load_tokenizer(config.data.tokenizer).vocabulary_size)
         check_resumed_stream(config, make_schedule(config), checkpoint)
     output_dir = Path(config.output_dir)
     made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
@@ -264,9 +266,9 @@ def _check_windows(config: TrainConfig, corpus: Corpus) -> None:
     check_validation(config, corpus.num_windows(length, "validation"))
 
 
-def _check_checkpoint(config: TrainConfig, checkpoint: Path, vocabulary_size: int) -> None:
-    """Every byte is as it was written, and the model is of the same sizes."""
-    saved = verify(checkpoint).state.get("model")
+def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest, vocabulary_size: int) -> None:
+    """The model is of the same sizes."""
+    saved = manifest.state.get("model")
     if not isinstance(saved, dict):
         raise CheckpointError(f"{checkpoint} was not written by `pipeloom train`: name one that was")
     asked = {**config.to_mapping()["model"], "vocabulary_size": vocabulary_size}

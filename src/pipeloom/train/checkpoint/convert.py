@@ -1,22 +1,33 @@
-"""A checkpoint's tensors as Hugging Face safetensors files: copied byte for byte, in any number. No torch here."""
+"""A checkpoint's tensors as Hugging Face safetensors files: whole, byte for byte, in any number. No torch here."""
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.directory import fsync_directory
 from pipeloom.train.checkpoint.manifest import INDEX_NAME, json_bytes, read_manifest, read_weight_map, verify_file
+from pipeloom.train.checkpoint.pieces import Piece, cover, stored_model
 from pipeloom.train.checkpoint.tensor_file import TensorSource, tensor_sources, write_bytes, write_tensors
 
 
-def model_tensors(checkpoint: Path, *, verify_files: bool = True) -> dict[str, tuple[str, TensorSource]]:
-    """Every tensor of the model: name -> (file, tensor), in stage order.
+class ModelTensor(NamedTuple):
+    """A tensor of the model, whole, and the pieces that it is read from."""
 
-    Raises CheckpointError when a file that holds them is missing or, with `verify_files`, damaged.
+    source: TensorSource
+    pieces: list[Piece]
+
+
+def model_tensors(checkpoint: Path, *, verify_files: bool = True) -> dict[str, ModelTensor]:
+    """Every tensor of the model by name, in stage order.
+
+    Raises CheckpointError when a file that holds them is missing or, with `verify_files`, damaged, or when elements of
+    a tensor are missing.
     """
     manifest = read_manifest(checkpoint)
     files = [part.model for part in manifest.parts]
@@ -27,8 +38,21 @@ def model_tensors(checkpoint: Path, *, verify_files: bool = True) -> dict[str, t
         sources = {file: tensor_sources(checkpoint / file) for file in files}
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read ({error.strerror}): use another checkpoint") from error
-    weight_map = read_weight_map(checkpoint)
-    return {name: (file, sources[file][name]) for name, file in weight_map.items()}
+    return {
+        name: ModelTensor(_whole(name, pieces, sources), pieces)
+        for name, pieces in stored_model(manifest, read_weight_map(checkpoint)).items()
+    }
+
+
+def _whole(name: str, pieces: list[Piece], sources: dict[str, dict[str, TensorSource]]) -> TensorSource:
+    """The tensor that lies in these pieces."""
+    first = pieces[0]
+    if first.range is None:
+        return sources[first.file][first.key]
+    shape = first.range.shape
+    ordered = cover(name, [(piece.range, piece) for piece in pieces if piece.range], 0, math.prod(shape))
+    parts = [sources[piece.file][piece.key] for piece, _, _ in ordered]
+    return TensorSource(parts[0].dtype, shape, lambda: b"".join(part.read() for part in parts))
 
 
 def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
@@ -38,7 +62,7 @@ def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
     `out` appears whole or not at all. Raises InputError when `out` is not empty, cannot be written, or `num_files` does
     not fit; CheckpointError when the checkpoint is damaged.
     """
-    tensors = {name: source for name, (_, source) in model_tensors(checkpoint).items()}
+    tensors = {name: tensor.source for name, tensor in model_tensors(checkpoint).items()}
     if not 1 <= num_files <= max(1, len(tensors)):
         raise InputError(f"{num_files} files asked for, there are {len(tensors)} tensors: ask for 1 to {len(tensors)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -2,9 +2,9 @@
 `manifest.json.sha256`, which holds the manifest's own and is written last.
 
     checkpoint-500/
-      model-00001-of-00002.safetensors       parameters and buffers by name, one file a rank
+      model-00001-of-00002.safetensors       parameters and buffers by name, or pieces of them; one file a rank
       model.safetensors.index.json           name -> file, as Hugging Face writes it
-      optimizer-00001-of-00002.safetensors   NAME/exp_avg, NAME/step, ...
+      optimizer-00001-of-00002.safetensors   NAME/exp_avg, NAME[0:96]/exp_avg, NAME/step, ...
       random-00001-of-00002.safetensors      generator states of the rank
       manifest.json, manifest.json.sha256
 
@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import CheckpointError
+from pipeloom.runtime.ranges import Range
 from pipeloom.train.checkpoint.tensor_file import FileRecord
 
 FORMAT = "pipeloom-checkpoint"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)  # 1 had no pieces
 MANIFEST_NAME = "manifest.json"
 SEAL_NAME = "manifest.json.sha256"
 INDEX_NAME = "model.safetensors.index.json"
@@ -35,19 +37,30 @@ class Part:
     """What one rank wrote."""
 
     model: str  # file names
+    pieces: dict[str, Range] = field(default_factory=dict)  # of what it wrote in pieces: elements of which shape
     optimizer: str | None = None
     random: str | None = None
     optimizer_class: str | None = None
     optimizer_tensors: dict[str, list[str]] = field(default_factory=dict)  # parameter -> keys in the optimizer file
+    optimizer_pieces: dict[str, list[str]] = field(default_factory=dict)  # the same, for keys it has a piece of
     optimizer_values: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameter -> state that is no tensor
     param_groups: list[dict[str, Any]] = field(default_factory=list)  # {"parameters": [...], "options": {...}}
     random_values: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Part:
+        pieces = {
+            name: Range(int(start), int(stop), tuple(map(int, shape)))
+            for name, (start, stop, shape) in data.get("pieces", {}).items()
+        }
+        return cls(**{**data, "pieces": pieces})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """A checkpoint as data. `layout` and `state` are the trainer's own JSON; `ties` maps each further name of a
-    tied parameter to the name it is stored under."""
+    tied parameter to the name it is stored under; `compute_type` names the type in which the model computes where the
+    parameters here are masters in another type, which the optimizer updates."""
 
     step: int
     layout: dict[str, Any]
@@ -55,6 +68,7 @@ class Manifest:
     files: dict[str, FileRecord]
     ties: dict[str, str]
     parts: tuple[Part, ...]
+    compute_type: str | None = None
 
     def to_bytes(self) -> bytes:
         return json_bytes({"format": FORMAT, "version": VERSION, **asdict(self)})
@@ -70,7 +84,8 @@ class Manifest:
             state=dict(data["state"]),
             files=files,
             ties=dict(data["ties"]),
-            parts=tuple(Part(**part) for part in data["parts"]),
+            parts=tuple(Part.from_dict(part) for part in data["parts"]),
+            compute_type=data.get("compute_type"),
         )
 
 
@@ -101,9 +116,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
         found = (None, None)
     if found[0] != FORMAT:
         raise CheckpointError(f"{checkpoint / MANIFEST_NAME} is not of a pipeloom checkpoint: give one pipeloom wrote")
-    if found[1] != VERSION:
+    if found[1] not in READABLE:
         raise CheckpointError(
-            f"{checkpoint} has format version {found[1]}, this pipeloom reads {VERSION}: use the pipeloom that wrote it"
+            f"{checkpoint} has format version {found[1]}, this pipeloom reads {READABLE[0]} to {READABLE[-1]}: use the "
+            "pipeloom that wrote it"
         )
     try:
         return Manifest.from_dict(data)

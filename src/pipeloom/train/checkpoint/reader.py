@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError
+from pipeloom.runtime.ranges import Range
 from pipeloom.train.checkpoint.directory import resolve
 from pipeloom.train.checkpoint.manifest import (
     INDEX_NAME,
@@ -19,9 +20,10 @@ from pipeloom.train.checkpoint.manifest import (
     read_manifest,
     read_weight_map,
     root_name,
-    verify_file,
 )
-from pipeloom.train.checkpoint.state import SAFETENSORS_TYPES, RandomState, load_optimizer_state
+from pipeloom.train.checkpoint.pieces import Piece, stored_model, stored_optimizer
+from pipeloom.train.checkpoint.state import SAFETENSORS_TYPES, RandomState, is_elementwise, load_optimizer_state
+from pipeloom.train.checkpoint.tensor_reader import TensorFiles
 
 
 def load(path: Path, *, verify_files: bool = True) -> Checkpoint:
@@ -39,8 +41,7 @@ class Checkpoint:
     def __init__(self, path: Path, *, verify_files: bool = True) -> None:
         self.path = path
         self.manifest: Manifest = read_manifest(path)
-        self._unverified = set(self.manifest.files) if verify_files else set()
-        self._open_files: dict[str, Any] = {}
+        self._files = TensorFiles(path, self.manifest.files if verify_files else {})
 
     @property
     def step(self) -> int:
@@ -56,51 +57,81 @@ class Checkpoint:
         return self.manifest.layout
 
     @property
+    def compute_type(self) -> str | None:
+        """The type in which the model computes, where its parameters here are masters in another."""
+        return self.manifest.compute_type
+
+    @property
     def num_parts(self) -> int:
         """How many ranks wrote it."""
         return len(self.manifest.parts)
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
-        """Tensor name -> file name."""
-        self._check(INDEX_NAME)
+        """Tensor name -> file name; of a tensor in pieces each piece, as ``NAME[start:stop]``."""
+        self._files.verify(INDEX_NAME)
         return read_weight_map(self.path)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor of the model, on the CPU, by any of its names. Raises CheckpointError if there is none."""
-        stored = self._stored_tensor(name)
-        return self._read(self.weight_map[stored], stored)
+        """One tensor of the model, whole, on the CPU, by any of its names. Raises CheckpointError if there is none."""
+        return self._files.tensor(f"{name} in {self.path}", self._pieces_of(name))
 
-    def load_model(self, tensors: Mapping[str, Tensor], *, all_names: Collection[str] | None = None) -> None:
+    def load_model(
+        self,
+        tensors: Mapping[str, Tensor],
+        ranges: Mapping[str, Range] | None = None,
+        *,
+        all_names: Collection[str] | None = None,
+    ) -> None:
         """Copy saved values into `tensors` (this rank's parameters and buffers, by name), in place.
 
-        `all_names`: every name of the whole model's `state_dict()`; with it, a tensor that only the checkpoint has is
-        an error too. Raises CheckpointError naming the tensor, before any is changed, if name, shape or dtype differ.
+        Only what is needed is read, however the ranks that saved it had cut it.
+
+        Args:
+            tensors: whole, or, where `ranges` says so, with the elements of a range.
+            ranges: see `save`.
+            all_names: every name of the whole model's `state_dict()`; with it, a tensor that only the checkpoint has
+                is an error too.
+
+        Raises CheckpointError naming the tensor, before any is changed, if name, shape or dtype differ.
         """
         if all_names is not None:
             known = {self._stored_name(name) for name in all_names}
-            if extra := sorted(self.weight_map.keys() - known):
+            if extra := sorted(self._model.keys() - known):
                 raise CheckpointError(f"{self.path} has {extra[0]}, the model has not: it is of another model")
+        ranges = ranges or {}
         for name, tensor in tensors.items():
-            self._check_fits(name, tensor)
+            self._check_fits(name, tensor, ranges.get(name))
         with torch.no_grad():
             for name, tensor in tensors.items():
-                tensor.copy_(self.tensor(name))
+                if tensor.numel() or name not in ranges:
+                    loaded = self._files.tensor(f"{name} in {self.path}", self._pieces_of(name), ranges.get(name))
+                    tensor.copy_(loaded.reshape(tensor.shape))
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
+    def load_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[Tensor, str],
+        ranges: Mapping[str, Range] | None = None,
+    ) -> None:
         """Restore the state and hyperparameters of `optimizer`; `names` gives each of its parameters its name.
 
-        Raises CheckpointError, before anything is changed, when the checkpoint was not saved with this optimizer.
+        `ranges`: see `save`. State with a number for each element is cut as the parameter is, other state (a count of
+        steps) is the same for all parts. A parameter without elements gets no state.
+
+        Raises CheckpointError, before anything is changed, when the checkpoint was not saved with this optimizer, or
+        has state that belongs to whole parameters (row and column sums) for a parameter that is cut here.
         """
         classes = {part.optimizer_class for part in self.manifest.parts if part.optimizer_class}
         if not classes:
             raise CheckpointError(f"{self.path} has no optimizer state: load the model only, or use another checkpoint")
+        ranges = ranges or {}
         load_optimizer_state(
             optimizer,
             names,
             optimizer_class=", ".join(sorted(classes)),
             options_of=lambda name: self._param_options.get(self._stored_name(name)),
-            state_of=self._optimizer_state_of,
+            state_of=lambda name: self._optimizer_state_of(name, ranges.get(name)),
         )
 
     def random(self, rank: int, size: int) -> RandomState | None:
@@ -108,7 +139,8 @@ class Checkpoint:
         if size != self.num_parts or (part := self.manifest.parts[rank]).random is None:
             return None
         return RandomState(
-            {name: self._read(part.random, name) for name in self._keys(part.random)}, part.random_values
+            {name: self._files.whole(Piece(part.random, name, None)) for name in self._files.keys(part.random)},
+            part.random_values,
         )
 
     @cached_property
@@ -116,54 +148,70 @@ class Checkpoint:
         groups = [group for part in self.manifest.parts for group in part.param_groups]
         return {name: group["options"] for group in groups for name in group["parameters"]}
 
-    def _optimizer_state_of(self, name: str) -> dict[str, Any]:
+    @cached_property
+    def _model(self) -> dict[str, list[Piece]]:
+        return stored_model(self.manifest, self.weight_map)
+
+    @cached_property
+    def _optimizer_tensors(self) -> dict[str, dict[str, list[Piece]]]:
+        return stored_optimizer(self.manifest)
+
+    @cached_property
+    def _optimizer_values(self) -> dict[str, dict[str, Any]]:
+        return {name: values for part in self.manifest.parts for name, values in part.optimizer_values.items()}
+
+    def _optimizer_state_of(self, name: str, part: Range | None) -> dict[str, Any]:
+        if part is not None and part.start == part.stop:
+            return {}
         stored = self._stored_name(name)
-        for part in self.manifest.parts:
-            keys, values = part.optimizer_tensors.get(stored), part.optimizer_values.get(stored)
-            if keys is not None or values is not None:
-                tensors = {key: self._read(part.optimizer or "", f"{stored}/{key}") for key in keys or []}
-                return {**tensors, **(values or {})}
-        return {}
+        state: dict[str, Any] = {}
+        for key, pieces in self._optimizer_tensors.get(stored, {}).items():
+            what = f"optimizer state {key!r} of {name}"
+            shape = self._files.shape(pieces)
+            if part is None or self._is_cut(key, shape, part):
+                state[key] = self._files.tensor(f"{what} in {self.path}", pieces, part)
+            elif math.prod(shape) == 1:  # the same for all parts
+                state[key] = self._files.whole(pieces[0])
+            else:
+                raise CheckpointError(
+                    f"{what} has shape {shape} in {self.path} and belongs to the whole parameter {part.shape}: a part "
+                    "has none of it; resume in the layout it was saved in, or one that keeps parameters whole"
+                )
+        return {**state, **self._optimizer_values.get(stored, {})}
+
+    @staticmethod
+    def _is_cut(key: str, shape: tuple[int, ...], part: Range) -> bool:
+        """Whether saved state of this shape is cut along with a parameter."""
+        if shape == part.shape == ():
+            return key != "step"  # a number itself, and all of its state too
+        return is_elementwise(shape, Range(0, math.prod(part.shape), part.shape))
 
     def _stored_name(self, name: str) -> str:
-        return name if name in self.weight_map else root_name(name, self.manifest.ties)
+        return name if name in self._model else root_name(name, self.manifest.ties)
 
-    def _stored_tensor(self, name: str) -> str:
+    def _pieces_of(self, name: str) -> list[Piece]:
         stored = self._stored_name(name)
-        if stored not in self.weight_map:
+        if stored not in self._model:
             raise CheckpointError(f"{self.path} has no tensor {name}: it is of another model")
-        return stored
+        return self._model[stored]
 
-    def _check_fits(self, name: str, tensor: Tensor) -> None:
-        stored = self._stored_tensor(name)
-        entry = self._file(self.weight_map[stored]).get_slice(stored)
-        saved = (tuple(entry.get_shape()), entry.get_dtype())
-        wanted = (tuple(tensor.shape), SAFETENSORS_TYPES.get(tensor.dtype, str(tensor.dtype)))
-        for what, old, new in zip(("shape", "type"), saved, wanted, strict=True):
+    def _check_fits(self, name: str, tensor: Tensor, part: Range | None) -> None:
+        pieces = self._pieces_of(name)
+        if part is not None and tensor.numel() != part.stop - part.start:
+            raise CheckpointError(
+                f"{name} has {tensor.numel()} elements here and the range {part.start} to {part.stop}: a tensor has "
+                "the elements of its range; give both of one layout"
+            )
+        if part is not None and not tensor.numel():
+            return
+        wanted = tuple(tensor.shape) if part is None else part.shape
+        dtype = SAFETENSORS_TYPES.get(tensor.dtype, str(tensor.dtype))
+        saved: list[tuple[str, Any, Any]] = [("shape", self._files.shape(pieces), wanted)]
+        if saved[0][1] == wanted:
+            saved += [("type", found, dtype) for found in self._files.types(f"{name} in {self.path}", pieces, part)]
+        for what, old, new in saved:
             if old != new:
                 raise CheckpointError(
                     f"{name} has {what} {old} in {self.path} and {new} in the model: they must be equal; "
                     f"build the model as it was when it was saved"
                 )
-
-    def _read(self, file: str, name: str) -> Tensor:
-        try:
-            # The library's tensors are views of a mapped file; a clone is aligned and outlives the checkpoint.
-            tensor: Tensor = self._file(file).get_tensor(name).clone()
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.path / file} cannot be read ({error}): use another checkpoint") from error
-        return tensor
-
-    def _keys(self, file: str) -> list[str]:
-        return list(self._file(file).keys())
-
-    def _file(self, file: str) -> Any:
-        if file not in self._open_files:
-            self._check(file)
-            self._open_files[file] = safe_open(self.path / file, framework="pt", device="cpu")
-        return self._open_files[file]
-
-    def _check(self, file: str) -> None:
-        if file in self._unverified:
-            verify_file(self.path, file, self.manifest.files[file])
-            self._unverified.discard(file)

@@ -3,6 +3,7 @@ states of the random generators."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError
+from pipeloom.runtime.ranges import Range
 
 # Names of the types that safetensors can hold.
 SAFETENSORS_TYPES: dict[torch.dtype, str] = {
@@ -33,6 +35,12 @@ SAFETENSORS_TYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
+
+
+def is_elementwise(shape: Iterable[int], part: Range) -> bool:
+    """Whether an optimizer's state of this shape is a number for each element of a part of a parameter."""
+    sizes = tuple(shape)
+    return len(sizes) >= 1 and math.prod(sizes) == part.stop - part.start
 
 
 @dataclass(slots=True)
@@ -109,9 +117,14 @@ def load_optimizer_state(
         on_device = bool(saved.get("capturable") or saved.get("fused"))
         for parameter in group["params"]:
             name = _name_of(parameter, names)
-            states[parameter] = {
+            states[parameter] = state = {
                 key: _placed(name, key, value, parameter, on_device) for key, value in state_of(name).items()
             }
+            if optimizer_class == "Adafactor" and state and ("row_var" in state) != (parameter.dim() > 1):
+                raise CheckpointError(
+                    f"{name} has {parameter.dim()} dimensions here, not as it was saved: Adafactor keeps sums of rows "
+                    "and columns of a whole matrix and of nothing else; resume in the layout it was saved in"
+                )
     for parameter, state in states.items():
         if state:
             optimizer.state[parameter] = state
