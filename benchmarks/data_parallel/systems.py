@@ -15,13 +15,13 @@ from benchmarks.common.systems import Record
 from benchmarks.common.workloads import Workload
 from benchmarks.data_parallel.predict import collective_seconds
 from benchmarks.data_parallel.workload import NUM_UPDATES, Part, compare, make_optimizer
-from pipeloom.parallel import DataParallel, Mesh
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from pipeloom import schedules
 from pipeloom.ir import DataAxis, Schedule
+from pipeloom.parallel import DataParallel, Mesh
 from pipeloom.runtime import Pipeline
 
 
@@ -164,6 +164,7 @@ class Stamp(NamedTuple):
     start: float
     gradients: float  # when `step` returned
     end: float  # when the update had been made too
+    cpu: float  # of all threads of the process, from start to end
 
 
 class Copies:
@@ -193,11 +194,11 @@ class Copies:
         stamps = []
         for _ in range(count):
             dist.barrier()
-            start = time.monotonic()
+            cpu, start = time.process_time(), time.monotonic()
             system.step()
             gradients = time.monotonic()
             system.update()
-            stamps.append(Stamp(start, gradients, time.monotonic()))
+            stamps.append(Stamp(start, gradients, time.monotonic(), time.process_time() - cpu))
         return stamps
 
     def records(self, name: str) -> list[Record]:
