@@ -232,6 +232,11 @@ class Unit:
             parameter.grad = None
         self.present = [False] * len(self.parameters)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether there are gradients that no reduction has taken."""
+        return any(parameter.grad is not None for parameter in self.parameters)
+
     def start_reduce(self) -> None:
         """Take the module's gradients and begin to sum them over copies; does not wait."""
         gradients = [parameter.grad for parameter in self.parameters]

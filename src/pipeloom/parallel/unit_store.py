@@ -13,10 +13,12 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program
 from pipeloom.parallel.copies import Copies
 from pipeloom.parallel.flat_layout import FlatLayout
+from pipeloom.parallel.layer_hooks import Completion, LayerGathers
 from pipeloom.parallel.options import DataParallel, Precision
 from pipeloom.parallel.unit import Formats, Unit
 from pipeloom.runtime.parameter_store import ParameterStore
 from pipeloom.runtime.state import Step
+from pipeloom.split.module import StageModule
 
 # The names of formats that need masters.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,6 +57,9 @@ class UnitStore(ParameterStore):
         _refuse_sparse(stages)
         self._units: list[Unit] = []
         self._by_stage: dict[int, list[Unit]] = {}
+        self._gathers: dict[int, LayerGathers] = {}
+        self._completions: dict[Action, Completion] = {}
+        self._unbound: dict[int, list[Unit]] = {}  # what the last UNSHARD that was bound starts, where that is open
         unit_of: dict[nn.Parameter, Unit] = {}
         for stage, module in stages.items():
             for group in _groups(module, layers[stage], held, homes):
@@ -63,7 +68,11 @@ class UnitStore(ParameterStore):
                     unit = self._make_unit(new)
                     self._units.append(unit)
                     unit_of.update(dict.fromkeys(new.values(), unit))
-            self._by_stage[stage] = list(dict.fromkeys(unit_of[parameter] for parameter in module.parameters()))
+            self._by_stage[stage] = _units_of(module, unit_of)
+            if isinstance(module, StageModule) and axis.unshards:
+                found = [_units_of(module.get_submodule(layer), unit_of) for layer in layers[stage]]
+                one_by_one = axis.shards_parameters and axis.granularity is Granularity.MICROBATCH
+                self._gathers[stage] = module.observer = LayerGathers(found, one_by_one=one_by_one)
         main = {name: parameter for unit in self._units for name, parameter in unit.main.items()}
         self.parameters = {name: main[name] for name in held}
         self.ranges = {name: span for unit in self._units for name, span in unit.ranges.items()}
@@ -103,11 +112,20 @@ class UnitStore(ParameterStore):
     def bind(self, action: Action, program: Program) -> Step:
         stage, op = action.stage, action.op
         if op is Op.UNSHARD:
-            return (lambda: self._unshard(stage)), None
+            gathers = self._gathers.get(stage)
+            first: list[Unit] = [] if gathers and gathers.one_by_one else self._by_stage[stage]
+            if not first:
+                self._unbound[stage] = first
+            return (lambda: self._unshard(stage, first)), None
         if op is Op.RESHARD:
             return (lambda: self._reshard(stage)), None
-        units = self._reduced_at(action, program)
-        return (lambda: self._reduce(units)), None
+        return self._completion(action, program).flush, None
+
+    def _completion(self, action: Action, program: Program) -> Completion:
+        """Of a REDUCE_GRAD."""
+        if action not in self._completions:
+            self._completions[action] = Completion(self._reduced_at(action, program), self._start_reduce)
+        return self._completions[action]
 
     def _reduced_at(self, action: Action, program: Program) -> list[Unit]:
         """The units of a REDUCE_GRAD: the last layer first, as backwards complete them."""
@@ -126,20 +144,51 @@ class UnitStore(ParameterStore):
         return self._axis.granularity if self._axis.shards_gradients else Granularity.STEP
 
     def around(self, action: Action, step: Step, program: Program) -> Step:
-        if action.op is Op.W or not self._axis.unshards:
+        if action.op is not Op.W and self._axis.unshards:
+            step = self._with_parameters(action, step)
+        reduction = action.with_op(Op.REDUCE_GRAD)
+        backward = action.op in (Op.B, Op.W) and self._copies.degree > 1
+        if not backward or all(reduction not in order for order in program.orders):
             return step
-        (run, ready), units = step, self._by_stage[action.stage]
+        (run, ready), completion = step, self._completion(reduction, program)
 
-        def computation() -> None:
-            for unit in units:
+        def last_backward() -> None:
+            completion.arm()
+            try:
+                run()
+            finally:
+                completion.disarm()
+
+        return last_backward, ready
+
+    def _with_parameters(self, action: Action, step: Step) -> Step:
+        """A computation that waits for the parameters that it reads."""
+        (run, ready), units, gathers = step, self._by_stage[action.stage], self._gathers.get(action.stage)
+        forward = action.op is Op.F
+        if gathers is None:
+
+            def computation() -> None:
+                for unit in units:
+                    unit.wait()
+                run()
+
+            return computation, ready
+        if action.stage in self._unbound:
+            self._unbound.pop(action.stage).extend(gathers.layers[0 if forward else -1])
+        elsewhere = [unit for unit in units if all(unit not in layer for layer in gathers.layers)]
+
+        def layered_computation() -> None:
+            for unit in elsewhere:
                 unit.wait()
+            gathers.begin(forward=forward)
             run()
 
-        return computation, ready
+        return layered_computation, ready
 
-    def _unshard(self, stage: int) -> None:
+    def _unshard(self, stage: int, first: Sequence[Unit]) -> None:
         for unit in self._by_stage[stage]:
             self._users[unit].add(stage)
+        for unit in first:
             unit.start_gather()
 
     def _reshard(self, stage: int) -> None:
@@ -149,28 +198,33 @@ class UnitStore(ParameterStore):
             if not users:
                 unit.free()
 
-    def _reduce(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            if unit.trains:
-                unit.start_reduce()
-                if self._copies.degree > 1:
-                    self._reducing.append(unit)
-                    while self._axis.shards_gradients and len(self._reducing) > _MAX_REDUCING:
-                        self._reducing.popleft().finish_reduce()
+    def _start_reduce(self, unit: Unit) -> None:
+        unit.start_reduce()
+        if self._copies.degree > 1:
+            self._reducing.append(unit)
+            while self._axis.shards_gradients and len(self._reducing) > _MAX_REDUCING:
+                self._reducing.popleft().finish_reduce()
 
     def finish(self) -> None:
         if not self._open:
             return
         self._open = False
+        flags = iter(self._copies.any([flag for unit in self._units for flag in (unit.is_late, *unit.present)]))
+        present = {}
+        for unit in self._units:
+            if next(flags):  # on some copy gradients came after its reduction had started
+                self._start_reduce(unit)
+            present[unit] = [next(flags) for _ in unit.present]
         while self._reducing:
             self._reducing.popleft().finish_reduce()
-        present = iter(self._copies.any([flag for unit in self._units for flag in unit.present]))
         for unit in self._units:
-            unit.deposit([next(present) for _ in unit.present], self.loss_scale)
+            unit.deposit(present[unit], self.loss_scale)
 
     def end(self) -> None:
         self._open = False
         self._reducing.clear()
+        for completion in self._completions.values():
+            completion.drop()
         for unit in self._units:
             unit.drop()
             self._users[unit].clear()
@@ -221,6 +275,11 @@ def _groups(
         key = (shared or layer, shared is not None, parameter.dtype, parameter.device, parameter.requires_grad)
         groups.setdefault(key, {})[name] = parameter
     return list(groups.values())
+
+
+def _units_of(module: nn.Module, unit_of: Mapping[nn.Parameter, Unit]) -> list[Unit]:
+    """The units with a parameter of `module`, in its order."""
+    return list(dict.fromkeys(unit_of[parameter] for parameter in module.parameters()))
 
 
 def _refuse_sparse(stages: Mapping[int, nn.Module]) -> None:

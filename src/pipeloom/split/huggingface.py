@@ -114,8 +114,11 @@ class DecoderStage(StageModule):
             positions = torch.arange(start, start + x.shape[1], device=x.device).unsqueeze(0)
         shared: dict[str, Any] | None = None
         masks: Any = None
-        for (modules, key), name, number in zip(self._chain, self._names, self._block_numbers, strict=True):
+        links = zip(self._chain, self._names, self._block_numbers, strict=True)
+        for index, ((modules, key), name, number) in enumerate(links):
             module: Any = modules[key]
+            if self.observer is not None:
+                self.observer.before(index)
             if number is not None:
                 if shared is None:
                     shared = self._shared(x, positions)
@@ -128,6 +131,8 @@ class DecoderStage(StageModule):
                 x = x + module(positions)
             else:
                 x = module(x)
+            if self.observer is not None:
+                self.observer.after(index, x)
         if not beside or self._names[-1] == self._decoder.layers[-1]:
             return x
         return {"hidden_states": x, **beside}

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 # How a stage runs a block where not as it is: ``run(modules, block, *args, **kwargs)`` returns what
 # ``block(*args, **kwargs)`` does; `modules` are those that the block runs, for who wants to look into them.
 BlockRunner = Callable[..., Any]
+
+
+class LayerObserver(Protocol):
+    """Is told when the layers of a stage run, whichever modules they are by then."""
+
+    def before(self, index: int) -> None:
+        """In front of a layer."""
+
+    def after(self, index: int, value: Any) -> None:
+        """Behind a layer, which returned `value`."""
 
 
 class _Namespace(nn.Module):
@@ -30,6 +40,7 @@ class StageModule(nn.Module):
 
     sliceable = True
     canonical_names: dict[str, str]
+    observer: LayerObserver | None = None
 
     def __init__(self, layers: Iterable[tuple[str, nn.Module]], blocks: Iterable[str] | None = None) -> None:
         super().__init__()
@@ -60,8 +71,13 @@ class StageModule(nn.Module):
                 layers and activations) are together one block: each alone keeps little beside its input.
         """
         if run is None:
-            for modules, name in self._chain:
+            observer = self.observer
+            for index, (modules, name) in enumerate(self._chain):
+                if observer is not None:
+                    observer.before(index)
                 value = modules[name](value)  # type: ignore[misc]
+                if observer is not None:
+                    observer.after(index, value)
             return value
         return run_blocks([modules[name] for modules, name in self._chain], self._is_block, value, run)
 

@@ -1,0 +1,143 @@
+"""What happens between the layers of a running stage: gathering, freeing, and reductions that start early.
+
+    F   wait 0, start 1 | layer 0 | free 0, wait 1, start 2 | layer 1 | ...
+    B   gradient of the last output: wait n, start n-1 | layer n | gradient of layer n-1's output: free n, wait n-1 ...
+
+Autograd's engine runs what was computed last first: when it comes to the gradient of a layer's output, the layers
+behind have run all that they can. So a hook on that gradient may free them. In I it is the same; W reads no parameters.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pipeloom.parallel.unit import Unit
+
+
+class LayerGathers:
+    """Has every layer of a stage wait for its own parameters. A `pipeloom.split.module.LayerObserver`.
+
+    Args:
+        layers: the units of each layer.
+        one_by_one: whether to gather them one ahead and to free them behind, or to leave that to the program.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Unit]], *, one_by_one: bool) -> None:
+        self.layers = layers
+        self.one_by_one = one_by_one
+        self._forward = False
+        self._current = len(layers)  # the layer whose backward runs
+        self._kept: set[Unit] = set()  # what no hook could gather for its backward
+
+    def begin(self, *, forward: bool) -> None:
+        """A computation of the stage begins."""
+        self._forward, self._current = forward, len(self.layers)
+        if not forward:
+            for layer in self.layers:
+                for unit in layer:
+                    if not self.one_by_one or unit in self._kept:
+                        unit.wait()
+
+    def before(self, index: int) -> None:
+        """In front of a layer; in a recomputation too."""
+        for unit in self.layers[index]:
+            unit.wait()
+        if self.one_by_one and self._forward and index + 1 < len(self.layers):
+            for unit in self.layers[index + 1]:
+                unit.start_gather()
+
+    def after(self, index: int, value: Any) -> None:
+        """Behind a layer, which returned `value`."""
+        if not (self.one_by_one and self._forward):
+            return
+        ahead = self.layers[index + 1] if index + 1 < len(self.layers) else ()
+        self._free(index, ahead)
+        if torch.is_grad_enabled():
+            outputs = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
+            for output in outputs:
+                output.register_hook(partial(self._enter, index))  # type: ignore[no-untyped-call]
+            if not outputs:  # its backward may begin somewhere else
+                self._kept.update(self.layers[index])
+
+    def _enter(self, index: int, gradient: Tensor) -> None:
+        """The backward of a layer begins."""
+        if index >= self._current:  # an output that was passed through
+            return
+        for unit in self.layers[index]:
+            unit.wait()
+        for done in range(index + 1, min(self._current + 1, len(self.layers))):
+            self._free(done, self.layers[index])
+        self._current = index
+        if index > 0:
+            for unit in self.layers[index - 1]:
+                unit.start_gather()
+
+    def _free(self, index: int, needed: Sequence[Unit]) -> None:
+        for unit in self.layers[index]:
+            if unit not in needed and not (unit in self._kept and not self._forward):
+                unit.free()
+
+
+class Completion:
+    """Starts the reductions of one REDUCE_GRAD inside the last backward that it covers.
+
+    Args:
+        units: in the order in which they are reduced, on all copies alike.
+        start: starts one.
+    """
+
+    def __init__(self, units: Sequence[Unit], start: Callable[[Unit], None]) -> None:
+        self._units, self._start = units, start
+        self._queue: deque[Unit] = deque()
+        self._missing: dict[Unit, set[int]] = {}
+        self._handles: list[Any] = []
+        self._armed = False
+
+    def arm(self) -> None:
+        """The last backward begins: from now on a unit starts when all its parameters have their gradients."""
+        self._queue.extend(unit for unit in self._units if unit.trains)
+        for unit in self._queue:
+            wanted = [(i, parameter) for i, parameter in enumerate(unit.parameters) if parameter.requires_grad]
+            self._missing[unit] = {index for index, _ in wanted}
+            for index, parameter in wanted:
+                hook = partial(self._arrived, unit, index)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+        self._armed = True
+
+    def disarm(self) -> None:
+        """The backward has ended, or failed."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def flush(self) -> None:
+        """Start those that are still to come, also where gradients are missing."""
+        if not self._armed:
+            self._queue.extend(unit for unit in self._units if unit.trains)
+        while self._queue:
+            self._start(self._queue.popleft())
+        self._missing.clear()
+        self._armed = False
+
+    def drop(self) -> None:
+        """Forget a run that failed."""
+        self.disarm()
+        self._queue.clear()
+        self._missing.clear()
+        self._armed = False
+
+    def _arrived(self, unit: Unit, index: int, _: Tensor) -> None:
+        missing = self._missing.get(unit)
+        if missing is None:
+            return
+        missing.discard(index)
+        while self._queue and not self._missing[self._queue[0]]:
+            self._start(self._queue.popleft())
