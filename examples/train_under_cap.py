@@ -34,17 +34,21 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = pl.Mesh(pp=NUM_RANKS, dp=-1)
     limit_memory(options.cap)
-    # The whole model in every process might be too much: build this rank's stage, and nothing in place of the others.
     rank = mesh.coordinate("pp")
-    stages = [stage(options.width) if s == rank else nn.Identity() for s in range(NUM_RANKS)]
-    num_parameters = sum(p.numel() for p in stages[rank].parameters())
+    layers = []
+    for index in range(NUM_LAYERS):
+        # The whole model in every process might be too much: of the other rank's layers only the shapes are needed.
+        is_own = index * NUM_RANKS // NUM_LAYERS == rank
+        with torch.device("cpu" if is_own else "meta"):
+            layers.append(layer(options.width))
+    num_parameters = sum(p.numel() for p in nn.ModuleList(layers).parameters()) // NUM_RANKS
     if mesh.coordinate("dp") == 0:
         state = 16 * num_parameters / MEGABYTE
         print(f"stage {rank}: {state:.0f} MB of training state, cap {options.cap} MB a process", flush=True)
     schedule = pl.schedules.build("1f1b", num_ranks=NUM_RANKS, num_microbatches=4)
     data = pl.DataParallel(options.data, granularity="microbatch" if options.data in ("zero2", "zero3") else None)
-    with pl.Pipeline(stages, schedule, loss_fn=nn.functional.mse_loss, mesh=mesh, data=data, precision="bf16") as pipe:
-        del stages
+    model = nn.Sequential(*layers)
+    with pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, mesh=mesh, data=data, precision="bf16") as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4, foreach=False)
         generator = torch.Generator().manual_seed(mesh.coordinate("dp"))
         for step in range(1, options.steps + 1):
@@ -57,14 +61,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def stage(width: int) -> nn.Sequential:
-    """Half of the layers."""
-    return nn.Sequential(
-        *[
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            for _ in range(NUM_LAYERS // NUM_RANKS)
-        ]
-    )
+def layer(width: int) -> nn.Sequential:
+    """A perceptron of one hidden layer."""
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 
 def limit_memory(megabytes: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ KINDS = ("parameters", "masters", "gradients", "optimizer")
 
 
 class Layout(NamedTuple):
-    """What is to be held, and by how many."""
+    """What is to be held, and by how many copies of how many ranks."""
 
     pp: int
     dp: int
@@ -36,7 +36,8 @@ class Report(NamedTuple):
         num_parameters: of its stages, in all copies together: the N of the formulas.
         held: bytes between the backwards and the update, by kind (`KINDS`), and "other": all else that is alive, but
             the batch.
-        most: the most bytes of parameters, masters and gradients at once in a step.
+        most: the most bytes that were alive at once in a step: looked at behind every layer's forward and when the
+            last of a layer's gradients is there. What autograd keeps is not among them.
         live_activations: the most held at once, and as many as the simulation says.
     """
 
@@ -53,49 +54,49 @@ class Holder:
         self._rank = rank
 
     def measure(self, workload: GPTWorkload, layout: Layout) -> Report:
-        """All tensors of layouts before are gone by now."""
         gc.collect()
-        before = set(_storages(_all_tensors()))
+        gc.freeze()  # what is there now is not looked at
         mesh = pl.Mesh(pp=layout.pp, dp=layout.dp)
+        rank = mesh.coordinate("pp")
         part = Part(whole=workload, index=mesh.coordinate("dp"), count=layout.dp)
         schedule = pl.schedules.build(layout.schedule, num_ranks=layout.pp, num_microbatches=part.num_microbatches)
-        stages = schedule.placement.stages_of[mesh.coordinate("pp")]
-        modules, num_parameters = _own_stages(part, schedule.num_stages, stages)
+        model, num_parameters = _own_part(part, schedule.num_stages, schedule.placement.stages_of[rank])
         pipe = pl.Pipeline(
-            modules,
+            model,
             schedule,
             loss_fn=part.loss,
+            cut=part.cut(schedule.num_stages),
             mesh=mesh,
             data=pl.DataParallel(layout.strategy, granularity=layout.granularity),
             precision=pl.Precision(layout.precision, gradients=layout.gradients),
         )
-        del modules
         optimizer = torch.optim.AdamW(pipe.parameters())
         batch = part.batch()
         pipe.step(*batch)
         optimizer.step()
         optimizer.zero_grad()
-        with _Peak(pipe) as peak:
+        with _Peak(pipe, batch) as peak:
             pipe.step(*batch)
         gc.collect()
-        held = _by_kind(pipe, optimizer, before | set(_storages(batch)))
-        timeline = pl.simulate(pipe.schedule, pl.Costs.uniform())
-        rank = mesh.coordinate("pp")
-        live = (pipe.peak_live_activations[rank], timeline.peak_activations[rank])
+        held = _by_kind(pipe, optimizer, batch)
+        live = round(pl.simulate(pipe.schedule, pl.Costs.uniform()).peak_activations[rank] / pipe.schedule.stage_share)
+        report = Report(num_parameters, held, peak.most, (pipe.peak_live_activations[rank], live))
         pipe.close()
-        return Report(num_parameters, held, peak.most, live)
+        gc.unfreeze()
+        return report
 
 
-def _own_stages(part: Part, num_stages: int, own: Iterable[int]) -> tuple[list[nn.Module], int]:
-    """The stages of this rank, with nothing in place of the others, and the number of their parameters."""
+def _own_part(part: Part, num_stages: int, own: Iterable[int]) -> tuple[nn.Sequential, int]:
+    """The model with the stages of other ranks as mere shapes, and the number of the others' parameters."""
     model = part.model()
     ends = list(accumulate(part.cut(num_stages), initial=0))
-    modules = [model[ends[s] : ends[s + 1]] if s in set(own) else nn.Identity() for s in range(num_stages)]
-    return list(modules), sum(p.numel() for module in modules for p in module.parameters())
+    for stage in set(range(num_stages)) - set(own):
+        model[ends[stage] : ends[stage + 1]].to("meta")
+    return model, sum(p.numel() for p in model.parameters() if not p.is_meta)
 
 
-def _by_kind(pipe: pl.Pipeline, optimizer: torch.optim.Optimizer, others: set[int]) -> dict[str, int]:
-    seen = set(others)
+def _by_kind(pipe: pl.Pipeline, optimizer: torch.optim.Optimizer, batch: Sequence[Tensor]) -> dict[str, int]:
+    seen = set(_storages(batch))
     held = {}
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     module, main = _parameters(pipe), list(pipe.parameters())
@@ -118,32 +119,31 @@ def _all_tensors() -> list[Tensor]:
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes by address, of storages that are not empty."""
-    found = (tensor.untyped_storage() for tensor in tensors)
+    found = (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
 class _Peak:
-    """Looks, at every layer's forward and every gradient, at the bytes of parameters, masters and gradients."""
+    """Looks now and then at the bytes of all tensors that are alive."""
 
-    def __init__(self, pipe: pl.Pipeline) -> None:
+    def __init__(self, pipe: pl.Pipeline, batch: Sequence[Tensor]) -> None:
         self._pipe = pipe
+        self._batch_bytes = sum(_storages(batch).values())
         self._handles: list[Any] = []
         self.most = 0
 
     def __enter__(self) -> _Peak:
         for stage in self._pipe.modules():
             for module in stage.modules():
-                if not list(module.children()):
+                if module._parameters:
                     self._handles.append(module.register_forward_hook(self._look))
-        for parameter in _parameters(self._pipe):
-            hook: Callable[..., Any] = parameter.register_post_accumulate_grad_hook
-            self._handles.append(hook(self._look))
+            for parameter in stage.parameters():
+                hook: Callable[..., Any] = parameter.register_post_accumulate_grad_hook
+                self._handles.append(hook(self._look))
         return self
 
     def _look(self, *_: Any) -> None:
-        held = [*_parameters(self._pipe), *self._pipe.parameters()]
-        gradients = [p.grad for p in held if p.grad is not None]
-        self.most = max(self.most, sum(_storages([*held, *gradients]).values()))
+        self.most = max(self.most, sum(_storages(_all_tensors()).values()) - self._batch_bytes)
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
