@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     granularity: str | None = None
     schedule: str = "1f1b"
     precision: str = "bf16"
-    gradients: str = "float32"
+    gradients: str = "same"
 
 
 class Report(NamedTuple):
@@ -73,7 +73,7 @@ class Holder:
         optimizer = torch.optim.AdamW(pipe.parameters())
         batch = part.batch()
         pipe.step(*batch)
-        optimizer.step()
+        pl.update_parameters(optimizer)
         optimizer.zero_grad()
         with _Peak(pipe, batch) as peak:
             pipe.step(*batch)

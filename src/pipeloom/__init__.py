@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         StreamUpdate,
         Update,
         clip_grad_norm,
+        update_parameters,
     )
     from pipeloom.sim import Costs, Network, Timeline, simulate
 
@@ -45,6 +46,7 @@ _LAZY = {
     "StreamUpdate": "pipeloom.runtime",
     "Update": "pipeloom.runtime",
     "clip_grad_norm": "pipeloom.runtime",
+    "update_parameters": "pipeloom.runtime",
     "split": "pipeloom.split",
     "sim": "pipeloom.sim",
     "runtime": "pipeloom.runtime",
@@ -78,6 +80,7 @@ __all__ = [
     "passes",
     "schedules",
     "simulate",
+    "update_parameters",
 ]
 
 
