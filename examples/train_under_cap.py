@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 examples/train_under_cap.py                 zero3: trains
     torchrun --nproc-per-node 4 examples/train_under_cap.py --data ddp      whole copies: out of memory
 
-Two copies of a pipeline of two ranks train in bfloat16 with float32 masters and AdamW: 16 bytes or more for each
-parameter of a stage, with `ddp` in every process, with `zero3` shared by two. The cap is a limit of the operating system
-on what a process allocates for data (RLIMIT_DATA), beyond what it has before there is a model.
+Two copies of a pipeline of two ranks train in bfloat16 with float32 masters and AdamW: 16 bytes for each parameter of a
+stage, with `ddp` in every process, with `zero3` shared by two. The cap is a limit of the operating system on what a
+process allocates for data (RLIMIT_DATA), beyond what it has before there is a model.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ def main() -> None:
     schedule = pl.schedules.build("1f1b", num_ranks=NUM_RANKS, num_microbatches=4)
     data = pl.DataParallel(options.data, granularity="microbatch" if options.data in ("zero2", "zero3") else None)
     model = nn.Sequential(*layers)
-    with pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, mesh=mesh, data=data, precision="bf16") as pipe:
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4, foreach=False)
+    formats = pl.Precision("bf16", gradients="same")
+    with pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, mesh=mesh, data=data, precision=formats) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)
         generator = torch.Generator().manual_seed(mesh.coordinate("dp"))
         for step in range(1, options.steps + 1):
             inputs = torch.randn(16, options.width, generator=generator)
             loss = pipe.step(inputs, inputs.roll(1, dims=1))
-            optimizer.step()
+            pl.update_parameters(optimizer)  # optimizer.step() for gradients in another format than the masters
             optimizer.zero_grad()
             if dist.get_rank() == 0:
                 print(f"step {step}  loss {float(loss):.4f}", flush=True)

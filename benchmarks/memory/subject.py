@@ -36,8 +36,8 @@ class Report(NamedTuple):
         num_parameters: of its stages, in all copies together: the N of the formulas.
         held: bytes between the backwards and the update, by kind (`KINDS`), and "other": all else that is alive, but
             the batch.
-        most: the most bytes that were alive at once in a step: looked at behind every layer's forward and when the
-            last of a layer's gradients is there. What autograd keeps is not among them.
+        most: the most bytes that were alive at once in a step: looked at behind every layer's forward and at
+            every gradient. What autograd keeps is not among them.
         live_activations: the most held at once, and as many as the simulation says.
     """
 
@@ -143,7 +143,8 @@ class _Peak:
         return self
 
     def _look(self, *_: Any) -> None:
-        self.most = max(self.most, sum(_storages(_all_tensors()).values()) - self._batch_bytes)
+        gradients = [p.grad for p in _parameters(self._pipe) if p.grad is not None]  # autograd's own, else unseen
+        self.most = max(self.most, sum(_storages([*gradients, *_all_tensors()]).values()) - self._batch_bytes)
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
