@@ -118,13 +118,26 @@ def _timeline_title(timeline: Timeline) -> str:
 
 def _warnings(metrics: Metrics) -> list[str]:
     found = []
+    skipped = _skipped(metrics)
     for key, name in (("loss", "training loss"), ("eval_loss", "validation loss"), ("grad_norm", "gradient norm")):
         bad = [int(step) for step, value in metrics.series(key) if not math.isfinite(value)]
+        if key == "grad_norm":
+            bad = [step for step in bad if step not in skipped]
         if bad:
             steps = ", ".join(map(str, bad[:12])) + (f" and {len(bad) - 12} more" if len(bad) > 12 else "")
             found.append(f"The {name} was not finite at {plural('step', len(bad))} {steps} (red crosses below).")
     if metrics.torn:
         found.append("The last line of metrics.jsonl is cut off: the run was killed while it wrote it.")
+    return found
+
+
+def _skipped(metrics: Metrics) -> set[int]:
+    """The steps whose update was left out, since gradients overflowed at their loss scale: part of float16."""
+    count, found = 0.0, set()
+    for step, total in metrics.series("skipped_steps"):
+        if total > count:
+            found.add(int(step))
+        count = total
     return found
 
 
@@ -153,7 +166,10 @@ def _tiles(metrics: Metrics) -> list[dict[str, str]]:
             add(label, text(middle), "median" if predicted is None else f"median; predicted {text(predicted)}")
     memory = [value for value in metrics.per_rank("peak_memory_bytes") if math.isfinite(value)]
     if memory:
-        add("peak memory", bytes_text(max(memory)), "of the fullest rank")
+        add("peak memory", bytes_text(max(memory)), "of the fullest process")
+    scales = metrics.series("loss_scale")
+    if scales:
+        add("loss scale", number_text(scales[-1][1]), f"{counted(len(_skipped(metrics)), 'update')} skipped")
     return tiles
 
 
@@ -166,15 +182,17 @@ def _ranks(metrics: Metrics) -> list[dict[str, str]]:
     memory, live = metrics.per_rank("peak_memory_bytes"), metrics.per_rank("live_activations")
     most = max((value for value in memory if math.isfinite(value)), default=0.0)
     count = max(len(memory), len(live))
+    ranks = len(live) or count  # of one copy; memory is listed copy after copy
     memory += [math.nan] * (count - len(memory))
-    live += [math.nan] * (count - len(live))
+    live = (live or [math.nan]) * -(-count // max(1, len(live)))
     return [
         {
+            "name": f"{place}" if count == ranks else f"{place % ranks} of copy {place // ranks}",
             "memory": bytes_text(used) if math.isfinite(used) else "not recorded",
             "share": f"{100 * used / most:.1f}" if most and math.isfinite(used) else "0",
             "live": number_text(alive) if math.isfinite(alive) else "not recorded",
         }
-        for used, alive in zip(memory, live, strict=True)
+        for place, (used, alive) in enumerate(zip(memory, live, strict=False))
     ]
 
 

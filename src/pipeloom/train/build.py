@@ -72,9 +72,7 @@ def _agree_on_cut(
         with torch.device("meta"):
             model = GPT(sizes)
         materialize(model, config.seed)
-        samples = range(
-            min(-(-config.batch.size // config.num_microbatches), corpus.num_windows(sizes.sequence_length))
-        )
+        samples = range(min(config.samples_a_microbatch, corpus.num_windows(sizes.sequence_length)))
         pair = corpus.windows(samples, sizes.sequence_length)
         stages = split(model, schedule.num_stages, cut="time", sample=pair, loss_fn=loss_fn)
         counts = [sum(name.startswith("blocks.") for name in layers) for layers in stages.layers]

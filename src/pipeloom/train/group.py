@@ -25,6 +25,7 @@ class Group:
         mesh: who is which rank of which copy of the pipeline; None where there is one copy.
         num_copies, copy: of the pipeline, and which this process is in.
         pipeline_rank: this process's rank in its copy; None where the process holds all ranks.
+        place: this process's number when all are listed copy after copy, the ranks of each in order.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, mesh: Mesh | None = None) -> None:
@@ -34,6 +35,7 @@ class Group:
         self.mesh = mesh
         self.num_copies, self.copy = (mesh.degree("dp"), mesh.coordinate("dp")) if mesh else (1, 0)
         self.pipeline_rank = None if size == 1 else mesh.coordinate("pp") if mesh else rank
+        self.place = self.copy * mesh.degree("pp") + mesh.coordinate("pp") if mesh else rank
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every process's payload, by rank."""

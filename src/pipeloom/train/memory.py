@@ -11,7 +11,8 @@ from pipeloom.train.config import TrainConfig
 
 _GPU = Path("/dev/nvidiactl")  # where there is one, memory is asked for elsewhere, and torch says what is missing
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_PARAMETER_BYTES = 16  # float32 weight, gradient, and two moments of AdamW
+_FLOAT_BYTES = 4
+_MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "muon": 1}  # floats a parameter, at least
 _KEPT_WIDTHS = 12  # floats a token and block, in widths, that a forward keeps at least: norms, q, k, v, attention, MLP
 _LEAST_VOCABULARY = 256
 
@@ -25,9 +26,9 @@ def check_memory(config: TrainConfig, environment: Mapping[str, str]) -> None:
     if _GPU.exists():
         return
     model, batch = least_bytes(config)
-    ranks = config.num_ranks
+    processes = config.num_ranks * config.num_copies
     local = environment.get("LOCAL_WORLD_SIZE", "")
-    share = min(1.0, int(local) / ranks) if local.isdecimal() else 1.0
+    share = min(1.0, int(local) / processes) if local.isdecimal() else 1.0
     limit = _memory_bytes()
     if (model + batch) * share > limit:
         what, fix = (
@@ -46,12 +47,26 @@ def check_memory(config: TrainConfig, environment: Mapping[str, str]) -> None:
 
 
 def least_bytes(config: TrainConfig) -> tuple[int, int]:
-    """What all ranks hold at least: weights, gradients and moments; a batch and one micro-batch's activations."""
+    """What all processes hold at least: weights, gradients, moments; a batch, and one micro-batch's activations."""
     model, batch = config.model, config.batch
     parameters = 12 * model.layers * model.width**2 + (2 - model.tie_embeddings) * _LEAST_VOCABULARY * model.width
-    tokens = -(-batch.size // config.num_microbatches) * model.sequence_length
+    tokens = batch.size // config.num_microbatches * model.sequence_length  # a micro-batch of every copy
     activations = 4 * tokens * (_KEPT_WIDTHS * model.width * model.layers + _LEAST_VOCABULARY)
-    return _PARAMETER_BYTES * parameters, activations + 16 * batch.size * model.sequence_length
+    return _parameter_bytes(config) * parameters, activations + 16 * batch.size * model.sequence_length
+
+
+def _parameter_bytes(config: TrainConfig) -> int:
+    """What all copies together hold of one parameter."""
+    copies, strategy, precision = config.num_copies, config.parallel.data_strategy, config.precision
+    computed = _FLOAT_BYTES if precision.dtype == "fp32" else _FLOAT_BYTES // 2
+    summed = computed if precision.gradients == "same" else _FLOAT_BYTES
+    moments = _FLOAT_BYTES * _MOMENTS[config.optimizer.name]
+    masters = 0 if precision.dtype == "fp32" else _FLOAT_BYTES
+    return (
+        computed * (1 if strategy == "zero3" else copies)
+        + summed * (1 if strategy in ("zero2", "zero3") else copies)
+        + (moments + masters) * (copies if strategy == "ddp" else 1)
+    )
 
 
 def _memory_bytes() -> int:

@@ -33,7 +33,7 @@ class StepCost:
     Attributes:
         bubble_fraction: 1 - mean computing time of the ranks / longest time from a rank's first to its last
             computation. Each rank takes it by its own clock, so it holds across machines.
-        peak_memory_bytes: for each process, its peak so far.
+        peak_memory_bytes: for each process, its peak so far; copy after copy, the ranks of each in order.
         live_activations: for each rank, the most held at once; all copies hold as many.
         stage_seconds: [stages, 4]: median seconds of F, B, I, W of one micro-batch (of its slices, added up), averaged
             over the ranks with the stage; 0 where there is none.
@@ -54,7 +54,7 @@ def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_process
     Args:
         pipeline: that just stepped.
         records: its records of that step.
-        process, num_processes: which of how many processes this is.
+        process, num_processes: which of how many processes this is, copy after copy, the ranks of each in order.
     """
     ranks, stages = pipeline.num_ranks, pipeline.schedule.num_stages
     by_rank = torch.zeros(ranks, 3, dtype=torch.float64)  # busy seconds, first to last, live activations

@@ -9,7 +9,7 @@ from typing import Any
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.streams import is_stream
 
-_MATTERS = ("data", "batch", "optimizer", "seed", "model")  # what changes the losses of a run that goes on
+_MATTERS = ("data", "batch", "optimizer", "precision", "seed", "model")  # what changes the losses of a run that goes on
 _MATTERS_IN_STREAMS = (  # what else does where one is a stream: how late gradients are, and when it drains
     *("schedule", "weights", "eval_steps", "save_steps"),
     *(f"parallel.{name}" for name in ("pipeline", "replicas", "cut", "in_flight")),

@@ -96,11 +96,12 @@ def display(*, shown: bool, num_steps: int, done: int, log_steps: int) -> Iterat
 
 def describe(row: Mapping[str, Any]) -> str:
     """The numbers of a step in one line. What is not finite is shown as it is."""
+    skipped = f"  skipped {row['skipped_steps']}" if row.get("skipped_steps") else ""
     return (
         f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
         f"{row['tokens_per_second']:,.0f} tokens/s  "
         f"bubble {row['bubble_fraction']:.1%} (predicted {row['predicted_bubble_fraction']:.1%})  "
-        f"memory {_mebibytes(row['peak_memory_bytes'])} MiB"
+        f"memory {_mebibytes(row['peak_memory_bytes'])} MiB{skipped}"
     )
 
 

@@ -117,7 +117,7 @@ def _measured(config: TrainConfig) -> tuple[int | str, str]:
     grid = -(-tokens // _FINEST)
     # One block for each rank is enough: blocks are alike, and a rank's share takes as often as long as it has blocks.
     one_each = GPTConfig(vocabulary_size=256, layers=ranks, sequence_length=tokens, **sizes)
-    piece = -(-config.batch.size // microbatches)  # sequences of a micro-batch, which stays as it is
+    piece = config.samples_a_microbatch  # which stays as it is
     measured = measure_slices(one_each, num_ranks=ranks, grid=grid, piece=piece)
     costs = _times(measured.costs, -(-model.layers // ranks))
     found, whole = (

@@ -32,6 +32,7 @@ from pipeloom.train.group import Group
 from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, read_cost
 from pipeloom.train.notices import skipped_notice
 from pipeloom.train.optimizer import (
+    learning_rate,
     learning_rates,
     make_optimizer,
     make_stepper,
@@ -100,7 +101,11 @@ class Trainer:
         self.scaler = LossScaler(precision.loss_scale, growth_steps=precision.loss_scale_steps) if scales else None
         self._begun: deque[_Begun] = deque()  # steps whose updates are not final yet
         tied = tuple(parameter.stages for parameter in self.stages.tied)
-        self.program = lower(self.pipe.schedule, tied_stages=tied)
+        masters = config.number_format.has_masters
+        shared = config.data_parallel.axis(group.num_copies, separate_master=masters)
+        self.program = lower(
+            self.pipe.schedule, tied_stages=tied, data=shared if masters or group.num_copies > 1 else None
+        )
         self.predictor = Predictor()
         streams = self.schedule.microbatches_per_update is not None
         self.stream = StreamSteps(self.pipe, self.optimizer, self.predictor, config, group) if streams else None
@@ -156,7 +161,7 @@ class Trainer:
     def _ranks_text(self) -> str:
         """``4 ranks``, or ``2 copies of 4 ranks (zero2)``, and what is not in float32."""
         copies, dtype = self.group.num_copies, self.config.precision.dtype
-        text = f"{self.pipe.num_ranks} ranks"
+        text = counted(self.pipe.num_ranks, "rank")
         if copies > 1:
             text = f"{copies} copies of {text} ({self.config.parallel.data_strategy})"
         return text if dtype == "fp32" else f"{text} in {dtype}"
@@ -187,6 +192,7 @@ class Trainer:
         assert self.stepper is not None
         self._enter(f"step {step}")
         started = time.perf_counter()
+        rate = learning_rate(step - 1, self.config.steps, self.config.optimizer)
         rates = learning_rates(self.optimizer, step - 1, self.config.steps, self.config.optimizer)
         set_learning_rates(self.optimizer, rates)
         scale = self.scaler.scale if self.scaler else 1.0
@@ -194,13 +200,13 @@ class Trainer:
         self.samples_seen += self.config.batch.size
         # One sum over processes a step: gradient norms for clipping, and what the step cost.
         updates = self.stepper.step(inputs, targets, lambda: self._cost_numbers(step))
-        self._begun.append(_Begun(step, max(rates), scale, time.perf_counter() - started))
+        self._begun.append(_Begun(step, rate, scale, time.perf_counter() - started))
         return [self._finish(update) for update in updates]
 
     def _cost_numbers(self, step: int) -> Tensor:
         self.records = self.pipe.records
         self._enter(f"step {step}, update")
-        return cost_numbers(self.pipe, self.records, self.group.rank, self.group.size)
+        return cost_numbers(self.pipe, self.records, self.group.place, self.group.size)
 
     def _finish(self, update: Update) -> dict[str, Any]:
         """The metrics of the first step that is not final yet, which rank 0 writes down."""
