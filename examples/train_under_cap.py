@@ -35,6 +35,7 @@ def main() -> None:
     mesh = pl.Mesh(pp=NUM_RANKS, dp=-1)
     limit_memory(options.cap)
     rank = mesh.coordinate("pp")
+    torch.manual_seed(rank)
     layers = []
     for index in range(NUM_LAYERS):
         # The whole model in every process might be too much: of the other rank's layers only the shapes are needed.
