@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
@@ -28,20 +29,35 @@ TORCH_SCHEDULES = {
 
 
 class TorchPipelining:
-    """`PipelineStage`s of a rank with one of `TORCH_SCHEDULES`, on the stages that pipeloom's has there."""
+    """`PipelineStage`s of a rank with one of `TORCH_SCHEDULES`, on the stages that pipeloom's has there.
 
-    def __init__(self, workload: Workload, schedule: str, links: EmulatedLinks | None = None) -> None:
+    Args:
+        group: the processes of the pipeline; all if not given.
+        wrap: what is to be done to the module of a stage before it becomes a `PipelineStage`, such as DDP.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        schedule: str,
+        links: EmulatedLinks | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        wrap: Callable[[nn.Sequential], nn.Module] | None = None,
+    ) -> None:
         from torch.distributed import pipelining
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         M = workload.num_microbatches
         placement = schedules.build(schedule, num_ranks=num_ranks, num_microbatches=M).placement
         model = workload.model()
         ends = list(accumulate(workload.cut(placement.num_stages), initial=0))
         modules = {s: model[ends[s] : ends[s + 1]] for s in placement.stages_of[rank]}
         stages = [
-            pipelining.PipelineStage(module, s, placement.num_stages, torch.device("cpu"))
+            pipelining.PipelineStage(
+                wrap(module) if wrap else module, s, placement.num_stages, torch.device("cpu"), group=group
+            )
             for s, module in modules.items()
         ]
         make = getattr(pipelining, TORCH_SCHEDULES[schedule])
@@ -64,13 +80,25 @@ class TorchPipelining:
 
 
 class DeepSpeedPipeline:
-    """`PipelineModule` under `PipelineEngine.train_batch`, float32, no clipping, without its optimizer step.
+    """`PipelineModule` under `PipelineEngine.train_batch`, float32, no clipping.
 
-    The engine's OptimizerStep instruction is replaced by counting the step, so that what is timed is what is timed
-    elsewhere: forwards, backwards and messages; gradients are zeroed between steps by the benchmark.
+    Without an optimizer, the engine's OptimizerStep instruction is replaced by counting the step, so that what is timed
+    is what is timed elsewhere: forwards, backwards and messages; gradients are zeroed between steps by the benchmark.
+
+    Args:
+        num_stages: as many ranks has the pipeline; the other processes are copies of it.
+        optimizer: makes the optimizer of given parameters.
+        zero_stage: 0 or 1; more is refused with a pipeline.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        num_stages: int | None = None,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        zero_stage: int = 0,
+    ) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # asked for, not used: the process group exists
         os.environ.setdefault("MASTER_PORT", "0")
@@ -78,7 +106,7 @@ class DeepSpeedPipeline:
         from deepspeed.runtime.pipe import schedule as instructions
 
         deepspeed.init_distributed(dist_backend="gloo")
-        num_ranks = dist.get_world_size()
+        num_ranks = num_stages or dist.get_world_size()
         model = workload.model()
         # Blocks are of one type and first and last layers of others, so this cuts as `Workload.cut` does.
         module = deepspeed.PipelineModule(
@@ -88,22 +116,29 @@ class DeepSpeedPipeline:
         assert list(module.parts) == expected, f"DeepSpeed cuts at {module.parts}, the others at {expected}"
         inputs, targets = workload.batch()
         M = workload.num_microbatches
+        trained = [p for p in module.parameters() if p.requires_grad]
         engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.0),
+            optimizer=optimizer(trained) if optimizer else torch.optim.SGD(trained, lr=0.0),
             config={
                 "train_micro_batch_size_per_gpu": len(inputs) // M,
                 "gradient_accumulation_steps": M,
                 "gradient_clipping": 0.0,
                 "steps_per_print": 10**9,
                 "wall_clock_breakdown": False,
+                "zero_optimization": {
+                    "stage": zero_stage,
+                    # One bucket holds all of a rank, so that gradients are reduced at once; the default is 2 GB.
+                    "reduce_bucket_size": sum(p.numel() for p in trained) + 1,
+                },
             },
         )
 
         def count_step(engine: Any, lr_kwargs: Any = None) -> None:
             engine.global_steps += 1
 
-        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, instructions.OptimizerStep: count_step}
+        if optimizer is None:
+            engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, instructions.OptimizerStep: count_step}
         engine.global_steps = 1
         self._engine = engine
         self._microbatches = list(zip(inputs.chunk(M), targets.chunk(M), strict=True))

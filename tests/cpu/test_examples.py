@@ -23,7 +23,8 @@ EXAMPLES = {
     "train_gpt.py": ["--steps", "3", "--layers", "2", "--width", "16"],
     "train_huggingface.py": ["--steps", "3", "--layers", "2", "--width", "16"],
 }
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+FOUR_PROCESSES = {"train_zero.py", "train_under_cap.py"}  # copies of a pipeline are processes
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 CODE = re.compile(r"(?:<!-- (not run|needs \w+) -->\n)?```python\n(.*?)```", re.DOTALL)
 
 
@@ -43,8 +44,14 @@ def _here(script: Path, options: list[str], capsys: pytest.CaptureFixture[str]) 
 
 def _torchrun(script: Path, options: list[str], directory: Path) -> str:
     """What a script prints as two processes."""
-    done = subprocess.run(
-        [*TORCHRUN, str(script), *options],
+    done = _run_processes(2, script, options, directory)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _run_processes(count: int, script: Path, options: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TORCHRUN, str(count), str(script), *options],
         cwd=directory,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
@@ -52,8 +59,6 @@ def _torchrun(script: Path, options: list[str], directory: Path) -> str:
         timeout=150,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def _blocks(page: str) -> list[str]:
@@ -72,7 +77,30 @@ def test_examples_print_the_same_in_one_process_and_under_torchrun(name: str, tm
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | FOUR_PROCESSES
+
+
+def test_the_example_of_zero_prints_the_losses_of_whole_copies(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "train_zero.py"
+    zero3, whole = (_run_processes(4, script, ["--steps", "3", "--data", data], tmp_path) for data in ("zero3", "ddp"))
+    assert zero3.returncode == 0, zero3.stderr
+    losses = [re.findall(r"^step 3  loss \d.*", done.stdout, re.MULTILINE) for done in (zero3, whole)]
+    assert losses[0] == losses[1] != []
+    held = [int(count) for count in re.findall(r"process \d updates (\d+) of", zero3.stdout)]
+    total = int(re.findall(r" of (\d+) parameters", zero3.stdout)[0])
+    assert len(held) == 4
+    assert sum(held) == total
+
+
+def test_a_training_state_over_the_cap_of_memory_trains_with_zero3_alone(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "train_under_cap.py"
+    small = ["--width", "512", "--cap", "160", "--steps", "2"]
+    fits = _run_processes(4, script, small, tmp_path)
+    assert fits.returncode == 0, fits.stderr
+    assert "step 2  loss" in fits.stdout
+    whole = _run_processes(4, script, [*small, "--data", "ddp"], tmp_path)
+    assert whole.returncode != 0
+    assert "can't allocate memory" in whole.stderr
 
 
 def test_the_schedule_of_the_example_on_the_command_line(tmp_path: Path, capsys: Capture) -> None:

@@ -1,4 +1,4 @@
-"""Memory that a rank frees is there for its next micro-batch without a page fault."""
+"""Memory that a rank frees is there for its next micro-batch without a page fault, or goes back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pipeloom.runtime.host_memory import keep_freed_memory
+from pipeloom.runtime.host_memory import give_back_freed_memory, keep_freed_memory
 
 SCRIPT = """
 import resource, sys, torch
@@ -30,7 +30,7 @@ print(before, faults())
 
 
 def test_freed_memory_stays() -> None:
-    if not keep_freed_memory.__wrapped__():
+    if not keep_freed_memory():
         pytest.skip("the C library has no mallopt")
     # The threshold of malloc moves with what was freed before, which a fixed one does not.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
@@ -40,3 +40,12 @@ def test_freed_memory_stays() -> None:
     before, after = map(int, done.stdout.split())
     assert before > 10 * (20 << 20) // 4096, "without it, at least one tensor's pages are faulted in again each time"
     assert after < 50
+
+
+def test_freed_memory_goes_back() -> None:
+    if not give_back_freed_memory():
+        pytest.skip("the C library has no mallopt")
+    script = SCRIPT.replace("keep_freed_memory", "give_back_freed_memory")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    _, after = map(int, done.stdout.split())
+    assert after > 10 * 4 * (20 << 20) // 4096 // 2, "every block is mapped anew"

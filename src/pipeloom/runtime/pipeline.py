@@ -21,7 +21,7 @@ from pipeloom.runtime.connect import Connection, connect
 from pipeloom.runtime.driver import Driver
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.holdings import Holdings
-from pipeloom.runtime.host_memory import keep_freed_memory
+from pipeloom.runtime.host_memory import give_back_freed_memory, keep_freed_memory
 from pipeloom.runtime.moves import OffloadOptions
 from pipeloom.runtime.parameter_store import Sharing, sharing_of
 from pipeloom.runtime.process_mesh import ProcessMesh
@@ -72,8 +72,8 @@ class Pipeline(Holdings):
     The model stays as it is, and its parameters are the ones that train; but with shards or masters (`data`,
     `precision`), which every run puts into the model's parameters anew. And where all ranks share this process, of
     parameters that several ranks hold each higher rank has a copy, as in a process of its own: make the optimizer from
-    `parameters`. Where this process is one rank, the C library is told to keep freed memory (see
-    `pipeloom.runtime.host_memory`).
+    `parameters`. Where this process is one rank, the C library is told to keep freed memory, with zero3 to give it back
+    (see `pipeloom.runtime.host_memory`).
 
     Raises:
         InputError: illegal schedule, a model that cannot be cut so, a process group of another size, ranks that are
@@ -141,7 +141,8 @@ class Pipeline(Holdings):
         """Take this process's stages of the model, and get ready to run them."""
         self.rank, self.process_group, self.transport = connection.rank, connection.process_group, connection.transport
         if self.rank is not None:
-            keep_freed_memory()
+            frees = sharing.axis is not None and sharing.axis.shards_parameters
+            give_back_freed_memory() if frees else keep_freed_memory()
         self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
         super().__init__(cut_model, self._train_program, self.local_ranks, sharing)
         self._results = ResultExchange(self.rank, self._forward_program.schedule, self.transport)

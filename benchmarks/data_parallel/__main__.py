@@ -1,0 +1,199 @@
+"""Step time of PP2 x DP2 with every strategy: pipeloom, torch.distributed.pipelining, DeepSpeed; and pipeloom's PP4."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import defaultdict
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.ping_pong import one_way_seconds
+from benchmarks.common.processes import Crew, CrewError
+from benchmarks.common.report import environment, save, table
+from benchmarks.common.statistics import ratio, spread
+from benchmarks.common.workloads import GPTWorkload
+from benchmarks.data_parallel.predict import Predictions
+from benchmarks.data_parallel.systems import Copies, System, step_seconds
+from benchmarks.data_parallel.workload import TOLERANCE, judge, write_reference
+
+NUM_PROCESSES = 4
+NUM_MESSAGES = 25  # of each process and round, to see what they take
+# The global batch; each of two copies has half of the micro-batches.
+CONFIGURATIONS = {
+    "1x64 M=8": GPTWorkload(micro_batch=1, sequence_length=64, num_microbatches=16),
+    "4x64 M=8": GPTWorkload(micro_batch=4, sequence_length=64, num_microbatches=16),
+}
+SCHEDULES = ("1f1b", "bfs", "zb-h1")
+OWN = ("ddp", "parameter-server", "zero1", "zero2", "zero3", "zero2/microbatch", "zero3/microbatch")
+TORCH = ("ddp", "fsdp", "fsdp-reshard")
+DEEPSPEED = ("ddp", "zero1")
+MAY_FAIL = ("torch", "deepspeed")
+# What stands against what: the same held between steps, gathered and reduced as often.
+AGAINST_TORCH = {"ddp": "ddp", "zero3": "fsdp", "zero3/microbatch": "fsdp-reshard"}
+
+
+def systems(schedules: list[str], strategies: list[str]) -> dict[str, System]:
+    """All systems, by name."""
+    found = {}
+    for schedule in schedules:
+        found[f"pipeloom {schedule} PP4"] = System(kind="pipeloom", schedule=schedule, pp=4, dp=1, data="ddp")
+        for kind, all_data in {"pipeloom": strategies, "torch": TORCH, "deepspeed": DEEPSPEED}.items():
+            if kind == "deepspeed" and (schedule != "1f1b" or find_spec("deepspeed") is None):
+                continue
+            for data in all_data:
+                found[f"{kind} {schedule} {data}"] = System(kind=kind, schedule=schedule, pp=2, dp=2, data=data)
+    return found
+
+
+def measure(workload: GPTWorkload, chosen: dict[str, System], num_rounds: int, num_steps: int) -> dict[str, Any]:
+    """Each library has four processes for all its systems; a round gives every system its turn.
+
+    The time of a system in a round is the median of its steps there.
+    """
+    seconds: dict[str, list[float]] = defaultdict(list)
+    with_update: dict[str, list[float]] = defaultdict(list)
+    cpu: dict[str, list[float]] = defaultdict(list)
+    predictions = Predictions()
+    with tempfile.TemporaryDirectory(prefix="pipeloom-benchmark-") as scratch, ExitStack() as stack:
+        reference = Path(scratch) / "reference.safetensors"
+        write_reference(workload, reference)
+        crews: dict[str, Crew] = {}
+        outcomes: dict[str, float | str] = {}
+        for name, system in chosen.items():
+            if system.kind in MAY_FAIL:  # and then end its processes: first in others
+                with Crew(name, NUM_PROCESSES, Copies, timeout_seconds=90.0) as alone:
+                    outcomes[name] = outcome(alone, name, system, workload, reference)
+            if not isinstance(outcomes.get(name), str):
+                if system.kind not in crews:
+                    crews[system.kind] = stack.enter_context(Crew(system.kind, NUM_PROCESSES, Copies))
+                outcomes[name] = outcome(crews[system.kind], name, system, workload, reference)
+            print(f"{name}: {outcomes[name]}", flush=True)
+        timed = {name: system for name, system in chosen.items() if isinstance(outcomes[name], float)}
+        for round_number in range(num_rounds):
+            if "pipeloom" in crews:
+                messages = one_way_seconds(crews["pipeloom"].call("ping_pong", NUM_MESSAGES))
+                predictions.add_pings(crews["pipeloom"].call("collectives", workload), messages)
+            for name in timed if round_number % 2 else reversed(timed):
+                crew = crews[timed[name].kind]
+                # One step first, untimed: its caches were used by the others since its last turn.
+                stamps = [of_rank[1:] for of_rank in crew.call("run_steps", name, 1 + num_steps)]
+                seconds[name].append(spread(step_seconds(stamps, update=False)).median)
+                with_update[name].append(spread(step_seconds(stamps, update=True)).median)
+                cpu[name].append(spread([sum(s.cpu for s in step) for step in zip(*stamps, strict=True)]).median)
+                if timed[name].kind == "pipeloom":
+                    predictions.add_records(name, crew.call("records", name))
+    predicted = {
+        name: predictions.step_seconds(computing_of(name), *system.pipeline(workload))
+        for name, system in timed.items()
+        if system.kind == "pipeloom" and computing_of(name) in timed
+    }
+    return {
+        "outcomes": outcomes,
+        "seconds": seconds,
+        "with_update": with_update,
+        "cpu": cpu,
+        "predicted": predicted,
+        "collectives": predictions.collectives,
+    }
+
+
+def outcome(crew: Crew, name: str, system: System, workload: GPTWorkload, reference: Path) -> float | str:
+    """Build a system; its largest error or, for a peer that is wrong or fails, the words for it.
+
+    Raises:
+        AssertionError, CrewError: pipeloom is wrong or fails.
+    """
+    try:
+        crew.call("build", name, system, workload)
+        error = judge(workload, crew.call("check", name, workload, str(reference)), reference)
+    except CrewError:
+        if system.kind not in MAY_FAIL:
+            raise
+        return "fails"
+    if error <= TOLERANCE:
+        return error
+    if system.kind not in MAY_FAIL:
+        raise AssertionError(f"{name} differs from one process by {error:.1e}")
+    return f"wrong, by {error:.1f}"
+
+
+def computing_of(name: str) -> str:
+    """The system whose computing times foretell those of `name`: that of the same schedule whose copies only reduce."""
+    return name if name.endswith("PP4") else f"{name.rsplit(maxsplit=1)[0]} ddp"
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Every system's times, prediction and error, then the ratios, by configuration."""
+    text = []
+    for label, result in results.items():
+        rows: list[tuple[object, ...]] = []
+        for name, found in result["outcomes"].items():
+            if isinstance(found, str):
+                rows.append((name, found, "", "", "", ""))
+                continue
+            # DeepSpeed's step and update are one call.
+            own = "" if _is_one_call(name) else spread(result["seconds"][name]).show("{:.1f}", 1e3)
+            both = spread(result["with_update"][name]).show("{:.1f}", 1e3)
+            predicted = result["predicted"].get(name)
+            foreseen = "" if predicted is None else f"{1e3 * predicted:.1f}"
+            used = spread(result["cpu"][name]).show("{:.0f}", 1e3)
+            rows.append((name, own, both, foreseen, used, f"{found:.0e}"))
+        text.append(f"### {label}\n")
+        header = ("system", "ms a step", "ms with the update", "simulated step", "CPU ms, 4 processes", "largest error")
+        text.append(table(header, rows) + "\n")
+        rows = []
+        for a, b in comparisons(list(result["seconds"])):
+            with_update = ratio(result["with_update"][a], result["with_update"][b]).show("{:.3f}")
+            step = "" if _is_one_call(b) else ratio(result["seconds"][a], result["seconds"][b]).show("{:.3f}")
+            cpu = ratio(result["cpu"][a], result["cpu"][b]).show("{:.3f}")
+            rows.append((f"{a} / {b}", step, with_update, cpu))
+        text.append(table(("ratio of times: median (quartiles)", "step", "with the update", "CPU"), rows) + "\n")
+        collectives = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in result["collectives"].items())
+        text.append(f"All layers of a rank, by themselves, ms: {collectives}\n")
+    return "\n".join(text)
+
+
+def _is_one_call(name: str) -> bool:
+    return name.startswith("deepspeed")
+
+
+def comparisons(names: list[str]) -> list[tuple[str, str]]:
+    """What is divided by what."""
+    pairs = []
+    for name in names:
+        kind, schedule, data = name.split()
+        if kind != "pipeloom":
+            continue
+        if data in AGAINST_TORCH:
+            pairs.append((name, f"torch {schedule} {AGAINST_TORCH[data]}"))
+        if data in DEEPSPEED:
+            pairs.append((name, f"deepspeed {schedule} {data}"))
+        if data != "PP4":
+            pairs.append((name, f"pipeloom {schedule} PP4"))
+    return [pair for pair in pairs if pair[1] in names]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_parallel", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of a system in a round")
+    parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--strategies", nargs="+", choices=OWN, default=list(OWN))
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "data_parallel.json")
+    arguments = parser.parse_args()
+    machine = environment()
+    chosen = systems(arguments.schedules, arguments.strategies)
+    results = {}
+    for label in arguments.configurations:
+        results[label] = measure(CONFIGURATIONS[label], chosen, arguments.rounds, arguments.steps)
+        print(tables({label: results[label]}), flush=True)
+    settings = {"rounds": arguments.rounds, "steps": arguments.steps, "num_processes": NUM_PROCESSES}
+    save(arguments.output, settings, machine, results, tables(results))
+
+
+if __name__ == "__main__":
+    main()
