@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +18,7 @@ from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program
 from pipeloom.ir.text import format_orders, parse_orders, program_from_json, program_to_json
 from pipeloom.ir.torch_csv import from_csv, to_csv
 from pipeloom.passes import forward_only, insert_communication, insert_data_parallel, lower
-from pipeloom.sim import Costs, Network, Timeline, simulate
+from pipeloom.sim import Costs, Network, Timeline, parse_costs, simulate
 from tests.pure.handmade import schedules
 
 STEP, CHUNK, MICROBATCH = Granularity
@@ -330,3 +331,17 @@ def test_the_simulation_keeps_every_rule_on_random_schedules(schedule, data, see
                 # an overlapped pair starts together
                 partner = {b: f for f, b in schedule.overlapped}.get(span.action)
                 assert partner is not None or span.start >= ready
+
+
+def test_a_costs_file_names_the_links_beside_the_ranks():
+    stage = {"forward": 1, "backward_input": 1, "backward_weight": 1, "activation_bytes": 6}
+    stages = [stage | {"parameter_bytes": 8, "gradient_bytes": 4}] * 2
+    text = {"stages": stages, "data_bytes_per_second": 2, "data_latency_seconds": 1, "memory_bytes_per_second": 3}
+    file = parse_costs(json.dumps(text))
+    assert file.network == Network(data_bytes_per_second=2.0, data_latency_seconds=1.0, memory_bytes_per_second=3.0)
+    found = ends_of(simulate(lower(GPIPE, data=zero3()), file.costs, file.network))
+    assert found["0UNSHARD"] == (0, 8 / 2 / 2 + 1)
+    start, end = found["0REDUCE_GRAD1"]
+    assert end - start == 4 / 2 / 2 + 1
+    with pytest.raises(InputError, match="data_latency_seconds of the costs is 'x'"):
+        parse_costs(json.dumps(text | {"data_latency_seconds": "x"}))
