@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pipeloom as pl
 from pipeloom.errors import InputError, RunError
 from pipeloom.parallel.offload.optimizer import OffloadedOptimizer
 from pipeloom.parallel.offload.options import Place
 from pipeloom.parallel.offload.store import FileStore, HostStore, Store, page_buffer
+from tests.cpu.reference import make_mlp
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(_groups(p), lr=1e-2, fused=True),
@@ -161,6 +163,12 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path, direct: bool) -> Non
     store.close()
 
 
+def _post_validated(store: Store) -> None:
+    schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(make_mlp(), schedule, loss_fn=nn.functional.mse_loss, transport="loopback") as pipe:
+        pl.PostValidatedStep(pipe, OffloadedOptimizer(torch.optim.Adam(pipe.parameters()), store))
+
+
 def test_what_cannot_be_offloaded_is_refused_in_one_line(tmp_path: Path) -> None:
     class Counting(torch.optim.SGD):
         def step(self, closure=None):
@@ -185,6 +193,8 @@ def test_what_cannot_be_offloaded_is_refused_in_one_line(tmp_path: Path) -> None
             make()
         assert "\n" not in str(caught.value)
     offloaded = OffloadedOptimizer(inner, FileStore(tmp_path))
+    with pytest.raises(InputError, match="take BarrierStep"):
+        _post_validated(FileStore(tmp_path))
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(InputError, match="call that of the OffloadedOptimizer"):
