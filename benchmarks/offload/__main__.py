@@ -122,9 +122,8 @@ def measure_steps(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         for name, values in seconds.items()
     ]
     header = ("activations", "peak MiB", "over all kept", "step in s", "over all kept", "CPU", "MiB moved", "s waited")
-    return {"peaks": peaks, "seconds": seconds, "computing": computing, "moved": moved, "waits": waits}, table(
-        header, rows
-    )
+    results = {"peaks": peaks, "seconds": seconds, "computing": computing, "moved": moved, "waits": waits}
+    return results, table(header, rows)
 
 
 def measure_updates(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
