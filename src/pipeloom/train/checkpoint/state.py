@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError
+from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.runtime.ranges import Range
 
 # Names of the types that safetensors can hold.
@@ -71,6 +73,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
     Works for every optimizer whose state is, for each parameter, a dict of tensors and JSON scalars.
     Raises CheckpointError for a parameter without a name and for other state (LBFGS).
     """
+    optimizer = _unwrapped(optimizer)
     found = OptimizerState(type(optimizer).__qualname__)
     for group in optimizer.param_groups:
         options = {key: _option(key, value) for key, value in group.items() if key != "params"}
@@ -106,26 +109,29 @@ def load_optimizer_state(
 
     Raises CheckpointError, before anything is changed, when the two do not fit.
     """
+    optimizer = _unwrapped(optimizer)
     if type(optimizer).__qualname__ != optimizer_class:
         raise CheckpointError(
             f"the checkpoint was saved with {optimizer_class}, not {type(optimizer).__qualname__}: "
             f"resume with the optimizer it was saved with"
         )
-    states: dict[Tensor, dict[str, Any]] = {}
+    states: dict[Tensor, Callable[[], dict[str, Any]]] = {}
+    elsewhere = not isinstance(optimizer.state, dict)  # where memory is short: then each is read again when it moves
     options = [_group_options(group["params"], names, options_of) for group in optimizer.param_groups]
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         on_device = bool(saved.get("capturable") or saved.get("fused"))
         for parameter in group["params"]:
             name = _name_of(parameter, names)
-            states[parameter] = state = {
-                key: _placed(name, key, value, parameter, on_device) for key, value in state_of(name).items()
-            }
+            state = _placed_state(state_of, name, parameter, on_device)
+            again = partial(_placed_state, state_of, name, parameter, on_device)
+            states[parameter] = again if elsewhere else partial(dict, state)
             if optimizer_class == "Adafactor" and state and ("row_var" in state) != (parameter.dim() > 1):
                 raise CheckpointError(
                     f"{name} has {parameter.dim()} dimensions here, not as it was saved: Adafactor keeps sums of rows "
                     "and columns of a whole matrix and of nothing else; resume in the layout it was saved in"
                 )
-    for parameter, state in states.items():
+    for parameter, get_state in states.items():
+        state = get_state()
         if state:
             optimizer.state[parameter] = state
         else:  # a parameter that never had a gradient has none
@@ -190,6 +196,17 @@ def _group_options(
                 f"build the param groups as they were when the checkpoint was saved"
             )
     return first[1] if first else {}
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, of one that keeps its states elsewhere."""
+    return optimizer.wrapped if isinstance(optimizer, OffloadedOptimizer) else optimizer
+
+
+def _placed_state(
+    state_of: Callable[[str], dict[str, Any]], name: str, parameter: Tensor, on_device: bool
+) -> dict[str, Any]:
+    return {key: _placed(name, key, value, parameter, on_device) for key, value in state_of(name).items()}
 
 
 def _placed(name: str, key: str, value: Any, parameter: Tensor, on_device: bool) -> Any:
