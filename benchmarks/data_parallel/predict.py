@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from benchmarks.common.systems import Record
 from benchmarks.common.workloads import Workload
-from pipeloom.parallel.copies import Copies
 
 import pipeloom as pl
 from pipeloom.ir import DataAxis, Schedule
+from pipeloom.parallel.copies import Copies
 from pipeloom.passes import lower, merge_backwards, separate_units
 from pipeloom.sim import Timeline
 
