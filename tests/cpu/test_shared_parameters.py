@@ -322,6 +322,12 @@ def _refusals(rank: int) -> None:
             pl.PostValidatedStep(pipe, torch.optim.SGD(pipe.parameters()))
         with pytest.raises(InputError, match="gradients of 16 bits"):
             pipe.loss_scale = 2.0
+    model = make_mlp()
+    with pl.Pipeline(model, ONE, **build, data="zero1"), pytest.raises(InputError, match="held by another Pipeline"):
+        pl.Pipeline(model, ONE, **build, data="zero2")
+    pl.Pipeline(model, ONE, **build, data="zero3").close()
+    with pytest.raises(InputError, match="make the model anew"):
+        pl.Pipeline(model, ONE, **build, precision="bf16")
     dense = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
     with pl.Pipeline(dense, ONE, **build) as pipe:
         dense[0].sparse = True
