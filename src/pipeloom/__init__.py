@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         StreamUpdate,
         Update,
         clip_grad_norm,
+        update_parameters,
     )
     from pipeloom.sim import Costs, Network, Timeline, simulate
 
@@ -47,6 +48,7 @@ _LAZY = {
     "StreamUpdate": "pipeloom.runtime",
     "Update": "pipeloom.runtime",
     "clip_grad_norm": "pipeloom.runtime",
+    "update_parameters": "pipeloom.runtime",
     "split": "pipeloom.split",
     "sim": "pipeloom.sim",
     "runtime": "pipeloom.runtime",
@@ -82,6 +84,7 @@ __all__ = [
     "passes",
     "schedules",
     "simulate",
+    "update_parameters",
 ]
 
 

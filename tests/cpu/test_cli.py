@@ -17,8 +17,9 @@ from pipeloom.cli import COMMANDS, main
 from pipeloom.cli.parser import did_you_mean
 from pipeloom.cli.train import parse
 from pipeloom.runtime import launcher
-from pipeloom.train.config import TrainConfig, options, repeatable, to_yaml
+from pipeloom.train.config import TrainConfig, options
 from pipeloom.train.output import in_use
+from pipeloom.train.repeat import repeatable, to_yaml
 from pipeloom.train.validate import parse_cut, validate
 from pipeloom.version import __version__
 
@@ -126,6 +127,23 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ("--parallel.slices 2 --schedule gpipe", "'gpipe', which does not cut sequences.*terapipe"),
         ("--parallel.slices auto --schedule 1f1b", "'1f1b', which does not cut sequences"),
         ("--parallel.slices auto --schedule seq1f1b-interleaved --parallel.chunks 2", "give a number"),
+        ("--parallel.data 0", "parallel.data is 0"),
+        ("--parallel.data -1", "parallel.data is -1 without torchrun"),
+        ("--parallel.data 2 --local", "--local with parallel.data 2"),
+        ("--parallel.data 5 --batch.size 32 --batch.microbatches 8", "32 for 8 micro-batches of each of 5 copies"),
+        ("--parallel.data 3 --batch.size 900 --batch.microbatches 300", "validation data has .* of each of 3 copies"),
+        ("--parallel.order pp", "parallel.order is 'pp'"),
+        ("--parallel.data_granularity chunk", "it is for zero2 and zero3"),
+        ("--parallel.data_strategy zero4", "parallel.data_strategy"),
+        ("--parallel.data 2 --schedule pipedream", "'pipedream' with parallel.data 2"),
+        ("--precision.dtype bf16 --schedule pipedream", "'pipedream' with precision.dtype bf16"),
+        ("--parallel.data 2 --optimizer.barrier false", "barrier false with parallel.data 2"),
+        ("--precision.dtype fp8", "precision.dtype"),
+        ("--precision.dtype fp16 --precision.gradients same", "leave its range"),
+        ("--precision.loss_scale 0", "precision.loss_scale is 0"),
+        ("--precision.loss_scale_steps 0", "precision.loss_scale_steps is 0"),
+        ("--optimizer.name lion", "optimizer.name"),
+        ("--optimizer.momentum 1", "optimizer.momentum is 1.0.*below 1"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(refused: Refused, words: str, expected: str) -> None:
@@ -180,6 +198,8 @@ def test_a_group_of_another_size_is_refused(refused: Refused, monkeypatch: pytes
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     assert "rank 0: 3 processes for a pipeline of 2 ranks" in refused()
+    assert "3 processes for 2 copies of a pipeline of 2 ranks" in refused("--parallel.data", "2")
+    assert "a multiple of 2; start 4" in refused("--parallel.data", "-1")
     assert "--local in a group of 3 processes" in refused("--local")
 
 

@@ -39,7 +39,7 @@ with launcher.last_words(member):
 LAUNCH = """\
 import sys
 from pipeloom.runtime.launcher import launch
-code = launch(int(sys.argv[1]), sys.argv[2:])
+code = launch([f"rank {rank}" for rank in range(int(sys.argv[1]))], sys.argv[2:])
 assert "torch" not in sys.modules
 sys.exit(code)
 """

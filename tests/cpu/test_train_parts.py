@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from pipeloom import schedules
-from pipeloom.errors import RunError
+from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, Op, Placement
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.passes import lower, merge_backwards
-from pipeloom.runtime import Pipeline
+from pipeloom.runtime import LossScaler, Pipeline
 from pipeloom.sim import Costs, simulate
 from pipeloom.split import split
 from pipeloom.train.config import BatchConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -27,7 +27,14 @@ from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
 from pipeloom.train.metrics import Predictor, StepCost, cost_numbers, message_times, read_cost
 from pipeloom.train.notices import resume_notices, skipped_notice
-from pipeloom.train.optimizer import apply_options, learning_rate, make_optimizer, set_learning_rate
+from pipeloom.train.optimizer import (
+    apply_options,
+    learning_rate,
+    learning_rates,
+    make_optimizer,
+    options_of,
+    set_learning_rates,
+)
 from pipeloom.train.output import append_metrics, prepare_output
 from pipeloom.train.progress import describe, display
 from pipeloom.train.tokenize import ByteTokenizer
@@ -61,14 +68,66 @@ def test_learning_rate_of_short_runs_is_finite(num_steps: int, warmup: int) -> N
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    optimizer = make_optimizer(model.parameters(), OptimizerConfig(weight_decay=0.3))
+    optimizer = make_optimizer(model.named_parameters(), OptimizerConfig(weight_decay=0.3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert [decay[id(p)] for p in model.parameters()] == [0.3, 0.0, 0.0, 0.0]
-    apply_options(optimizer, OptimizerConfig(weight_decay=0.2, beta1=0.5))
+    wanted = make_optimizer(model.named_parameters(), OptimizerConfig(weight_decay=0.2, beta1=0.5))
+    apply_options(optimizer, options_of(wanted))
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.2, 0.0}
     assert {group["betas"] for group in optimizer.param_groups} == {(0.5, 0.95)}
-    set_learning_rate(optimizer, 0.7)
-    assert {group["lr"] for group in optimizer.param_groups} == {0.7}
+    set_learning_rates(optimizer, [0.7, 0.8])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.7, 0.8]
+
+
+def test_a_piece_of_a_matrix_decays_like_the_matrix() -> None:
+    pieces = {"a.weight": nn.Parameter(torch.ones(4)), "a.bias": nn.Parameter(torch.ones(2))}
+    optimizer = make_optimizer(pieces.items(), OptimizerConfig(), {"a.weight": (4, 2), "a.bias": (4,)})
+    assert [group["params"][0] is piece for group, piece in zip(optimizer.param_groups, pieces.values(), strict=True)]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest() -> None:
+    config = OptimizerConfig(name="muon", muon_learning_rate=0.5, learning_rate=0.1, warmup_steps=0)
+    names = ("embedding.weight", "blocks.0.qkv.weight", "blocks.0.norm.weight", "head.weight")
+    torch.manual_seed(0)
+    values = {name: torch.randn((4,) if "norm" in name else (4, 4)) for name in names}
+    gradients = {name: torch.randn_like(value) for name, value in values.items()}
+
+    def parameters() -> dict[str, nn.Parameter]:
+        made = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+        for name, parameter in made.items():
+            parameter.grad = gradients[name].clone()
+        return made
+
+    ours, theirs = parameters(), parameters()
+    optimizer = make_optimizer(ours.items(), config)
+    assert learning_rates(optimizer, 0, 100, config) == [0.5, 0.1, 0.1]
+    muon = torch.optim.Muon([theirs[names[1]]], lr=0.5, weight_decay=0.1, momentum=config.momentum)
+    adamw = torch.optim.AdamW(
+        [{"params": [theirs[names[0]], theirs[names[3]]], "weight_decay": 0.1},
+         {"params": [theirs[names[2]]], "weight_decay": 0.0}], lr=0.1, betas=(0.9, 0.95), fused=True,
+    )  # fmt: skip
+    for _ in range(3):
+        optimizer.step()
+        muon.step()
+        adamw.step()
+    assert all(torch.equal(ours[name], theirs[name]) for name in names)
+    assert set(optimizer.state) == set(ours.values())
+
+
+def test_the_loss_scale_backs_off_and_grows() -> None:
+    scaler = LossScaler(8.0, growth_steps=2)
+    scales = []
+    for finite in (False, True, True, True, False, True, True):
+        scaler.update(finite=finite)
+        scales.append(scaler.scale)
+    assert scales == [4.0, 4.0, 8.0, 8.0, 4.0, 4.0, 8.0]
+    assert scaler.num_skipped == 2
+    other = LossScaler()
+    other.load(scaler.state())
+    assert other.state() == scaler.state()
+    with pytest.raises(InputError, match="finite factor"):
+        LossScaler(0.0)
 
 
 def test_what_is_not_finite_is_null_in_metrics_and_shown_to_people(tmp_path: Path) -> None:

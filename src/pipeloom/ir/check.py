@@ -51,8 +51,8 @@ def check(pipeline: Schedule | Program) -> Checked:
     _check_overlapped(pipeline, schedule)
     if isinstance(pipeline, Program):
         _check_messages(pipeline)
-        check_reductions(pipeline)
         check_data_axis(pipeline)
+        check_reductions(pipeline)
         check_offload(pipeline)
     for _ in dependency_order(pipeline):
         pass

@@ -47,7 +47,9 @@ class Mesh:
         degrees = {"pp": pp, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
         self.shape = MeshShape.of(degrees, num_processes=dist.get_world_size(), order=order)
         backend = dist.get_backend_config()
-        self.cpu_group = dist.group.WORLD if "gloo" in backend else dist.new_group(backend="gloo")
+        group = dist.group.WORLD if "gloo" in backend else dist.new_group(backend="gloo")
+        assert group is not None
+        self.cpu_group: dist.ProcessGroup = group
         self._agree()
         used = [axis for axis in self.shape.axes if axis in ("pp", "dp") or self.degree(axis) > 1]
         self.device_mesh: DeviceMesh = init_device_mesh(

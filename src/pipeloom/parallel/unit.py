@@ -2,8 +2,7 @@
 
     module parameters      views of `_compute`, in the format of forwards; zero3 frees it between uses
     main parameters        views of `_main`, this copy's segment of it, in the format of updates
-    module gradients       as autograd makes them: ``.grad`` of module parameters, until a reduction takes them
-    sums over copies       views of this copy's segment, kept until the run's end, then added to ``.grad`` of main ones
+    gradients              see `unit_gradients`
 
 Main parameters share the memory of `_compute` where formats are equal and nothing is freed. Under ddp without masters
 they are the module's parameters themselves, and there is no other memory.
@@ -15,17 +14,17 @@ view of it find its values again when it is gathered anew. What is not gathered 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import RunError
 from pipeloom.ir import DataStrategy
 from pipeloom.parallel.copies import Copies, Wait
 from pipeloom.parallel.flat_layout import FlatLayout
+from pipeloom.parallel.unit_gradients import UnitGradients, pieces, views
+from pipeloom.runtime.held_bytes import Gauge
 from pipeloom.runtime.ranges import Range
 
 
@@ -53,11 +52,13 @@ class Unit:
         formats: of their numbers.
         strategy: who keeps what.
         copies: who shares them. Values are those of copy 0.
+        gathered: counts the bytes that are gathered and will be freed.
 
     Attributes:
         main: main parameters by name.
         ranges: of those that do not have the parameter's shape.
         filled: whether module parameters have this run's values.
+        gradients: of the parameters.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class Unit:
         formats: Formats,
         strategy: DataStrategy,
         copies: Copies,
+        gathered: Gauge,
     ) -> None:
+        self._gathered = gathered
         self.parameters = list(parameters.values())
         self._names = list(parameters)
         self._layout, self._formats, self._copies, self._strategy = layout, formats, copies, strategy
@@ -79,12 +82,10 @@ class Unit:
         self._compute: Tensor | None = None
         self._gathering: Wait | None = None
         self.filled = False
-        self._own_sum: Tensor | None = None  # of this copy's segment
-        self._sums: list[Tensor | None] = [None] * len(self.parameters)  # where there is one copy
-        self._reducing: deque[tuple[Wait, Tensor]] = deque()
-        self._aside: list[Tensor | None] = []
-        self.present = [False] * len(self.parameters)
         self._take_over()
+        self.gradients = UnitGradients(
+            self.parameters, self.main, layout, formats.gradient, strategy, copies, self._segment
+        )
 
     # Memory
 
@@ -108,30 +109,21 @@ class Unit:
         else:
             self._main = own  # of self._compute
         self._module_views = self._views(self._compute)
-        self._missing = [view.new_full((), math.nan).expand(view.shape) for view in self._module_views]
+        missing = self._compute.new_full((), math.nan if self._compute.is_floating_point() else 0)
+        self._missing = [missing.expand(shape) for shape in self._shapes]
         self._set_module_parameters(self._module_views)
         self._make_main_parameters()
         if self._frees:
+            self._gathered.add(self._compute.nbytes)
             self.free()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Every whole parameter, in flat memory of all segments."""
-        places = zip(self._layout.offsets, self._layout.sizes, self._shapes, strict=True)
-        return [flat[offset : offset + size].view(shape) for offset, size, shape in places]
-
-    def _pieces(self, own: Tensor) -> list[Tensor]:
-        """What of every parameter lies in this copy's segment, in flat memory of the segment."""
-        first = 0 if self._segment is None else self._segment * self._layout.segment_elements
-        pieces = []
-        for index, offset in enumerate(self._layout.offsets):
-            start, stop = self._layout.piece(index, self._segment)
-            piece = own[offset + start - first : offset + stop - first] if stop > start else own[:0]
-            pieces.append(piece)
-        return pieces
+        return views(flat, self._layout, self._shapes)
 
     def _make_main_parameters(self) -> None:
         formats = self._formats
-        for index, (name, piece) in enumerate(zip(self._names, self._pieces(self._main), strict=True)):
+        own_pieces = pieces(self._main, self._layout, self._segment)
+        for index, (name, piece) in enumerate(zip(self._names, own_pieces, strict=True)):
             module_parameter, shape = self.parameters[index], self._shapes[index]
             start, stop = self._layout.piece(index, self._segment)
             if self._keeps_whole and stop - start == shape.numel():
@@ -143,7 +135,7 @@ class Unit:
             if module_parameter.requires_grad and module_parameter.is_floating_point():
                 module_parameter.grad_dtype = formats.gradient
                 if formats.gradient != formats.main:
-                    main.grad_dtype = formats.gradient
+                    main.grad_dtype = None  # any: updates widen them, see `pipeloom.runtime.optimizer_step`
             self.main[name] = main
 
     @property
@@ -194,8 +186,9 @@ class Unit:
 
     def allocate(self) -> None:
         """Memory for module parameters, where zero3 freed it."""
-        if self._compute is not None and self._frees:
-            self._compute.untyped_storage().resize_(self._compute.numel() * self._compute.itemsize)
+        if self._compute is not None and self._frees and not self._compute.untyped_storage().nbytes():
+            self._compute.untyped_storage().resize_(self._compute.nbytes)
+            self._gathered.add(self._compute.nbytes)
 
     def show(self) -> None:
         """Have module parameters read what is in that memory."""
@@ -210,99 +203,19 @@ class Unit:
             self._gathering()
             self._gathering = None
         self._set_module_parameters(self._missing)
-        self._compute.untyped_storage().resize_(0)
+        if self._compute.untyped_storage().nbytes():
+            self._compute.untyped_storage().resize_(0)
+            self._gathered.add(-self._compute.nbytes)
         self.filled = False
 
     def stale(self) -> None:
         """Main parameters may have changed."""
         self.filled = False
 
-    # Gradients
-
     @property
     def trains(self) -> bool:
         """Whether there will be gradients."""
         return any(parameter.requires_grad for parameter in self.parameters)
-
-    def begin(self) -> None:
-        """Set aside the gradients that earlier steps left."""
-        own = self._compute is None  # main parameters are the module's
-        self._aside = [parameter.grad if own else None for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.present = [False] * len(self.parameters)
-
-    @property
-    def is_late(self) -> bool:
-        """Whether there are gradients that no reduction has taken."""
-        return any(parameter.grad is not None for parameter in self.parameters)
-
-    def start_reduce(self) -> None:
-        """Take the module's gradients and begin to sum them over copies; does not wait."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        for index, (name, gradient) in enumerate(zip(self._names, gradients, strict=True)):
-            if gradient is not None:
-                if gradient.is_sparse:
-                    raise RunError(
-                        f"parameter {name!r} has a sparse gradient: copies of a pipeline sum dense ones; build its "
-                        "layer with sparse=False"
-                    )
-                self.present[index] = True
-                self.parameters[index].grad = None
-        if self._copies.degree == 1:
-            self._sums = [
-                new if old is None else old if new is None else old.add_(new)
-                for old, new in zip(self._sums, gradients, strict=True)
-            ]
-            return
-        flat = self.parameters[0].new_empty(self._layout.num_elements, dtype=self._formats.gradient)
-        for view, gradient in zip(self._views(flat), gradients, strict=True):
-            if gradient is None:
-                view.zero_()
-            else:
-                view.copy_(gradient)
-        del gradients
-        self._reducing.append(self._reduce(flat))
-
-    def _reduce(self, flat: Tensor) -> tuple[Wait, Tensor]:
-        """Begin the sum; what waits for it, and where this copy's segment of it will be."""
-        match self._strategy:
-            case DataStrategy.DDP:
-                return self._copies.all_reduce(flat), flat
-            case DataStrategy.PARAMETER_SERVER:
-                return self._copies.reduce(flat), flat if self._segment is not None else flat[:0]
-            case _:
-                own = flat.new_empty(self._layout.segment_elements)
-                return self._copies.reduce_scatter(flat, own), own
-
-    def finish_reduce(self) -> None:
-        """Wait for the first reduction on its way."""
-        wait, own = self._reducing.popleft()
-        wait()
-        self._own_sum = own if self._own_sum is None else self._own_sum.add_(own)
-
-    def deposit(self, present: list[bool], loss_scale: float) -> None:
-        """Add the run's sums to main gradients.
-
-        Args:
-            present: for each parameter, whether some copy has a gradient of it.
-            loss_scale: by what to divide them.
-        """
-        sums = self._sums if self._own_sum is None else self._pieces(self._own_sum)
-        for index, main in enumerate(self.main.values()):
-            total = sums[index] if present[index] and main.numel() else None
-            before = self._aside[index] if self._compute is None else main.grad
-            if total is not None:
-                total = total.view(main.shape) if loss_scale == 1.0 else total.view(main.shape).div_(loss_scale)
-                total = total if before is None else before.add_(total)
-            main.grad = before if total is None else total
-        self.drop()
-
-    def drop(self) -> None:
-        """Forget what a run left."""
-        self._own_sum, self._aside = None, []
-        self._sums = [None] * len(self.parameters)
-        self._reducing.clear()
 
     # Values
 

@@ -16,14 +16,15 @@ from pipeloom.parallel.flat_layout import FlatLayout
 from pipeloom.parallel.layer_hooks import Completion, LayerGathers
 from pipeloom.parallel.options import DataParallel, Precision
 from pipeloom.parallel.unit import Formats, Unit
+from pipeloom.runtime.held_bytes import Gauge, HeldBytes, PeakBytes
 from pipeloom.runtime.parameter_store import ParameterStore
 from pipeloom.runtime.state import Step
 from pipeloom.split.module import StageModule
 
 # The names of formats that need masters.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# How many reductions of sharded gradients may be on their way: each holds a whole layer's.
-_MAX_REDUCING = 2
+# How many reductions may be on their way where gradients are to be sharded: each holds a whole layer's.
+_MAX_REDUCING = 1
 
 
 class UnitStore(ParameterStore):
@@ -53,8 +54,9 @@ class UnitStore(ParameterStore):
         copies: Copies,
     ) -> None:
         self._axis, self._data, self._precision, self._copies = axis, data, precision, copies
-        self._loads = [0] * copies.degree
         _refuse_sparse(stages)
+        self.gathered, self.reduced = Gauge(), Gauge()
+        self._modules = list(stages.values())
         self._units: list[Unit] = []
         self._by_stage: dict[int, list[Unit]] = {}
         self._gathers: dict[int, LayerGathers] = {}
@@ -62,10 +64,12 @@ class UnitStore(ParameterStore):
         self._unbound: dict[int, list[Unit]] = {}  # what the last UNSHARD that was bound starts, where that is open
         unit_of: dict[nn.Parameter, Unit] = {}
         for stage, module in stages.items():
+            loads = [0] * copies.degree  # of the stage: every rank that holds it lays it out alike
             for group in _groups(module, layers[stage], held, homes):
                 new = {name: parameter for name, parameter in group.items() if parameter not in unit_of}
                 if new:
-                    unit = self._make_unit(new)
+                    tied = len(homes[next(iter(new))]) > 1
+                    unit = self._make_unit(new, [0] * copies.degree if tied else loads)
                     self._units.append(unit)
                     unit_of.update(dict.fromkeys(new.values(), unit))
             self._by_stage[stage] = _units_of(module, unit_of)
@@ -82,16 +86,16 @@ class UnitStore(ParameterStore):
         self._reducing: deque[Unit] = deque()
         self._open = False
 
-    def _make_unit(self, parameters: Mapping[str, nn.Parameter]) -> Unit:
+    def _make_unit(self, parameters: Mapping[str, nn.Parameter], loads: list[int]) -> Unit:
         strategy, sizes = self._axis.strategy, [parameter.numel() for parameter in parameters.values()]
         if strategy in (DataStrategy.DDP, DataStrategy.PARAMETER_SERVER):
             layout = FlatLayout.by_elements(sizes, 1)
         elif self._data.layout == "parameters":
-            layout = FlatLayout.by_parameters(sizes, self._loads)
+            layout = FlatLayout.by_parameters(sizes, loads)
         else:
             layout = FlatLayout.by_elements(sizes, self._copies.degree)
         dtype = next(iter(parameters.values())).dtype
-        return Unit(parameters, layout, self._formats(dtype), strategy, self._copies)
+        return Unit(parameters, layout, self._formats(dtype), strategy, self._copies, self.gathered)
 
     def _formats(self, dtype: torch.dtype) -> Formats:
         """Of parameters that the model has in `dtype`."""
@@ -106,8 +110,10 @@ class UnitStore(ParameterStore):
         for unit in self._units:
             unit.stale()
             if not program.schedule.forward_only:
-                unit.begin()
+                unit.gradients.begin()
         self._open = not program.schedule.forward_only
+        self.gathered.restart()
+        self.reduced.restart()
 
     def bind(self, action: Action, program: Program) -> Step:
         stage, op = action.stage, action.op
@@ -199,26 +205,29 @@ class UnitStore(ParameterStore):
                 unit.free()
 
     def _start_reduce(self, unit: Unit) -> None:
-        unit.start_reduce()
+        while self._axis.shards_optimizer and len(self._reducing) >= _MAX_REDUCING:
+            self._reducing.popleft().gradients.finish_first()
+        self._look()
+        unit.gradients.start()
+        self._look()
         if self._copies.degree > 1:
             self._reducing.append(unit)
-            while self._axis.shards_gradients and len(self._reducing) > _MAX_REDUCING:
-                self._reducing.popleft().finish_reduce()
 
     def finish(self) -> None:
         if not self._open:
             return
         self._open = False
-        flags = iter(self._copies.any([flag for unit in self._units for flag in (unit.is_late, *unit.present)]))
+        known = [unit.gradients for unit in self._units]
+        flags = iter(self._copies.any([flag for g in known for flag in (g.late, *g.present)]))
         present = {}
         for unit in self._units:
             if next(flags):  # on some copy gradients came after its reduction had started
                 self._start_reduce(unit)
-            present[unit] = [next(flags) for _ in unit.present]
+            present[unit] = [next(flags) for _ in unit.gradients.present]
         while self._reducing:
-            self._reducing.popleft().finish_reduce()
+            self._reducing.popleft().gradients.finish_first()
         for unit in self._units:
-            unit.deposit(present[unit], self.loss_scale)
+            unit.gradients.deposit(present[unit], self.loss_scale)
 
     def end(self) -> None:
         self._open = False
@@ -226,11 +235,22 @@ class UnitStore(ParameterStore):
         for completion in self._completions.values():
             completion.drop()
         for unit in self._units:
-            unit.drop()
+            unit.gradients.drop()
             self._users[unit].clear()
             unit.free()
 
     # Values
+
+    def _look(self) -> None:
+        if self.records_peaks:
+            self.reduced.set(self.held_bytes().gradients)
+
+    def held_bytes(self) -> HeldBytes:
+        tensors = (tensor for unit in self._units for tensor in unit.gradients.tensors())
+        return HeldBytes.of(self._modules, self.parameters.values(), tensors)
+
+    def peak_bytes(self) -> PeakBytes:
+        return PeakBytes(self.gathered.peak, self.reduced.peak)
 
     def whole(self) -> dict[str, Tensor]:
         return {name: value for unit in self._units for name, value in unit.whole().items()}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipeloom.runtime.loopback import LoopbackTransport
     from pipeloom.runtime.loss_scale import LossScaler
     from pipeloom.runtime.mixed import MixedTransport
-    from pipeloom.runtime.optimizer_step import BarrierStep, OptimizerStep, Update
+    from pipeloom.runtime.optimizer_step import BarrierStep, OptimizerStep, Update, update_parameters
     from pipeloom.runtime.pipeline import Pipeline
     from pipeloom.runtime.post_validation import PostValidatedStep
     from pipeloom.runtime.stream import Stream
@@ -47,6 +47,7 @@ _HOMES = {
     "clip_by_norms": "pipeloom.runtime.gradients",
     "clip_grad_norm": "pipeloom.runtime.gradients",
     "gradient_norms": "pipeloom.runtime.gradients",
+    "update_parameters": "pipeloom.runtime.optimizer_step",
 }
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "clip_by_norms",
     "clip_grad_norm",
     "gradient_norms",
+    "update_parameters",
 ]
 
 

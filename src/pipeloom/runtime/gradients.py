@@ -24,10 +24,16 @@ def gradient_norms(pipeline: Pipeline, rank: int | None = None) -> Tensor:
     owned = [(position, p.grad) for position, p in pipeline.owned_parameters(rank) if p.grad is not None]
     if owned:
         positions = [position for position, _ in owned]
-        found = torch.stack([torch.linalg.vector_norm(grad).double().cpu() for _, grad in owned])
+        found = torch.stack([_norm(grad).double().cpu() for _, grad in owned])
         norms[0, positions] = found.square() if sharing.sharded else found
         norms[1, positions] = 1.0
     return norms
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """Its 2-norm, of 16-bit numbers in 32 bits."""
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    return norm
 
 
 def total_norm(pipeline: Pipeline, norms: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
+from pipeloom.runtime.held_bytes import HeldBytes, PeakBytes
 from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
 from pipeloom.runtime.parameter_store import Sharing
 from pipeloom.runtime.ranges import Range
@@ -127,6 +128,11 @@ class Holdings:
         """By canonical name, which elements main parameters have that do not have their parameter's shape."""
         return {name: span for store in self.stores.values() for name, span in store.ranges.items()}
 
+    @property
+    def ties(self) -> dict[str, str]:
+        """For every further name of a tied parameter, the canonical one."""
+        return dict(self._canonical_names)
+
     def main_state(self) -> dict[str, Tensor]:
         """Main parameters and persistent buffers held here, by canonical name; not copied.
 
@@ -141,6 +147,39 @@ class Holdings:
                 if name not in aliases and isinstance(value, Tensor):
                     state.setdefault(self._canonical_names.get(name, name), value)
         return state
+
+    @property
+    def loss_scale(self) -> float:
+        """By what losses are multiplied before their backward; main gradients are divided by it, for those of fp16.
+
+        Where it was too large, gradients are not finite, and neither is their norm.
+
+        Raises:
+            InputError: on setting it: gradients are of 32 bits or more.
+        """
+        return next(iter(self.stores.values())).loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if scale != 1.0 and not (self.sharing.axis and self.sharing.axis.separate_master):
+            raise InputError(f"loss_scale is {scale}: it is for gradients of 16 bits; pass precision='fp16'")
+        for store in self.stores.values():
+            store.loss_scale = scale
+
+    def held_bytes(self) -> HeldBytes:
+        """How many bytes parameters and gradients of this process take now, by kind."""
+        held = [store.held_bytes() for store in self.stores.values()]
+        return HeldBytes(*map(sum, zip(*held, strict=True)))
+
+    def record_peaks(self, wanted: bool = True) -> None:
+        """Have runs look how many bytes gradients take (see `peak_bytes`), which takes them some time."""
+        for store in self.stores.values():
+            store.records_peaks = wanted
+
+    def peak_bytes(self) -> PeakBytes:
+        """The most bytes that gathered parameters and gradients took in the last run, summed over ranks."""
+        peaks = [store.peak_bytes() for store in self.stores.values()]
+        return PeakBytes(*map(sum, zip(*peaks, strict=True)))
 
     def refresh(self) -> None:
         """Give the modules' parameters, but those that are gathered in every run, the values of the main ones.

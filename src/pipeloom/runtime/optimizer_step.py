@@ -15,13 +15,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.gradients import clip_by_norms, gradient_norms
 from pipeloom.runtime.loss_scale import LossScaler
 from pipeloom.runtime.pipeline import Pipeline
 from pipeloom.runtime.values import Value
+
+_GROUP_ELEMENTS = 2**22
 
 Numbers = Callable[[], Tensor]
 
@@ -53,6 +55,38 @@ def check_optimizer(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Non
             "the optimizer has parameters that are not the pipeline's: the step updates those of its pipeline; make it "
             "from pipeline.parameters()"
         )
+
+
+def update_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``, also for gradients of 16 bits under masters of 32 (see `pipeloom.Precision`).
+
+    torch's optimizers want both in one format. So that gradients never all exist in 32 bits at once, the update goes
+    through the parameters in groups of about `_GROUP_ELEMENTS`; hooks on the optimizer's step run once for each.
+    """
+    given = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    narrow = [(parameter, gradient) for parameter, gradient in given if gradient.dtype != parameter.dtype]
+    if not narrow:
+        optimizer.step()
+        return
+    same = [(parameter, gradient) for parameter, gradient in given if gradient.dtype == parameter.dtype]
+    groups: list[list[tuple[nn.Parameter, Tensor]]] = [same] if same else []
+    size = _GROUP_ELEMENTS
+    for parameter, gradient in narrow:
+        if size >= _GROUP_ELEMENTS:
+            groups.append([])
+            size = 0
+        groups[-1].append((parameter, gradient))
+        size += gradient.numel()
+    for parameter, _ in given:
+        parameter.grad = None
+    for group in groups:
+        for parameter, gradient in group:
+            parameter.grad = gradient.to(parameter.dtype)
+        optimizer.step()
+        for parameter, _ in group:
+            parameter.grad = None
+    for parameter, gradient in given:
+        parameter.grad = gradient
 
 
 class OptimizerStep(ABC):
@@ -132,7 +166,7 @@ class BarrierStep(OptimizerStep):
         norm = clip_by_norms(self._pipeline, summed[: norms.numel()].view_as(norms), self._max_norm)
         applied = bool(loss.isfinite()) and bool(norm.isfinite())
         if applied:
-            self._optimizer.step()
+            update_parameters(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
         skipped = self._scaler is not None and not applied and bool(loss.isfinite())
         if self._scaler is not None and (applied or skipped):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from pipeloom.ir import Action, DataAxis, Program
+from pipeloom.runtime.held_bytes import HeldBytes, PeakBytes
 from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.ranges import Range
 from pipeloom.runtime.state import Step
@@ -31,11 +32,13 @@ class ParameterStore(ABC):
         parameters: main parameters by canonical name; an optimizer changes them and reads their ``.grad``.
         ranges: of those that do not have the parameter's shape.
         loss_scale: by what the loss was multiplied before its backward; main gradients are divided by it.
+        records_peaks: whether runs look how many bytes gradients take, which takes some time.
     """
 
     parameters: Mapping[str, nn.Parameter]
     ranges: Mapping[str, Range]
     loss_scale: float = 1.0
+    records_peaks: bool = False
 
     @abstractmethod
     def begin(self, program: Program) -> None:
@@ -58,6 +61,14 @@ class ParameterStore(ABC):
         """The run is over, or failed."""
 
     @abstractmethod
+    def held_bytes(self) -> HeldBytes:
+        """What is held now."""
+
+    @abstractmethod
+    def peak_bytes(self) -> PeakBytes:
+        """The most that the last run held."""
+
+    @abstractmethod
     def whole(self) -> dict[str, Tensor]:
         """Values of all parameters whose modules have other ones; every copy calls it."""
 
@@ -77,8 +88,9 @@ class ParameterStore(ABC):
 class PlainStore(ParameterStore):
     """Main parameters are the modules' own."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]) -> None:
         self.parameters = parameters
+        self._modules = list(modules)
         self.ranges = {}
 
     def begin(self, program: Program) -> None:
@@ -95,6 +107,13 @@ class PlainStore(ParameterStore):
 
     def end(self) -> None:
         pass
+
+    def held_bytes(self) -> HeldBytes:
+        gradients = (p.grad for p in self.parameters.values() if p.grad is not None)
+        return HeldBytes.of(self._modules, self.parameters.values(), gradients)
+
+    def peak_bytes(self) -> PeakBytes:  # gradients are only ever added to
+        return PeakBytes(0, self.held_bytes().gradients if self.records_peaks else 0)
 
     def whole(self) -> dict[str, Tensor]:
         return {}
@@ -139,7 +158,7 @@ class Sharing:
             homes: by the same names, all stages with the parameter.
             layers: for every stage of the model, names of its layers.
         """
-        return PlainStore(held)
+        return PlainStore(held, stages.values())
 
     def sum_samples(self, count: int) -> int:
         """The number of samples in the batches of all copies; every copy calls it."""

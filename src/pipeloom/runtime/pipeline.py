@@ -262,20 +262,6 @@ class Pipeline(Holdings):
         return join_batch([batch.outputs[b] for b in sorted(batch.outputs)]) if batch.outputs else None
 
     @property
-    def loss_scale(self) -> float:
-        """By what losses are multiplied before their backward; main gradients are divided by it. For fp16, say."""
-        return self.stores[self.local_ranks[0]].loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: float) -> None:
-        if self.sharing.axis is None and scale != 1.0:
-            raise InputError(
-                f"loss_scale is {scale} with gradients of float32: it is for 16 bits; pass precision='fp16'"
-            )
-        for rank, worker in self.workers.items():
-            worker.state.loss_scale = self.stores[rank].loss_scale = scale
-
-    @property
     def records(self) -> list[tuple[int, list[Record]]]:
         """For each rank of this process, the actions of the last run with start and end (perf_counter seconds)."""
         return [(rank, list(records())) for rank, records in self.last_run.items()]

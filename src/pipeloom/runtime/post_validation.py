@@ -97,6 +97,11 @@ class PostValidatedStep(OptimizerStep):
     """
 
     def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf) -> None:
+        if pipeline.sharing.axis is not None:
+            raise InputError(
+                "PostValidatedStep on a pipeline with copies, shards or masters: it is for whole parameters, "
+                "those that forwards read; use BarrierStep"
+            )
         super().__init__(pipeline, optimizer, max_norm=max_norm)
         if not isinstance(optimizer.state, dict):
             raise InputError(

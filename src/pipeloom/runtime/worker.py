@@ -195,6 +195,7 @@ class Worker:
             PeerLost: a rank it waited for went away.
         """
         self.state.begin(batch, call)
+        self.state.loss_scale = self._store.loss_scale
         try:
             start = 0
             if speculation is not None:

@@ -10,14 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_type_hints
-
-import yaml
 
 from pipeloom.errors import InputError
 from pipeloom.parallel import DataParallel, MeshShape, Precision
-from pipeloom.schedules import own as own_schedule
 
 
 def _option(default: Any, text: str) -> Any:
@@ -289,37 +285,3 @@ def _options_of(kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any, str]]:
             yield from _options_of(hints[entry.name], f"{prefix}{entry.name}.")
         else:
             yield prefix + entry.name, hints[entry.name], entry.default, entry.metadata["help"]
-
-
-def repeatable(config: TrainConfig) -> TrainConfig:
-    """`config` so that it means the same from any directory and starts the run from its beginning.
-
-    Paths become absolute. A run that was resumed from a checkpoint of its own output directory is one run: repeating
-    it starts at step 0. A checkpoint of another run stays what it starts from.
-    """
-
-    def absolute(path: str | None) -> str | None:
-        return path and str(Path(path).absolute())
-
-    resume = config.resume_from_checkpoint
-    if resume is not None:
-        own = resume == "latest" or Path(resume).absolute().parent == Path(config.output_dir).absolute()
-        resume = None if own else absolute(resume)
-    memory, kind = config.memory, "disk:"
-    if memory.offload is not None and memory.offload.startswith(kind):
-        memory = dataclasses.replace(memory, offload=f"{kind}{absolute(memory.offload.removeprefix(kind))}")
-    data = dataclasses.replace(config.data, path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer))
-    return dataclasses.replace(
-        config,
-        data=data,
-        memory=memory,
-        schedule=own_schedule.absolute(config.schedule),
-        output_dir=str(Path(config.output_dir).absolute()),
-        resume_from_checkpoint=resume,
-    )
-
-
-def to_yaml(config: TrainConfig) -> str:
-    """The text of ``config.yaml``."""
-    text: str = yaml.safe_dump(config.to_mapping(), sort_keys=False, allow_unicode=True)
-    return text

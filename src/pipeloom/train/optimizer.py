@@ -79,7 +79,9 @@ def make_optimizer(
         config: which, and its options.
         shapes: of parameters that are here in part, when they are whole.
     """
-    matrices, vectors, hidden = [], [], []
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    hidden: list[nn.Parameter] = []
     for name, parameter in parameters:
         shape = (shapes or {}).get(name, parameter.shape)
         if config.name == "muon" and len(shape) == 2 and name.startswith(_HIDDEN):

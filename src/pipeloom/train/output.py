@@ -15,7 +15,8 @@ from typing import Any
 
 from pipeloom.errors import InputError, RunError
 from pipeloom.train.checkpoint.directory import list_checkpoints
-from pipeloom.train.config import TrainConfig, repeatable, to_yaml
+from pipeloom.train.config import TrainConfig
+from pipeloom.train.repeat import repeatable, to_yaml
 from pipeloom.version import __version__
 
 _FILES = ("metrics.jsonl", "config.yaml", "environment.json", "timelines.json", "timeline.json.gz", "report.html")

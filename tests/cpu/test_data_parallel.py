@@ -1,0 +1,36 @@
+"""Copies of a pipeline that share parameters, against one process on all their samples."""
+
+from __future__ import annotations
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.parallel.copies import Copies
+from tests.cpu.copies import FAMILIES, STRATEGIES, Case, thinned, train_and_compare
+from tests.cpu.ranks import run_ranks
+
+
+def _run_cases(rank: int, cases: list[Case]) -> None:
+    mesh = pl.Mesh(pp=2, dp=2)
+    for case in cases:
+        train_and_compare(case, mesh)
+
+
+def test_every_schedule_with_every_strategy_equals_one_process() -> None:
+    cases = thinned()
+    assert {(case.family, case.strategy) for case in cases} >= {(f, s) for f in FAMILIES for s in STRATEGIES}
+    for factor in ("tied", "checkpointed", "optimizer", "dtype"):
+        for strategy in STRATEGIES:
+            assert len({getattr(case, factor) for case in cases if case.strategy == strategy}) == 2, (factor, strategy)
+    run_ranks(_run_cases, 4, cases)
+
+
+def _run_without_sums(rank: int, strategy: str) -> None:
+    Copies.all_reduce = lambda self, values: lambda: None  # this process ends with the test
+    train_and_compare(Case("1f1b", strategy), pl.Mesh(pp=2, dp=2), num_steps=1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_the_comparison_notices_sums_that_do_nothing(strategy: str) -> None:
+    with pytest.raises(AssertionError, match=r"gradient of .* is off by"):
+        run_ranks(_run_without_sums, 4, strategy)

@@ -1,0 +1,37 @@
+"""Which samples each copy of the pipeline takes, and what processes are called."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from pipeloom.errors import InputError
+from pipeloom.train.config import BatchConfig, ParallelConfig, TrainConfig
+from pipeloom.train.copies import process_names, settled, share
+
+
+@pytest.mark.parametrize("count", [1, 5, 12, 13])
+@pytest.mark.parametrize("copies", [1, 2, 3, 5])
+def test_copies_take_each_sample_once(count: int, copies: int) -> None:
+    pieces = [share(count, copy, copies) for copy in range(copies)]
+    assert list(chain(*pieces)) == list(range(count))
+    sizes = [len(piece) for piece in pieces]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_processes_have_names_of_their_places() -> None:
+    two = TrainConfig(parallel=ParallelConfig(data=2))
+    assert process_names(two) == ["rank 0 of copy 0", "rank 1 of copy 0", "rank 0 of copy 1", "rank 1 of copy 1"]
+    other = replace(two, parallel=replace(two.parallel, order="pp, dp"))
+    assert process_names(other) == ["rank 0 of copy 0", "rank 0 of copy 1", "rank 1 of copy 0", "rank 1 of copy 1"]
+    assert process_names(TrainConfig()) == ["rank 0", "rank 1"]
+
+
+def test_the_rest_of_the_processes_are_copies() -> None:
+    config = TrainConfig(parallel=ParallelConfig(data=-1, pipeline=2), batch=BatchConfig(size=16))
+    assert settled(config, 8).parallel.data == 4
+    assert settled(config, 8).num_microbatches == 4
+    with pytest.raises(InputError, match="start 4"):
+        settled(config, 3)
