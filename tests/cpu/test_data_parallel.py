@@ -13,7 +13,7 @@ from tests.cpu.ranks import run_ranks
 def _run_cases(rank: int, cases: list[Case]) -> None:
     mesh = pl.Mesh(pp=2, dp=2)
     for case in cases:
-        train_and_compare(case, mesh)
+        train_and_compare(case, mesh, num_steps=10 if case.granularity is None else 3)
 
 
 def test_every_schedule_with_every_strategy_equals_one_process() -> None:

@@ -239,6 +239,11 @@ class UnitStore(ParameterStore):
             self._users[unit].clear()
             unit.free()
 
+    def close(self) -> None:
+        for module in self._modules:
+            if isinstance(module, StageModule):
+                module.observer = None
+
     # Values
 
     def _look(self) -> None:
