@@ -111,7 +111,7 @@ def test_pieces_are_padded_so_that_copies_have_equal_ones():
         unit_bytes({"w": (100,)}, data=data, formats=Formats.of(Precision()), optimizer="adam", in_block=True, copy=c)
         for c in range(3)
     ]
-    assert [unit.parameters for unit in sizes] == [4 * 48] * 3
+    assert [(unit.parameters, unit.masters) for unit in sizes] == [(0, 4 * 48)] * 3
     assert [unit.gathered for unit in sizes] == [4 * 144] * 3
     assert [unit.optimizer for unit in sizes] == [8 * 48, 8 * 48, 8 * 4]
 
@@ -149,13 +149,13 @@ def test_bytes_follow_the_program_of_zero3():
     stage, from the first backward to their reduction; at chunk two stages are there at once."""
     whole, part = 4 * 160, 4 * 80
     for granularity, gathered, gradients in (
-        (Granularity.STEP, 3 * whole, whole + 2 * part + whole),  # the last stage's, while it is sent, and two sums
-        (Granularity.CHUNK, 2 * whole, whole + 2 * part + whole),
-        (Granularity.MICROBATCH, whole, whole + 3 * part + whole),  # and its own sum of the first micro-batch
+        (Granularity.STEP, 3 * whole, 2 * whole + 3 * part),  # the last stage's, what is sent of it, and three sums
+        (Granularity.CHUNK, 2 * whole, 2 * whole + 3 * part),
+        (Granularity.MICROBATCH, whole, 2 * whole + 4 * part),  # and its own sum of the first micro-batch
     ):
         data = DataAxis(degree=2, strategy=DataStrategy.ZERO3, granularity=granularity)
         (held,) = memory_of_ranks(one_rank(data, chunks=3), model(3))
-        assert (held.kinds["parameters"], held.kinds["optimizer"]) == (3 * part, 6 * part)
+        assert (held.kinds["masters"], held.kinds["optimizer"]) == (3 * part, 6 * part)
         assert held.kinds["gathered"] == gathered, granularity
         assert held.kinds["gradients"] == gradients, granularity
     fine = DataAxis(degree=2, strategy=DataStrategy.ZERO3, granularity=Granularity.MICROBATCH)

@@ -69,10 +69,11 @@ class Pipeline(Holdings):
         blackbox: a writable buffer of 64 bytes into which the label of the running action is written.
         timeout_seconds: how long a rank may wait for a message.
 
-    The model stays as it is, and its parameters are the ones that train. But where all ranks share this process, of
+    The model stays as it is, and its parameters are the ones that train; but with shards or masters (`data`,
+    `precision`), which every run puts into the model's parameters anew. And where all ranks share this process, of
     parameters that several ranks hold each higher rank has a copy, as in a process of its own: make the optimizer from
-    `parameters`. Where this process is one rank, the C library is
-    told to keep freed memory (see `pipeloom.runtime.host_memory`).
+    `parameters`. Where this process is one rank, the C library is told to keep freed memory (see
+    `pipeloom.runtime.host_memory`).
 
     Raises:
         InputError: illegal schedule, a model that cannot be cut so, a process group of another size, ranks that are
@@ -283,8 +284,13 @@ class Pipeline(Holdings):
         return sum(mover.moved_bytes for mover in movers), sum(mover.wait_seconds for mover in movers)
 
     def close(self) -> None:
-        """Close the channels. The parameters stay usable. Closing twice does nothing."""
+        """Close the channels. Closing twice does nothing.
+
+        The parameters stay usable, but those under zero3: these are whole in `state_dict` alone, which still works.
+        """
         self.driver.close()
+        for store in self.stores.values():
+            store.close()
         for worker in self.workers.values():
             if worker.state.mover is not None:
                 worker.state.mover.close()

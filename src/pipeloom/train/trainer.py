@@ -37,6 +37,7 @@ from pipeloom.train.less_memory import (
     offload_numbers,
     states_away,
 )
+from pipeloom.train.measured_memory import MemoryProbe
 from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, read_cost
 from pipeloom.train.notices import skipped_notice
 from pipeloom.train.optimizer import (
@@ -116,6 +117,7 @@ class Trainer:
         streams = self.schedule.microbatches_per_update is not None
         self.stream = StreamSteps(self.pipe, self.stepped, self.predictor, config, group) if streams else None
         self.stepper = None if streams else make_stepper(self.pipe, self.stepped, config.optimizer, group, self.scaler)
+        self.probe = MemoryProbe(self.pipe, self.optimizer, config, group, self.corpus.vocabulary_size)
         self.records: Records = []  # of the last training step on this process's ranks
         self.steps_here = 0
         self.notices = skipped_notice(self.corpus.skipped) + offload_notices(config, group.device)
@@ -205,13 +207,15 @@ class Trainer:
         inputs, targets = self._batch(self.samples_seen)
         self.samples_seen += self.config.batch.size
         # One sum over processes a step: gradient norms for clipping, and what the step cost.
-        updates = self.stepper.step(inputs, targets, lambda: self._cost_numbers(step))
+        with self.probe.step(self.steps_here):
+            updates = self.stepper.step(inputs, targets, lambda: self._cost_numbers(step))
         self._begun.append(_Begun(step, rate, scale, time.perf_counter() - started))
         return [self._finish(update) for update in updates]
 
     def _cost_numbers(self, step: int) -> Tensor:
         self.records = self.pipe.records
         self._enter(f"step {step}, update")
+        self.probe.look(self.steps_here)
         cost = cost_numbers(self.pipe, self.records, self.group.place, self.group.size)
         return torch.cat([cost, offload_numbers(self.pipe, self.stepped)])
 
@@ -259,6 +263,7 @@ class Trainer:
         self._enter("report")
         if self.first_step > self.config.steps:
             return
+        self.probe.write(self.output_dir)
         records = self._gathered(self.records) if self.stream is None else []
         if self.group.rank == 0:
             if self.stream is not None:

@@ -3,7 +3,7 @@
 A rank's program is walked once. Parameters, masters, optimizer states, buffers and old versions of a stream are there
 all the time; activations come with F and go with B or W, or to slower memory; whole gradients of a stage are there from
 its first backward to the reduction that covers it; gathered parameters from UNSHARD to RESHARD. At granularity
-microbatch layers are gathered one ahead and reduced one by one: two neighbours are there at once.
+microbatch layers are gathered one ahead, so that two neighbours are there at once, and reduced one by one.
 
 Not counted: messages on their way, what a single operation needs for itself, and what torch itself takes.
 """
@@ -26,7 +26,7 @@ from pipeloom.plan.memory.states import Formats, UnitBytes, unit_bytes
 
 KINDS = {
     "parameters": "as forwards read them, all the time",
-    "masters": "float32 copies that the optimizer updates",
+    "masters": "what the optimizer updates, where forwards read something else: masters, pieces",
     "gradients": "whole ones, and sums over copies",
     "optimizer": "its states",
     "activations": "what forwards keep for backwards",
@@ -192,9 +192,12 @@ class _Walk:
             if op in (Op.F, Op.RELOAD):
                 activations += kept[stage]
             elif op is Op.UNSHARD:
-                gathered[stage] = self._at_once(stage, "gathered", fine=self._fine_gathers)
+                sizes = [unit.gathered for unit in self._units[stage]]
+                pairs = (a + b for a, b in pairwise([0.0, *sizes]))
+                gathered[stage] = max(pairs, default=0.0) if self._fine_gathers else sum(sizes)
             if op in (Op.B, Op.W):
-                whole[stage] = self._at_once(stage, "whole_gradients", fine=self._fine_reductions)
+                sizes = [unit.whole_gradients for unit in self._units[stage]]
+                whole[stage] = max(sizes, default=0.0) if self._fine_reductions else sum(sizes)
             if op in (Op.B, Op.I):
                 again = self._model.recomputed_bytes(stage) / slices
             of_data = op is Op.REDUCE_GRAD and microbatch is not None and not stream
@@ -216,7 +219,3 @@ class _Walk:
                 whole.pop(stage, None)
                 reduced[stage] = sum(unit.reduced for unit in self._units[stage])
         return moments
-
-    def _at_once(self, stage: int, what: str, *, fine: bool) -> float:
-        sizes = [float(getattr(unit, what)) for unit in self._units[stage]]
-        return max((a + b for a, b in pairwise([0.0, *sizes])), default=0.0) if fine else sum(sizes)

@@ -7,9 +7,9 @@ sums of gradients and 4 in updates, k float32 numbers of optimizer state a param
     ddp                e N            4 N                  g N                      4 k N
     parameter-server   e N            4 N on copy 0        g N on copy 0            4 k N on copy 0
     zero1, zero2       e N            4 N / D              g N / D                  4 k N / D
-    zero3              4 N / D        (they are these)     g N / D                  4 k N / D
+    zero3              -              4 N / D (always)     g N / D                  4 k N / D
 
-With 16-bit numbers zero3 keeps no parameters beside its masters. N is what the unit's memory holds, with every
+zero3 keeps nothing beside its pieces, whose numbers are those of updates. N is what the unit's memory holds, with every
 parameter aligned and D equal segments. Before they are reduced, gradients are whole, and parameters of zero3 while they
 are gathered: when that is so a program says, see `pipeloom.plan.memory.ranks`.
 """
@@ -79,7 +79,7 @@ class UnitBytes:
         parameters, masters, optimizer: held all the time.
         gathered: what module parameters take beside that, while they are gathered.
         whole_gradients: from the first backward to the reduction.
-        sending: while it is reduced, beside the whole gradients.
+        sending: while it is reduced, beside the whole gradients: a copy for the collective, and what comes of it.
         reduced: from the reduction on.
     """
 
@@ -143,11 +143,11 @@ def unit_bytes(
     compute = formats.compute * (count if plain else layout.num_elements)
     sharded = data.shards_parameters
     return UnitBytes(
-        parameters=(0.0 if formats.has_masters else _UPDATE_BYTES * own) if sharded else compute,
-        masters=_UPDATE_BYTES * own if formats.has_masters else 0.0,
+        parameters=0.0 if sharded else compute,
+        masters=_UPDATE_BYTES * own if formats.has_masters or sharded else 0.0,
         optimizer=_UPDATE_BYTES * sum(state * part for state, part in zip(states, parts, strict=True)),
         gathered=compute if sharded else 0.0,
         whole_gradients=formats.gradient * count,
-        sending=formats.gradient * layout.num_elements if data.degree > 1 else 0.0,
+        sending=formats.gradient * (layout.num_elements + (0 if one_segment else own)) if data.degree > 1 else 0.0,
         reduced=formats.gradient * (own if data.degree > 1 else count),
     )
