@@ -6,7 +6,7 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.parallel.copies import Copies
-from tests.cpu.copies import FAMILIES, STRATEGIES, Case, train_and_compare, thinned
+from tests.cpu.copies import FAMILIES, STRATEGIES, Case, thinned, train_and_compare
 from tests.cpu.ranks import run_ranks
 
 
@@ -32,5 +32,5 @@ def _run_without_sums(rank: int, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_the_comparison_notices_sums_that_do_nothing(strategy: str) -> None:
-    with pytest.raises(AssertionError, match="gradient of .* is off by"):
+    with pytest.raises(AssertionError, match=r"gradient of .* is off by"):
         run_ranks(_run_without_sums, 4, strategy)

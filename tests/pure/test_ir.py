@@ -8,10 +8,22 @@ import pytest
 
 from pipeloom import schedules
 from pipeloom.errors import InputError, ScheduleError
-from pipeloom.ir import Action, Op, Placement, Program, Schedule, WeightPolicy, check, dependencies, dependency_order
+from pipeloom.ir import (
+    Action,
+    DataAxis,
+    DataStrategy,
+    Op,
+    Placement,
+    Program,
+    Schedule,
+    WeightPolicy,
+    check,
+    dependencies,
+    dependency_order,
+)
 from pipeloom.ir import text as ir_text
 from pipeloom.ir.torch_csv import from_csv
-from pipeloom.passes import lower
+from pipeloom.passes import insert_offload, lower
 from pipeloom.sim import Costs, simulate
 from tests.pure.handmade import B, F, I, W
 
@@ -212,15 +224,17 @@ def test_the_checker_refuses_gradient_reductions_that_come_early_or_twice_or_alo
 
 def test_every_op_is_accepted_by_the_checker_and_the_simulator():
     """What the runtime runs, the checker and the simulator take too."""
-    split = schedule_of("0F0 0F1 0I0 0W0 0B1\n1F0 1B0 1F1 1I1 1W1\n")
-    program = lower(split, tied_stages=((0, 1),))
-    extra = [Op.UNSHARD, Op.RESHARD, Op.OFFLOAD, Op.RELOAD, Op.STEP]
-    orders = tuple((*order, *(Action(rank, op) for op in extra)) for rank, order in enumerate(program.orders))
+    split = schedule_of("0F0 0F1 0I0 0W0 0B1\n1F0 1F1 1B0 1I1 1W1\n")
+    data = DataAxis(degree=2, strategy=DataStrategy.ZERO3)
+    program = insert_offload(lower(split, tied_stages=((0, 1),), data=data), 1, beside=0)
+    orders = tuple((*order, Action(rank, Op.STEP)) for rank, order in enumerate(program.orders))
     program = replace(program, orders=orders)
     assert {action.op for _, action in program.actions()} == set(Op)
     check(program)
-    timeline = simulate(program, Costs.uniform(other=dict.fromkeys(extra, 0.5)))
-    assert {span.action for row in timeline.spans for span in row} == {action for _, action in program.actions()}
+    beside = dict.fromkeys((Op.UNSHARD, Op.OFFLOAD, Op.RELOAD, Op.STEP), 0.5)
+    timeline = simulate(program, Costs.uniform(other=beside))
+    ran = [*map(list, timeline.spans), *map(list, timeline.background)]
+    assert {span.action for row in ran for span in row} == {action for _, action in program.actions()}
     ends = [row[-1] for row in timeline.spans]
     assert [span.action.op for span in ends] == [Op.STEP] * 2
     assert all(span.end - span.start == 0.5 for span in ends)

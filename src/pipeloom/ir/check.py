@@ -9,8 +9,9 @@ from itertools import pairwise, product, zip_longest
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
+from pipeloom.ir.check_memory import check_data_axis, check_offload, check_reductions
 from pipeloom.ir.schedule import Program, Schedule, WeightPolicy
-from pipeloom.ir.versions import weight_versions, with_updates
+from pipeloom.ir.versions import weight_versions
 from pipeloom.ir.walk import dependency_order
 
 
@@ -20,7 +21,8 @@ class Checked:
 
     Attributes:
         live_activations: for each rank, the largest number of (stage, micro-batch, slice) entries held at once, from
-            the start of their forward to the end of their B or W. The runtime holds exactly as many.
+            the start of their forward to the end of their B or W, without the time from an OFFLOAD to the RELOAD. The
+            runtime holds exactly as many.
         peak_activations: the same in units of one rank-share of one micro-batch: a chunk counts 1/V, a slice 1/K.
         weight_versions: for each rank, how many versions of its parameters exist at once.
     """
@@ -35,7 +37,8 @@ def check(pipeline: Schedule | Program) -> Checked:
 
     Rules: every computation stands exactly once, on the rank that holds its stage; no actions wait for each other in
     a circle; overlapped pairs are neighbours; in a program, sends and receives match, and messages between two ranks
-    have one order on both sides.
+    have one order on both sides; parameters of a data axis are there when they are used, all gradients are reduced
+    once, and activations that were moved away come back.
 
     Raises:
         ScheduleError: one line with the action, the rule and the fix.
@@ -48,7 +51,9 @@ def check(pipeline: Schedule | Program) -> Checked:
     _check_overlapped(pipeline, schedule)
     if isinstance(pipeline, Program):
         _check_messages(pipeline)
-        _check_reductions(pipeline)
+        check_data_axis(pipeline)
+        check_reductions(pipeline)
+        check_offload(pipeline)
     for _ in dependency_order(pipeline):
         pass
     return _checked(schedule, live_activations(pipeline))
@@ -74,10 +79,10 @@ def live_activations(pipeline: Schedule | Program) -> tuple[int, ...]:
     for order in pipeline.orders:
         live = peak = 0
         for stage, op, microbatch, piece in order:
-            if op is Op.F:
+            if op is Op.F or op is Op.RELOAD:
                 live += 1
                 peak = max(peak, live)
-            elif op is Op.W or (op is Op.B and (stage, microbatch, piece) not in split):
+            elif op is Op.OFFLOAD or op is Op.W or (op is Op.B and (stage, microbatch, piece) not in split):
                 live -= 1
         peaks.append(peak)
     return tuple(peaks)
@@ -244,51 +249,3 @@ def _check_messages(program: Program) -> None:
                     f"{sender} but received as {receiver}: both sides must list the same messages in one order; "
                     "reorder or add the missing end"
                 )
-
-
-def _check_reductions(program: Program) -> None:
-    """Every rank of a gradient group meets the others once, after all its backwards of the group's stages."""
-    group_of = {stage: group for group in program.gradient_groups for stage in group}
-    if program.schedule.microbatches_per_update is not None:
-        _check_stream(program)
-        return
-    for rank, order in enumerate(program.orders):
-        met: set[tuple[int, ...]] = set()
-        for action in order:
-            if action.op is Op.REDUCE_GRAD and action.microbatch is not None and program.data is not None:
-                continue  # of the data axis
-            group = group_of.get(action.stage)
-            if action.op is Op.REDUCE_GRAD and (group is None or rank not in program.ranks_of_group(group)):
-                raise ScheduleError(
-                    f"program {program.name!r}: {action} on rank {rank}, which shares no gradients of stage "
-                    f"{action.stage} with another rank: drop it, or name the group in gradient_groups"
-                )
-            if group in met and action.op in (Op.REDUCE_GRAD, Op.B, Op.W):
-                raise ScheduleError(
-                    f"program {program.name!r}: {action} on rank {rank} comes after the gradients of stages {group} "
-                    "were summed: a step sums them once, after the last backward; move REDUCE_GRAD to the end"
-                )
-            if group is not None and action.op is Op.REDUCE_GRAD:
-                met.add(group)
-        for group in program.gradient_groups:
-            if rank in program.ranks_of_group(group) and group not in met:
-                held = min(stage for stage in group if stage in program.placement.stages_of[rank])
-                raise ScheduleError(
-                    f"program {program.name!r}: {Action(held, Op.REDUCE_GRAD)} is missing: every rank with one of "
-                    f"the stages {group} sums their gradients once; add it to the end of rank {rank}"
-                )
-
-
-def _check_stream(program: Program) -> None:
-    """In a stream every update stands where the schedule has it, between the same forwards and backwards."""
-    ops = (Op.F, Op.B, Op.W, Op.REDUCE_GRAD, Op.STEP)
-    for rank, order in enumerate(program.orders):
-        expected = (action for action in with_updates(program.schedule, rank) if action.op in ops)
-        found = (action for action in order if action.op in ops)
-        wrong = next(((want, got) for want, got in zip_longest(expected, found) if want != got), None)
-        if wrong is not None:
-            raise ScheduleError(
-                f"program {program.name!r}: rank {rank} runs {wrong[1]} where {wrong[0]} has to stand: updates come "
-                "behind the last backward of their micro-batches, and no forward changes sides; lower the schedule "
-                "with pipeloom.passes.lower"
-            )

@@ -1,4 +1,4 @@
-"""Schedules as text and as JSON; each reads back what it wrote. `pipeloom.ir.torch_csv` has the CSV of torch.
+"""Schedules and programs as text and JSON; each reads back what it wrote. `pipeloom.ir.torch_csv` has torch's CSV.
 
 0F0 0F1 0B0 0B1        one line a rank: actions in order
 1F0 1B0 1F1 1B1
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from typing import Any
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
+from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
 from pipeloom.ir.json_text import load_json
 from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Orders, Schedule, WeightPolicy
+from pipeloom.ir.schedule import Orders, Program, Schedule, WeightPolicy
 
 # Longest names first, so that SEND_F is not read as an op S...
 _OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
@@ -87,3 +89,48 @@ def from_json(text: str) -> Schedule:
         if isinstance(error, ScheduleError):
             raise
         raise ScheduleError(f"not the JSON of a schedule ({error}): write it with pipeloom.ir.text.to_json") from error
+
+
+def program_to_json(program: Program) -> str:
+    """The whole program as one JSON object, its schedule inside it."""
+    return json.dumps(
+        {
+            "schedule": json.loads(to_json(program.schedule)),
+            "gradient_groups": program.gradient_groups,
+            "data": None if program.data is None else asdict(program.data),
+            "orders": [" ".join(map(str, order)) for order in program.orders],
+        },
+        indent=1,
+    )
+
+
+def program_from_json(text: str) -> Program:
+    """The inverse of `program_to_json`.
+
+    Raises:
+        ScheduleError: the text is no JSON of a program.
+    """
+    try:
+        data: dict[str, Any] = load_json(text)
+        axis = data["data"]
+        return Program(
+            schedule=from_json(json.dumps(data["schedule"])),
+            orders=tuple(tuple(parse_action(word) for word in order.split()) for order in data["orders"]),
+            gradient_groups=tuple(tuple(map(int, group)) for group in data["gradient_groups"]),
+            data=None if axis is None else _data_axis(axis),
+        )
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ScheduleError):
+            raise
+        raise ScheduleError(
+            f"not the JSON of a program ({error}): write it with pipeloom.ir.text.program_to_json"
+        ) from error
+
+
+def _data_axis(data: dict[str, Any]) -> DataAxis:
+    return DataAxis(
+        degree=int(data["degree"]),
+        strategy=DataStrategy(data["strategy"]),
+        granularity=Granularity(data["granularity"]),
+        separate_master=bool(data["separate_master"]),
+    )

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.from_orders import schedule_from_orders
 from pipeloom.ir.schedule import Program, Schedule, WeightPolicy
 from pipeloom.ir.text import parse_action
@@ -35,6 +36,8 @@ def to_csv(pipeline: Schedule | Program) -> str:
     """
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
     _check_for_torch(schedule)
+    if isinstance(pipeline, Program):
+        _check_program_for_torch(pipeline)
     rows = _lowered(schedule) if isinstance(pipeline, Program) else [_cells(schedule, o) for o in schedule.orders]
     return "\n".join(map(",".join, rows)) + "\n"
 
@@ -94,6 +97,20 @@ def _check_for_torch(schedule: Schedule) -> None:
                 f"schedule {schedule.name!r} has {what}: torch.distributed.pipelining cannot run that; "
                 f"write it as JSON, or {fix}"
             )
+
+
+def _check_program_for_torch(program: Program) -> None:
+    if program.data is not None and program.data.granularity is not Granularity.STEP:
+        raise ScheduleError(
+            f"program {program.name!r} shares with granularity {program.data.granularity.value!r}: "
+            "torch.distributed.pipelining gathers and reduces a stage once a step; write it as JSON, or take 'step'"
+        )
+    moved = next((action for _, action in program.actions() if action.op is Op.OFFLOAD), None)
+    if moved is not None:
+        raise ScheduleError(
+            f"program {program.name!r} has {moved}: torch.distributed.pipelining moves no activations; write it as "
+            "JSON, or leave the moves out"
+        )
 
 
 def _cells(schedule: Schedule, order: Sequence[Action]) -> list[str]:

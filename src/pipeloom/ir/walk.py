@@ -68,6 +68,17 @@ def meets(action: Action) -> bool:
     return action.op is Op.REDUCE_GRAD and action.microbatch is None
 
 
+def in_background(action: Action, schedule: Schedule) -> bool:
+    """Whether an action is begun and not waited for: it runs beside the computations of its rank.
+
+    So do gathers and reductions of a data axis, and moves of activations. The reductions inside a stream do not: they
+    are part of its updates.
+    """
+    if action.op is Op.REDUCE_GRAD:
+        return action.microbatch is not None and schedule.microbatches_per_update is None
+    return action.op in (Op.UNSHARD, Op.OFFLOAD, Op.RELOAD)
+
+
 class _Meetings:
     """REDUCE_GRAD is a meeting: nobody passes before all members of the group have come."""
 

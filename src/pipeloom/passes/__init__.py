@@ -1,4 +1,4 @@
-"""Schedule -> Program, one concern a file: merged backwards, separate units, communication, reduction, updates."""
+"""Schedule -> Program, one concern a file: merged backwards, units, communication, copies, offload, updates."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ __all__ = [
     "insert_communication",
     "insert_data_parallel",
     "insert_gradient_reduction",
+    "insert_offload",
     "insert_updates",
     "lower",
     "merge_backwards",
@@ -28,6 +29,7 @@ __all__ = [
 from pipeloom.passes.evaluation import evaluation_schedule
 from pipeloom.passes.forward_only import check_has_backwards, forward_only
 from pipeloom.passes.merge_backwards import merge_backwards
+from pipeloom.passes.offload import insert_offload
 from pipeloom.passes.repeat_steps import repeat_steps
 from pipeloom.passes.separate_units import separate_units
 from pipeloom.passes.stretch import stretch

@@ -3,123 +3,128 @@
 A rank's computations fall into groups that nothing may come between: one computation, or an overlapped pair. For every
 stage, a run is a row of groups that hold it: all of the step, those one behind the other, or each by itself.
 
-    granularity step         0UNSHARD 0F0 0F1 1UNSHARD 1F0 1F1 1B0 1B1 1REDUCE_GRAD1 1RESHARD 0B0 0B1 0REDUCE_GRAD1 ...
-    granularity chunk        0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 ...
+    granularity step         0UNSHARD 2UNSHARD 0F0 0F1 2F0 2F1 2B0 2B1 2RESHARD 2REDUCE_GRAD1 0B0 0B1 ...
+    granularity chunk        0UNSHARD 2UNSHARD 0F0 0F1 0RESHARD 2F0 2F1 ...    one run is gathered ahead
+    granularity microbatch   0UNSHARD 0F0 0RESHARD 0UNSHARD 0F1 0RESHARD ...
 
 UNSHARD only begins the gathering, and REDUCE_GRAD the reduction: the first computation that needs the parameters waits
-for the one, the end of the program for the other. A REDUCE_GRAD of the data axis has the micro-batch of the last
-backward that it covers; one without is the sum over ranks of the pipeline that hold the same parameters.
+for the one, the end of the program for the other. What is gathered once a step is gathered at its front, in the order
+of use: the rank holds all of it at once anyway, and gathers while it waits for its first message. A W needs no
+parameters. A REDUCE_GRAD of the data axis has the micro-batch of the last backward that it covers; one without is the
+sum over ranks of the pipeline that hold the same parameters.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.action import Action, Op
 from pipeloom.ir.data_axis import DataAxis, Granularity
 from pipeloom.ir.schedule import Program
+from pipeloom.passes.groups import Group, groups_of, woven
 
 _BACKWARDS = frozenset({Op.B, Op.W})  # those that add to gradients
-_RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
-_SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+_Around = defaultdict[int, list[Action]]
 
 
-def insert_data_parallel(program: Program, data: DataAxis) -> Program:
+class _Run(NamedTuple):
+    """Groups `first` to `last` of a rank, in which `stage` has its parameters."""
+
+    first: int
+    last: int
+    stage: int
+
+
+def insert_data_parallel(program: Program, data: DataAxis, *, ahead: int = 1) -> Program:
     """Put UNSHARD, RESHARD and REDUCE_GRAD of a data axis into a program with communication.
 
     Without gradients (`Schedule.forward_only`) nothing is reduced.
+
+    Args:
+        program: what one copy of the pipeline runs.
+        data: the copies, and what each keeps.
+        ahead: at granularity chunk, how many runs ahead of its use a stage is gathered; each holds one stage more.
     """
     orders = []
     for rank, order in enumerate(program.orders):
-        front: dict[int, list[Action]] = {}
-        behind: dict[int, list[Action]] = {}
-        groups = _groups(order, program)
-        for stage in program.placement.stages_of[rank]:
-            _plan_stage(stage, order, groups, program, data, front, behind)
-        orders.append(_woven(order, front, behind))
+        front: _Around = defaultdict(list)
+        behind: _Around = defaultdict(list)
+        groups = groups_of(order, program)
+        if data.unshards:
+            _gather(program.placement.stages_of[rank], groups, data, ahead, front, behind)
+        if not program.schedule.forward_only:
+            for stage in program.placement.stages_of[rank]:
+                _reduce(stage, groups, data, behind)
+        orders.append(woven(order, front, behind))
     return replace(program, orders=tuple(orders), data=data)
 
 
-def _groups(order: Sequence[Action], program: Program) -> list[tuple[int, int]]:
-    """First and last position of every group of computations, with the receives before and the sends behind it."""
-    partners = program.schedule.partners
-    groups: list[tuple[int, int]] = []
-    position, free = 0, 0
-    while position < len(order):
-        action = order[position]
-        if action.op not in COMPUTE_OPS:
-            position += 1
-            continue
-        first = position
-        while first > free and order[first - 1].op in _RECEIVES:
-            first -= 1
-        last = position + (action in partners)
-        while last + 1 < len(order) and order[last + 1].op in _SENDS:
-            last += 1
-        groups.append((first, last))
-        position = free = last + 1
-    return groups
-
-
-def _plan_stage(
-    stage: int,
-    order: Sequence[Action],
-    groups: Sequence[tuple[int, int]],
-    program: Program,
-    data: DataAxis,
-    front: dict[int, list[Action]],
-    behind: dict[int, list[Action]],
+def _gather(
+    stages: Sequence[int], groups: Sequence[Group], data: DataAxis, ahead: int, front: _Around, behind: _Around
 ) -> None:
-    """What stands in front of and behind positions of `order` for one stage."""
-    mine = [
-        (index, [a for a in order[first : last + 1] if a.stage == stage and a.op in COMPUTE_OPS])
-        for index, (first, last) in enumerate(groups)
-    ]
-    mine = [(index, actions) for index, actions in mine if actions]
-    gather = data.granularity if data.shards_parameters else Granularity.STEP
-    if data.unshards:
-        reading = [index for index, actions in mine if any(action.op is not Op.W for action in actions)]
-        for first_group, last_group in _runs(reading, gather):
-            front.setdefault(groups[first_group][0], []).append(Action(stage, Op.UNSHARD))
-            if data.shards_parameters:
-                behind.setdefault(groups[last_group][1], []).append(Action(stage, Op.RESHARD))
-    if program.schedule.forward_only:
-        return
-    reduce = data.granularity if data.shards_gradients else Granularity.STEP
-    used = dict(mine)
-    for first_group, last_group in _runs([index for index, _ in mine], reduce):
+    """UNSHARD and RESHARD of all stages of a rank."""
+    granularity = data.granularity if data.shards_parameters else Granularity.STEP
+    ahead = {Granularity.STEP: len(groups), Granularity.CHUNK: ahead, Granularity.MICROBATCH: 0}[granularity]
+    runs = [run for stage in stages for run in _reading_runs(stage, groups, granularity)]
+    runs.sort(key=lambda run: (run.first, _place(run, groups)))
+    gathered: dict[int, int] = {}  # the last group of a stage's run before
+    for index, (first, last, stage) in enumerate(runs):
+        begin = min(first, runs[max(0, index - ahead)].first)
+        begin = max(begin, gathered.get(stage, -1) + 1)
+        front[groups[begin].first].append(Action(stage, Op.UNSHARD))
+        if data.shards_parameters:
+            behind[groups[last].last].append(Action(stage, Op.RESHARD))
+        gathered[stage] = last
+
+
+def _reading_runs(stage: int, groups: Sequence[Group], granularity: Granularity) -> list[_Run]:
+    """The runs of a stage, from the first to the last computation that reads its parameters."""
+    found = []
+    for first, last in _runs(_indices(stage, groups), granularity):
+        reading = [
+            index
+            for index in range(first, last + 1)
+            if any(action.stage == stage and action.op is not Op.W for action in groups[index].computations)
+        ]
+        if reading:
+            found.append(_Run(reading[0], reading[-1], stage))
+    return found
+
+
+def _place(run: _Run, groups: Sequence[Group]) -> int:
+    """Where the run's stage stands in its first group: of an overlapped pair, the F is first."""
+    return [action.stage for action in groups[run.first].computations].index(run.stage)
+
+
+def _reduce(stage: int, groups: Sequence[Group], data: DataAxis, behind: _Around) -> None:
+    """REDUCE_GRAD of one stage, behind the last backward of every run that has one."""
+    granularity = data.granularity if data.shards_gradients else Granularity.STEP
+    for first, last in _runs(_indices(stage, groups), granularity):
         backwards = [
-            (index, action)
-            for index in range(first_group, last_group + 1)
-            for action in used.get(index, ())
-            if action.op in _BACKWARDS
+            (group, action)
+            for group in groups[first : last + 1]
+            for action in group.computations
+            if action.stage == stage and action.op in _BACKWARDS
         ]
         if backwards:
-            index, last = backwards[-1]
-            behind.setdefault(groups[index][1], []).append(last.with_op(Op.REDUCE_GRAD))
+            group, action = backwards[-1]
+            behind[group.last].append(action.with_op(Op.REDUCE_GRAD))
+
+
+def _indices(stage: int, groups: Sequence[Group]) -> list[int]:
+    return [i for i, group in enumerate(groups) if any(action.stage == stage for action in group.computations)]
 
 
 def _runs(indices: Sequence[int], granularity: Granularity) -> list[tuple[int, int]]:
     """First and last of every run of `indices`, which ascend."""
     runs: list[tuple[int, int]] = []
     for index in indices:
-        joins = granularity is Granularity.STEP or (
-            granularity is Granularity.CHUNK and runs[-1:] and index == runs[-1][1] + 1
-        )
-        if runs and joins:
+        follows = bool(runs) and index == runs[-1][1] + 1
+        if runs and (granularity is Granularity.STEP or (granularity is Granularity.CHUNK and follows)):
             runs[-1] = (runs[-1][0], index)
         else:
             runs.append((index, index))
     return runs
-
-
-def _woven(
-    order: Sequence[Action], front: dict[int, list[Action]], behind: dict[int, list[Action]]
-) -> tuple[Action, ...]:
-    result: list[Action] = []
-    for position, action in enumerate(order):
-        result += front.get(position, ())
-        result.append(action)
-        result += behind.get(position, ())
-    return tuple(result)

@@ -22,10 +22,11 @@ from pipeloom.runtime.driver import Driver
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.holdings import Holdings
 from pipeloom.runtime.host_memory import keep_freed_memory
+from pipeloom.runtime.moves import OffloadOptions
 from pipeloom.runtime.parameter_store import Sharing, sharing_of
 from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.results import ResultExchange, total
-from pipeloom.runtime.runnable import check_loss, check_runnable, check_slices
+from pipeloom.runtime.runnable import check_loss, check_recompute, check_runnable, check_slices
 from pipeloom.runtime.slices import cut_sequences
 from pipeloom.runtime.speculation import Speculation
 from pipeloom.runtime.state import Batch, LossFn
@@ -55,6 +56,10 @@ class Pipeline(Holdings):
             proportion. None: evenly. Inputs and targets then hold sequences along dimension 1, and `loss_fn` is the
             mean over the tokens of a slice. Dropout masks do not depend on the lengths; one length, for a schedule
             without slices, gives the same ones.
+        recompute: what backwards compute again instead of keeping it: "none", "selective" (attention) or "full" (every
+            block), for all stages or one word a stage. Losses and gradients are those without, to the last bit.
+        offload: moves activations to memory of the host or to a file between forward and backward, such as
+            ``pipeloom.parallel.OffloadActivations("disk:/scratch")``.
         mesh: where copies of the pipeline share the work: its axis pp holds the ranks of one copy, each process a
             rank, and its axis dp the copies. None: one copy.
         data: what copies keep of parameters, gradients and optimizer states: a `pipeloom.DataParallel` or the name of
@@ -84,6 +89,8 @@ class Pipeline(Holdings):
         cut: str | Sequence[int] = "layers",
         transport: str | Transport = "auto",
         slices: Sequence[int] | None = None,
+        recompute: str | Sequence[str] = "none",
+        offload: OffloadOptions | None = None,
         mesh: ProcessMesh | None = None,
         data: Any = None,
         precision: Any = None,
@@ -101,6 +108,7 @@ class Pipeline(Holdings):
                 f"must be equal; cut the model into {schedule.num_stages}"
             )
         self.schedule = schedule
+        self._recompute = check_recompute(recompute, schedule.num_stages, transport)
         self._sliced, self._slice_lengths = schedule.num_slices > 1 or slices is not None, slices
         if self._sliced:
             for module in cut_model.modules:
@@ -113,6 +121,8 @@ class Pipeline(Holdings):
                 "schedules that flush; give stages replicas of their own, or take a schedule such as 1f1b"
             )
         self._train_program = lower(schedule, tied_stages=tied, data=sharing.axis)
+        if offload is not None and not schedule.forward_only:
+            self._train_program = offload.insert(self._train_program)
         self._forward_program = lower(evaluation_schedule(schedule), data=sharing.axis)
         check(self._train_program)
         check(self._forward_program)
@@ -120,6 +130,8 @@ class Pipeline(Holdings):
         given = not isinstance(model, nn.Module | Stages)  # a list of stages may hold a dummy for those of other ranks
         terms = Terms.of(self._train_program, () if given else cut_model.layers, slices, sharing.terms)
         self._loss_fn = loss_fn
+        device = next((p.device for module in cut_model.modules for p in module.parameters()), torch.device("cpu"))
+        self._open_mover = offload.open(device) if offload is not None else lambda: None
         self.mesh = mesh
         connection = connect(schedule.num_ranks, transport, timeout_seconds, terms, mesh)
         self._join(cut_model, connection, sharing, blackbox)
@@ -146,6 +158,8 @@ class Pipeline(Holdings):
                 ),
                 store=self.stores[rank],
                 sliced=self._sliced,
+                recompute=self._recompute,
+                mover=self._open_mover(),
                 blackbox=blackbox,
             )
             for rank, stages in self._by_rank.items()
@@ -155,6 +169,11 @@ class Pipeline(Holdings):
         self._has_update_channels = False
         self._speculation: Speculation | None = None  # while parameters wait to be validated
         self.driver = Driver(self.rank, self.num_ranks, self.transport)
+
+    @property
+    def program(self) -> Program:
+        """What `step` runs."""
+        return self._train_program
 
     @property
     def num_ranks(self) -> int:
@@ -257,9 +276,18 @@ class Pipeline(Holdings):
         """For each rank of this process, the activations held now; zero between steps."""
         return {rank: worker.live_activations for rank, worker in self.workers.items()}
 
+    @property
+    def offloaded(self) -> tuple[int, float]:
+        """Bytes of activations that were moved away and back by ranks of this process, and seconds they waited."""
+        movers = [worker.state.mover for worker in self.workers.values() if worker.state.mover is not None]
+        return sum(mover.moved_bytes for mover in movers), sum(mover.wait_seconds for mover in movers)
+
     def close(self) -> None:
         """Close the channels. The parameters stay usable. Closing twice does nothing."""
         self.driver.close()
+        for worker in self.workers.values():
+            if worker.state.mover is not None:
+                worker.state.mover.close()
 
     def __enter__(self) -> Pipeline:
         return self

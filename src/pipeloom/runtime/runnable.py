@@ -8,6 +8,7 @@ from torch import nn
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule, check
+from pipeloom.ir.recompute import Recompute, recompute_of_stages
 from pipeloom.runtime.state import LossFn
 from pipeloom.runtime.worker import RUNNABLE_OPS
 
@@ -37,6 +38,17 @@ def check_loss(loss_fn: LossFn | None) -> None:
             "loss_fn is a module with parameters: they would be in no stage; put it at the end of the model, and leave "
             "to loss_fn what has none"
         )
+
+
+def check_recompute(given: str | Sequence[str], num_stages: int, transport: object) -> tuple[Recompute, ...]:
+    """What each stage recomputes. Raises InputError where that is not said well, or ranks are threads."""
+    kinds = recompute_of_stages(given, num_stages)
+    if transport == "threads" and any(kind is not Recompute.NONE for kind in kinds):
+        raise InputError(
+            f"recompute {given!r} with transport 'threads': a recomputation sets the process's random numbers back, "
+            "and other threads draw from them; take transport 'loopback', or processes"
+        )
+    return kinds
 
 
 def check_slices(schedule: Schedule, lengths: Sequence[int] | None) -> None:

@@ -96,8 +96,13 @@ def join_slices(values: Sequence[Value]) -> Value:
     return unflatten(layouts[-1], joined)
 
 
-def sliced_module(state: RankState, action: Action, program: Program) -> Callable[[Value], Value]:
-    """The stage as F of a slice calls it: (value, extent) -> (value, extent), on the first stage from a micro-batch."""
+def sliced_module(
+    state: RankState, action: Action, program: Program, forward: Callable[[Value], Value]
+) -> Callable[[Value], Value]:
+    """The stage as F of a slice calls it: (value, extent) -> (value, extent), on the first stage from a micro-batch.
+
+    `forward` is the stage as F calls it where sequences are whole.
+    """
     stage, _, microbatch, _ = action
     assert microbatch is not None
     module, contexts, extents = state.stages[stage], state.contexts, state.extents
@@ -122,7 +127,7 @@ def sliced_module(state: RankState, action: Action, program: Program) -> Callabl
             seed = state.batch.seed
             contexts[context_key] = SliceContext(None if seed is None else (seed, stage, microbatch))
         with contexts[context_key].slice(piece, *extent), watch:
-            output = module(value)
+            output = forward(value)
         if forward_only:
             del extents[key]
             if last_slice:

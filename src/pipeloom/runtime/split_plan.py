@@ -28,6 +28,8 @@ _LIGHT = frozenset(
     for number in (0, 1)
 )
 
+_OF_TWO_MATRICES = frozenset({"MmBackward0", "AddmmBackward0", "BmmBackward0"})  # their last two operands
+
 
 class Deferred(NamedTuple):
     """A product whose weight gradients wait for W.
@@ -85,6 +87,8 @@ def plan(shape: tuple[Any, ...]) -> Plan:
         executed = any(child >= 0 and operand not in paths for operand, child in enumerate(edges[position]))
         if not paths or (marks[position] and not executed):
             continue
+        if name in _OF_TWO_MATRICES and {len(edges[position]) - 2, len(edges[position]) - 1} <= paths.keys():
+            continue  # of two weights: W would read one, and parameters may be gone by then
         offers.append((position, {operand: path[-1] for operand, path in paths.items()}))
         for path in paths.values():
             covered[path[0]] += 1

@@ -12,20 +12,25 @@ Of a stage's output only the graph is kept, not the numbers: after it is sent no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Program
+from pipeloom.ir.recompute import Recompute
+from pipeloom.runtime.recompute import recomputed
 from pipeloom.runtime.split_backward import Root, WeightGradients
 from pipeloom.runtime.transport import Channel, Transport
 from pipeloom.runtime.values import Layout, Value, flatten, split_batch
 from pipeloom.slicing import SliceContext
 from pipeloom.split.profile import may_change_input
+
+if TYPE_CHECKING:
+    from pipeloom.runtime.moves import ActivationMover
 
 LossFn = Callable[[Any, Any], Tensor]
 Key = tuple[int, int | None, int | None]  # stage, micro-batch, slice
@@ -133,13 +138,18 @@ class RankState:
         loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
         transport: with all channels of the programs open.
         sliced: whether micro-batches run in slices, be it one.
+        recompute: what backwards compute again, one a stage of the model; empty: nothing.
+        forwards: what F of each stage calls in training: its module, or what keeps less for the backward.
         batch: of the running step.
         call: of the running step, what goes with its messages (see `pipeloom.runtime.calls`).
         speculating: whether the forwards that run may have to be done again.
         stale_calls: numbers of cancelled calls, of which messages may still come.
         sends: to all whom this rank sends to in the pipeline's own lane.
         loss_scale: by what the loss is multiplied before its backward.
-        peak_live_activations: the most entries that `saved` had in the last run.
+        peak_live_activations: the most entries that `saved` had in the last run, those that are away aside.
+        mover: moves what forwards saved away and back, if somebody does.
+        moved: what it moves of the program that is bound next.
+        num_away: how many entries of `saved` are away.
     """
 
     rank: int
@@ -147,6 +157,7 @@ class RankState:
     loss_fn: LossFn | None
     transport: Transport
     sliced: bool = False
+    recompute: Sequence[Recompute] = ()
     batch: Batch = field(default_factory=Batch)
     call: int = 0
     speculating: bool = False
@@ -154,6 +165,9 @@ class RankState:
     sends: dict[Channel, Callable[[Layout, list[Tensor], int], None]] = field(default_factory=dict)
     loss_scale: float = 1.0
     peak_live_activations: int = 0
+    mover: ActivationMover | None = None
+    moved: Set[Key] = frozenset()
+    num_away: int = 0
     arrived: dict[Key, tuple[Value, list[Tensor]]] = field(default_factory=dict)
     saved: dict[Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = field(default_factory=dict)
     gradients: dict[Key, Sequence[Tensor | None]] = field(default_factory=dict)
@@ -162,11 +176,14 @@ class RankState:
     extents: dict[Key, Extent] = field(default_factory=dict)
     loss_weights: dict[Key, float] = field(default_factory=dict)
     copies_input: dict[int, bool] = field(init=False)
+    forwards: dict[int, Callable[[Value], Value]] = field(init=False)
     seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # A leaf may not be changed in place, so a stage that might do that to its input gets a copy of it.
         self.copies_input = {stage: may_change_input(module) for stage, module in self.stages.items()}
+        kinds = self.recompute or [Recompute.NONE] * (max(self.stages, default=-1) + 1)
+        self.forwards = {stage: recomputed(module, kinds[stage]) for stage, module in self.stages.items()}
 
     def begin(self, batch: Batch, call: int) -> None:
         """Get ready for a run."""
@@ -184,6 +201,13 @@ class RankState:
         for context in self.contexts.values():
             context.close()
         self.contexts.clear()
+        self.num_away = 0
+        if self.mover is not None:
+            self.mover.forget()
+
+    def note_live(self) -> None:
+        """An activation has come to be held."""
+        self.peak_live_activations = max(self.peak_live_activations, len(self.saved) - self.num_away)
 
     def seed(self, weight: float, like: Tensor) -> Tensor:
         """The gradient of the whole step's loss by one micro-batch's loss."""

@@ -12,7 +12,14 @@ from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.versions import weight_version_bytes
 
 MOST = 1e100  # of a time, size or factor: what is added and multiplied up of them stays finite
-SIZES = ("activation_bytes", "weight_gradient_bytes", "parameter_bytes", "message_bytes", "gradient_message_bytes")
+SIZES = (
+    "activation_bytes",
+    "weight_gradient_bytes",
+    "parameter_bytes",
+    "gradient_bytes",
+    "message_bytes",
+    "gradient_message_bytes",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +35,12 @@ class Costs:
         backward_weight: seconds of W.
         backward: seconds of a whole backward B; ``backward_input + backward_weight`` if not given.
         overlap: seconds of an overlapped unit of F and B (`Schedule.overlapped`) as a fraction of the sum of the two.
-        other: seconds of other ops, on any stage (REDUCE_GRAD, STEP, UNSHARD, ...); those not named take none.
+        other: seconds of other ops, on any stage (REDUCE_GRAD, STEP, ...); those not named take none. What runs beside
+            computations (`pipeloom.sim.background`) takes them beside what its bytes take.
         activation_bytes: for each stage, bytes that F of one micro-batch keeps for its backward.
         weight_gradient_bytes: for each stage, bytes of these that are left between I and W; all if not given.
         parameter_bytes: for each stage, bytes of one version of its parameters, frozen ones aside.
+        gradient_bytes: for each stage, bytes of their gradients; as `parameter_bytes` if not given.
         message_bytes: for each stage, bytes of one micro-batch's values from it to the next stage.
         gradient_message_bytes: for each stage, bytes of the gradients that come back to it; as `message_bytes` if not
             given.
@@ -52,6 +61,7 @@ class Costs:
     activation_bytes: tuple[float, ...] | None = None
     weight_gradient_bytes: tuple[float, ...] | None = None
     parameter_bytes: tuple[float, ...] | None = None
+    gradient_bytes: tuple[float, ...] | None = None
     message_bytes: tuple[float, ...] | None = None
     gradient_message_bytes: tuple[float, ...] | None = None
     rank_slowness: tuple[float, ...] | None = None
@@ -167,6 +177,18 @@ class Costs:
             return None
         _check_stages("parameter_bytes", self.parameter_bytes, schedule)
         return weight_version_bytes(schedule, self.parameter_bytes)
+
+    def state_bytes(self, schedule: Schedule) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+        """For each stage, the bytes of its parameters and of their gradients; None where they are not known.
+
+        Raises:
+            InputError: there are sizes for another number of stages.
+        """
+        parameters, gradients = self.parameter_bytes, self.gradient_bytes
+        for what, sizes in (("parameter_bytes", parameters), ("gradient_bytes", gradients)):
+            if sizes is not None:
+                _check_stages(what, sizes, schedule)
+        return parameters, parameters if gradients is None else gradients
 
     def bytes_sent(self, schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For each stage, the bytes of one action's message to the next stage, and of the gradient that comes back.

@@ -14,6 +14,10 @@ Bandwidth may be left out. With it, each stage has `message_bytes`, which go to 
 `gradient_message_bytes`, which come back (as many if left out). A link transfers the messages of all its pairs of
 source and target rank one after the other; `bytes_per_second` beside `links` is the bandwidth of every pair that is in
 none. `overlap_communication` false keeps both ranks of a message busy while it is transferred.
+
+Of a data axis, `data_bytes_per_second` is the bandwidth of a rank to its like in other copies of the pipeline, and
+`data_latency_seconds` what a message between them takes beside that; stages may have `gradient_bytes` beside
+`parameter_bytes`. `memory_bytes_per_second` is the bandwidth to the memory to which activations are moved.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ from pipeloom.sim.costs import SIZES, Costs
 from pipeloom.sim.network import Link, Network
 
 _TIMES = ("forward", "backward_input", "backward_weight")
-_ENTRIES = ("stages", "latency", "memory_cap_bytes", "links", "bytes_per_second", "overlap_communication")
+_BESIDE = ("data_bytes_per_second", "data_latency_seconds", "memory_bytes_per_second")
+_ENTRIES = ("stages", "latency", "memory_cap_bytes", "links", "bytes_per_second", "overlap_communication", *_BESIDE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +112,7 @@ def _network(data: dict[str, Any], sized: bool) -> Network:
         bytes_per_second=None if bandwidth is None else _number("bytes_per_second", bandwidth),
         links=tuple(_link(number, link) for number, link in enumerate(links)),
         overlap_communication=overlap,
+        **{what: _number(what, data[what]) for what in _BESIDE if what in data},
     )
 
 

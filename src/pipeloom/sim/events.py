@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
 from pipeloom.ir.schedule import Program, Schedule, awaited, message_after, peer_of
-from pipeloom.ir.walk import meets, walk
+from pipeloom.ir.walk import in_background, meets, walk
+from pipeloom.sim.background import Background
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.network import Network, Pair
 from pipeloom.sim.rows import Span
@@ -54,8 +55,8 @@ class _Result(NamedTuple):
 
 def spans_by_events(
     pipeline: Schedule | Program, costs: Costs, network: Network
-) -> tuple[list[list[Span]], list[Transfer]]:
-    """For each rank its spans, each action as early as it can; and all transfers that took a link, by start.
+) -> tuple[list[list[Span]], list[list[Span]], list[Transfer]]:
+    """For each rank its spans, each action as early as it can, and those beside them; all transfers that took a link.
 
     Raises:
         ScheduleError: the actions wait for each other in a circle.
@@ -70,7 +71,7 @@ def spans_by_events(
         for _ in walk(pipeline):  # says who waits for whom
             pass
         raise AssertionError("a walk found an order of actions that the simulation did not")
-    return run.spans, run.transfers
+    return run.spans, run.background.spans, run.transfers
 
 
 class _Run:
@@ -87,6 +88,7 @@ class _Run:
         self.bytes_sent = costs.bytes_sent(schedule) if network.limited else None
         self.shared = network.shared_links(schedule.num_ranks)
         self.meetings = _meetings(pipeline)
+        self.background = Background(pipeline, costs, network)
         self.arrived: dict[tuple[int, ...], int] = {}
         self.position = [0] * len(self.orders)
         self.clock = [0.0] * len(self.orders)
@@ -100,11 +102,17 @@ class _Run:
 
     def begin(self, rank: int) -> None:
         """Start the next action of a rank if all that it needs is there or on its way; else remember who waits."""
-        order, position = self.orders[rank], self.position[rank]
-        if position == len(order):
+        order = self.orders[rank]
+        while self.position[rank] < len(order) and in_background(order[self.position[rank]], self.schedule):
+            self.background.begin(rank, order[self.position[rank]], self.clock[rank])
+            self.position[rank] += 1
+        if self.position[rank] == len(order):
             return
-        action = order[position]
-        free = ready = self.clock[rank]
+        action = order[self.position[rank]]
+        free = self.clock[rank]
+        ready = max(free, self.background.there(rank, action))
+        if action in self.schedule.partners:
+            ready = max(ready, self.background.there(rank, self.schedule.partners[action]))
         for need in awaited(action, self.pipeline):
             result = self.results.get(need)
             if result is None:

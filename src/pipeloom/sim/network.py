@@ -54,6 +54,10 @@ class Network:
 
         bytes_per_second: bandwidth of each directed pair of ranks that is in none of `links`; None for no limit.
         links: links that several pairs share.
+        data_bytes_per_second: bandwidth of each rank to the same rank of other copies; None for no limit.
+        data_latency_seconds: of one message between them.
+        memory_bytes_per_second: between each rank's memory and the slower one to which it moves activations; None for
+            no limit. See `pipeloom.sim.background` for what goes over these two.
         overlap_communication: whether links work while ranks compute. If not, the sender is busy until its message is
             transferred, and the receiver for the time of the transfer once that has come to it, before it computes.
 
@@ -69,6 +73,9 @@ class Network:
     bytes_per_second: float | None = None
     links: tuple[Link, ...] = ()
     overlap_communication: bool = True
+    data_bytes_per_second: float | None = None
+    data_latency_seconds: float = 0.0
+    memory_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         check_seconds("send_seconds", self.send_seconds)
@@ -77,8 +84,10 @@ class Network:
         for row in rows:
             for seconds in row:
                 check_seconds("latency_seconds", seconds)
-        if self.bytes_per_second is not None:
-            _check_bandwidth(self.bytes_per_second)
+        check_seconds("data_latency_seconds", self.data_latency_seconds)
+        for bandwidth in (self.bytes_per_second, self.data_bytes_per_second, self.memory_bytes_per_second):
+            if bandwidth is not None:
+                _check_bandwidth(bandwidth)
         seen: set[Pair] = set()
         for link in self.links:
             if seen & link.ranks:

@@ -22,6 +22,8 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     * The STEP of a stage with replicas waits for the REDUCE_GRAD of all of them.
     * REDUCE_GRAD lasts from the moment a rank comes to it until what all members of its group sent when they came is
       there.
+    * Gathers and reductions of a data axis and moves of activations run beside the rank, see
+      `pipeloom.sim.background`; the step ends with the last of them.
 
     A large schedule without bandwidths and slice factors is timed by its columns, to the same numbers.
 
@@ -40,13 +42,14 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     has_columns = pipeline is schedule and schedule.large and schedule.proof is not None
     if has_columns and not network.limited and costs.slice_factors is None:
         return _timed_by_rounds(schedule, costs, network)
-    spans, transfers = spans_by_events(pipeline, costs, network)
+    spans, background, transfers = spans_by_events(pipeline, costs, network)
     return build_timeline(
         schedule,
         spans,
         name=pipeline.name,
         kind="simulated",
         keeps=costs.bytes_kept(schedule),
+        background=background,
         transfers=tuple(transfers),
         latency_seconds=network.latency_seconds,
         weight_version_bytes=costs.version_bytes(schedule),

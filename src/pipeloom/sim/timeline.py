@@ -15,6 +15,7 @@ from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule, Uses, WeightPolicy
 from pipeloom.ir.text import parse_action
 from pipeloom.ir.versions import weight_versions
+from pipeloom.sim.background import LINKS
 from pipeloom.sim.events import Transfer
 from pipeloom.sim.rows import Curve, Point, SpanRow
 from pipeloom.sim.rows import Span as Span  # it stands beside Timeline for those who read one
@@ -30,6 +31,7 @@ class Timeline:
         kind: where it comes from.
         spans: for each rank, its spans in the order in which it ran them: computations, and where they are known the
             sends, waits for receives and gradient reductions.
+        background: for each rank, what ran beside them (`pipeloom.sim.background`); empty where nothing did.
         memory: for each rank, ``(seconds, live)`` at every change of the number of live activations, in units of one
             rank-share of one micro-batch (a chunk counts 1/V, a slice 1/K). `live` holds until the next point.
         ideal_seconds: what the step would take without any bubble: the computing of all ranks, evenly shared.
@@ -57,6 +59,7 @@ class Timeline:
     num_microbatches: int
     num_slices: int = 1
     memory_bytes: tuple[Sequence[Point], ...] | None = None
+    background: tuple[Sequence[Span], ...] = ()
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
     transfers: tuple[Transfer, ...] = ()
     latency_seconds: float | tuple[tuple[float, ...], ...] = field(default=0.0, compare=False)
@@ -67,6 +70,12 @@ class Timeline:
     @property
     def num_ranks(self) -> int:
         return len(self.spans)
+
+    @cached_property
+    def links(self) -> tuple[str, ...]:
+        """The links beside the ranks that took time: of "data" to other copies and "memory" to slower memory."""
+        used = {LINKS[span.action.op] for row in self.background for span in row if span.end > span.start}
+        return tuple(sorted(used))
 
     @property
     def num_chunks(self) -> int:
@@ -84,7 +93,7 @@ class Timeline:
     @cached_property
     def makespan(self) -> float:
         """Seconds from the start of the first computation to the end of the last action on any rank."""
-        return max(map(_last_end, self.spans), default=0.0)
+        return max(map(_last_end, (*self.spans, *self.background)), default=0.0)
 
     @cached_property
     def span_seconds(self) -> float:
@@ -180,7 +189,8 @@ class Timeline:
                 "num_microbatches": self.num_microbatches,
                 "num_slices": self.num_slices,
                 "placement": self.placement.replicas,
-                "spans": [[[str(action), start, end] for action, start, end in row] for row in self.spans],
+                "spans": _rows(self.spans),
+                "background": _rows(self.background),
                 "memory": [*map(list, self.memory)],
                 "memory_bytes": None if self.memory_bytes is None else [*map(list, self.memory_bytes)],
                 "overlapped": sorted([str(first), str(second)] for first, second in self.overlapped),
@@ -208,10 +218,8 @@ class Timeline:
                 num_microbatches=int(data["num_microbatches"]),
                 num_slices=int(data["num_slices"]),
                 placement=Placement(tuple(tuple(map(int, ranks)) for ranks in data["placement"])),
-                spans=tuple(
-                    tuple(Span(parse_action(action), float(start), float(end)) for action, start, end in row)
-                    for row in data["spans"]
-                ),
+                spans=_spans(data["spans"]),
+                background=_spans(data.get("background", ())),
                 memory=_curves(data["memory"]),
                 memory_bytes=None if data.get("memory_bytes") is None else _curves(data["memory_bytes"]),
                 overlapped=frozenset((parse_action(a), parse_action(b)) for a, b in data.get("overlapped", ())),
@@ -225,6 +233,16 @@ class Timeline:
             raise InputError(
                 f"not the JSON of a timeline ({type(error).__name__}: {error}): write it with Timeline.to_json"
             ) from error
+
+
+def _rows(rows: Sequence[Sequence[Span]]) -> list[list[list[str | float]]]:
+    return [[[str(action), start, end] for action, start, end in row] for row in rows]
+
+
+def _spans(data: Sequence[Sequence[Sequence[str | float]]]) -> tuple[tuple[Span, ...], ...]:
+    return tuple(
+        tuple(Span(parse_action(str(action)), float(start), float(end)) for action, start, end in row) for row in data
+    )
 
 
 def _curves(data: Sequence[Sequence[Sequence[float]]]) -> tuple[tuple[tuple[float, float], ...], ...]:

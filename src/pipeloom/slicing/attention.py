@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import handle_torch_function, has_torch_function
 
 from pipeloom.slicing.context import Slice, current_slice
 from pipeloom.slicing.dropout import drop_mask, scaled
@@ -54,7 +55,7 @@ def causal_attention(
         dropped_SBHT = drop_mask(piece, dropout_p, (owner, "weights"), [B, H], q_BHSD.device, over_keys=True)
         dropped = dropped_SBHT.permute(1, 2, 0, 3)
     if not grouped:
-        return _attend(piece, q_BHSD, k_BKTD, v_BKTD, scale, mask, dropped, dropout_p)
+        return attention_core(piece, q_BHSD, k_BKTD, v_BKTD, scale, mask, dropped, dropout_p)
     # Every key head is a sample of its own here, seen by all query heads of its group: nothing is copied.
     K = k_BKSD.shape[1]
     k, v = (t.flatten(0, 1).unsqueeze(1).expand(-1, H // K, -1, -1) for t in (k_BKTD, v_BKTD))
@@ -62,12 +63,12 @@ def causal_attention(
         mask = mask.repeat_interleave(K, 0)
     if dropped is not None:
         dropped = dropped.reshape(B * K, H // K, S, -1)
-    return _attend(piece, q_BHSD.reshape(B * K, H // K, S, D), k, v, scale, mask, dropped, dropout_p).reshape(
+    return attention_core(piece, q_BHSD.reshape(B * K, H // K, S, D), k, v, scale, mask, dropped, dropout_p).reshape(
         B, H, S, -1
     )
 
 
-def _attend(
+def attention_core(
     piece: Slice,
     q: Tensor,
     k: Tensor,
@@ -77,6 +78,10 @@ def _attend(
     dropped: Tensor | None,
     dropout_p: float,
 ) -> Tensor:
+    """Scores, softmax, dropout and result. One of torch's functions to modes that look for attention."""
+    if has_torch_function((q,)):
+        result: Tensor = handle_torch_function(attention_core, (q,), piece, q, k, v, scale, mask, dropped, dropout_p)
+        return result
     if dropped is not None:
         allowed = _allowed(piece, q.device) if mask is None else mask
         scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)

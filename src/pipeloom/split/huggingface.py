@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError, SplitError
 from pipeloom.slicing import Slice, current_slice
-from pipeloom.split.module import StageModule
+from pipeloom.split.module import BlockRunner, StageModule
 
 
 class Decoder(NamedTuple):
@@ -104,8 +104,8 @@ class DecoderStage(StageModule):
             for name in decoder.shared:
                 self._rotary = self.place(name, copy.deepcopy(model.get_submodule(name)))
 
-    def forward(self, value: Any) -> Any:
-        """Token ids or hidden states, alone or in a dict -> hidden states likewise, or logits."""
+    def forward(self, value: Any, run: BlockRunner | None = None) -> Any:
+        """Token ids or hidden states, alone or in a dict -> hidden states likewise, or logits; blocks by `run`."""
         x, beside = self._enter(value)
         piece = current_slice()
         start = piece.start if piece else 0
@@ -124,7 +124,8 @@ class DecoderStage(StageModule):
                     shared = self._shared(x, positions)
                     masks = self._masks(x, beside.get("attention_mask"), positions, piece)
                 mask = masks[self._kind(number)] if isinstance(masks, dict) else masks
-                x = module(x, attention_mask=mask, past_key_values=None, use_cache=False, **shared)
+                settings = {"attention_mask": mask, "past_key_values": None, "use_cache": False, **shared}
+                x = module(x, **settings) if run is None else run([module], module, x, **settings)
                 x = x[0] if isinstance(x, tuple) else x
             elif name == self._decoder.positions:
                 x = x + module(positions)

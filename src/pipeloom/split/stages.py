@@ -145,7 +145,9 @@ def _find_chain(
 
     def make_stage(piece: Sequence[Layer]) -> nn.Module:
         named_modules = [(name, module) for name, module, _ in piece]
-        return DecoderStage(named_modules, model, decoder) if decoder else StageModule(named_modules)
+        if decoder:
+            return DecoderStage(named_modules, model, decoder)
+        return StageModule(named_modules, [name for name, _, counted in piece if counted])
 
     return chain, make_stage
 

@@ -1,0 +1,61 @@
+"""Computations of a rank that nothing may come between, with their messages; what other passes put around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.schedule import Program
+
+_RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+_SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+
+
+class Group(NamedTuple):
+    """One computation, or an overlapped pair, with the receives before and the sends behind it.
+
+    Attributes:
+        first, last: positions in the order of the rank.
+        computations: one action, or two.
+    """
+
+    first: int
+    last: int
+    computations: tuple[Action, ...]
+
+
+def groups_of(order: Sequence[Action], program: Program) -> list[Group]:
+    """The groups of one rank's `order`, as they stand in it. Actions of other kinds are in none."""
+    partners = program.schedule.partners
+    groups: list[Group] = []
+    position = free = 0
+    while position < len(order):
+        action = order[position]
+        if action.op not in COMPUTE_OPS:
+            position += 1
+            continue
+        first = position
+        while first > free and order[first - 1].op in _RECEIVES:
+            first -= 1
+        last = position + (action in partners)
+        computations = tuple(order[position : last + 1])
+        while last + 1 < len(order) and order[last + 1].op in _SENDS:
+            last += 1
+        groups.append(Group(first, last, computations))
+        position = free = last + 1
+    return groups
+
+
+def woven(
+    order: Sequence[Action],
+    front: Mapping[int, Sequence[Action]],
+    behind: Mapping[int, Sequence[Action]],
+) -> tuple[Action, ...]:
+    """`order` with actions in front of and behind some of its positions."""
+    result: list[Action] = []
+    for position, action in enumerate(order):
+        result += front.get(position, ())
+        result.append(action)
+        result += behind.get(position, ())
+    return tuple(result)
