@@ -134,6 +134,7 @@ def test_an_evaluation_gathers_and_reduces_nothing():
 
 
 @given(schedules(), st.sampled_from(AXES), st.booleans())
+@settings(max_examples=60, deadline=None)
 def test_on_random_schedules_too_and_their_text_reads_back(schedule, data, tied):
     program = lower(
         schedule, tied_stages=((0, schedule.num_stages - 1),) if tied and schedule.num_stages > 1 else (), data=data
@@ -146,7 +147,7 @@ def test_on_random_schedules_too_and_their_text_reads_back(schedule, data, tied)
 
 
 @given(schedules(), st.integers(0, 2))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_no_more_stages_are_gathered_at_once_than_prefetching_says(schedule, ahead):
     program = insert_data_parallel(insert_communication(schedule), zero3(CHUNK), ahead=ahead)
     for order in program.orders:
@@ -306,7 +307,7 @@ def test_a_bandwidth_needs_bytes():
 
 
 @given(schedules(), st.sampled_from(AXES), st.integers(0, 2**32))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_the_simulation_keeps_every_rule_on_random_schedules(schedule, data, seed):
     rng = random.Random(seed)
     stages = schedule.num_stages
@@ -349,7 +350,7 @@ def test_a_costs_file_names_the_links_beside_the_ranks():
 
 
 @given(schedules(), st.sampled_from([axis for axis in AXES if axis.unshards or axis.degree > 1]), st.integers(0, 2**32))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_the_critical_path_leads_through_what_computations_wait_for(schedule, data, seed):
     rng = random.Random(seed)
     stages = schedule.num_stages

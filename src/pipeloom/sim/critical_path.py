@@ -87,7 +87,7 @@ class _Back:
         """What beside the rank ended when a computation, or the unit that it starts, could start."""
         members = [span.action, *filter(None, (self.schedule.partners.get(span.action),))]
         for each in self.background[rank]:
-            if each.end == span.start > each.start and any(_needs(member, each.action) for member in members):
+            if each.end == span.start and any(_needs(member, each.action) for member in members):
                 return each
         return None
 
