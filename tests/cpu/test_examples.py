@@ -123,6 +123,7 @@ PAGES = (
     "docs/slicing.md",
     "docs/pipedream.md",
     "docs/partitioning.md",
+    "docs/less-memory.md",
 )
 
 

@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pipeloom as pl
 from pipeloom.errors import InputError, RunError
 from pipeloom.parallel.offload.optimizer import OffloadedOptimizer
 from pipeloom.parallel.offload.options import Place
 from pipeloom.parallel.offload.store import FileStore, HostStore, Store, page_buffer
+from tests.cpu.reference import make_mlp
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(_groups(p), lr=1e-2, fused=True),
@@ -161,6 +163,12 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path, direct: bool) -> Non
     store.close()
 
 
+def _post_validated(store: Store) -> None:
+    schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(make_mlp(), schedule, loss_fn=nn.functional.mse_loss, transport="loopback") as pipe:
+        pl.PostValidatedStep(pipe, OffloadedOptimizer(torch.optim.Adam(pipe.parameters()), store))
+
+
 def test_what_cannot_be_offloaded_is_refused_in_one_line(tmp_path: Path) -> None:
     class Counting(torch.optim.SGD):
         def step(self, closure=None):
@@ -185,6 +193,8 @@ def test_what_cannot_be_offloaded_is_refused_in_one_line(tmp_path: Path) -> None
             make()
         assert "\n" not in str(caught.value)
     offloaded = OffloadedOptimizer(inner, FileStore(tmp_path))
+    with pytest.raises(InputError, match="take BarrierStep"):
+        _post_validated(FileStore(tmp_path))
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(InputError, match="call that of the OffloadedOptimizer"):
@@ -239,3 +249,33 @@ def test_a_killed_run_leaves_no_file(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert not list(tmp_path.iterdir())
+
+
+def test_states_that_do_not_fit_into_memory_train_from_a_file(tmp_path: Path) -> None:
+    """Under a limit of the kernel's (RLIMIT_DATA): 64 MiB of parameters whose moments take 128, where 96 are left."""
+    script = """
+        import resource, sys, torch
+        from pipeloom.parallel.offload.optimizer import OffloadedOptimizer
+        torch.set_num_threads(1)
+        parameters = [torch.nn.Parameter(torch.ones(1 << 19)) for _ in range(32)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        adam = torch.optim.Adam(parameters, foreach=False)
+        held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) << 10
+        resource.setrlimit(resource.RLIMIT_DATA, (held + (96 << 20),) * 2)
+        try:
+            adam.step()
+        except (RuntimeError, MemoryError):
+            print("does not fit")
+        adam.state.clear()
+        for parameter in parameters:
+            parameter.data.fill_(1.0)
+        optimizer = OffloadedOptimizer(adam, "disk:" + sys.argv[1], portion_bytes=8 << 20)
+        for _ in range(2):
+            optimizer.step()
+        values = {float(parameter[5]) for parameter in parameters}
+        print(optimizer.offloaded_bytes >> 20, max(values) < 0.999, len(values))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.splitlines() == ["does not fit", "128 True 1"], done.stderr

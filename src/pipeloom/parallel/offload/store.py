@@ -280,4 +280,5 @@ def page_buffer(num_bytes: int, device: torch.device | None = None) -> Tensor:
     """Bytes, uint8; on the host from the beginning of a page, so that direct I/O can go to and from them."""
     if device is not None and device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    return torch.frombuffer(mmap.mmap(-1, max(aligned(num_bytes), PAGE_BYTES)), dtype=torch.uint8)[:num_bytes]
+    own = mmap.mmap(-1, max(aligned(num_bytes), PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(own, dtype=torch.uint8)[:num_bytes]

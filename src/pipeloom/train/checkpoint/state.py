@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError
+from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.runtime.ranges import Range
 
 # Names of the types that safetensors can hold.
@@ -71,6 +72,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
     Works for every optimizer whose state is, for each parameter, a dict of tensors and JSON scalars.
     Raises CheckpointError for a parameter without a name and for other state (LBFGS).
     """
+    optimizer = _unwrapped(optimizer)
     found = OptimizerState(type(optimizer).__qualname__)
     for group in optimizer.param_groups:
         options = {key: _option(key, value) for key, value in group.items() if key != "params"}
@@ -107,6 +109,7 @@ def load_optimizer_state(
 
     Raises CheckpointError, before anything is changed, when the two do not fit.
     """
+    optimizer = _unwrapped(optimizer)
     if type(optimizer).__qualname__ != optimizer_class:
         raise CheckpointError(
             f"the checkpoint was saved with {optimizer_class}, not {type(optimizer).__qualname__}: "
@@ -186,6 +189,11 @@ def _group_options(
                 f"build the param groups as they were when the checkpoint was saved"
             )
     return first[1] if first else {}
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, of one that keeps its states elsewhere."""
+    return optimizer.wrapped if isinstance(optimizer, OffloadedOptimizer) else optimizer
 
 
 def _check_fits(name: str, parameter: Tensor, state: Mapping[str, Any], optimizer_class: str) -> None:
