@@ -80,21 +80,27 @@ def test_every_example_is_tested() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | FOUR_PROCESSES
 
 
-def test_the_example_of_zero_prints_the_losses_of_whole_copies(tmp_path: Path) -> None:
+def test_the_example_of_zero_goes_on_from_its_checkpoint_with_whole_copies(tmp_path: Path) -> None:
     script = ROOT / "examples" / "train_zero.py"
-    zero3, whole = (_run_processes(4, script, ["--steps", "3", "--data", data], tmp_path) for data in ("zero3", "ddp"))
-    assert zero3.returncode == 0, zero3.stderr
-    losses = [re.findall(r"^step 3  loss \d.*", done.stdout, re.MULTILINE) for done in (zero3, whole)]
-    assert losses[0] == losses[1] != []
-    held = [int(count) for count in re.findall(r"process \d updates (\d+) of", zero3.stdout)]
-    total = int(re.findall(r" of (\d+) parameters", zero3.stdout)[0])
-    assert len(held) == 4
-    assert sum(held) == total
+    saving = ["--output", str(tmp_path / "checkpoints")]
+
+    def losses(options: list[str]) -> list[str]:
+        done = _run_processes(4, script, options, tmp_path)
+        assert done.returncode == 0, done.stderr
+        held = [int(count) for count in re.findall(r"process \d updates (\d+) of", done.stdout)]
+        total = int(re.findall(r" of (\d+) parameters", done.stdout)[0])
+        assert len(held) == 4
+        assert sum(held) == total * (1 if "ddp" not in options else 2)
+        return re.findall(r"^step \d  loss \d.*", done.stdout, re.MULTILINE)
+
+    whole = losses(["--steps", "4"])
+    assert losses(["--steps", "2", *saving])[-1].startswith("step 2  loss")
+    assert losses(["--steps", "4", *saving, "--data", "ddp"]) == whole
 
 
 def test_a_training_state_over_the_cap_of_memory_trains_with_zero3_alone(tmp_path: Path) -> None:
     script = ROOT / "examples" / "train_under_cap.py"
-    small = ["--width", "512", "--cap", "160", "--steps", "2"]
+    small = ["--width", "768", "--cap", "390", "--steps", "2"]
     fits = _run_processes(4, script, small, tmp_path)
     assert fits.returncode == 0, fits.stderr
     assert "step 2  loss" in fits.stdout
