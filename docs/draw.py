@@ -38,6 +38,8 @@ SIMULATED = {
     "1f1b-latency.svg": "1f1b --ranks 4 --microbatches 8 --latency 0.5",
     "1f1b-many.svg": "1f1b --ranks 4 --microbatches 32",
     "pipedream.svg": "pipedream --ranks 4 --microbatches 16",
+    "zero3.svg": "bfs --ranks 2 --microbatches 4 --data 4 --data-strategy zero3 --data-granularity chunk "
+    "--data-bandwidth 1 --parameter-bytes 4",
 }
 
 

@@ -13,7 +13,7 @@ from pipeloom.errors import PipeloomError
 from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
 
 if TYPE_CHECKING:
-    from pipeloom.parallel import DataParallel, Mesh, Precision
+    from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, OffloadedOptimizer, Precision
     from pipeloom.runtime import (
         BarrierStep,
         LossScaler,
@@ -39,6 +39,8 @@ _LAZY = {
     "LossScaler": "pipeloom.runtime",
     "DataParallel": "pipeloom.parallel",
     "Mesh": "pipeloom.parallel",
+    "OffloadActivations": "pipeloom.parallel",
+    "OffloadedOptimizer": "pipeloom.parallel",
     "Precision": "pipeloom.parallel",
     "Pipeline": "pipeloom.runtime",
     "PostValidatedStep": "pipeloom.runtime",
@@ -61,6 +63,8 @@ __all__ = [
     "LossScaler",
     "Mesh",
     "Network",
+    "OffloadActivations",
+    "OffloadedOptimizer",
     "Op",
     "Pipeline",
     "PipeloomError",

@@ -62,6 +62,7 @@ def thinned() -> list[Case]:
         tied, checkpointed = bool(index & 1) ^ bool(index & 4), bool(index & 2)
         cases.append(Case(family, strategy, granularity, tied, checkpointed))
     cases += [Case("dualpipe", "ddp", tied=True), Case("dualpipe", "zero3", "microbatch", tied=True)]
+    cases += [Case("seq1f1b", "zero2", "chunk"), Case("seq1f1b", "zero3", "microbatch")]
     cases += [Case("zb-v", "parameter-server", tied=True), Case("1f1b", "zero3", layout="parameters", tied=True)]
     return cases
 
@@ -123,8 +124,9 @@ def train_and_compare(case: Case, mesh: pl.Mesh, num_steps: int = 10) -> None:
                 parameter.zero_()
     if case.checkpointed:
         checkpoint_blocks(model)
-    chunks = {"num_chunks": 2} if case.family in ("interleaved", "bfs", "zb-v", "dualpipev") else {}
-    schedule = pl.schedules.build(case.family, num_ranks=2, num_microbatches=MICROBATCHES, **chunks)
+    pieces = {"num_chunks": 2} if case.family in ("interleaved", "bfs", "zb-v", "dualpipev") else {}
+    pieces |= {"num_slices": 2} if case.family == "seq1f1b" else {}
+    schedule = pl.schedules.build(case.family, num_ranks=2, num_microbatches=MICROBATCHES, **pieces)
     data = pl.DataParallel(case.strategy, granularity=case.granularity, layout=case.layout)
     with pl.Pipeline(model, schedule, loss_fn=language_loss, mesh=mesh, data=data) as pipe:
         optimizer = OPTIMIZERS[case.optimizer](pipe.parameters())

@@ -505,7 +505,8 @@ def test_nothing_is_ever_unpickled(saved: Path, monkeypatch: pytest.MonkeyPatch)
 
 # --- interrupted saves ------------------------------------------------------------------------------------------------
 
-# Saves steps 1, then 2 (over an older 2, and in pieces by two ranks, or not) and is killed at the k-th call that changes the disk, for every k.
+# Saves steps 1, then 2 (over an older 2, and in pieces by two ranks, or not) and is killed at the k-th call that
+# changes the disk, for every k.
 KILLER = """
 import json, os, signal, sys, threading
 from pathlib import Path

@@ -170,6 +170,7 @@ PAGES = (
     "docs/slicing.md",
     "docs/pipedream.md",
     "docs/partitioning.md",
+    "docs/less-memory.md",
 )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pipeloom as pl
-from pipeloom.errors import InputError, RunError
+from pipeloom.errors import InputError, PeerLost, RunError, StageError
 from tests.cpu.copies import check_equal_on_copies
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, make_mlp, tokens
@@ -69,6 +69,12 @@ def _train_odd(rank: int) -> None:
                 for name in ("first.weight", "scale", "unused", "first.bias"):
                     check_equal_on_copies(state[name], mesh)
                 assert torch.equal(state["first.bias"], frozen)
+                main["first.bias"].requires_grad_(True)
+                main["scale"].requires_grad_(False)
+                optimizer.zero_grad()
+                pipe.step(*halves(x, y))
+                assert main["scale"].grad is None
+                assert main["first.bias"].grad is not None or not main["first.bias"].numel()
                 assert not torch.equal(state["first.weight"], weight)
                 means = [torch.empty(7) for _ in range(2)]
                 torch.distributed.all_gather(means, state["norm.running_mean"])
@@ -316,6 +322,12 @@ def _refusals(rank: int) -> None:
             pl.PostValidatedStep(pipe, torch.optim.SGD(pipe.parameters()))
         with pytest.raises(InputError, match="gradients of 16 bits"):
             pipe.loss_scale = 2.0
+    model = make_mlp()
+    with pl.Pipeline(model, ONE, **build, data="zero1"), pytest.raises(InputError, match="held by another Pipeline"):
+        pl.Pipeline(model, ONE, **build, data="zero2")
+    pl.Pipeline(model, ONE, **build, data="zero3").close()
+    with pytest.raises(InputError, match="make the model anew"):
+        pl.Pipeline(model, ONE, **build, precision="bf16")
     dense = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
     with pl.Pipeline(dense, ONE, **build) as pipe:
         dense[0].sparse = True
@@ -366,3 +378,30 @@ def test_backwards_in_halves_read_no_parameters_that_were_freed(granularity: str
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-10, atol=1e-13)
         assert all(parameter.isnan().all() for parameter in model.parameters()), "nothing stays gathered"
         assert pipe.held_bytes().parameters < 1000
+
+
+class Fragile(nn.Module):
+    """Raises in the third forward of the second copy."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 3 and torch.distributed.get_rank() == 1:
+            raise ValueError("third time")
+        return x
+
+
+def _one_copy_fails(rank: int, strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Fragile(), nn.Linear(8, 8))
+    pipe = pl.Pipeline(model, ONE, loss_fn=mse, mesh=pl.Mesh(dp=2), data=strategy)
+    pipe.step(torch.randn(4, 8), torch.randn(4, 8))
+    with pytest.raises((PeerLost, StageError)[rank], match=("another copy", "third time")[rank]):
+        pipe.step(torch.randn(4, 8), torch.randn(4, 8))
+    with pytest.raises(RunError, match="cannot run any more"):
+        pipe.step(torch.randn(4, 8), torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_copy_that_fails_ends_the_others(strategy: str) -> None:
+    run_ranks(_one_copy_fails, 2, strategy, timeout_seconds=60)

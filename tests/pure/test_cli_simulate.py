@@ -166,3 +166,47 @@ def test_the_command_runs_as_a_process_without_a_terminal():
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("rank 0  F0 F1")
     assert "\x1b" not in done.stdout
+
+
+# --- copies of the pipeline and moved activations ---------------------------------------------------------------------
+
+
+def simulated(line: str) -> int:
+    return main(["simulate", *line.split()])
+
+
+def test_copies_and_moves_are_simulated(capsys):
+    words = "bfs --ranks 2 --microbatches 4 --data 4 --data-strategy zero3 --data-granularity chunk "
+    words += "--data-bandwidth 1 --parameter-bytes 4"
+    assert simulated(f"{words} --json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    # 2 bytes a stage, of which each copy gets 3 / 4 from others: 1.5 s for each of 3 gathers and 2 reductions of a rank
+    assert answer["data"] == {"degree": 4, "strategy": "zero3", "granularity": "chunk"}
+    assert answer["data_link_seconds"] == [7.5, 7.5]
+    assert answer["makespan_seconds"] == 13.5 + 1.5 + 1.5  # the first gather and the last reduction are in nobody's way
+    assert simulated(words) == 0
+    assert "bfs: 4 copies, zero3, granularity chunk\n" in capsys.readouterr().out
+    assert simulated("1f1b --ranks 4 --microbatches 8 --offload 3 --activation-bytes 1 --json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["peak_activations"] == answer["peak_bytes"] == [3.0, 3.0, 2.0, 1.0]
+    assert "memory_link_seconds" not in answer  # without a limit it takes no time
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--data-strategy zero3", "--data-strategy without --data"),
+        ("--memory-bandwidth 1", "--memory-bandwidth without --offload"),
+        ("--data 0", "a data axis of degree 0"),
+        ("--data 2 --data-granularity chunk", "granularity 'chunk' with strategy 'ddp'"),
+        ("--data 2 --data-bandwidth 1", "no parameter_bytes"),
+        ("--parameter-bytes -1", "--parameter-bytes -1: a size is"),
+        ("--offload 0", "--offload 0: a rank holds at least"),
+        ("--offload 1", "need 3; raise the cap"),
+    ],
+)
+def test_copies_and_moves_that_cannot_be_are_refused(words, said, capsys):
+    assert simulated(f"1f1b --ranks 4 --microbatches 8 {words}") == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

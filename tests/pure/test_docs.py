@@ -202,6 +202,17 @@ def test_printed_timelines_are_what_is_printed_now(capsys):
     assert printed.startswith(shown)
 
 
+def test_printed_memory_is_what_is_printed_now(capsys):
+    page = (ROOT / "docs" / "memory.md").read_text()
+    blocks = re.findall(r"```console\n\$ pipeloom (.*?)\n(.*?)\n```", page, re.DOTALL)
+    assert len(blocks) == 6
+    for words, shown in blocks:
+        if "--run" not in words:
+            assert cli.main(words.split()) == 0
+            printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+            assert printed.startswith(shown.removesuffix("...").rstrip()), words
+
+
 @pytest.mark.parametrize("name", [*NAMES, "examples/train_mlp.py", "examples/train_gpt.py"])
 def test_the_project_speaks_of_itself_alone(name):
     text = (ROOT / name).read_text()

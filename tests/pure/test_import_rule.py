@@ -19,7 +19,16 @@ ALLOWED = {
     "schedules": {"ir"},
     "passes": {"ir"},
     "sim": {"ir"},
-    "plan": {"ir", "schedules", "sim", "split", "models", "slicing"},  # models: measuring runs one
+    "plan": {
+        "ir",
+        "schedules",
+        "passes",
+        "sim",
+        "parallel",
+        "split",
+        "models",
+        "slicing",
+    },  # models: measuring runs one
     "slicing": set(),
     "split": {"ir", "slicing"},
     "models": {"slicing"},
@@ -125,6 +134,7 @@ assert main(words) == main([*words, "--schedule", "dapple", "--microbatches", "2
         PARTITION,
         "from pipeloom.cli import main; assert main(['schedules', '--json']) == 0",
         "from pipeloom.cli import main; assert main(['schedules']) == 0",
+        "from pipeloom.cli import main; assert main(['memory', '--memory-cap', '1TB']) == 0",
         "from pipeloom.cli import main; assert main(['--help']) == 0",
     ],
 )

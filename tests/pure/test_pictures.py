@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeloom import schedules
-from pipeloom.ir import Op
-from pipeloom.passes import lower
+from pipeloom.ir import DataAxis, DataStrategy, Granularity, Op
+from pipeloom.passes import insert_offload, lower
 from pipeloom.report import print_timeline, timeline_svg, trace, write_trace
 from pipeloom.report.drawing import bytes_text, number_text, op_shares, seconds_text, ticks
 from pipeloom.report.terminal import layout
@@ -257,3 +257,37 @@ def test_ticks_are_few_and_inside(low, width, count):
     assert len(found) <= 2 * count + 2
     slack = width * 1e-6 + 4 * math.ulp(abs(low) + width)  # a narrow range of large numbers has few floats in it
     assert all(low - slack <= tick <= low + width + slack for tick in found)
+
+
+# --- links beside the ranks -----------------------------------------------------------------------------------------
+
+
+def beside_timeline() -> Timeline:
+    """One rank with two chunks of two micro-batches, four copies, one activation that leaves."""
+    data = DataAxis(degree=4, strategy=DataStrategy.ZERO3, granularity=Granularity.CHUNK)
+    schedule = schedules.build("bfs", num_ranks=1, num_microbatches=2, num_chunks=2)
+    program = insert_offload(lower(schedule, data=data), 3)
+    costs = replace(Costs.uniform(), parameter_bytes=(8.0, 8.0), activation_bytes=(2.0, 2.0))
+    return simulate(program, costs, Network(data_bytes_per_second=8.0, memory_bytes_per_second=4.0))
+
+
+def test_links_are_drawn_on_lanes_of_their_own():
+    timeline = beside_timeline()
+    assert timeline.links == ("data", "memory")
+    rows = printed(timeline)
+    # a gather takes 0.75 s, F 0.5 s in three columns; 0F1 leaves when it has ended and is back before its backward
+    assert rows[:3] == [
+        "rank 0         F0 F1 F0 F1 B0--- B1--- B0--- B1---",
+        "  data    U0---U1--  U0--              R1--        R0--",
+        "  memory             O0-               L0-",
+    ]
+    assert "R  gradient reduction   U  gathering of parameters   O  activations leave" in "\n".join(rows)
+    found = boxes(ElementTree.fromstring(timeline_svg([timeline], standalone=True)))
+    for span in timeline.background[0]:
+        assert str(span.action) in found
+    events = trace(timeline)["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    assert tracks == {0: "actions", 1: "data link", 2: "memory link"}
+    names = {(e["tid"], e["args"]["action"]) for e in events if e["ph"] == "X" and e["tid"]}
+    assert names == {(1 + (s.action.op in (Op.OFFLOAD, Op.RELOAD)), str(s.action)) for s in timeline.background[0]}
+    assert "data" not in "\n".join(printed(timeline_of(ranks=2, microbatches=2)))

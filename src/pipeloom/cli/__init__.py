@@ -15,6 +15,7 @@ from pipeloom.version import __version__
 COMMANDS = {
     "train": "train a language model through a pipeline",
     "simulate": "simulate a schedule: makespan, bubble, live activations, timeline",
+    "memory": "how much memory every rank of a run takes, by kind, and how to stay under a cap",
     "slice": "cut long sequences into slices: where, and what it saves",
     "partition": "cut a model into stages with replicas: which layers, how many ranks, and why",
     "schedules": "list the schedules: paper, constraints, closed forms",

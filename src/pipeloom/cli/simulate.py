@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom import schedules
+from pipeloom.cli import simulate_data
 from pipeloom.cli.parser import Parser
 from pipeloom.cli.simulate_inputs import Inputs
 from pipeloom.errors import InputError
-from pipeloom.ir import Checked, Program, Schedule, check
+from pipeloom.ir import Checked, Schedule, check
 from pipeloom.ir.torch_csv import to_csv
-from pipeloom.passes import lower
 from pipeloom.sim import Timeline, simulate
 
 _COMPARE = "compare"
@@ -22,6 +22,7 @@ _COMPARE = "compare"
 def main(argv: Sequence[str]) -> int:
     """Simulate one schedule, or compare several, and show them; returns the exit code."""
     options = _parser().parse_args(list(argv))
+    simulate_data.check_options(options)
     names = _names(options)
     inputs = Inputs.read(options)
     made = [_simulate(name, inputs) for name in names]
@@ -75,8 +76,11 @@ def _simulate(name: str, inputs: Inputs) -> tuple[Timeline, Schedule, dict[str, 
     """The timeline, the schedule and the numbers."""
     schedule, found = inputs.schedule(name)
     checked = check(schedule)
-    timeline = simulate(_with_updates(schedule), inputs.costs, inputs.network)
+    pipeline = simulate_data.program_of(schedule, inputs.options)
+    costs = simulate_data.costs_of(schedule, inputs.costs, inputs.options)
+    timeline = simulate(pipeline, costs, simulate_data.network_of(inputs.network, inputs.options))
     answer = summary(timeline, checked) | inputs.memory(schedule, timeline)
+    answer |= simulate_data.numbers(pipeline, timeline)
     if schedule.forward_only:
         answer["forward_only"] = True
     if found is not None:
@@ -84,13 +88,6 @@ def _simulate(name: str, inputs: Inputs) -> tuple[Timeline, Schedule, dict[str, 
         answer["best_named"] = None if best is None else {"name": best[0], "makespan_seconds": best[1]}
         answer["lower_bound_seconds"] = found.lower_bound
     return timeline, schedule, answer
-
-
-def _with_updates(schedule: Schedule) -> Schedule | Program:
-    """What to simulate: a stream with its updates, which replicas make together; they change no time elsewhere."""
-    stream = schedule.microbatches_per_update is not None
-    replicated = any(len(ranks) > 1 for ranks in schedule.placement.replicas)
-    return lower(schedule) if stream and (replicated or not schedule.large) else schedule
 
 
 def _print_notes(answer: dict[str, Any]) -> None:
@@ -103,7 +100,9 @@ def _print_notes(answer: dict[str, Any]) -> None:
         unit = "bytes" if "peak_bytes" in answer else "rank-shares of one micro-batch"
         over = "" if answer.get("within_memory", True) else ": over the limit"
         print(f"{name}: holds at most {' '.join(f'{peak:.6g}' for peak in peaks)} {unit}{over}")
-    if "weight_version_bytes" in answer:
+    for line in simulate_data.notes(name, answer, answer["makespan_seconds"]):
+        print(line)
+    if "weight_version_bytes" in answer and "data" not in answer:
         held = " ".join(f"{size:.6g}" for size in answer["weight_version_bytes"])
         print(f"{name}: versions of the parameters take at most {held} bytes")
     if "lower_bound_seconds" in answer:
@@ -157,6 +156,8 @@ def _parser() -> Parser:
             pipeloom simulate search --ranks 4 --microbatches 16 --costs costs.json --csv found.csv
             pipeloom simulate seq1f1b --ranks 4 --microbatches 1 --slices 8
             pipeloom simulate pipedream --ranks 4 --microbatches 16 --replicas 2,1,1 --weights vertical
+            pipeloom simulate bfs --ranks 2 --microbatches 4 --data 4 --data-strategy zero3 --data-granularity chunk
+            pipeloom simulate 1f1b --ranks 4 --microbatches 8 --offload 3
             pipeloom simulate compare 1f1b pipedream pipedream-2bw --ranks 4 --microbatches 32
             pipeloom simulate compare 1f1b zb-h1 --ranks 4 --microbatches 8 --slow-rank 2:1.5
             pipeloom simulate compare 1f1b interleaved zb-h1 zb-v --ranks 4 --microbatches 8
@@ -196,6 +197,7 @@ def _parser() -> Parser:
     parser.add_argument("--placement", choices=("loop", "v"), help="of the chunks, for search (loop)")
     parser.add_argument("--effort", type=float, help="of search: about so many seconds, but the same everywhere (6)")
     parser.add_argument("--prove", type=float, help="of search: let CP-SAT raise the bound for so many seconds")
+    simulate_data.add_options(parser)
     parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
     parser.add_argument("--csv", type=str, help="write the orders as torch.distributed.pipelining loads them")
     parser.add_argument("--html", type=str, help="write the picture and the numbers as one offline page")

@@ -43,9 +43,9 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def make_parser() -> Parser:
-    """The parser of ``pipeloom train``; its keys are those of `TrainConfig`."""
-    parser = Parser("pipeloom train", _DESCRIPTION, examples=_EXAMPLES, default_env=True, env_prefix=ENV_PREFIX[:-1])
+def make_parser(prog: str = "pipeloom train", description: str = _DESCRIPTION, examples: str = _EXAMPLES) -> Parser:
+    """The parser of ``pipeloom train``, or of a command with its options; keys are those of `TrainConfig`."""
+    parser = Parser(prog, description, examples=examples, default_env=True, env_prefix=ENV_PREFIX[:-1])
     parser.may_be_empty = frozenset({"--sample_prompt"})
     parser.add_argument("--config", action="config", help="YAML file with these options")
     for key, kind, default, text in options():
@@ -62,22 +62,36 @@ def parse(argv: Sequence[str]) -> TrainConfig:
         SystemExit: code 2 after one line, where a key is unknown or a value is not of its type.
     """
     parser = make_parser()
-    files, flags = _take_config_files(parser, argv)
-    for file in files:
-        _check_keys_of_file(parser, file)
-    environment = list(_from_environment(parser, os.environ))
-    words = [word for file in files for word in ("--config", file)] + environment + flags
+    words = read_words(parser, argv)
     plain = [word for word in words if not word.startswith("--print_config")]
-    values = parser.parse_args(plain, env=False).as_dict()
-    values.pop("config")
-    values["sample_prompt"] = as_utf8(values["sample_prompt"])  # paths keep the bytes that the system knows them by
-    config = TrainConfig.from_mapping(values)
+    config = read_config(parser.parse_args(plain, env=False).as_dict())
     if plain != words:
         from pipeloom.train.validate import validate_settings
 
         validate_settings(config)
         parser.parse_args(words, env=False)  # prints and exits
     return config
+
+
+def read_words(parser: Parser, argv: Sequence[str]) -> list[str]:
+    """`argv` with config files in front, and the environment before what is given by hand.
+
+    Raises:
+        SystemExit: code 2 after one line, where a file or a variable is wrong.
+    """
+    files, flags = _take_config_files(parser, argv)
+    for file in files:
+        _check_keys_of_file(parser, file)
+    environment = list(_from_environment(parser, os.environ))
+    return [word for file in files for word in ("--config", file)] + environment + flags
+
+
+def read_config(values: dict[str, Any]) -> TrainConfig:
+    """The configuration among the values of a parser that `make_parser` made."""
+    own = {key.partition(".")[0] for key, *_ in options()}
+    mapping = {key: value for key, value in values.items() if key in own}
+    mapping["sample_prompt"] = as_utf8(mapping["sample_prompt"])  # paths keep the bytes that the system knows them by
+    return TrainConfig.from_mapping(mapping)
 
 
 def _take_config_files(parser: Parser, argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -9,15 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.parallel.mesh_shape import AXES, MeshShape
+from pipeloom.parallel.offload.options import OffloadActivations
 from pipeloom.parallel.options import DataParallel, Precision
 
 if TYPE_CHECKING:
     from pipeloom.parallel.mesh import Mesh
+    from pipeloom.parallel.offload.optimizer import OffloadedOptimizer
 
 # Public names that need torch, and the module each lives in.
-_HOMES = {"Mesh": "pipeloom.parallel.mesh"}
+_HOMES = {"Mesh": "pipeloom.parallel.mesh", "OffloadedOptimizer": "pipeloom.parallel.offload.optimizer"}
 
-__all__ = ["AXES", "DataParallel", "Mesh", "MeshShape", "Precision"]
+__all__ = ["AXES", "DataParallel", "Mesh", "MeshShape", "OffloadActivations", "OffloadedOptimizer", "Precision"]
 
 
 def __getattr__(name: str) -> Any:

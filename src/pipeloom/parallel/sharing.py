@@ -30,7 +30,7 @@ def share(mesh: ProcessMesh | None, data: Any, precision: Any) -> Sharing:
     """
     options, formats = DataParallel.of(data), Precision.of(precision)
     degree = 1 if mesh is None else mesh.degree("dp")
-    if degree == 1 and data is None and not formats.has_masters:
+    if degree == 1 and options.strategy == "ddp" and not formats.has_masters:
         return Sharing()
     return _Shared(options, formats, Copies(mesh))
 

@@ -132,7 +132,7 @@ class Unit:
                 self.ranges[name] = Range(start, stop, tuple(shape))
             main = nn.Parameter(piece, requires_grad=module_parameter.requires_grad)
             vars(main).update(vars(module_parameter))  # what users note on parameters, such as "no weight decay"
-            if module_parameter.requires_grad and module_parameter.is_floating_point():
+            if module_parameter.is_floating_point():
                 module_parameter.grad_dtype = formats.gradient
                 if formats.gradient != formats.main:
                     main.grad_dtype = None  # any: updates widen them, see `pipeloom.runtime.optimizer_step`

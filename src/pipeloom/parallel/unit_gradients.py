@@ -75,8 +75,10 @@ class UnitGradients:
         """Set aside the gradients that earlier runs left."""
         pairs = zip(self._parameters, self._main.values(), strict=True)
         self._aside = [parameter.grad if parameter is main else None for parameter, main in pairs]
-        for parameter in self._parameters:
+        for parameter, main in zip(self._parameters, self._main.values(), strict=True):
             parameter.grad = None
+            if parameter.requires_grad is not main.requires_grad:  # frozen, or trained from now on
+                parameter.requires_grad_(main.requires_grad)
         self.present = [False] * len(self._parameters)
 
     @property

@@ -24,6 +24,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.schedule import Program
 from pipeloom.passes.groups import Group, groups_of, woven
+from pipeloom.words import counted
 
 _SLACK = 1 + 1e-9  # sums of sizes are not exact
 
@@ -82,14 +83,20 @@ def insert_offload(
         if moves is None:
             least = plans[rank].least()
             raise InputError(
-                f"rank {rank} of {program.name!r} may hold {caps[rank]:g} of activations: moves beside {beside} "
-                f"computations need {least:g}; raise the cap"
+                f"rank {rank} of {program.name!r} may hold {caps[rank]:g} of activations: moves beside "
+                f"{counted(beside, 'computation')} need {least:g}; raise the cap"
             )
     orders = tuple(
         _with_moves(order, plan.groups, moves or [], beside)
         for order, plan, moves in zip(program.orders, plans, found, strict=True)
     )
     return replace(program, orders=orders)
+
+
+def least_held(program: Program, *, beside: int = 1) -> tuple[float, ...]:
+    """The lowest cap of each rank, in activations of one stage and micro-batch, that `insert_offload` can keep."""
+    sizes = (1.0,) * program.schedule.num_stages
+    return tuple(_Plan(groups_of(order, program), program, sizes, beside).least() for order in program.orders)
 
 
 def _with_moves(

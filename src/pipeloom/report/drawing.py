@@ -17,6 +17,9 @@ COLOURS = {
     Op.W: "#cc79a7",
     Op.REDUCE_GRAD: "#b3aa99",
     Op.STEP: "#0072b2",
+    Op.UNSHARD: "#f0e442",
+    Op.OFFLOAD: "#d9773f",
+    Op.RELOAD: "#a7b84c",
 }
 OP_NAMES = {
     Op.F: "forward",
@@ -25,6 +28,9 @@ OP_NAMES = {
     Op.W: "backward of weights",
     Op.REDUCE_GRAD: "gradient reduction",
     Op.STEP: "update of parameters",
+    Op.UNSHARD: "gathering of parameters",
+    Op.OFFLOAD: "activations leave",
+    Op.RELOAD: "activations come back",
 }
 
 

@@ -1,7 +1,7 @@
 """A timeline as Chrome trace JSON, which https://ui.perfetto.dev and chrome://tracing open.
 
-One process a rank, one track of actions in it, a counter of live activations, and an arrow for every activation and
-gradient that travels from one rank to another.
+One process a rank, one track of actions in it, one for each link beside it (gathers, reductions, moves), a counter of
+live activations, and an arrow for every activation and gradient that travels from one rank to another.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.schedule import Uses, dependencies
 from pipeloom.report.drawing import described
+from pipeloom.sim.background import LINKS
 from pipeloom.sim.timeline import Span, Timeline
 
 # Names of the trace viewer's reserved colours; Perfetto colours by the letters of a slice's name instead.
@@ -38,6 +39,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "actions"}},
         ]
         events += [_slice(rank, span, timeline.versions_used) for span in row]
+        events += _links(timeline, rank)
         events += [
             {"ph": "C", "name": "live activations", "pid": rank, "ts": _nanoseconds(at) / 1e3, "args": {"live": live}}
             for at, live in timeline.memory[rank]
@@ -66,6 +68,15 @@ def write_trace(timeline: Timeline, path: Path) -> None:
 def _nanoseconds(seconds: float) -> int:
     """Whole nanoseconds, so that neighbouring slices touch and never overlap by a rounding error."""
     return round(seconds * 1e9)
+
+
+def _links(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
+    """What ran beside a rank, a track for each link."""
+    for track, link in enumerate(timeline.links, 1):
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": f"{link} link"}}
+        for span in timeline.background[rank]:
+            if LINKS[span.action.op] == link:
+                yield _slice(rank, span, timeline.versions_used) | {"tid": track}
 
 
 def _slice(rank: int, span: Span, versions: Uses) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from html import escape
 from pipeloom.ir.action import COMPUTE_OPS, Op
 from pipeloom.report.drawing import COLOURS, OP_NAMES, described, label, number_text, op_shares, seconds_text, ticks
 from pipeloom.sim import Span, Timeline, critical_path
+from pipeloom.sim.background import LINKS
 
-_LEFT, _RIGHT, _BAR, _MEMORY, _GAP = 58.0, 46.0, 22.0, 13.0, 9.0
+_LEFT, _RIGHT, _BAR, _LINK, _MEMORY, _GAP = 58.0, 46.0, 22.0, 6.0, 13.0, 9.0
 _TICK = 1.6  # width of what takes no time
 _MOST_TOOLTIPS = 2000  # a tooltip makes a span several times as many bytes
 _STYLE = """
@@ -19,7 +20,10 @@ _STYLE = """
 .pl .grid{stroke:currentColor;stroke-opacity:.13}.pl .wait{stroke:currentColor;stroke-opacity:.4;stroke-dasharray:2 2}
 .pl .memory{fill:currentColor;fill-opacity:.16;stroke:currentColor;stroke-opacity:.5;stroke-width:.7}
 .pl .odd{fill-opacity:.62}.pl .unit{fill:none;stroke:currentColor;stroke-width:1.4}
-""" + "".join(f".pl .{op.value}{{fill:{colour}}}" for op, colour in COLOURS.items() if op is not Op.STEP)
+""" + "".join(
+    f".pl .{op.value}{{fill:{colour}}}" for op, colour in COLOURS.items() if op in (*COMPUTE_OPS, Op.REDUCE_GRAD)
+)
+_LINK_STYLE = "".join(f".pl .{op.value}{{fill:{COLOURS[op]}}}" for op in (Op.UNSHARD, Op.OFFLOAD, Op.RELOAD))
 _UPDATE_STYLE = f".pl .STEP{{fill:{COLOURS[Op.STEP]}}}"
 _CRITICAL_STYLE = ".pl .critical{fill:none;stroke:#d0021b;stroke-width:2.6}"
 _STANDALONE_STYLE = ".pl .paper{fill:#fff}@media(prefers-color-scheme:dark){.pl{color:#e8eaf0}.pl .paper{fill:#14171f}}"
@@ -62,7 +66,11 @@ def timeline_svg(
             parts.append(f"<title>most live activations, in rank-shares of one micro-batch</title>{number_text(peak)}")
             parts.append("</text>")
             parts += _bars(timeline, rank, row, y, scale, tooltips)
-            parts += [_underline(span, y, scale) for span in paths[rank]]
+            parts += [_underline(span, y, scale) for span in paths[rank] if span.action.op not in LINKS]
+            for link in timeline.links:
+                y += _LINK + 1
+                parts += _link(timeline, rank, link, y + _BAR - _LINK, scale, tooltips)
+                parts += [_underline(s, y, scale) for s in paths[rank] if LINKS.get(s.action.op) == link]
             parts.append(_memory(timeline.memory[rank], timeline.makespan, y + _BAR + 1 + _MEMORY, scale, most))
             y += _BAR + _MEMORY + _GAP
         y += 8
@@ -72,6 +80,7 @@ def timeline_svg(
     pad = 14 if standalone else 0
     box = f"{-pad} {-pad} {width + 2 * pad:.0f} {height + 2 * pad:.0f}"
     style = _STYLE + (_CRITICAL_STYLE if critical else "")
+    style += _LINK_STYLE if any(timeline.links for timeline in timelines) else ""
     style += _UPDATE_STYLE if any(timeline.is_stream for timeline in timelines) else ""
     paper = f'<rect class="paper" x="{-pad}" y="{-pad}" width="100%" height="100%"/>' if standalone else ""
     return (
@@ -131,6 +140,22 @@ def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: f
     return parts + numbers
 
 
+def _link(timeline: Timeline, rank: int, link: str, y: float, scale: float, tooltips: bool) -> list[str]:
+    """What one link beside a rank did, on a lane of its own below the computations."""
+    parts = [f'<path class="grid" d="M{_LEFT:.1f} {y + _LINK:.1f}h{timeline.makespan * scale:.1f}"/>']
+    row = [span for span in timeline.background[rank] if LINKS[span.action.op] == link and span.end > span.start]
+    if len(row) > timeline.makespan * scale / 2:
+        return parts + _dense_bars(row, timeline.makespan, y, timeline.makespan * scale, _LINK)
+    for action, start, end in row:
+        width = max(0.4, (end - start) * scale - 0.6)
+        text = f"{action} beside rank {rank}: {seconds_text(start)} to {seconds_text(end)}" if tooltips else ""
+        parts.append(
+            f'<rect class="{action.op.value}" x="{_LEFT + start * scale:.2f}" y="{y:.1f}" width="{width:.2f}" '
+            f'height="{_LINK:.0f}">{f"<title>{text}</title>" if text else ""}</rect>'
+        )
+    return parts
+
+
 def _critical_spans(timeline: Timeline, scale: float) -> list[Sequence[Span]]:
     """For each rank, its spans on the critical path; none where its row is too dense to show them."""
     found: list[list[Span]] = [[] for _ in timeline.spans]
@@ -145,16 +170,16 @@ def _underline(span: Span, y: float, scale: float) -> str:
     return f'<path class="critical" d="M{x:.2f} {y + _BAR - 1:.1f}h{max(0.0, w - 0.6):.2f}"/>'
 
 
-def _dense_bars(row: Sequence[Span], makespan: float, y: float, visible: float) -> list[str]:
+def _dense_bars(row: Sequence[Span], makespan: float, y: float, visible: float, bar: float = _BAR) -> list[str]:
     """Spans too narrow to see: each column of two pixels shows how much of it every op fills."""
     columns = max(1, round(visible / 2))
     step = visible / columns
     paths: dict[Op, list[str]] = {}
     for column, shares in enumerate(op_shares(row, makespan, columns)):
-        bottom = y + _BAR
+        bottom = y + bar
         for op in COLOURS:
             if op in shares:
-                height = shares[op] * _BAR
+                height = shares[op] * bar
                 bottom -= height
                 paths.setdefault(op, []).append(f"M{_LEFT + column * step:.1f} {bottom:.1f}h{step:.1f}v{height:.1f}")
                 paths[op].append(f"h-{step:.1f}z")
@@ -189,7 +214,7 @@ def _grid(seconds: float, scale: float, bottom: float) -> list[str]:
 
 
 def _legend(timelines: Sequence[Timeline], y: float, critical: bool) -> list[str]:
-    rows = [row for timeline in timelines for row in timeline.spans]
+    rows = [row for timeline in timelines for row in (*timeline.spans, *timeline.background)]
     used = {span.action.op for row in rows for span in row if span.end > span.start or span.action.op is Op.STEP}
     x, parts = _LEFT, []
     for op in (op for op in COLOURS if op in used):

@@ -2,6 +2,7 @@
 
 rank 0  F0 F1 F2 F3          B0--- F4 B1--- ...
 rank 1     F0 F1 F2    B0--- F3 B1--- F4 ...
+  data  U1--              R1--                    what its link to other copies does meanwhile, with the stage
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from pipeloom.ir.action import Op
 from pipeloom.report.drawing import COLOURS, OP_NAMES, label, number_text, op_shares, seconds_text
+from pipeloom.sim.background import LINKS
 from pipeloom.sim.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 Cell = tuple[str, Op | None]  # a piece of text and the op that colours it
+_LETTERS = {Op.UNSHARD: "U", Op.REDUCE_GRAD: "R", Op.OFFLOAD: "O", Op.RELOAD: "L"}  # of what runs beside a rank
 
 _PLAIN_COLUMNS = 160
 _MOST_RANKS = 32
@@ -64,19 +67,24 @@ def _print_picture(timeline: Timeline, console: Console, beside: Sequence[Timeli
     from rich.text import Text
 
     coloured = console.is_terminal and console.color_system is not None and not console.no_color
-    margin = len(f"rank {timeline.num_ranks - 1}  ")
+    margin = max(len(f"rank {timeline.num_ranks - 1}  "), *(len(f"  {link}  ") for link in ("", *timeline.links)))
     columns = max(8, (console.width if console.is_terminal else _PLAIN_COLUMNS) - margin)
     rows, numbered = layout(timeline, columns, letters=not coloured, beside=beside)
+    links = {link: link_layout(timeline, link, columns, letters=not coloured, beside=beside) for link in timeline.links}
     for rank in shown_ranks(timeline.num_ranks):
         if rank is None:
             console.print(f"{'...':<{margin}}{timeline.num_ranks - _MOST_RANKS} more ranks", markup=False)
             continue
-        line = Text(f"{f'rank {rank}':<{margin}}")
-        for text, op in rows[rank]:
-            line.append(text, style=f"black on {COLOURS[op]}" if coloured and op is not None else None)
-        if not coloured:
-            line.rstrip()
-        console.print(line, soft_wrap=True)
+        for name, cells in (
+            (f"rank {rank}", rows[rank]),
+            *((f"  {link}", lanes[rank]) for link, lanes in links.items()),
+        ):
+            line = Text(f"{name:<{margin}}")
+            for text, op in cells:
+                line.append(text, style=f"black on {COLOURS[op]}" if coloured and op is not None else None)
+            if not coloured:
+                line.rstrip()
+            console.print(line, soft_wrap=True)
     if legend:
         _print_legend((timeline, *beside), console, coloured, numbered)
 
@@ -99,20 +107,48 @@ def layout(
     With `letters`, an action is written ``F3``, else ``3`` (the colour says the rest). Where actions are narrower than
     a character, each character stands for the op that fills most of its time.
     """
-    together = (timeline, *beside)
+    scale, makespan, numbered = _fit((timeline, *beside), columns, letters)
+    if not scale:
+        return [[] for _ in timeline.spans], True
+    if numbered:
+        rows = timeline.spans if timeline.is_stream else timeline.compute_spans
+        return [_labelled(row, scale, letters) for row in rows], True
+    return [_dominant(row, makespan, round(scale * makespan)) for row in timeline.spans], False
+
+
+def link_layout(
+    timeline: Timeline, link: str, columns: int, *, letters: bool, beside: Sequence[Timeline] = ()
+) -> list[list[Cell]]:
+    """For each rank, the cells of what one of its links did, at the scale of `layout` with the same arguments."""
+    scale, _, _ = _fit((timeline, *beside), columns, letters)
+    lanes: list[list[Cell]] = []
+    for row in timeline.background:
+        cells: list[Cell] = []
+        column = 0
+        for action, start, end in row:
+            first, last = max(column, int(start * scale + 0.501)), int(end * scale + 0.501)
+            if LINKS[action.op] == link and last > first:
+                text = f"{_LETTERS[action.op]}{action.stage}"[: last - first].ljust(last - first, "-")
+                cells += [(" " * (first - column), None), (text, action.op)]
+                column = last
+        lanes.append(cells)
+    return lanes
+
+
+def _fit(together: Sequence[Timeline], columns: int, letters: bool) -> tuple[float, float, bool]:
+    """Characters a second, the longest makespan, and whether single actions can be seen."""
     shortest = min(filter(None, map(_shortest, together)), default=0.0)
     makespan = max(each.makespan for each in together)
     if not shortest:
-        return [[] for _ in timeline.spans], True
+        return 0.0, makespan, True
     widest = max(len(label(span)) for each in together for row in each.compute_spans for span in row) + letters
     fitting = columns * shortest / makespan  # characters of the shortest op if the row is full
     wanted = min(int(fitting), widest + 1)
     if wanted >= (widest + 1 if letters else 1):
-        rows = timeline.spans if timeline.is_stream else timeline.compute_spans
-        return [_labelled(row, wanted / shortest, letters) for row in rows], True
+        return wanted / shortest, makespan, True
     if fitting >= 1:  # a whole number of characters for each action shows every one of them
         columns = round(makespan / shortest) * int(fitting)
-    return [_dominant(row, makespan, columns) for row in timeline.spans], False
+    return columns / makespan, makespan, False
 
 
 def _shortest(timeline: Timeline) -> float:
@@ -161,10 +197,11 @@ def _dominant(row: Sequence[Span], seconds: float, columns: int) -> list[Cell]:
 def _print_legend(timelines: Sequence[Timeline], console: Console, coloured: bool, numbered: bool) -> None:
     from rich.text import Text
 
-    used = {s.action.op for timeline in timelines for row in timeline.spans for s in row if s.end > s.start}
+    rows = [row for timeline in timelines for row in (*timeline.spans, *timeline.background)]
+    used = {span.action.op for row in rows for span in row if span.end > span.start}
     legend = Text()
     for op in (op for op in COLOURS if op in used):
-        legend.append(f" {op.value[0]} ", style=f"black on {COLOURS[op]}" if coloured else None)
+        legend.append(f" {_LETTERS.get(op, op.value[0])} ", style=f"black on {COLOURS[op]}" if coloured else None)
         legend.append(f" {OP_NAMES[op]}  ")
     legend.append(
         "numbers are micro-batches"

@@ -64,8 +64,11 @@ def _bind_graph(
     key = (stage, microbatch, piece)
     last = stage == program.schedule.num_stages - 1
     saved, arrived = state.saved, state.gradients
+    mover = state.mover if key in state.moved else None
 
     def begin() -> tuple[list[Tensor], list[Root], list[Tensor]]:
+        if mover is not None:
+            mover.arrive(key)
         held = saved[key]
         assert isinstance(held, tuple)
         leaves, roots = held

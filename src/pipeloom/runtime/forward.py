@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -27,23 +28,24 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     deliver = _bind_delivery(state, action, program) if stage < program.schedule.num_stages - 1 else None
     loss = _bind_loss(state, action, program) if deliver is None else None
     first = stage == 0
+    mover = state.mover if key in state.moved else None
 
     def forward() -> None:
         value, leaves = (_input(state, microbatch), []) if first else arrived.pop(key)
         saved[key] = None
-        if len(saved) > state.peak_live_activations:
-            state.peak_live_activations = len(saved)
-        try:
-            output = module(value)
-        except RuntimeError as error:
-            if not leaves or "a leaf Variable that requires grad" not in str(error):
-                raise
-            output = module(_copied(state, stage, value))
-        if deliver is not None:
-            roots = deliver(output)
-        else:
-            assert loss is not None
-            roots = loss(output)
+        state.note_live()
+        with nullcontext() if mover is None else mover.catching(key):
+            try:
+                output = module(value)
+            except RuntimeError as error:
+                if not leaves or "a leaf Variable that requires grad" not in str(error):
+                    raise
+                output = module(_copied(state, stage, value))
+            if deliver is not None:
+                roots = deliver(output)
+            else:
+                assert loss is not None
+                roots = loss(output)
         if training:
             saved[key] = (leaves, roots)
         else:

@@ -128,6 +128,11 @@ class Holdings:
         """By canonical name, which elements main parameters have that do not have their parameter's shape."""
         return {name: span for store in self.stores.values() for name, span in store.ranges.items()}
 
+    @property
+    def ties(self) -> dict[str, str]:
+        """For every further name of a tied parameter, the canonical one."""
+        return dict(self._canonical_names)
+
     def main_state(self) -> dict[str, Tensor]:
         """Main parameters and persistent buffers held here, by canonical name; not copied.
 

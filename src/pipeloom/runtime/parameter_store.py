@@ -61,6 +61,10 @@ class ParameterStore(ABC):
         """The run is over, or failed."""
 
     @abstractmethod
+    def close(self) -> None:
+        """No run will come."""
+
+    @abstractmethod
     def held_bytes(self) -> HeldBytes:
         """What is held now."""
 
@@ -106,6 +110,9 @@ class PlainStore(ParameterStore):
         pass
 
     def end(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def held_bytes(self) -> HeldBytes:

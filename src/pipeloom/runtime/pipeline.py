@@ -22,6 +22,7 @@ from pipeloom.runtime.driver import Driver
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.holdings import Holdings
 from pipeloom.runtime.host_memory import give_back_freed_memory, keep_freed_memory
+from pipeloom.runtime.moves import OffloadOptions
 from pipeloom.runtime.parameter_store import Sharing, sharing_of
 from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.results import ResultExchange, total
@@ -57,6 +58,8 @@ class Pipeline(Holdings):
             without slices, gives the same ones.
         recompute: what backwards compute again instead of keeping it: "none", "selective" (attention) or "full" (every
             block), for all stages or one word a stage. Losses and gradients are those without, to the last bit.
+        offload: moves activations to memory of the host or to a file between forward and backward, such as
+            ``pipeloom.parallel.OffloadActivations("disk:/scratch")``.
         mesh: where copies of the pipeline share the work: its axis pp holds the ranks of one copy, each process a
             rank, and its axis dp the copies. None: one copy.
         data: what copies keep of parameters, gradients and optimizer states: a `pipeloom.DataParallel` or the name of
@@ -66,10 +69,11 @@ class Pipeline(Holdings):
         blackbox: a writable buffer of 64 bytes into which the label of the running action is written.
         timeout_seconds: how long a rank may wait for a message.
 
-    The model stays as it is, and its parameters are the ones that train. But where all ranks share this process, of
+    The model stays as it is, and its parameters are the ones that train; but with shards or masters (`data`,
+    `precision`), which every run puts into the model's parameters anew. And where all ranks share this process, of
     parameters that several ranks hold each higher rank has a copy, as in a process of its own: make the optimizer from
-    `parameters`. Where this process is one rank, the C library is
-    told to keep freed memory, with zero3 to give it back (see `pipeloom.runtime.host_memory`).
+    `parameters`. Where this process is one rank, the C library is told to keep freed memory, with zero3 to give it back
+    (see `pipeloom.runtime.host_memory`).
 
     Raises:
         InputError: illegal schedule, a model that cannot be cut so, a process group of another size, ranks that are
@@ -87,6 +91,7 @@ class Pipeline(Holdings):
         transport: str | Transport = "auto",
         slices: Sequence[int] | None = None,
         recompute: str | Sequence[str] = "none",
+        offload: OffloadOptions | None = None,
         mesh: ProcessMesh | None = None,
         data: Any = None,
         precision: Any = None,
@@ -117,6 +122,8 @@ class Pipeline(Holdings):
                 "schedules that flush; give stages replicas of their own, or take a schedule such as 1f1b"
             )
         self._train_program = lower(schedule, tied_stages=tied, data=sharing.axis)
+        if offload is not None and not schedule.forward_only:
+            self._train_program = offload.insert(self._train_program)
         self._forward_program = lower(evaluation_schedule(schedule), data=sharing.axis)
         check(self._train_program)
         check(self._forward_program)
@@ -124,6 +131,8 @@ class Pipeline(Holdings):
         given = not isinstance(model, nn.Module | Stages)  # a list of stages may hold a dummy for those of other ranks
         terms = Terms.of(self._train_program, () if given else cut_model.layers, slices, sharing.terms)
         self._loss_fn = loss_fn
+        device = next((p.device for module in cut_model.modules for p in module.parameters()), torch.device("cpu"))
+        self._open_mover = offload.open(device) if offload is not None else lambda: None
         self.mesh = mesh
         connection = connect(schedule.num_ranks, transport, timeout_seconds, terms, mesh)
         self._join(cut_model, connection, sharing, blackbox)
@@ -152,6 +161,7 @@ class Pipeline(Holdings):
                 store=self.stores[rank],
                 sliced=self._sliced,
                 recompute=self._recompute,
+                mover=self._open_mover(),
                 blackbox=blackbox,
             )
             for rank, stages in self._by_rank.items()
@@ -161,6 +171,11 @@ class Pipeline(Holdings):
         self._has_update_channels = False
         self._speculation: Speculation | None = None  # while parameters wait to be validated
         self.driver = Driver(self.rank, self.num_ranks, self.transport)
+
+    @property
+    def program(self) -> Program:
+        """What `step` runs."""
+        return self._train_program
 
     @property
     def num_ranks(self) -> int:
@@ -263,9 +278,23 @@ class Pipeline(Holdings):
         """For each rank of this process, the activations held now; zero between steps."""
         return {rank: worker.live_activations for rank, worker in self.workers.items()}
 
+    @property
+    def offloaded(self) -> tuple[int, float]:
+        """Bytes of activations that were moved away and back by ranks of this process, and seconds they waited."""
+        movers = [worker.state.mover for worker in self.workers.values() if worker.state.mover is not None]
+        return sum(mover.moved_bytes for mover in movers), sum(mover.wait_seconds for mover in movers)
+
     def close(self) -> None:
-        """Close the channels. The parameters stay usable. Closing twice does nothing."""
+        """Close the channels. Closing twice does nothing.
+
+        The parameters stay usable, but those under zero3: these are whole in `state_dict` alone, which still works.
+        """
         self.driver.close()
+        for store in self.stores.values():
+            store.close()
+        for worker in self.workers.values():
+            if worker.state.mover is not None:
+                worker.state.mover.close()
 
     def __enter__(self) -> Pipeline:
         return self

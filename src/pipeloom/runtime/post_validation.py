@@ -103,6 +103,11 @@ class PostValidatedStep(OptimizerStep):
                 "those that forwards read; use BarrierStep"
             )
         super().__init__(pipeline, optimizer, max_norm=max_norm)
+        if not isinstance(optimizer.state, dict):
+            raise InputError(
+                f"{type(optimizer).__name__} keeps its states elsewhere: an update that may be taken back needs them "
+                "at hand; take BarrierStep, or leave the states where they are"
+            )
         self._ranks = {rank: _RankUpdate(rank, pipeline, optimizer, max_norm) for rank in pipeline.local_ranks}
         self._pending = False
         self.num_updates = 0

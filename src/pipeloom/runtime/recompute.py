@@ -3,7 +3,7 @@
     full        every block keeps its input        B or I runs the block's forward again, then its backward
     selective   attention keeps q, k, v            B or I computes scores, softmax and result again
 
-Both are torch's non-reentrant checkpointing, which gives random numbers and autocast of the forward to the recomputation
+Both are torch's non-reentrant checkpointing, which gives the forward's random numbers and autocast to the recomputation
 and which split backwards know (one recomputation for I and W, see `split_backward`). Selective is a checkpoint around
 each call of attention, found by a mode for torch's functions. torch's own way to be selective, a policy over all
 operations of a block, keeps the result of every operation that is not recomputed, needed or not.
@@ -51,8 +51,14 @@ def recomputed(module: nn.Module, recompute: Recompute) -> Callable[[Value], Val
     if isinstance(module, StageModule):
         return partial(module, run=runner)
     if is_plain_sequential(module):
-        return lambda value: run_blocks(list(module), [True] * len(module), value, runner)  # type: ignore[arg-type]
+        return lambda value: run_blocks(*_layers_of(module), value, runner)
     return lambda value: runner([module], module, value)
+
+
+def _layers_of(module: nn.Module) -> tuple[list[nn.Module], list[bool]]:
+    """The layers of an nn.Sequential at this moment, all of them blocks."""
+    layers = list(module.children())
+    return layers, [True] * len(layers)
 
 
 class _Block(NamedTuple):

@@ -44,6 +44,11 @@ run_backward = torch.autograd.Variable._execution_engine.run_backward
 # W hands weight gradients to autograd in groups of about this size: few calls, and what is added is still in a cache.
 _GROUP_ELEMENTS = 2**16
 
+
+class Repeatable:
+    """What stands for a saved tensor under hooks that give it out however often they are asked."""
+
+
 _HOLDER = getattr(checkpoint, "_Holder", ())  # what stands for a saved tensor under checkpointing
 
 
@@ -216,6 +221,8 @@ def _checkpointed(node: Any, factors: Sequence[str]) -> bool | None:
         saved = getattr(node, factor)
         if saved.unpack_hook is not None:
             holder = saved.data
+            if isinstance(holder, Repeatable):
+                continue
             if not isinstance(holder, _HOLDER):
                 return None
             if not isinstance(holder.handles, _Handles):

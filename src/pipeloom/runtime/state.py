@@ -12,9 +12,9 @@ Of a stage's output only the graph is kept, not the numbers: after it is sent no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from pipeloom.runtime.transport import Channel, Transport
 from pipeloom.runtime.values import Layout, Value, flatten, split_batch
 from pipeloom.slicing import SliceContext
 from pipeloom.split.profile import may_change_input
+
+if TYPE_CHECKING:
+    from pipeloom.runtime.moves import ActivationMover
 
 LossFn = Callable[[Any, Any], Tensor]
 Key = tuple[int, int | None, int | None]  # stage, micro-batch, slice
@@ -143,7 +146,10 @@ class RankState:
         stale_calls: numbers of cancelled calls, of which messages may still come.
         sends: to all whom this rank sends to in the pipeline's own lane.
         loss_scale: by what the loss is multiplied before its backward.
-        peak_live_activations: the most entries that `saved` had in the last run.
+        peak_live_activations: the most entries that `saved` had in the last run, those that are away aside.
+        mover: moves what forwards saved away and back, if somebody does.
+        moved: what it moves of the program that is bound next.
+        num_away: how many entries of `saved` are away.
     """
 
     rank: int
@@ -159,6 +165,9 @@ class RankState:
     sends: dict[Channel, Callable[[Layout, list[Tensor], int], None]] = field(default_factory=dict)
     loss_scale: float = 1.0
     peak_live_activations: int = 0
+    mover: ActivationMover | None = None
+    moved: Set[Key] = frozenset()
+    num_away: int = 0
     arrived: dict[Key, tuple[Value, list[Tensor]]] = field(default_factory=dict)
     saved: dict[Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = field(default_factory=dict)
     gradients: dict[Key, Sequence[Tensor | None]] = field(default_factory=dict)
@@ -192,6 +201,13 @@ class RankState:
         for context in self.contexts.values():
             context.close()
         self.contexts.clear()
+        self.num_away = 0
+        if self.mover is not None:
+            self.mover.forget()
+
+    def note_live(self) -> None:
+        """An activation has come to be held."""
+        self.peak_live_activations = max(self.peak_live_activations, len(self.saved) - self.num_away)
 
     def seed(self, weight: float, like: Tensor) -> Tensor:
         """The gradient of the whole step's loss by one micro-batch's loss."""

@@ -26,6 +26,7 @@ from pipeloom.runtime.driver import Run
 from pipeloom.runtime.forward import bind_forward
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.messages import bind_receive, bind_send
+from pipeloom.runtime.moves import ActivationMover, bind_offload, bind_reload, moved_keys
 from pipeloom.runtime.parameter_store import ParameterStore
 from pipeloom.runtime.slices import in_slice
 from pipeloom.runtime.speculation import CancelledError, ForwardState, Speculation
@@ -45,6 +46,8 @@ _BINDERS: dict[Op, Binder] = {
     Op.SEND_B: bind_send,
     Op.RECV_F: bind_receive,
     Op.RECV_B: bind_receive,
+    Op.OFFLOAD: bind_offload,
+    Op.RELOAD: bind_reload,
 }
 RUNNABLE_OPS = frozenset(_BINDERS) | {Op.REDUCE_GRAD, Op.STEP}
 _COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
@@ -99,6 +102,7 @@ class Worker:
         store: where this rank's parameters live.
         sliced: whether micro-batches run in slices, be it one.
         recompute: what backwards compute again, one a stage of the model; empty: nothing.
+        mover: of activations, where programs have OFFLOAD and RELOAD.
         blackbox: a buffer of at least `BLACKBOX_BYTES` bytes into which the running action is written, for whoever
             has to say after a crash what this rank was doing.
 
@@ -118,11 +122,13 @@ class Worker:
         store: ParameterStore,
         sliced: bool = False,
         recompute: Sequence[Recompute] = (),
+        mover: ActivationMover | None = None,
         blackbox: Any = None,
     ) -> None:
         self.rank = rank
         self.stages = stages
         self.state = RankState(rank, stages, loss_fn, transport, sliced, recompute)
+        self.state.mover = mover
         self._gradient_sum = gradient_sum
         self._store = store
         self.blackbox = blackbox
@@ -130,7 +136,7 @@ class Worker:
     @property
     def live_activations(self) -> int:
         """How many activations are held at this moment."""
-        return len(self.state.saved)
+        return len(self.state.saved) - self.state.num_away
 
     @property
     def peak_live_activations(self) -> int:
@@ -140,6 +146,7 @@ class Worker:
     def bind(self, program: Program) -> Bound:
         """Turn this rank's part of `program` into functions."""
         blocking = self.state.transport.blocking
+        self.state.moved = moved_keys(program, self.rank)
         instructions = [
             _Instruction(action, run, None if blocking else ready, label_of(action))
             for action in program.orders[self.rank]

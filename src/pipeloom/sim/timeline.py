@@ -15,6 +15,7 @@ from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule, Uses, WeightPolicy
 from pipeloom.ir.text import parse_action
 from pipeloom.ir.versions import weight_versions
+from pipeloom.sim.background import LINKS
 from pipeloom.sim.events import Transfer
 from pipeloom.sim.rows import Curve, Point, SpanRow
 from pipeloom.sim.rows import Span as Span  # it stands beside Timeline for those who read one
@@ -69,6 +70,12 @@ class Timeline:
     @property
     def num_ranks(self) -> int:
         return len(self.spans)
+
+    @cached_property
+    def links(self) -> tuple[str, ...]:
+        """The links beside the ranks that took time: of "data" to other copies and "memory" to slower memory."""
+        used = {LINKS[span.action.op] for row in self.background for span in row if span.end > span.start}
+        return tuple(sorted(used))
 
     @property
     def num_chunks(self) -> int:

@@ -147,6 +147,10 @@ class SliceContext:
         """Let go of everything. What graphs still need lives as long as they do."""
         self.sequences.clear()
 
+    def tensors(self) -> list[Tensor]:
+        """Those that it holds and its slices share."""
+        return [tensor for sequence in self.sequences.values() for tensor in sequence.tensors()]
+
     @property
     def num_bytes(self) -> int:
         """What it holds now."""

@@ -37,10 +37,14 @@ class GrowingSequence:
         self._length = length
         self._done = length  # where the part begins whose backwards have run
 
+    def tensors(self) -> list[Tensor]:
+        """What is held now."""
+        return [tensor for tensor in (self._values, self._gradients) if tensor is not None]
+
     @property
     def num_bytes(self) -> int:
-        """What is held now."""
-        return sum(tensor.nbytes for tensor in (self._values, self._gradients) if tensor is not None)
+        """Of what is held now."""
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def extend(self, new: Tensor, start: int, end: int) -> Tensor:
         """Write `new` at `start` and return the sequence up to `end`."""

@@ -105,7 +105,7 @@ class DecoderStage(StageModule):
                 self._rotary = self.place(name, copy.deepcopy(model.get_submodule(name)))
 
     def forward(self, value: Any, run: BlockRunner | None = None) -> Any:
-        """Token ids or hidden states, alone or in a dict -> hidden states likewise, or logits; `run` runs the blocks."""
+        """Token ids or hidden states, alone or in a dict -> hidden states likewise, or logits; blocks by `run`."""
         x, beside = self._enter(value)
         piece = current_slice()
         start = piece.start if piece else 0

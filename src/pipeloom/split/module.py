@@ -67,19 +67,21 @@ class StageModule(nn.Module):
 
         Args:
             value: of the layer before.
-            run: runs the blocks; by default they are called. Layers of one module each (an nn.Sequential of linear
-                layers and activations) are together one block: each alone keeps little beside its input.
+            run: runs the blocks; by default they are called. Where nobody observes layers, those of one module each (an
+                nn.Sequential of linear layers and activations) are together one block: each alone keeps little beside
+                its input.
         """
-        if run is None:
-            observer = self.observer
-            for index, (modules, name) in enumerate(self._chain):
-                if observer is not None:
-                    observer.before(index)
-                value = modules[name](value)  # type: ignore[misc]
-                if observer is not None:
-                    observer.after(index, value)
-            return value
-        return run_blocks([modules[name] for modules, name in self._chain], self._is_block, value, run)
+        observer = self.observer
+        if run is not None and observer is None:
+            return run_blocks([modules[name] for modules, name in self._chain], self._is_block, value, run)
+        for index, (modules, name) in enumerate(self._chain):
+            layer: Any = modules[name]
+            if observer is not None:
+                observer.before(index)
+            value = layer(value) if run is None or not self._is_block[index] else run([layer], layer, value)
+            if observer is not None:
+                observer.after(index, value)
+        return value
 
 
 def run_blocks(layers: Sequence[Any], is_block: Sequence[bool], value: Any, run: BlockRunner) -> Any:

@@ -129,6 +129,21 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    recompute: str = _option(
+        "none",
+        "what backwards compute again instead of keeping it: none, selective (attention), full (every block), or one "
+        "word a stage such as full,none",
+    )
+    offload: str | None = _option(None, "where to what is not needed at once: cpu, or disk:PATH; left out: nowhere")
+    offload_states: bool = _option(True, "with offload: optimizer states go there")
+    offload_activations: int | None = _option(
+        None,
+        "with offload: how many activations a rank keeps, others go there; 0: as few as moves can keep; left out: all",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """One training run; `to_mapping` and `from_mapping` go to nested YAML and back."""
 
@@ -138,6 +153,7 @@ class TrainConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     schedule: str = _option(
         "auto", "auto: 1f1b, or seq1f1b with slices; see `pipeloom schedules`; or mine.csv, mine.json, mine.py:function"
     )

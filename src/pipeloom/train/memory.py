@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeloom.errors import InputError
+from pipeloom.parallel.offload.options import CPU
 from pipeloom.train.config import TrainConfig
 
 _GPU = Path("/dev/nvidiactl")  # where there is one, memory is asked for elsewhere, and torch says what is missing
@@ -51,7 +52,8 @@ def least_bytes(config: TrainConfig) -> tuple[int, int]:
     model, batch = config.model, config.batch
     parameters = 12 * model.layers * model.width**2 + (2 - model.tie_embeddings) * _LEAST_VOCABULARY * model.width
     tokens = batch.size // config.num_microbatches * model.sequence_length  # a micro-batch of every copy
-    activations = 4 * tokens * (_KEPT_WIDTHS * model.width * model.layers + _LEAST_VOCABULARY)
+    kept = model.layers * (1 if config.memory.recompute != "none" else _KEPT_WIDTHS)
+    activations = 4 * tokens * (kept * model.width + _LEAST_VOCABULARY)
     return _parameter_bytes(config) * parameters, activations + 16 * batch.size * model.sequence_length
 
 
@@ -60,7 +62,8 @@ def _parameter_bytes(config: TrainConfig) -> int:
     copies, strategy, precision = config.num_copies, config.parallel.data_strategy, config.precision
     computed = _FLOAT_BYTES if precision.dtype == "fp32" else _FLOAT_BYTES // 2
     summed = computed if precision.gradients == "same" else _FLOAT_BYTES
-    moments = _FLOAT_BYTES * _MOMENTS[config.optimizer.name]
+    away = config.memory.offload not in (None, CPU) and config.memory.offload_states
+    moments = 0 if away else _FLOAT_BYTES * _MOMENTS[config.optimizer.name]
     masters = 0 if precision.dtype == "fp32" else _FLOAT_BYTES
     return (
         computed * (1 if strategy == "zero3" else copies)

@@ -19,7 +19,15 @@ from pipeloom.train.config import TrainConfig
 from pipeloom.train.repeat import repeatable, to_yaml
 from pipeloom.version import __version__
 
-_FILES = ("metrics.jsonl", "config.yaml", "environment.json", "timelines.json", "timeline.json.gz", "report.html")
+_FILES = (
+    "metrics.jsonl",
+    "config.yaml",
+    "environment.json",
+    "timelines.json",
+    "timeline.json.gz",
+    "report.html",
+    "memory.json",
+)
 _RELEASE_SECONDS = 2.0  # how long a run that was killed may take to let go of its directory
 
 

@@ -25,10 +25,14 @@ def repeatable(config: TrainConfig) -> TrainConfig:
     if resume is not None:
         own = resume == "latest" or Path(resume).absolute().parent == Path(config.output_dir).absolute()
         resume = None if own else absolute(resume)
+    memory, kind = config.memory, "disk:"
+    if memory.offload is not None and memory.offload.startswith(kind):
+        memory = dataclasses.replace(memory, offload=f"{kind}{absolute(memory.offload.removeprefix(kind))}")
     data = dataclasses.replace(config.data, path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer))
     return dataclasses.replace(
         config,
         data=data,
+        memory=memory,
         schedule=own_schedule.absolute(config.schedule),
         output_dir=str(Path(config.output_dir).absolute()),
         resume_from_checkpoint=resume,

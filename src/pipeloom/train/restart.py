@@ -43,7 +43,7 @@ def save(trainer: Trainer, step: int) -> Path:
         state=state,
         layout=layout(trainer),
         ranges=pipe.ranges,
-        ties=trainer.stages.canonical_names,
+        ties=pipe.ties,
         compute_type=config.precision.dtype if config.number_format.has_masters else None,
         exchange=trainer.group,
         total_limit=config.save_total_limit,

@@ -12,12 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
 from pipeloom.ir.text import parse_action
 from pipeloom.models import loss_fn
-from pipeloom.passes import lower
+from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.report import write_report
 from pipeloom.runtime import LossScaler, Pipeline, Update
 from pipeloom.runtime.launcher import Membership
@@ -29,6 +30,14 @@ from pipeloom.train.copies import share
 from pipeloom.train.data import Sampler
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
+from pipeloom.train.less_memory import (
+    NUM_NUMBERS,
+    activations_away,
+    offload_notices,
+    offload_numbers,
+    states_away,
+)
+from pipeloom.train.measured_memory import MemoryProbe
 from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, read_cost
 from pipeloom.train.notices import skipped_notice
 from pipeloom.train.optimizer import (
@@ -91,30 +100,27 @@ class Trainer:
             mesh=group.mesh,
             data=config.data_parallel if group.num_copies > 1 else None,
             precision=config.number_format if config.precision.dtype != "fp32" else None,
+            recompute=config.memory.recompute,
+            offload=activations_away(config, group.device),
             blackbox=self.black_box and self.black_box.action_buffer,
         )
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.pipe.named_parameters()}
         shapes = {name: part.shape for name, part in self.pipe.ranges.items()}
         self.optimizer = make_optimizer(self.pipe.named_parameters(), config.optimizer, shapes)
+        self.stepped = states_away(self.optimizer, config, group.device)
         scales = config.precision.dtype == "fp16"
         precision = config.precision
         self.scaler = LossScaler(precision.loss_scale, growth_steps=precision.loss_scale_steps) if scales else None
         self._begun: deque[_Begun] = deque()  # steps whose updates are not final yet
-        tied = tuple(parameter.stages for parameter in self.stages.tied)
-        masters = config.number_format.has_masters
-        shared = config.data_parallel.axis(group.num_copies, separate_master=masters)
-        self.program = lower(
-            self.pipe.schedule, tied_stages=tied, data=shared if masters or group.num_copies > 1 else None
-        )
+        self.program = self.pipe.program
         self.predictor = Predictor()
         streams = self.schedule.microbatches_per_update is not None
-        self.stream = StreamSteps(self.pipe, self.optimizer, self.predictor, config, group) if streams else None
-        self.stepper = (
-            None if streams else make_stepper(self.pipe, self.optimizer, config.optimizer, group, self.scaler)
-        )
+        self.stream = StreamSteps(self.pipe, self.stepped, self.predictor, config, group) if streams else None
+        self.stepper = None if streams else make_stepper(self.pipe, self.stepped, config.optimizer, group, self.scaler)
+        self.probe = MemoryProbe(self.pipe, self.optimizer, config, group, self.corpus.vocabulary_size)
         self.records: Records = []  # of the last training step on this process's ranks
         self.steps_here = 0
-        self.notices = skipped_notice(self.corpus.skipped)
+        self.notices = skipped_notice(self.corpus.skipped) + offload_notices(config, group.device)
         self.resumed: Path | None = None
         self.first_step = 1
 
@@ -123,6 +129,8 @@ class Trainer:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.pipe.close()
+        if isinstance(self.stepped, OffloadedOptimizer):
+            self.stepped.close()
         self._held.close()
 
     def resume(self) -> int:
@@ -199,24 +207,27 @@ class Trainer:
         inputs, targets = self._batch(self.samples_seen)
         self.samples_seen += self.config.batch.size
         # One sum over processes a step: gradient norms for clipping, and what the step cost.
-        updates = self.stepper.step(inputs, targets, lambda: self._cost_numbers(step))
+        with self.probe.step(self.steps_here):
+            updates = self.stepper.step(inputs, targets, lambda: self._cost_numbers(step))
         self._begun.append(_Begun(step, rate, scale, time.perf_counter() - started))
         return [self._finish(update) for update in updates]
 
     def _cost_numbers(self, step: int) -> Tensor:
         self.records = self.pipe.records
         self._enter(f"step {step}, update")
-        return cost_numbers(self.pipe, self.records, self.group.place, self.group.size)
+        self.probe.look(self.steps_here)
+        cost = cost_numbers(self.pipe, self.records, self.group.place, self.group.size)
+        return torch.cat([cost, offload_numbers(self.pipe, self.stepped)])
 
     def _finish(self, update: Update) -> dict[str, Any]:
         """The metrics of the first step that is not final yet, which rank 0 writes down."""
         begun = self._begun.popleft()
         loss, norm = float(update.loss), float(update.grad_norm)
-        cost = read_cost(update.numbers, self.schedule, self.group.size)
+        cost = read_cost(update.numbers[:-NUM_NUMBERS], self.schedule, self.group.size)
         row = {"step": begun.step, "loss": loss, "grad_norm": norm, "lr": begun.learning_rate}
         if self.scaler is not None:
             row |= {"loss_scale": begun.loss_scale, "skipped_steps": self.scaler.num_skipped}
-        row |= self._timing(begun.seconds, cost)
+        row |= self._timing(begun.seconds, cost) | self._offload_metrics(update.numbers[-NUM_NUMBERS:])
         self._written(row)
         if not update.applied and not (update.skipped and begun.loss_scale >= _LEAST_LOSS_SCALE):
             raise RunError(
@@ -252,6 +263,7 @@ class Trainer:
         self._enter("report")
         if self.first_step > self.config.steps:
             return
+        self.probe.write(self.output_dir)
         records = self._gathered(self.records) if self.stream is None else []
         if self.group.rank == 0:
             if self.stream is not None:
@@ -318,6 +330,13 @@ class Trainer:
             "peak_memory_bytes": cost.peak_memory_bytes,
             "live_activations": cost.live_activations,
         }
+
+    def _offload_metrics(self, numbers: Tensor) -> dict[str, Any]:
+        """Of all processes; nothing where nothing is elsewhere."""
+        if self.config.memory.offload is None:
+            return {}
+        states, moved, waited = numbers.tolist()
+        return {"offloaded_state_bytes": int(states), "offload_moved_bytes": int(moved), "offload_wait_seconds": waited}
 
     def _gathered(self, records: Records) -> Records:
         """The records of all ranks of the first copy, by rank, on every process; `records` are this one's."""

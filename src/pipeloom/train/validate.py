@@ -19,6 +19,7 @@ from pipeloom.train.checkpoint.manifest import Manifest, read_manifest, verify
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.copies import check_batch, check_copies, check_processes, check_validation
 from pipeloom.train.data import Corpus, prepare_corpus
+from pipeloom.train.less_memory import check_less_memory
 from pipeloom.train.memory import check_memory
 from pipeloom.train.output import in_use
 from pipeloom.train.slices import check_slices, schedule_name, slice_lengths
@@ -46,6 +47,7 @@ def validate_settings(config: TrainConfig) -> None:
     parse_cut(config, schedule.num_stages)
     check_stream(config, schedule)
     check_copies(config, schedule)
+    check_less_memory(config, schedule)
 
 
 def validate(config: TrainConfig, *, world_size: int | None, locked: bool = False) -> None:

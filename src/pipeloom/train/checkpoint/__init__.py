@@ -4,17 +4,21 @@
     checkpoint = load(output_dir / "checkpoint-500")                                                  # every rank
     checkpoint.load_model(tensors); checkpoint.load_optimizer(optimizer, names); checkpoint.random(rank, size)
 
-All names are those of the uncut model, so a checkpoint of two ranks loads into one or four. Nothing is ever unpickled.
+All names are those of the uncut model, so a checkpoint of two ranks loads into one or four. A rank that has only some
+elements of a parameter says which (`ranges`), in saving and in loading. Nothing is ever unpickled.
 
     writer, reader       save and load
+    share                what one rank writes of what it holds
+    pieces               which elements lie where, of tensors that were saved in pieces
     state                optimizer and random states, by name
     manifest             the format, and what verifies it
     directory            where checkpoints lie, and how one gets there whole
     tensor_file          safetensors written as a stream, hashed and synced
+    tensor_reader        tensors, or some of their elements, out of such files
     exchange             how the ranks of a save tell each other small things
     convert              to the layout of Hugging Face
 
-`manifest`, `directory` and `convert` need no torch, and what does is loaded at its first use.
+`manifest`, `pieces`, `directory` and `convert` need no torch, and what does is loaded at its first use.
 """
 
 from __future__ import annotations

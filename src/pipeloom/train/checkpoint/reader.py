@@ -131,7 +131,7 @@ class Checkpoint:
             names,
             optimizer_class=", ".join(sorted(classes)),
             options_of=lambda name: self._param_options.get(self._stored_name(name)),
-            state_of=lambda name: self._optimizer_state_of(name, ranges.get(name)),
+            state_of=lambda name, read: self._optimizer_state_of(name, ranges.get(name), read=read),
         )
 
     def random(self, rank: int, size: int) -> RandomState | None:
@@ -160,7 +160,8 @@ class Checkpoint:
     def _optimizer_values(self) -> dict[str, dict[str, Any]]:
         return {name: values for part in self.manifest.parts for name, values in part.optimizer_values.items()}
 
-    def _optimizer_state_of(self, name: str, part: Range | None) -> dict[str, Any]:
+    def _optimizer_state_of(self, name: str, part: Range | None, *, read: bool) -> dict[str, Any]:
+        """The state of a parameter, or of a part of it; unless it is to be `read`, tensors on the meta device."""
         if part is not None and part.start == part.stop:
             return {}
         stored = self._stored_name(name)
@@ -169,7 +170,8 @@ class Checkpoint:
             what = f"optimizer state {key!r} of {name}"
             shape = self._files.shape(pieces)
             if part is None or self._is_cut(key, shape, part):
-                state[key] = self._files.tensor(f"{what} in {self.path}", pieces, part)
+                get = self._files.tensor if read else self._files.outline
+                state[key] = get(f"{what} in {self.path}", pieces, part)
             elif math.prod(shape) == 1:  # the same for all parts
                 state[key] = self._files.whole(pieces[0])
             else:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError
+from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.runtime.ranges import Range
 
 # Names of the types that safetensors can hold.
@@ -71,6 +72,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
     Works for every optimizer whose state is, for each parameter, a dict of tensors and JSON scalars.
     Raises CheckpointError for a parameter without a name and for other state (LBFGS).
     """
+    optimizer = _unwrapped(optimizer)
     found = OptimizerState(type(optimizer).__qualname__)
     for group in optimizer.param_groups:
         options = {key: _option(key, value) for key, value in group.items() if key != "params"}
@@ -96,41 +98,38 @@ def load_optimizer_state(
     *,
     optimizer_class: str,
     options_of: Callable[[str], dict[str, Any] | None],
-    state_of: Callable[[str], dict[str, Any]],
+    state_of: Callable[[str, bool], dict[str, Any]],
 ) -> None:
-    """Put saved state into `optimizer`, by name, without changing a bit or a type.
+    """Put saved state into `optimizer`, by name, without changing a bit or a type, one parameter after the other.
 
     `options_of(name)` gives the options of the group that a parameter was saved in (None: unknown parameter),
-    `state_of(name)` its state. Each group gets the options its parameters were saved with. Unlike under
-    Optimizer.load_state_dict, moments keep their own dtype.
+    ``state_of(name, True)`` its state, and ``state_of(name, False)`` the same with tensors that have a shape and no
+    memory. Each group gets the options its parameters were saved with. Unlike under Optimizer.load_state_dict, moments
+    keep their own dtype.
 
     Raises CheckpointError, before anything is changed, when the two do not fit.
     """
+    optimizer = _unwrapped(optimizer)
     if type(optimizer).__qualname__ != optimizer_class:
         raise CheckpointError(
             f"the checkpoint was saved with {optimizer_class}, not {type(optimizer).__qualname__}: "
             f"resume with the optimizer it was saved with"
         )
-    states: dict[Tensor, dict[str, Any]] = {}
     options = [_group_options(group["params"], names, options_of) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = _name_of(parameter, names)
+            _check_fits(name, parameter, state_of(name, False), optimizer_class)
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         on_device = bool(saved.get("capturable") or saved.get("fused"))
         for parameter in group["params"]:
-            name = _name_of(parameter, names)
-            states[parameter] = state = {
-                key: _placed(name, key, value, parameter, on_device) for key, value in state_of(name).items()
-            }
-            if optimizer_class == "Adafactor" and state and ("row_var" in state) != (parameter.dim() > 1):
-                raise CheckpointError(
-                    f"{name} has {parameter.dim()} dimensions here, not as it was saved: Adafactor keeps sums of rows "
-                    "and columns of a whole matrix and of nothing else; resume in the layout it was saved in"
-                )
-    for parameter, state in states.items():
-        if state:
-            optimizer.state[parameter] = state
-        else:  # a parameter that never had a gradient has none
-            optimizer.state.pop(parameter, None)
-    for group, saved in zip(optimizer.param_groups, options, strict=True):
+            state = state_of(_name_of(parameter, names), True)
+            if state:
+                optimizer.state[parameter] = {
+                    key: _placed(key, value, parameter, on_device) for key, value in state.items()
+                }
+            else:  # a parameter that never had a gradient has none
+                optimizer.state.pop(parameter, None)
         for key, value in saved.items():
             group[key] = _like(group.get(key), value)
 
@@ -192,16 +191,30 @@ def _group_options(
     return first[1] if first else {}
 
 
-def _placed(name: str, key: str, value: Any, parameter: Tensor, on_device: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.dim() and value.numel() == parameter.numel() and value.shape != parameter.shape:
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, of one that keeps its states elsewhere."""
+    return optimizer.wrapped if isinstance(optimizer, OffloadedOptimizer) else optimizer
+
+
+def _check_fits(name: str, parameter: Tensor, state: Mapping[str, Any], optimizer_class: str) -> None:
+    """Raises CheckpointError where state is not of a parameter like this one."""
+    for key, value in state.items():
+        cut_alike = isinstance(value, Tensor) and value.dim() and value.numel() == parameter.numel()
+        if cut_alike and value.shape != parameter.shape:
+            raise CheckpointError(
+                f"optimizer state {key!r} of {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}: "
+                f"the checkpoint is of another model"
+            )
+    if optimizer_class == "Adafactor" and state and ("row_var" in state) != (parameter.dim() > 1):
         raise CheckpointError(
-            f"optimizer state {key!r} of {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}: "
-            f"the checkpoint is of another model"
+            f"{name} has {parameter.dim()} dimensions here, not as it was saved: Adafactor keeps sums of rows and "
+            "columns of a whole matrix and of nothing else; resume in the layout it was saved in"
         )
+
+
+def _placed(key: str, value: Any, parameter: Tensor, on_device: bool) -> Any:
     # torch counts steps on the CPU unless the whole update runs on the device.
-    return value if key == "step" and not on_device else value.to(parameter.device)
+    return value if not isinstance(value, Tensor) or (key == "step" and not on_device) else value.to(parameter.device)
 
 
 def _option(key: str, value: Any) -> Any:

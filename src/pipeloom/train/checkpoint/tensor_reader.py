@@ -57,6 +57,12 @@ class TensorFiles:
         flat = read[0] if len(read) == 1 else _joined(read)
         return flat.reshape(self.shape(pieces)) if part is None else flat
 
+    def outline(self, what: str, pieces: list[Piece], part: Range | None = None) -> Tensor:
+        """What `tensor` gives, without values, where it is all there."""
+        self._found(what, pieces, part)
+        shape = self.shape(pieces) if part is None else (part.stop - part.start,)
+        return torch.empty(shape, device="meta")
+
     def _found(self, what: str, pieces: list[Piece], part: Range | None) -> list[tuple[Piece, int, int]]:
         """Where the elements of a part, or of the whole tensor, lie: pieces, and the first and last of each."""
         shape = self.shape(pieces)

@@ -1,0 +1,130 @@
+"""Options of `pipeloom simulate` for what runs beside computations: copies of the pipeline, and moved activations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from pipeloom.cli.parser import Parser
+from pipeloom.errors import InputError
+from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule
+from pipeloom.passes import insert_offload, lower
+from pipeloom.sim import Costs, Network, Timeline
+from pipeloom.sim.background import LINKS
+
+_OF_DATA = ("data_strategy", "data_granularity", "data_bandwidth", "data_latency")
+_SIZES = ("parameter_bytes", "activation_bytes")
+
+
+def add_options(parser: Parser) -> None:
+    """Put the options into the parser of the command."""
+    parser.add_argument("--data", type=int, help="copies of the pipeline, each with micro-batches of its own")
+    strategies, granularities = ([each.value for each in kind] for kind in (DataStrategy, Granularity))
+    parser.add_argument("--data-strategy", choices=strategies, help="what each copy keeps (ddp)")
+    parser.add_argument("--data-granularity", choices=granularities, help="how often zero2 and zero3 share (step)")
+    parser.add_argument("--data-bandwidth", type=float, help="bytes a second of a rank to other copies (no limit)")
+    parser.add_argument("--data-latency", type=float, help="seconds of a message between copies (0)")
+    parser.add_argument("--parameter-bytes", type=float, help="parameters of one rank's share of the model")
+    parser.add_argument("--offload", type=float, help="activations that a rank may hold; others are moved away")
+    parser.add_argument("--memory-bandwidth", type=float, help="bytes a second to where they are moved (no limit)")
+    parser.add_argument("--activation-bytes", type=float, help="what one rank's share keeps of a micro-batch")
+
+
+def check_options(options: Any) -> None:
+    """Refuse options that mean nothing without another.
+
+    Raises:
+        InputError: what was seen, the rule, the fix; in one line.
+    """
+    for names, needed, what in ((_OF_DATA, "data", "copies"), (("memory_bandwidth",), "offload", "moves")):
+        given = next((name for name in names if getattr(options, name) is not None), None)
+        if given is not None and getattr(options, needed) is None:
+            raise InputError(f"{_flag(given)} without --{needed}: it is of {what}; give --{needed}, or leave it out")
+    for name in _SIZES:
+        size = getattr(options, name)
+        if size is None:
+            continue
+        if options.costs is not None:
+            raise InputError(f"{_flag(name)} beside --costs: the file says it of every stage; drop one of the two")
+        if not (math.isfinite(size) and size >= 0):
+            raise InputError(f"{_flag(name)} {size:g}: a size is a finite number of bytes, 0 or more; correct it")
+    if options.offload is not None and not options.offload > 0:
+        raise InputError(f"--offload {options.offload:g}: a rank holds at least the one it computes; raise it")
+
+
+def program_of(schedule: Schedule, options: Any) -> Schedule | Program:
+    """What to simulate: the schedule, with copies and moves where they are asked for, a stream with its updates.
+
+    Updates change no time where stages have no replicas, so a large stream goes without.
+    """
+    if options.data is None and options.offload is None:
+        stream = schedule.microbatches_per_update is not None
+        replicated = any(len(ranks) > 1 for ranks in schedule.placement.replicas)
+        return lower(schedule) if stream and (replicated or not schedule.large) else schedule
+    data = None
+    if options.data is not None:
+        data = DataAxis(
+            degree=options.data,
+            strategy=DataStrategy(options.data_strategy or DataStrategy.DDP),
+            granularity=Granularity(options.data_granularity or Granularity.STEP),
+        )
+    program = lower(schedule, data=data)
+    return program if options.offload is None else insert_offload(program, options.offload)
+
+
+def costs_of(schedule: Schedule, costs: Costs, options: Any) -> Costs:
+    """`costs` with the sizes of the options, equal on all stages."""
+    sizes: dict[str, Any] = {
+        name: (getattr(options, name) * schedule.stage_share,) * schedule.num_stages
+        for name in _SIZES
+        if getattr(options, name) is not None
+    }
+    return replace(costs, **sizes)
+
+
+def network_of(network: Network, options: Any) -> Network:
+    """`network` with the links beside the ranks; what an option says counts more than the costs file."""
+    given = {
+        "data_bytes_per_second": options.data_bandwidth,
+        "data_latency_seconds": options.data_latency,
+        "memory_bytes_per_second": options.memory_bandwidth,
+    }
+    return replace(network, **{name: value for name, value in given.items() if value is not None})
+
+
+def numbers(pipeline: Schedule | Program, timeline: Timeline) -> dict[str, Any]:
+    """What scripts read of it; empty where nothing runs beside the ranks."""
+    answer: dict[str, Any] = {}
+    if isinstance(pipeline, Program) and pipeline.data is not None:
+        data = pipeline.data
+        answer["data"] = {
+            "degree": data.degree,
+            "strategy": data.strategy.value,
+            "granularity": data.granularity.value,
+        }
+    for link in timeline.links:
+        answer[f"{link}_link_seconds"] = [
+            math.fsum(end - start for (_, op, _, _), start, end in row if LINKS[op] == link)
+            for row in timeline.background
+        ]
+    if timeline.background and timeline.peak_bytes is not None:
+        answer["peak_bytes"] = list(timeline.peak_bytes)
+    return answer
+
+
+def notes(name: str, answer: dict[str, Any], makespan: float) -> list[str]:
+    """The same for people, in lines."""
+    lines = []
+    if "data" in answer:
+        data = answer["data"]
+        lines.append(f"{name}: {data['degree']} copies, {data['strategy']}, granularity {data['granularity']}")
+    for link, where in (("data", "between copies"), ("memory", "to slower memory")):
+        if seconds := answer.get(f"{link}_link_seconds"):
+            busiest = max(seconds)
+            lines.append(f"{name}: a link {where} works for up to {busiest:.6g} s of {makespan:.6g} s")
+    return lines
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

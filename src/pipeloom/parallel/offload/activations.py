@@ -1,0 +1,220 @@
+"""`MovedActivations`: what forwards saved, in a store until their backwards.
+
+Hooks on saved tensors note storages, each once however many tensors lie in it. Parameters, buffers, the batch and what
+slices share are held by others, so that moving them would free nothing; small ones are not worth it. Of the stage's
+input only the leaf of the graph stays, without its numbers.
+
+A tensor may be asked for several times (a split backward and autograd do): it is made of its storage every time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence, Set
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipeloom.errors import RunError
+from pipeloom.parallel.offload.mover import Mover
+from pipeloom.parallel.offload.store import Ready, Region, Store, aligned
+from pipeloom.runtime.moves import ActivationMover
+from pipeloom.runtime.split_backward import Repeatable
+from pipeloom.runtime.state import Key
+
+_MOST_WRITES = 2  # at once: while one is written the next may come; what waits longer still takes its memory
+
+
+class _Piece:
+    """One storage; None while it is away."""
+
+    __slots__ = ("device", "num_bytes", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.num_bytes = storage.nbytes()
+        self.device = storage.device
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the storage has the size that it had in the forward."""
+        return self.storage is not None and self.storage.nbytes() == self.num_bytes
+
+    def as_bytes(self) -> Tensor:
+        assert self.storage is not None
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
+
+
+class _Noted(Repeatable):
+    """A tensor in a storage that may go away."""
+
+    __slots__ = ("dtype", "offset", "piece", "shape", "stride")
+
+    def __init__(self, piece: _Piece, tensor: Tensor) -> None:
+        self.piece, self.dtype = piece, tensor.dtype
+        self.offset, self.shape, self.stride = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def tensor(self) -> Tensor:
+        storage = self.piece.storage
+        if storage is None:
+            raise RunError("a saved tensor is away when it is needed: its RELOAD has to come before; check the program")
+        made = torch.empty(0, dtype=self.dtype, device=self.piece.device)
+        return made.set_(storage, self.offset, self.shape, self.stride)
+
+
+class _Left(Repeatable):
+    """A tensor that stays."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def tensor(self) -> Tensor:
+        return self._tensor
+
+
+@dataclass(eq=False)
+class _Entry:
+    """What one forward saved.
+
+    Attributes:
+        pieces: by storage (``_cdata``), until they go away.
+        leaves: inputs whose numbers are away, and what these are.
+        region, sizes: where they are.
+        written, back: the moves.
+    """
+
+    pieces: dict[int, _Piece] = field(default_factory=dict)
+    leaves: list[tuple[Tensor, _Noted]] = field(default_factory=list)
+    region: Region | None = None
+    written: Future[None] | None = None
+    back: Future[None] | None = None
+
+
+class MovedActivations(ActivationMover):
+    """The activations of one rank.
+
+    Args:
+        store: where they go; ranks of one process may share it.
+        least_bytes: storages below this stay.
+    """
+
+    def __init__(self, store: Store, least_bytes: int) -> None:
+        self._mover = Mover(store)
+        self._least_bytes = least_bytes
+        self._entries: dict[Key, _Entry] = {}
+        self._writes: deque[Future[None]] = deque()
+        self.moved_bytes = 0
+
+    @property
+    def wait_seconds(self) -> float:  # type: ignore[override]
+        return self._mover.wait_seconds
+
+    @contextmanager
+    def catching(self, key: Key) -> Iterator[None]:
+        entry = self._entries[key] = _Entry()
+        with saved_tensors_hooks(partial(self._pack, entry), _unpack):
+            yield
+
+    def _pack(self, entry: _Entry, tensor: Tensor) -> _Noted | _Left:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return _Left(tensor)
+        if tensor.is_conj() or tensor.is_neg() or tensor.untyped_storage().nbytes() < self._least_bytes:
+            return _Left(tensor)
+        return self._note(entry, tensor)
+
+    def _note(self, entry: _Entry, tensor: Tensor) -> _Noted:
+        storage = tensor.untyped_storage()
+        return _Noted(entry.pieces.setdefault(storage._cdata, _Piece(storage)), tensor)
+
+    def offload(self, key: Key, leaves: Sequence[Tensor], held: Set[int]) -> None:
+        entry = self._entries[key]
+        for leaf in leaves:
+            storage = leaf.untyped_storage()
+            if storage._cdata not in held and storage.nbytes() >= self._least_bytes:
+                entry.leaves.append((leaf, self._note(entry, leaf)))
+        # Gathered parameters are freed by resizing their storage: what changed its size is theirs.
+        pieces = [piece for number, piece in entry.pieces.items() if number not in held and piece.is_whole]
+        entry.pieces.clear()
+        if not pieces:
+            return
+        while len(self._writes) >= _MOST_WRITES:
+            self._mover.wait(self._writes.popleft())
+        entry.region = self._mover.store.reserve(sum(aligned(piece.num_bytes) for piece in pieces))
+        for leaf, _ in entry.leaves:
+            leaf.data = leaf.new_empty(0)
+        self.moved_bytes += 2 * sum(piece.num_bytes for piece in pieces)
+        entry.pieces = dict(enumerate(pieces))
+        entry.written = self._mover.write(partial(self._write, entry, Ready(pieces[0].device)))
+        self._writes.append(entry.written)
+
+    def _write(self, entry: _Entry, ready: Ready) -> None:
+        ready.wait()
+        for piece, region in _placed(entry):
+            self._mover.store.write(region, piece.as_bytes())
+            piece.storage = None
+
+    def reload(self, key: Key) -> None:
+        entry = self._entries[key]
+        if entry.region is None:
+            return
+        # Made here: on a GPU memory belongs to the stream that asks for it.
+        rooms = [
+            torch.empty(piece.num_bytes, dtype=torch.uint8, device=piece.device) for piece in entry.pieces.values()
+        ]
+        entry.back = self._mover.read(partial(self._read, entry, rooms, Ready(rooms[0].device)))
+
+    def _read(self, entry: _Entry, rooms: list[Tensor], ready: Ready) -> None:
+        assert entry.written is not None
+        entry.written.result()
+        ready.wait()
+        for (piece, region), room in zip(_placed(entry), rooms, strict=True):
+            self._mover.store.read(region, room)
+            piece.storage = room.untyped_storage()
+
+    def arrive(self, key: Key) -> None:
+        entry = self._entries.pop(key)
+        if entry.region is None:
+            return
+        if entry.back is None:
+            raise RunError(f"what {key} saved is away at its backward: a RELOAD has to come before; check the program")
+        self._mover.wait(entry.back)
+        for leaf, noted in entry.leaves:
+            leaf.data = noted.tensor()
+        self._mover.store.release(entry.region)
+
+    def forget(self) -> None:
+        for entry in self._entries.values():
+            for move in (entry.written, entry.back):
+                if move is not None:
+                    with suppress(Exception):  # whoever waited for it has said so
+                        move.result()
+            if entry.region is not None:
+                self._mover.store.release(entry.region)
+        self._entries.clear()
+        self._writes.clear()
+
+    def close(self) -> None:
+        self._mover.close()
+
+
+def _unpack(packed: Any) -> Tensor:
+    found: Tensor = packed.tensor()
+    return found
+
+
+def _placed(entry: _Entry) -> Iterator[tuple[_Piece, Region]]:
+    """Each piece with its part of the region, in whole pages."""
+    assert entry.region is not None
+    offset = 0
+    for piece in entry.pieces.values():
+        size = aligned(piece.num_bytes)
+        yield piece, entry.region.part(offset, size)
+        offset += size

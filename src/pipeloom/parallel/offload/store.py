@@ -1,0 +1,284 @@
+"""`Store`: bytes outside of a device's memory, in regions.
+
+    HostStore    memory of the host, pinned, for what a GPU computes with
+    FileStore    one file without a name, which the kernel drops with the process however it ends
+
+Reads and writes block; they are called from threads, two for each `Mover`: one that reads, one that writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import RunError
+from pipeloom.parallel.offload.options import CPU, Place
+
+PAGE_BYTES = 4096  # what direct I/O asks of addresses, offsets and lengths
+_PIECE_BYTES = 4 << 20  # what goes through a thread's own buffer at once
+
+
+class Region(NamedTuple):
+    """Some bytes of a store."""
+
+    offset: int
+    num_bytes: int
+
+    def part(self, offset: int, num_bytes: int) -> Region:
+        """Some bytes of this region."""
+        return Region(self.offset + offset, num_bytes)
+
+
+def aligned(num_bytes: int) -> int:
+    """Rounded up to whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class Ready:
+    """Everything that was asked of a device before this moment: on a GPU, who moves memory has to wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Store(ABC):
+    """Regions of bytes.
+
+    Attributes:
+        read_bytes, written_bytes: so far.
+    """
+
+    def __init__(self) -> None:
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self._free: dict[int, list[Region]] = {}
+        self._end = 0
+        self._lock = threading.Lock()
+
+    def reserve(self, num_bytes: int) -> Region:
+        """A region of whole pages.
+
+        Raises:
+            RunError: there is no room.
+        """
+        size = aligned(num_bytes)
+        with self._lock:
+            if self._free.get(size):
+                return self._free[size].pop()
+            region = Region(self._end, size)
+            self._grow(region)
+            self._end += size
+            return region
+
+    def release(self, region: Region) -> None:
+        """The region may be given out again, for as many bytes."""
+        with self._lock:
+            self._free.setdefault(region.num_bytes, []).append(region)
+
+    def write(self, region: Region, values: Tensor) -> None:
+        """Put bytes, at most as many as the region has, at its beginning."""
+        self._write(region, values)
+        self.written_bytes += values.numel()
+
+    def read(self, region: Region, values: Tensor) -> None:
+        """Fill `values` from the region's beginning."""
+        self._read(region, values)
+        self.read_bytes += values.numel()
+
+    @abstractmethod
+    def snapshot(self, region: Region) -> Tensor:
+        """The region's bytes as they are now, on the host; read when they are looked at. Writes do not come back."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything."""
+
+    @abstractmethod
+    def _grow(self, region: Region) -> None: ...
+
+    @abstractmethod
+    def _write(self, region: Region, values: Tensor) -> None: ...
+
+    @abstractmethod
+    def _read(self, region: Region, values: Tensor) -> None: ...
+
+
+def open_store(place: Place) -> Store:
+    """The store of a place."""
+    if place.kind == CPU:
+        return HostStore()
+    assert place.directory is not None
+    return FileStore(place.directory)
+
+
+class HostStore(Store):
+    """Memory of the host; pinned where there is a GPU, so that it copies by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._blocks: dict[int, Tensor] = {}  # by offset of the region that it was made for
+
+    def _grow(self, region: Region) -> None:
+        pinned = torch.cuda.is_available()
+        self._blocks[region.offset] = torch.empty(region.num_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+    def _bytes(self, region: Region, num_bytes: int) -> Tensor:
+        start = max(offset for offset in self._blocks if offset <= region.offset)
+        return self._blocks[start][region.offset - start :][:num_bytes]
+
+    def _write(self, region: Region, values: Tensor) -> None:
+        _copy(self._bytes(region, values.numel()), values)
+
+    def _read(self, region: Region, values: Tensor) -> None:
+        _copy(values, self._bytes(region, values.numel()))
+
+    def snapshot(self, region: Region) -> Tensor:
+        return self._bytes(region, region.num_bytes).clone()
+
+    def close(self) -> None:
+        self._blocks.clear()
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy, and wait for it; between host and GPU on a stream of this thread's own."""
+    device = next((t.device for t in (target, source) if t.device.type == "cuda"), None)
+    if device is None:
+        target.copy_(source)
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    stream.synchronize()
+
+
+class FileStore(Store):
+    """One file in a directory.
+
+    It has no name (O_TMPFILE, or is unlinked as soon as it is open), so no end of the process leaves it behind. Its
+    blocks are allocated when they are reserved, so a full disk is found out then and not by a write. Where the file
+    system has direct I/O nothing goes through the page cache, which is memory too.
+
+    Args:
+        directory: where the file is made.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+        self._file: Any = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  # closed by close()
+        self._plain = self._file.fileno()
+        self._direct: int | None = None
+        with suppress(OSError, AttributeError):  # a file system or a system without
+            self._direct = os.open(f"/proc/self/fd/{self._plain}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        self._buffers = threading.local()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it goes around the page cache."""
+        return self._direct is not None
+
+    def _grow(self, region: Region) -> None:
+        try:
+            os.posix_fallocate(self._plain, region.offset, region.num_bytes)
+        except OSError as error:
+            raise RunError(
+                f"offload to {self._directory}: there is no room for {region.num_bytes / 2**20:,.1f} MiB more beside "
+                f"{self._end / 2**20:,.1f} MiB ({error.strerror}); make room, or name another directory"
+            ) from error
+
+    def _write(self, region: Region, values: Tensor) -> None:
+        self._move(region, values, writes=True)
+
+    def _read(self, region: Region, values: Tensor) -> None:
+        self._move(region, values, writes=False)
+
+    def _move(self, region: Region, values: Tensor, *, writes: bool) -> None:
+        """Between the file and memory: at once where addresses allow it, else through a buffer of this thread's."""
+        size = values.numel()
+        in_pages = region.offset % PAGE_BYTES == 0 and region.num_bytes % PAGE_BYTES == 0  # nobody else has a part
+        if values.device.type == "cpu" and (not in_pages or (values.data_ptr() | size) % PAGE_BYTES == 0):
+            self._transfer(_memory(values), region.offset, writes, direct=in_pages)
+            return
+        buffer = self._buffer()
+        for start in range(0, size, _PIECE_BYTES):
+            piece = values[start : start + _PIECE_BYTES]
+            room = buffer[: piece.numel()]
+            whole = buffer[: aligned(piece.numel())] if in_pages else room
+            if writes:
+                _copy(room, piece)
+            self._transfer(_memory(whole), region.offset + start, writes, direct=in_pages)
+            if not writes:
+                _copy(piece, room)
+
+    def _buffer(self) -> Tensor:
+        buffer: Tensor | None = getattr(self._buffers, "buffer", None)
+        if buffer is None:
+            buffer = self._buffers.buffer = page_buffer(_PIECE_BYTES)
+        return buffer
+
+    def _transfer(self, memory: memoryview, offset: int, writes: bool, *, direct: bool) -> None:
+        done = 0
+        try:
+            while done < len(memory):
+                around = direct and self._direct is not None and done % PAGE_BYTES == 0
+                descriptor = self._direct if around and self._direct is not None else self._plain
+                try:
+                    call = os.pwritev if writes else os.preadv
+                    moved = call(descriptor, [memory[done:]], offset + done)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or descriptor == self._plain:
+                        raise
+                    self._direct = None  # a file system that says so late
+                    continue
+                if not moved:
+                    raise OSError(errno.EIO, "the file ends too early")
+                done += moved
+        except OSError as error:
+            what = "written" if writes else "read"
+            raise RunError(
+                f"offload to {self._directory}: its file cannot be {what} ({error.strerror}); look after the disk, "
+                "then go on from the last checkpoint"
+            ) from error
+
+    def snapshot(self, region: Region) -> Tensor:
+        mapped = mmap.mmap(
+            self._plain,
+            region.num_bytes,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=region.offset,
+        )
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def close(self) -> None:
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct = None
+        self._file.close()
+
+
+def _memory(values: Tensor) -> memoryview:
+    array: Any = values.numpy()
+    return memoryview(array)
+
+
+def page_buffer(num_bytes: int, device: torch.device | None = None) -> Tensor:
+    """Bytes, uint8; on the host from the beginning of a page, so that direct I/O can go to and from them."""
+    if device is not None and device.type != "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    own = mmap.mmap(-1, max(aligned(num_bytes), PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(own, dtype=torch.uint8)[:num_bytes]

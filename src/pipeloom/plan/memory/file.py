@@ -1,0 +1,87 @@
+"""``memory.json`` of a run: what every process was to hold, and what it held.
+
+    {"kinds": ["parameters", ...],
+     "processes": [{"process": 0, "copy": 0, "rank": 0, "predicted": {"parameters": 1.0, ..., "peak": 9.0},
+                    "measured": {"parameters": 1.0, ..., "peak": null}}, ...]}
+
+Bytes. What was not measured is null or left out; "peak" is the most of all kinds together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeloom.errors import InputError
+from pipeloom.ir.json_text import load_json
+from pipeloom.plan.memory.ranks import KINDS
+
+FILE = "memory.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRow:
+    """One process of a run.
+
+    Attributes:
+        process: its number among all.
+        copy, rank: which rank of which copy of the pipeline it is.
+        predicted, measured: bytes by kind, and "peak"; None for what is not known.
+    """
+
+    process: int
+    copy: int
+    rank: int
+    predicted: Mapping[str, float | None]
+    measured: Mapping[str, float | None]
+
+
+def write_memory(directory: Path, rows: Sequence[MemoryRow]) -> Path:
+    """Write ``memory.json`` into a run's directory; one process calls it with the rows of all."""
+    path = directory / FILE
+    processes = [
+        {
+            "process": row.process,
+            "copy": row.copy,
+            "rank": row.rank,
+            "predicted": dict(row.predicted),
+            "measured": dict(row.measured),
+        }
+        for row in rows
+    ]
+    path.write_text(json.dumps({"kinds": list(KINDS), "processes": processes}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def read_memory(directory: Path) -> list[MemoryRow]:
+    """The inverse of `write_memory`.
+
+    Raises:
+        InputError: there is no such file, or it holds something else.
+    """
+    path = directory / FILE
+    try:
+        data = load_json(path.read_text(encoding="utf-8"))
+        return [
+            MemoryRow(
+                process=int(row["process"]),
+                copy=int(row["copy"]),
+                rank=int(row["rank"]),
+                predicted=_sizes(row["predicted"]),
+                measured=_sizes(row["measured"]),
+            )
+            for row in data["processes"]
+        ]
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror or error}): a run of `pipeloom train` writes it; name its "
+            "output_dir"
+        ) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path} holds no memory of a run ({error}): remove it, or name another directory") from error
+
+
+def _sizes(data: Mapping[str, float | None]) -> dict[str, float | None]:
+    return {str(kind): None if size is None else float(size) for kind, size in data.items()}

@@ -1,0 +1,97 @@
+"""What ``memory`` in a configuration makes of a run: recomputation, and what is kept elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeloom.errors import InputError
+from pipeloom.ir import Schedule
+from pipeloom.ir.recompute import recompute_of_stages
+from pipeloom.parallel.offload.options import CPU, OffloadActivations, Place
+from pipeloom.passes import lower
+from pipeloom.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pipeloom.runtime import Pipeline
+
+NUM_NUMBERS = 3  # of `offload_numbers`
+
+
+def check_less_memory(config: TrainConfig, schedule: Schedule) -> None:
+    """Raises InputError where ``memory`` means nothing, or does not go with the rest."""
+    memory = config.memory
+    recompute_of_stages(memory.recompute, schedule.num_stages)
+    if memory.offload is None:
+        if memory.offload_activations is not None:
+            raise InputError(
+                f"memory.offload_activations is {memory.offload_activations} without memory.offload: activations need "
+                "a place to go; give --memory.offload cpu or disk:PATH"
+            )
+        return
+    Place.parse(memory.offload)
+    if memory.offload_states and not config.optimizer.barrier:
+        raise InputError(
+            "memory.offload with optimizer.barrier false: an update that may be taken back needs its states at hand; "
+            "leave one of them out, or give --memory.offload_states false"
+        )
+    if memory.offload_activations is not None:
+        if memory.offload_activations < 0:
+            raise InputError(
+                f"memory.offload_activations is {memory.offload_activations}: it is how many a rank keeps, 0 for as "
+                "few as moves can keep; raise it"
+            )
+        _activations(config).insert(lower(schedule))
+
+
+def activations_away(config: TrainConfig, device: torch.device) -> OffloadActivations | None:
+    """What the pipeline is told of activations that move; None where none do."""
+    if _place(config, device) is None or config.memory.offload_activations is None:
+        return None
+    return _activations(config)
+
+
+def _activations(config: TrainConfig) -> OffloadActivations:
+    assert config.memory.offload is not None
+    return OffloadActivations(config.memory.offload, config.memory.offload_activations or None)
+
+
+def states_away(optimizer: torch.optim.Optimizer, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer that the run steps: `optimizer`, or what streams its states.
+
+    Raises:
+        InputError: there is no room for them.
+    """
+    if _place(config, device) is None or not config.memory.offload_states:
+        return optimizer
+    from pipeloom.parallel.offload.optimizer import OffloadedOptimizer
+
+    assert config.memory.offload is not None
+    return OffloadedOptimizer(optimizer, config.memory.offload)
+
+
+def offload_notices(config: TrainConfig, device: torch.device) -> list[str]:
+    """That nothing moves, where that is so."""
+    if config.memory.offload is None or _place(config, device) is not None:
+        return []
+    return ["memory.offload cpu: this run computes in the CPU's memory, nothing moves; disk:PATH would"]
+
+
+def _place(config: TrainConfig, device: torch.device) -> Place | None:
+    """Where things go; None where they stay."""
+    place = None if config.memory.offload is None else Place.parse(config.memory.offload)
+    return None if place is not None and place.kind == CPU == device.type else place
+
+
+def offload_numbers(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Bytes of states elsewhere, bytes moved and seconds waited so far, of this process; [3], float64."""
+    import torch
+
+    held: Any = optimizer
+    moved, waited = pipe.offloaded
+    states = getattr(held, "offloaded_bytes", 0)
+    moved += getattr(held, "moved_bytes", 0)
+    waited += getattr(held, "wait_seconds", 0.0)
+    return torch.tensor([states, moved, waited], dtype=torch.float64)

@@ -1,0 +1,143 @@
+"""What the ranks of a run take, from its configuration: closed forms, before anything is made. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+from pipeloom.errors import InputError
+from pipeloom.ir import DataAxis, Program, Schedule
+from pipeloom.ir.recompute import recompute_of_stages
+from pipeloom.parallel.offload.options import CPU, OffloadActivations
+from pipeloom.passes import lower
+from pipeloom.plan.memory import (
+    GPTSizes,
+    Layer,
+    MemoryRow,
+    Model,
+    RankMemory,
+    even_blocks,
+    gpt_layers,
+    in_stages,
+    memory_of_rank,
+)
+from pipeloom.train.config import TrainConfig
+from pipeloom.train.validate import make_schedule, parse_cut
+
+if TYPE_CHECKING:
+    import torch
+
+
+def data_axis(config: TrainConfig) -> DataAxis | None:
+    """How the copies of a run share; None where one runs alone with its own parameters."""
+    precision = config.number_format
+    if config.num_copies == 1 and not precision.has_masters:
+        return None
+    alone = config.num_copies == 1
+    options = replace(config.data_parallel, strategy="ddp", granularity=None) if alone else config.data_parallel
+    return options.axis(config.num_copies, separate_master=precision.has_masters)
+
+
+def planned_program(config: TrainConfig, schedule: Schedule, *, device: str = "cuda") -> Program:
+    """What every copy runs, activations that a `device` moves away included."""
+    tied = config.model.tie_embeddings and schedule.num_stages > 1
+    program = lower(schedule, tied_stages=((0, schedule.num_stages - 1),) if tied else (), data=data_axis(config))
+    memory = config.memory
+    if _away(config, device) and memory.offload_activations is not None:
+        assert memory.offload is not None
+        program = OffloadActivations(memory.offload, memory.offload_activations or None).insert(program)
+    return program
+
+
+def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int) -> Model:
+    """The layers of every stage, and how they are trained.
+
+    Raises:
+        InputError: the cut follows measured times, which are not known here.
+    """
+    model, precision = config.model, config.number_format
+    copies = config.num_copies
+    samples = ceil(ceil(config.batch.size / copies) / config.num_microbatches)  # the largest piece of the largest part
+    sizes = GPTSizes(
+        vocabulary_size=vocabulary_size,
+        layers=model.layers,
+        width=model.width,
+        heads=model.heads,
+        sequence_length=model.sequence_length,
+        tie_embeddings=model.tie_embeddings,
+        learned_positions=model.positions == "learned",
+        dropout=model.dropout > 0,
+    )
+    layers = gpt_layers(sizes, samples, 2 if precision.has_masters else 4)
+    return Model(
+        stages=_stages(config, layers, num_stages),
+        precision=precision,
+        optimizer=config.optimizer.name,
+        recompute=recompute_of_stages(config.memory.recompute, num_stages),
+        whole_parameters=config.data_parallel.layout == "parameters",
+    )
+
+
+def _stages(config: TrainConfig, layers: list[Layer], num_stages: int) -> list[list[Layer]]:
+    cut = parse_cut(config, num_stages)
+    if cut == "time":
+        raise InputError(
+            "parallel.cut is time: stages then follow measured times, which are not known before a run; give blocks a "
+            "stage, such as --parallel.cut 5,3"
+        )
+    if cut == "layers":
+        return in_stages(layers, even_blocks(config.model.layers, num_stages))
+    if cut != "parameters":
+        assert not isinstance(cut, str)
+        return in_stages(layers, cut)
+    from pipeloom.split.partition import partition
+
+    counts, start = partition([layer.num_parameters for layer in layers], num_stages), 0
+    stages = []
+    for count in counts:
+        stages.append(layers[start : start + count])
+        start += count
+    return stages
+
+
+def planned_memory(
+    config: TrainConfig, vocabulary_size: int, *, copy: int = 0, device: str = "cuda"
+) -> list[RankMemory]:
+    """What every rank of one copy takes on a `device` ("cpu" is its own host: nothing moves there).
+
+    Raises:
+        InputError: options that contradict each other, or a cut that is not known.
+    """
+    schedule = make_schedule(config)
+    program = planned_program(config, schedule, device=device)
+    model = planned_model(config, vocabulary_size, schedule.num_stages)
+    return [
+        at_hand(memory_of_rank(program, model, rank, copy=copy), config, device=device)
+        for rank in range(schedule.num_ranks)
+    ]
+
+
+def at_hand(memory: RankMemory, config: TrainConfig, *, device: str = "cuda") -> RankMemory:
+    """`memory` without the states that an optimizer keeps elsewhere."""
+    if not _away(config, device) or not config.memory.offload_states:
+        return memory
+    states = memory.kinds["optimizer"]
+    return replace(memory, kinds={**memory.kinds, "optimizer": 0.0}, peak=memory.peak - states)
+
+
+def _away(config: TrainConfig, device: str) -> bool:
+    """Whether a run's offload goes to other memory than that of `device`."""
+    return config.memory.offload is not None and (config.memory.offload, device) != (CPU, "cpu")
+
+
+def memory_rows(config: TrainConfig, vocabulary_size: int, device: torch.device) -> list[MemoryRow]:
+    """Every process of a run with what it is to take; process numbers by the mesh of the configuration."""
+    shape = config.mesh_shape(config.num_ranks * config.num_copies)
+    rows = []
+    for copy in range(config.num_copies):
+        for memory in planned_memory(config, vocabulary_size, copy=copy, device=device.type):
+            process = shape.process({"dp": copy, "pp": memory.rank})
+            predicted: dict[str, float | None] = {**memory.kinds, "peak": memory.peak}
+            rows.append(MemoryRow(process=process, copy=copy, rank=memory.rank, predicted=predicted, measured={}))
+    return sorted(rows, key=lambda row: row.process)

@@ -1,0 +1,210 @@
+"""Recomputation and offload together with copies of the pipeline, and in `pipeloom train`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pipeloom as pl
+from pipeloom.cli import main
+from tests.cpu.ranks import run_ranks
+from tests.cpu.reference import language_loss, make_gpt, tokens
+
+from .test_train import STEP_KEYS, local, metrics, ranks_of, run, story, text, wait_for_steps, words
+
+__all__ = ["text"]  # a fixture
+
+CASES = [
+    ("ddp", None, "1f1b", "fp32"),
+    ("zero1", None, "zb-h1", "bf16"),
+    ("zero3", "step", "zb-v", "fp32"),
+    ("zero3", "chunk", "bfs", "bf16"),
+    ("zero3", "microbatch", "zb-h1", "fp32"),
+    ("zero3", "microbatch", "interleaved", "bf16"),
+]
+
+
+def _steps(mesh: pl.Mesh, case: tuple, directory: str | None, recompute: str) -> list[float]:
+    """Losses of three steps; with a directory, states and activations go there."""
+    strategy, granularity, name, precision = case
+    model = make_gpt(tied=True)
+    schedule = pl.schedules.build(name, num_ranks=2, num_microbatches=4)
+    offload = pl.OffloadActivations(f"disk:{directory}", least_bytes=64, beside=0) if directory else None
+    data = pl.DataParallel(strategy, granularity) if granularity else pl.DataParallel(strategy)
+    options = {"mesh": mesh, "data": data, "precision": precision, "recompute": recompute, "offload": offload}
+    with pl.Pipeline(model, schedule, loss_fn=language_loss, transport="torch", **options) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        if directory:
+            optimizer = pl.OffloadedOptimizer(optimizer, f"disk:{directory}", portion_bytes=2000, least_bytes=64)
+        losses = []
+        for _ in range(3):
+            x, y = tokens(16)
+            half = slice(0, 8) if mesh.coordinate("dp") == 0 else slice(8, 16)
+            losses.append(pipe.step(x[half], y[half]).item())
+            pl.clip_grad_norm(pipe, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if directory:
+            assert optimizer.moved_bytes > 0
+            optimizer.close()
+        return losses
+
+
+def _compare(rank: int, directory: str) -> None:
+    mesh = pl.Mesh(pp=2, dp=2)
+    for case in CASES:
+        expected = _steps(mesh, case, None, "none")
+        assert expected[-1] < expected[0]
+        for where, recompute in ((None, "full"), (directory, "none"), (directory, "full")):
+            assert _steps(mesh, case, where, recompute) == expected, (case, where, recompute)
+
+
+def test_with_copies_losses_are_bitwise_those_without(tmp_path: Path) -> None:
+    run_ranks(_compare, 4, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+OFFLOAD_KEYS = {"offloaded_state_bytes", "offload_moved_bytes", "offload_wait_seconds"}
+
+
+@pytest.fixture(scope="module")
+def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("plain") / "out"
+    local(text, out)
+    return out
+
+
+def _away(directory: Path) -> list[str]:
+    directory.mkdir(exist_ok=True)
+    return ["--memory.recompute=full,none", f"--memory.offload=disk:{directory}", "--memory.offload_activations=0"]
+
+
+def test_a_run_with_less_memory_is_the_same_run(text: Path, plain: Path, tmp_path: Path) -> None:
+    """In processes; its checkpoints are those of the run without, and both go on from either."""
+    out, place = tmp_path / "out", tmp_path / "place"
+    done = run(text, out, *_away(place))
+    assert done.returncode == 0, done.stderr
+    assert story(out) == story(plain)
+    rows = [row for row in metrics(out) if "loss" in row]
+    assert all(set(row) == STEP_KEYS | OFFLOAD_KEYS for row in rows)
+    assert rows[-1]["offloaded_state_bytes"] > 0
+    moved = [row["offload_moved_bytes"] for row in rows]
+    assert moved == sorted(moved)
+    assert moved[-1] > 0
+    one, other = tmp_path / "one", tmp_path / "other"
+    local(text, one, *_away(place), f"--resume_from_checkpoint={plain / 'checkpoint-3'}")
+    local(text, other, f"--resume_from_checkpoint={out / 'checkpoint-3'}")
+    assert story(one) == story(other) == [row for row in story(plain) if row[0] > 3]
+    assert not list(place.iterdir())
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "momentum"])
+def test_other_optimizers(text: Path, tmp_path: Path, optimizer: str) -> None:
+    shorter = ["--steps=4", "--save_steps=0", "--eval_steps=0", "--sample_tokens=0", f"--optimizer.name={optimizer}"]
+    local(text, tmp_path / "one", *shorter)
+    local(text, tmp_path / "other", *shorter, *_away(tmp_path / "place"))
+    assert story(tmp_path / "one") == story(tmp_path / "other")
+
+
+def test_a_stream_offloads_states(text: Path, tmp_path: Path) -> None:
+    stream = ["--schedule=pipedream", "--batch.microbatches=1", "--sample_tokens=0"]
+    local(text, tmp_path / "one", *stream)
+    away = [word for word in _away(tmp_path / "place") if "activations" not in word]
+    local(text, tmp_path / "other", *stream, *away)
+    assert story(tmp_path / "one") == story(tmp_path / "other")
+
+
+def test_a_killed_run_leaves_no_file_and_goes_on(text: Path, tmp_path: Path) -> None:
+    out, place = tmp_path / "out", tmp_path / "place"
+    long = ["--steps=100000", "--eval_steps=0", *_away(place)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeloom", *words(text, out, *long)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    wait_for_steps(process, out, 4)
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert not list(place.iterdir())
+    last = max(row["step"] for row in metrics(out) if row) // 3 * 3
+    local(text, out, f"--steps={last + 3}", "--resume_from_checkpoint=latest", *_away(place))
+    assert metrics(out)[-1]["step"] == last + 3
+
+
+def test_a_disk_that_fills_up_is_one_line_and_the_last_checkpoint_goes_on(
+    text: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, place = tmp_path / "out", tmp_path / "place"
+    write = os.pwritev
+
+    def full(*arguments) -> int:
+        if (out / "metrics.jsonl").exists() and len(metrics(out)) > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        assert main(words(text, out, "--local", *_away(place))) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "No space left on device" in error
+    assert not list(place.iterdir())
+    local(text, out, *_away(place), "--resume_from_checkpoint=latest")
+    assert story(out) == story(plain)
+
+
+def test_a_disk_without_room_is_told_before_the_first_step(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert main(words(text, tmp_path / "out", "--local", "--model.width=64", *_away(tmp_path / "place"))) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "there is no room for" in error
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--memory.recompute=most"], "it is none, selective, full"),
+        (["--memory.recompute=full,none,none"], "names 3 stages of 2"),
+        (["--memory.offload=floppy"], "it is cpu, or disk:PATH"),
+        (["--memory.offload=disk:/no/such/place"], "No such file or directory"),
+        (["--memory.offload_activations=2"], "without memory.offload"),
+        (["--memory.offload=cpu", "--memory.offload_activations=-1"], "raise it"),
+        (["--memory.offload=cpu", "--optimizer.barrier=false"], "states at hand"),
+        (["--memory.offload=cpu", "--memory.offload_activations=1", "--schedule=zb-h1"], "raise the cap"),
+        (
+            [
+                "--memory.offload=cpu",
+                "--memory.offload_activations=1",
+                "--schedule=pipedream",
+                "--batch.microbatches=1",
+            ],
+            "a stream's versions",
+        ),
+    ],
+)
+def test_what_means_nothing_is_refused(text: Path, tmp_path: Path, capsys, options: list[str], expected: str) -> None:
+    assert main(words(text, tmp_path / "out", *options)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert expected in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_host_memory_of_a_run_on_cpus_is_said_to_move_nothing(text: Path, plain: Path, tmp_path: Path, capsys) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this run would compute on a GPU")
+    local(text, tmp_path / "out", "--memory.offload=cpu", "--memory.offload_activations=0")
+    assert capsys.readouterr().out.count("nothing moves") == 1
+    assert story(tmp_path / "out") == story(plain)

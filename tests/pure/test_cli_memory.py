@@ -1,0 +1,120 @@
+"""`pipeloom memory`: tables that add up, choices under a cap, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from pipeloom.cli import main
+from pipeloom.plan.memory import KINDS, MemoryRow, write_memory
+
+# Width 64, 2 blocks a stage of 12 * 64**2 + 2 * 64 parameters, 256 tokens, sequences of 32: one sample a micro-batch.
+MODEL = "--model.layers 4 --model.width 64 --model.heads 4 --model.sequence_length 32 --batch.size 8"
+BLOCK = 12 * 64**2 + 2 * 64
+
+
+def memory(capsys, line: str) -> dict:
+    assert main(["memory", *line.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_rank_by_kind_in_closed_form(capsys):
+    answer = memory(capsys, f"{MODEL} --schedule gpipe --batch.microbatches 8")
+    first, last = answer["ranks"]
+    count = 256 * 64 + 2 * BLOCK
+    assert first["parameters"] == first["gradients"] == 4 * count
+    assert first["optimizer"] == 8 * count
+    assert last["parameters"] == 4 * (count + 64)  # the last norm
+    kept = 16 * 4 * 32 * 64 + 4 * 4 * 32 + 4 * 32 * 4  # of a block: (8 + 2 * 4) e T W + 4 e T + 4 T H
+    assert first["activations"] == 8 * (2 * kept + 8 * 32)
+    assert last["activations"] == 8 * (2 * kept + (4 * 32 * 64 + 8 * 32) + (4 * 32 * 64 + 4 * 32 * 256 + 8 * 32 + 4))
+    assert first["peak"] == sum(first[kind] for kind in KINDS)
+    assert answer["total"] == first["peak"] + last["peak"]
+    assert answer["largest_rank"] == 1
+
+
+def test_copies_precision_recomputation_and_optimizers_change_what_they_should(capsys):
+    base = memory(capsys, MODEL)["ranks"][0]
+    shards = "--parallel.data 2 --parallel.data_strategy zero3"
+    for more, kind, factor in (
+        ("--memory.recompute full", "activations", (2 * 8192 + 256) / (2 * (16 * 8192 + 1024) + 256)),
+        ("--optimizer.name sgd", "optimizer", 0.0),
+        ("--optimizer.name momentum", "optimizer", 0.5),
+        ("--precision.dtype bf16", "parameters", 0.5),
+        (f"{shards} --batch.size 16", "optimizer", 0.5),
+        ("--memory.offload cpu", "optimizer", 0.0),
+    ):
+        found = memory(capsys, f"{MODEL} {more}")["ranks"][0]
+        assert found[kind] == pytest.approx(base[kind] * factor, rel=1e-3), more
+    moved = memory(capsys, f"{MODEL} --parallel.pipeline 4 --memory.offload cpu --memory.offload_activations 3")
+    whole = memory(capsys, f"{MODEL} --parallel.pipeline 4")
+    assert moved["ranks"][0]["activations"] * 4 == whole["ranks"][0]["activations"] * 3
+
+
+def test_a_cap_chooses_the_options_that_keep_it(capsys):
+    line = f"{MODEL} --schedule bfs --batch.size 32 --parallel.data 4 --parallel.data_strategy zero3"
+    peaks = {}
+    for granularity in ("step", "chunk", "microbatch"):
+        ranks = memory(capsys, f"{line} --parallel.data_granularity {granularity}")["ranks"]
+        peaks[granularity] = max(rank["peak"] for rank in ranks)
+    assert peaks["microbatch"] < peaks["step"]
+    cap = math.floor(peaks["step"]) - 1
+    answer = memory(capsys, f"{line} --memory-cap {cap}")
+    assert answer["chosen"]["data_granularity"] in ("chunk", "microbatch")
+    assert answer["chosen"]["recompute"] == "none"
+    assert max(rank["peak"] for rank in answer["ranks"]) <= cap
+    alone = max(r["peak"] for r in memory(capsys, MODEL)["ranks"])
+    assert main(["memory", *MODEL.split(), "--memory-cap", f"{alone / 2**20 * 0.9:.3f}MiB"]) == 0
+    printed = capsys.readouterr().out
+    assert "under the cap with --memory.recompute " in printed
+    words = printed.splitlines()[-1].partition("with ")[2]
+    assert max(r["peak"] for r in memory(capsys, f"{MODEL} {words}")["ranks"]) <= alone * 0.9
+    assert main(["memory", *MODEL.split(), "--memory-cap", "1KiB"]) == 2
+    assert "a rank may hold 1024 bytes: rank 1 takes at least" in capsys.readouterr().err
+
+
+def test_the_table_has_what_is_there_and_the_largest_rank(capsys):
+    assert main(["memory", *MODEL.split(), "--parallel.data", "2", "--parallel.data_strategy", "parameter-server"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:5] == ["parameters", "gradients", "optimizer", "activations", "buffers"]
+    assert [line[:14] for line in lines[1:5]] == [f"rank {rank}, copy {copy}" for copy in (0, 1) for rank in (0, 1)]
+    assert lines[5].startswith("all ranks, 2 copies: ")
+    assert "rank 0, copy 0 takes most" in lines[5]
+
+
+def test_a_run_shows_predicted_beside_measured(capsys, tmp_path):
+    row = MemoryRow(
+        process=0,
+        copy=0,
+        rank=0,
+        predicted={"parameters": 1024.0, "activations": 2048.0, "peak": 3072.0},
+        measured={"parameters": 1024.0, "activations": 1024.0, "peak": None},
+    )
+    write_memory(tmp_path, [row])
+    assert main(["memory", "--run", str(tmp_path)]) == 0
+    first, predicted, measured = capsys.readouterr().out.splitlines()
+    assert first.split() == ["parameters", "activations", "at", "most", "at", "once"]
+    assert predicted.split()[-7:] == ["predicted", "1", "KiB", "2", "KiB", "3", "KiB"]
+    assert measured.split() == ["measured", "1", "KiB", "1", "KiB", "-"]
+    assert main(["memory", "--run", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--memory-cap lots", "--memory-cap lots: write bytes"),
+        ("--costs x.json", "--costs without --memory-cap"),
+        ("--vocabulary_size 0", "a model has at least one token id"),
+        ("--parallel.data -1", "give a number"),
+        ("--parallel.cut time", "not known before a run"),
+        ("--model.width 63", "model.heads is 6 for model.width 63"),
+    ],
+)
+def test_bad_input_is_one_line(words, said, capsys):
+    assert main(["memory", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

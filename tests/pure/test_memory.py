@@ -1,0 +1,305 @@
+"""Bytes of every rank in closed form: states of ZeRO, walks over programs worked by hand, choices under a cap."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from pipeloom import schedules as families
+from pipeloom.errors import InputError
+from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program
+from pipeloom.ir.recompute import Recompute
+from pipeloom.parallel import Precision
+from pipeloom.passes import insert_offload, lower
+from pipeloom.plan.memory import (
+    KINDS,
+    GPTSizes,
+    Layer,
+    MemoryRow,
+    Model,
+    choose_granularity,
+    choose_memory,
+    choose_recompute,
+    even_blocks,
+    gpt_layers,
+    in_stages,
+    memory_of_ranks,
+    read_memory,
+    write_memory,
+)
+from pipeloom.plan.memory.states import Formats, state_elements, unit_bytes
+from pipeloom.sim import Costs, Network
+
+BF16_SAME = Precision("bf16", "same")
+STRATEGIES = list(DataStrategy)
+
+
+def layer(name: str, parameters: int, kept: float, *, block: bool = True) -> Layer:
+    """One vector of parameters; selective keeps half, full a tenth, and computes again a quarter and all."""
+    return Layer(
+        name=name,
+        parameters={f"{name}.weight": (parameters,)},
+        kept_bytes=dict(zip(Recompute, (kept, kept / 2, kept / 10), strict=True)),
+        is_block=block,
+        recompute_share=dict(zip(Recompute, (0.0, 0.25, 1.0), strict=True)),
+    )
+
+
+def model(stages: int, layers: int = 1, parameters: int = 160, kept: float = 1000.0, **more) -> Model:
+    made = [[layer(f"{s}.{n}", parameters, kept) for n in range(layers)] for s in range(stages)]
+    return Model(stages=made, **more)
+
+
+def one_rank(data: DataAxis | None, microbatches: int = 2, chunks: int = 1) -> Program:
+    """Of one rank: all forwards of a chunk, then those of the next; the backwards the other way."""
+    return lower(families.build("bfs", num_ranks=1, num_microbatches=microbatches, num_chunks=chunks), data=data)
+
+
+def states(strategy: DataStrategy, degree: int, optimizer: str = "adamw") -> float:
+    """Bytes a parameter with 16-bit parameters and gradients, all of them reduced."""
+    unit = unit_bytes(
+        {"w": (1024, 1024)},
+        data=DataAxis(degree=degree, strategy=strategy, separate_master=True),
+        formats=Formats.of(BF16_SAME),
+        optimizer=optimizer,
+        in_block=True,
+    )
+    return (unit.parameters + unit.masters + unit.optimizer + unit.reduced) / 2**20
+
+
+@pytest.mark.parametrize("degree", [1, 4, 64])
+def test_states_are_those_of_the_zero_paper(degree):
+    """arXiv:1910.02054, section 5: 16 bytes a parameter, of which 12 and then 14 are shared by N copies.
+
+    Its zero1 keeps whole gradients to the end, where here every copy then has its part of their sums; its zero3 keeps
+    16-bit shards beside the masters, where here they are made when they are gathered.
+    """
+    n = degree
+    assert states(DataStrategy.DDP, n) == 16
+    assert states(DataStrategy.ZERO1, n) == states(DataStrategy.ZERO2, n) == 2 + 14 / n
+    assert states(DataStrategy.ZERO3, n) == 16 / n - 2 / n
+    assert states(DataStrategy.PARAMETER_SERVER, n) == 16
+    for optimizer, total in (("sgd", 8), ("momentum", 12), ("lion", 12), ("adam", 16), ("amsgrad", 20), ("muon", 12)):
+        assert states(DataStrategy.DDP, n, optimizer) == total
+
+
+def test_a_server_holds_what_the_others_do_not():
+    axis = DataAxis(degree=4, strategy=DataStrategy.PARAMETER_SERVER)
+    server, other = (memory_of_ranks(one_rank(axis), model(1), copy=copy)[0] for copy in (0, 3))
+    assert (server.kinds["optimizer"], other.kinds["optimizer"]) == (8 * 160, 0)
+    assert server.kinds["parameters"] == other.kinds["parameters"] == 4 * 160
+
+
+def test_states_of_optimizers_by_shape():
+    for shape in ((6, 10), (7,)):
+        count = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        for name, numbers in (("sgd", 0), ("momentum", 1), ("lion", 1), ("adamw", 2), ("amsgrad", 3)):
+            assert state_elements(name, shape, in_block=True) == numbers * count
+    assert state_elements("adafactor", (6, 10), in_block=True) == 16
+    assert state_elements("muon", (6, 10), in_block=True) == 60
+    assert state_elements("muon", (6, 10), in_block=False) == state_elements("muon", (60,), in_block=True) * 1 == 120
+    with pytest.raises(InputError, match="optimizer 'adm' is unknown"):
+        state_elements("adm", (1,), in_block=False)
+
+
+def test_pieces_are_padded_so_that_copies_have_equal_ones():
+    """100 numbers lie in 112 of aligned memory; three segments of 48 hold them, the last one only 4."""
+    data = DataAxis(degree=3, strategy=DataStrategy.ZERO3)
+    sizes = [
+        unit_bytes({"w": (100,)}, data=data, formats=Formats.of(Precision()), optimizer="adam", in_block=True, copy=c)
+        for c in range(3)
+    ]
+    assert [(unit.parameters, unit.masters) for unit in sizes] == [(0, 4 * 48)] * 3
+    assert [unit.gathered for unit in sizes] == [4 * 144] * 3
+    assert [unit.optimizer for unit in sizes] == [8 * 48, 8 * 48, 8 * 4]
+
+
+def test_whole_parameters_go_where_least_is():
+    data = DataAxis(degree=2, strategy=DataStrategy.ZERO1)
+    shapes = {"a": (16, 4), "b": (16, 2), "c": (16, 2)}
+    for copy, states_of in ((0, 64), (1, 64)):
+        unit = unit_bytes(
+            shapes,
+            data=data,
+            formats=Formats.of(Precision()),
+            optimizer="momentum",
+            in_block=True,
+            copy=copy,
+            loads=[0, 0],
+        )
+        assert unit.optimizer == 4 * states_of
+
+
+def test_a_rank_alone_holds_parameters_gradients_states_and_its_activations():
+    """Three micro-batches of a stage of two layers, 160 parameters and 1000 bytes each."""
+    (held,) = memory_of_ranks(one_rank(None, 3), model(1, layers=2))
+    assert held.kinds == dict.fromkeys(KINDS, 0.0) | {
+        "parameters": 4 * 320,
+        "gradients": 4 * 320,
+        "optimizer": 8 * 320,
+        "activations": 3 * 2000,
+    }
+    assert held.peak == 16 * 320 + 3 * 2000  # all at once when the first backward begins
+
+
+def test_bytes_follow_the_program_of_zero3():
+    """Three chunks of one rank, two copies. At granularity step all is gathered, and gradients are whole, stage by
+    stage, from the first backward to their reduction; at chunk two stages are there at once."""
+    whole, part = 4 * 160, 4 * 80
+    for granularity, gathered, gradients in (
+        (Granularity.STEP, 3 * whole, 2 * whole + 3 * part),  # the last stage's, what is sent of it, and three sums
+        (Granularity.CHUNK, 2 * whole, 2 * whole + 3 * part),
+        (Granularity.MICROBATCH, whole, 2 * whole + 4 * part),  # and its own sum of the first micro-batch
+    ):
+        data = DataAxis(degree=2, strategy=DataStrategy.ZERO3, granularity=granularity)
+        (held,) = memory_of_ranks(one_rank(data, chunks=3), model(3))
+        assert (held.kinds["masters"], held.kinds["optimizer"]) == (3 * part, 6 * part)
+        assert held.kinds["gathered"] == gathered, granularity
+        assert held.kinds["gradients"] == gradients, granularity
+    fine = DataAxis(degree=2, strategy=DataStrategy.ZERO3, granularity=Granularity.MICROBATCH)
+    (held,) = memory_of_ranks(one_rank(fine), model(1, layers=5))
+    assert held.kinds["gathered"] == 2 * whole  # of five layers, two neighbours
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("precision", [Precision(), Precision("bf16"), BF16_SAME])
+@pytest.mark.parametrize("granularity", Granularity)
+def test_more_copies_and_finer_granularity_take_no_more(strategy, precision, granularity):
+    """On uneven stages, of a schedule with four chunks a rank."""
+    if granularity is not Granularity.STEP and strategy not in (DataStrategy.ZERO2, DataStrategy.ZERO3):
+        return
+    schedule = families.build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=4)
+    stages = [[layer(f"{s}.{n}", 960, 50.0) for n in range(1 + s % 3)] for s in range(8)]
+    uneven = Model(stages=stages, precision=precision)
+    masters = precision.has_masters
+
+    def peaks(granularity: Granularity, degree: int) -> list[float]:
+        data = DataAxis(degree=degree, strategy=strategy, granularity=granularity, separate_master=masters)
+        found = memory_of_ranks(lower(schedule, data=data), uneven)
+        for rank in found:
+            assert max(rank.kinds.values()) <= rank.peak <= sum(rank.kinds.values())
+            assert rank.kinds["masters"] > 0 or not masters
+        return [rank.peak for rank in found]
+
+    if strategy not in (DataStrategy.DDP, DataStrategy.PARAMETER_SERVER):
+        for two, twelve in zip(peaks(granularity, 2), peaks(granularity, 12), strict=True):
+            assert twelve < two
+    for coarse, fine in zip(peaks(Granularity.STEP, 12), peaks(granularity, 12), strict=True):
+        assert fine <= coarse
+
+
+def test_tied_parameters_count_once_where_both_stages_are_on_a_rank():
+    shared = {"embedding.weight": (160,)}
+    first, last = (replace(layer(name, 16, 0.0), parameters=shared) for name in ("embedding", "head"))
+    both = Model(stages=[[first], [last]])
+    (one,) = memory_of_ranks(one_rank(None, chunks=2), both)
+    assert one.kinds["parameters"] == 4 * 160
+    two = memory_of_ranks(lower(families.build("1f1b", num_ranks=2, num_microbatches=2)), both)
+    assert [rank.kinds["parameters"] for rank in two] == [4 * 160] * 2
+
+
+def test_streams_hold_older_versions_and_slices_their_part():
+    stream = families.build("pipedream", num_ranks=3, num_microbatches=6)
+    held = memory_of_ranks(lower(stream), model(3))
+    assert [rank.kinds["versions"] for rank in held] == [2 * 640, 640, 0]
+    assert [rank.kinds["activations"] for rank in held] == [3000, 2000, 1000]
+    sliced = families.build("seq1f1b", num_ranks=2, num_microbatches=2, num_slices=2)
+    assert [rank.kinds["activations"] for rank in memory_of_ranks(lower(sliced), model(2))] == [1500, 1000]
+
+
+def test_what_is_moved_away_or_computed_again_is_not_there():
+    program = one_rank(None, 6)
+    (held,) = memory_of_ranks(insert_offload(program, 4), model(1))
+    assert held.kinds["activations"] == 4000
+    for kind, kept in ((Recompute.SELECTIVE, 500), (Recompute.FULL, 100)):
+        (held,) = memory_of_ranks(program, model(1, recompute=(kind,)))
+        assert held.kinds["activations"] == 6 * kept
+        assert held.kinds["recomputed"] == 1000 - kept
+
+
+# --- choices --------------------------------------------------------------------------------------------------------
+
+SCHEDULE = families.build("interleaved", num_ranks=2, num_microbatches=4)
+ZERO3 = DataAxis(degree=4, strategy=DataStrategy.ZERO3)
+
+
+def test_the_coarsest_granularity_that_fits_is_chosen_where_the_network_is_slow():
+    schedule = families.build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=4)
+    small = model(8, parameters=16000, kept=10.0)
+    costs = replace(Costs.uniform(), parameter_bytes=(64000.0,) * 8)
+    slow = Network(data_bytes_per_second=64000.0)
+    peaks = {}
+    for granularity in Granularity:
+        program = lower(schedule, data=replace(ZERO3, granularity=granularity))
+        peaks[granularity] = max(rank.peak for rank in memory_of_ranks(program, small))
+    step, chunk, fine = peaks.values()
+    assert fine < chunk < step
+    for granularity, cap in zip(Granularity, (step, step - 1, chunk - 1), strict=True):
+        choice = choose_granularity(schedule, small, ZERO3, cap, costs=costs, network=slow)
+        assert choice.program.data.granularity is granularity
+        assert choice.peak <= cap
+    with pytest.raises(InputError, match=rf"takes at least {fine:.0f}; raise the cap"):
+        choose_granularity(schedule, small, ZERO3, fine - 1)
+
+
+def test_the_least_recomputation_is_chosen_stage_by_stage():
+    """Against all combinations of all stages."""
+    program = lower(SCHEDULE)
+    big = model(4, parameters=16, kept=1000.0)
+    tried = {}
+    for kinds in itertools.product(Recompute, repeat=4):
+        peak = max(rank.peak for rank in memory_of_ranks(program, replace(big, recompute=kinds)))
+        tried[kinds] = peak
+    for cap in sorted(set(tried.values())):
+        choice = choose_recompute(program, big, cap)
+        assert choice.peak <= cap
+
+        def cost(kinds: tuple[Recompute, ...]) -> float:
+            return sum(big.stages[0][0].recompute_share[kind] for kind in kinds)
+
+        assert cost(tuple(choice.model.recompute)) == min(cost(kinds) for kinds, peak in tried.items() if peak <= cap)
+    with pytest.raises(InputError, match=rf"at least {min(tried.values()):.0f}"):
+        choose_recompute(program, big, min(tried.values()) - 1)
+
+
+def test_both_are_weighed_by_the_clock():
+    """Where the network costs nothing, a finer granularity is taken before anything is computed twice."""
+    big = model(4, parameters=1600, kept=2000.0)
+    program = lower(SCHEDULE, data=ZERO3)
+    cap = max(rank.peak for rank in memory_of_ranks(program, big)) - 1
+    free = choose_memory(SCHEDULE, big, ZERO3, cap)
+    assert free.program.data.granularity is not Granularity.STEP
+    assert set(free.model.recompute) == {Recompute.NONE}
+    costs = replace(Costs.uniform(), parameter_bytes=(6400.0,) * 4)
+    slow = choose_memory(SCHEDULE, big, ZERO3, cap, costs=costs, network=Network(data_bytes_per_second=200.0))
+    assert slow.program.data.granularity is Granularity.STEP
+    assert slow.peak <= cap
+    assert set(slow.model.recompute) != {Recompute.NONE}
+
+
+def test_memory_of_a_run_reads_back(tmp_path):
+    rows = [
+        MemoryRow(
+            process=1,
+            copy=0,
+            rank=1,
+            predicted={"parameters": 4.0, "peak": 9.0},
+            measured={"parameters": 4.0, "peak": None},
+        )
+    ]
+    write_memory(tmp_path, rows)
+    assert read_memory(tmp_path) == rows
+    (tmp_path / "memory.json").write_text("{}")
+    with pytest.raises(InputError, match="holds no memory of a run"):
+        read_memory(tmp_path)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_memory(tmp_path / "nowhere")
+
+
+def test_layers_of_a_gpt_in_stages():
+    layers = gpt_layers(GPTSizes(vocabulary_size=10, layers=5, width=4, heads=2, sequence_length=8), 1, 4)
+    assert even_blocks(5, 3) == [2, 2, 1]
+    names = [[each.name for each in stage] for stage in in_stages(layers, [2, 2, 1])]
+    assert names == [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3"], ["blocks.4", "norm", "head"]]
