@@ -10,6 +10,7 @@ from torch import nn
 from pipeloom.errors import InputError
 from pipeloom.parallel.unit import Unit
 
+_Norm = nn.modules.batchnorm._NormBase
 _HELD = "_held_in_units"  # an attribute of parameters in a store
 
 
@@ -21,14 +22,22 @@ def group_parameters(
     What other stages hold too is a group by itself, so that all of them lay it out alike.
     """
     names = {parameter: name for name, parameter in held.items()}
+    wide = with_statistics([module])
     groups: dict[tuple[object, ...], dict[str, nn.Parameter]] = {}
     for alias, parameter in module.named_parameters():
         name = names[parameter]
         layer = next((layer for layer in layers if layer and alias.startswith(f"{layer}.")), "")
         shared = name if len(homes[name]) > 1 else None
-        key = (shared or layer, shared is not None, parameter.dtype, parameter.device, parameter.requires_grad)
+        kind = (parameter.dtype, parameter.device, parameter.requires_grad, parameter in wide)
+        key = (shared or layer, shared is not None, *kind)
         groups.setdefault(key, {})[name] = parameter
     return list(groups.values())
+
+
+def with_statistics(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Parameters of modules with running statistics, which keep their format, as do these: they have to be the same."""
+    norms = (part for module in modules for part in module.modules() if isinstance(part, _Norm))
+    return {parameter for norm in norms for parameter in norm.parameters(False)}
 
 
 def units_of(module: nn.Module, unit_of: Mapping[nn.Parameter, Unit]) -> list[Unit]:

@@ -21,6 +21,7 @@ from pipeloom.parallel.stage_parameters import (
     refuse_sparse,
     release,
     units_of,
+    with_statistics,
 )
 from pipeloom.parallel.unit import Formats, Unit
 from pipeloom.runtime.held_bytes import Gauge, HeldBytes, PeakBytes
@@ -66,6 +67,7 @@ class UnitStore(ParameterStore):
             claim(held)
         self.gathered, self.reduced = Gauge(), Gauge()
         self._modules = list(stages.values())
+        self._wide = with_statistics(self._modules)
         self._units: list[Unit] = []
         self._by_stage: dict[int, list[Unit]] = {}
         self._gathers: dict[int, LayerGathers] = {}
@@ -103,8 +105,9 @@ class UnitStore(ParameterStore):
             layout = FlatLayout.by_parameters(sizes, loads)
         else:
             layout = FlatLayout.by_elements(sizes, self._copies.degree)
-        dtype = next(iter(parameters.values())).dtype
-        return Unit(parameters, layout, self._formats(dtype), strategy, self._copies, self.gathered)
+        first = next(iter(parameters.values()))
+        formats = Formats(*[first.dtype] * 3) if first in self._wide else self._formats(first.dtype)
+        return Unit(parameters, layout, formats, strategy, self._copies, self.gathered)
 
     def _formats(self, dtype: torch.dtype) -> Formats:
         """Of parameters that the model has in `dtype`."""
