@@ -5,12 +5,15 @@
 
 Autograd's engine runs what was computed last first: when it comes to the gradient of a layer's output, the layers
 behind have run all that they can. So a hook on that gradient may free them. In I it is the same; W reads no parameters.
+
+Copies of a pipeline have to start their collectives in one order, whatever parameters their samples leave without a
+gradient. So where a backward also gathers, it is these hooks that start reductions, and not the gradients that arrive.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -27,7 +30,12 @@ class LayerGathers:
     Args:
         layers: the units of each layer.
         one_by_one: whether to gather them one ahead and to free them behind, or to leave that to the program.
+
+    Attributes:
+        completion: what the running backward reduces, where this says when.
     """
+
+    completion: Completion | None = None
 
     def __init__(self, layers: Sequence[Sequence[Unit]], *, one_by_one: bool) -> None:
         self.layers = layers
@@ -67,14 +75,20 @@ class LayerGathers:
                 self._kept.update(self.layers[index])
 
     def _enter(self, index: int, gradient: Tensor) -> None:
-        """The backward of a layer begins."""
-        if index >= self._current:  # an output that was passed through
-            return
+        """The backward of a layer begins. Layers that were passed over, such as dropped ones, count as done."""
+        while self._current > index:
+            self._step_back()
+
+    def _step_back(self) -> None:
+        """The backward of the layer before the current one begins."""
+        done, index = self._current, self._current - 1
         for unit in self.layers[index]:
             unit.wait()
-        for done in range(index + 1, min(self._current + 1, len(self.layers))):
+        if done < len(self.layers):
             self._free(done, self.layers[index])
         self._current = index
+        if self.completion is not None:
+            self.completion.reach(_units(self.layers[done:]) - _units(self.layers[:done]))
         if index > 0:
             for unit in self.layers[index - 1]:
                 unit.start_gather()
@@ -83,6 +97,10 @@ class LayerGathers:
         for unit in self.layers[index]:
             if unit not in needed and not (unit in self._kept and not self._forward):
                 unit.free()
+
+
+def _units(layers: Sequence[Sequence[Unit]]) -> set[Unit]:
+    return {unit for layer in layers for unit in layer}
 
 
 class Completion:
@@ -111,6 +129,16 @@ class Completion:
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
         self._armed = True
+
+    def arm_for_layers(self) -> None:
+        """The last backward begins, and `reach` will be told how far it is."""
+        self._queue.extend(unit for unit in self._units if unit.trains)
+        self._armed = True
+
+    def reach(self, done: Set[Unit]) -> None:
+        """No more gradients of some units will come."""
+        while self._queue and self._queue[0] in done:
+            self._start(self._queue.popleft())
 
     def disarm(self) -> None:
         """The backward has ended, or failed."""
