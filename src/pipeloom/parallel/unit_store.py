@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, PeerLost
 from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program
 from pipeloom.parallel.copies import Copies
 from pipeloom.parallel.flat_layout import FlatLayout
@@ -241,7 +241,8 @@ class UnitStore(ParameterStore):
         for unit in self._units:
             unit.gradients.drop()
             self._users[unit].clear()
-            unit.free()
+            with suppress(PeerLost):  # of a gather that nobody needs; it would hide the error that ended the run
+                unit.free()
 
     def close(self) -> None:
         for module in self._modules:
