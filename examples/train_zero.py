@@ -1,19 +1,24 @@
 """ZeRO-3 under a pipeline: every process keeps its piece of its stage's parameters, gradients and optimizer states.
 
-    torchrun --nproc-per-node 4 examples/train_zero.py         two copies of a pipeline of two ranks
+    torchrun --nproc-per-node 4 examples/train_zero.py                       two copies of a pipeline of two ranks
+    torchrun --nproc-per-node 4 examples/train_zero.py --output runs/zero    goes on from its last checkpoint there
 
-`data="ddp"`, "zero1" or "zero2" keep more and send less; the losses are the same.
+"ddp", "zero1" and "zero2" keep more and send less; the losses are the same. A checkpoint is of the whole model: it goes
+on with any of them, and with another number of copies.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import pipeloom as pl
+from pipeloom.train import checkpoint
+from pipeloom.train.checkpoint.exchange import DistributedExchange
 
 
 class Classifier(nn.Module):
@@ -40,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="ZeRO-3 under a pipeline.")
     parser.add_argument("--data", default="zero3", help="ddp, parameter-server, zero1, zero2 or zero3")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--output", type=Path, help="where checkpoints are")
     options = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -49,14 +55,32 @@ def main() -> None:
     model, loss_fn = Classifier(width=64, depth=6), nn.functional.cross_entropy
     with pl.Pipeline(model, schedule, loss_fn=loss_fn, mesh=mesh, data=options.data) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
-        generator = torch.Generator().manual_seed(mesh.coordinate("dp"))  # every copy has samples of its own
-        for step in range(1, options.steps + 1):
-            loss = pipe.step(*spirals(128, generator))  # the mean over the samples of all copies
+        names = {parameter: name for name, parameter in pipe.named_parameters()}
+        first = 1
+        if options.output and checkpoint.list_checkpoints(options.output):
+            saved = checkpoint.load(options.output)
+            saved.load_model(pipe.main_state(), pipe.ranges)
+            saved.load_optimizer(optimizer, names, pipe.ranges)
+            pipe.refresh()
+            first = saved.step + 1
+        for step in range(first, options.steps + 1):
+            inputs, targets = spirals(256, torch.Generator().manual_seed(step))
+            copy, copies = mesh.coordinate("dp"), mesh.degree("dp")  # every copy takes its part of the batch
+            loss = pipe.step(inputs.chunk(copies)[copy], targets.chunk(copies)[copy])  # the mean over all of it
             pl.clip_grad_norm(pipe, 1.0)  # the norm of all parameters, over pipeline and copies
             optimizer.step()
             optimizer.zero_grad()
             if dist.get_rank() == 0 and (step % 50 == 0 or step == options.steps):
                 print(f"step {step}  loss {float(loss):.4f}", flush=True)
+        if options.output:
+            checkpoint.save(
+                options.output,
+                options.steps,
+                model=pipe.main_state(),
+                ranges=pipe.ranges,
+                optimizer=checkpoint.optimizer_state(optimizer, names),
+                exchange=DistributedExchange(),
+            )
         held = sum(p.numel() for p in pipe.parameters())
         whole = sum(p.numel() for p in Classifier(width=64, depth=6).parameters())
         print(f"process {dist.get_rank()} updates {held} of {whole} parameters", flush=True)

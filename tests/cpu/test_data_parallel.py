@@ -6,14 +6,19 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.parallel.copies import Copies
-from tests.cpu.copies import FAMILIES, STRATEGIES, Case, thinned, train_and_compare
+from tests.cpu.copies import FAMILIES, STRATEGIES, Case, expected, thinned, train_and_compare
 from tests.cpu.ranks import run_ranks
+
+
+def num_steps(case: Case) -> int:
+    """Ten where every schedule meets every strategy."""
+    return 10 if case.granularity is None else 3
 
 
 def _run_cases(rank: int, cases: list[Case]) -> None:
     mesh = pl.Mesh(pp=2, dp=2)
     for case in cases:
-        train_and_compare(case, mesh, num_steps=10 if case.granularity is None else 3)
+        train_and_compare(case, mesh, num_steps(case))
 
 
 def test_every_schedule_with_every_strategy_equals_one_process() -> None:
@@ -22,7 +27,9 @@ def test_every_schedule_with_every_strategy_equals_one_process() -> None:
     for factor in ("tied", "checkpointed", "optimizer", "dtype"):
         for strategy in STRATEGIES:
             assert len({getattr(case, factor) for case in cases if case.strategy == strategy}) == 2, (factor, strategy)
-    run_ranks(_run_cases, 4, cases)
+    for case in cases:  # once, before processes are forked
+        expected(case.tied, case.optimizer, case.dtype, num_steps(case))
+    run_ranks(_run_cases, 4, cases, timeout_seconds=170)
 
 
 def _run_without_sums(rank: int, strategy: str) -> None:

@@ -8,12 +8,16 @@ import re
 import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from pipeloom import cli
+from tests.cpu.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
@@ -80,21 +84,36 @@ def test_every_example_is_tested() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | FOUR_PROCESSES
 
 
-def test_the_example_of_zero_prints_the_losses_of_whole_copies(tmp_path: Path) -> None:
+def _as_rank(rank: int, script: Path, options: list[str]) -> str:
+    """What a script prints as one of several processes that formed a group already."""
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(StringIO()) as printed:
+        patched.setattr(dist, "init_process_group", lambda backend: None)
+        patched.setattr(dist, "destroy_process_group", lambda: None)
+        patched.setattr(sys, "argv", [str(script), *options])
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_example_of_zero_goes_on_from_its_checkpoint_with_whole_copies(tmp_path: Path) -> None:
     script = ROOT / "examples" / "train_zero.py"
-    zero3, whole = (_run_processes(4, script, ["--steps", "3", "--data", data], tmp_path) for data in ("zero3", "ddp"))
-    assert zero3.returncode == 0, zero3.stderr
-    losses = [re.findall(r"^step 3  loss \d.*", done.stdout, re.MULTILINE) for done in (zero3, whole)]
-    assert losses[0] == losses[1] != []
-    held = [int(count) for count in re.findall(r"process \d updates (\d+) of", zero3.stdout)]
-    total = int(re.findall(r" of (\d+) parameters", zero3.stdout)[0])
-    assert len(held) == 4
-    assert sum(held) == total
+    saving = ["--output", str(tmp_path / "checkpoints")]
+
+    def losses(options: list[str]) -> list[str]:
+        printed = "".join(run_ranks(_as_rank, 4, script, options))
+        held = [int(count) for count in re.findall(r"process \d updates (\d+) of", printed)]
+        total = int(re.findall(r" of (\d+) parameters", printed)[0])
+        assert len(held) == 4
+        assert sum(held) == total * (1 if "ddp" not in options else 2)
+        return re.findall(r"^step \d  loss \d.*", printed, re.MULTILINE)
+
+    whole = losses(["--steps", "4"])
+    assert losses(["--steps", "2", *saving])[-1].startswith("step 2  loss")
+    assert losses(["--steps", "4", *saving, "--data", "ddp"]) == whole
 
 
 def test_a_training_state_over_the_cap_of_memory_trains_with_zero3_alone(tmp_path: Path) -> None:
     script = ROOT / "examples" / "train_under_cap.py"
-    small = ["--width", "512", "--cap", "160", "--steps", "2"]
+    small = ["--width", "768", "--cap", "390", "--steps", "2"]
     fits = _run_processes(4, script, small, tmp_path)
     assert fits.returncode == 0, fits.stderr
     assert "step 2  loss" in fits.stdout

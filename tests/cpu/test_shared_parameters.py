@@ -141,7 +141,7 @@ def _formats(rank: int) -> dict[str, list[float]]:
                 steps = pl.BarrierStep(pipe, optimizer, max_norm=1.0)
                 wanted = torch.bfloat16 if precision.gradients == "same" else torch.float32
                 assert {p.dtype for p in pipe.parameters()} == {torch.float32}
-                updates = [steps.step(*halves(*tokens(6)))[0] for _ in range(6)]
+                updates = [steps.step(*halves(*tokens(6)))[0] for _ in range(4)]
                 pipe.step(*halves(*tokens(6)))
                 assert {p.grad.dtype for p in pipe.parameters() if p.grad is not None} <= {wanted}
                 assert all(update.applied for update in updates)
@@ -161,7 +161,7 @@ def _formats(rank: int) -> dict[str, list[float]]:
 def test_sixteen_bits_train_with_masters_of_thirty_two() -> None:
     reference, expected = make_gpt(tied=True), []
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    for _ in range(6):
+    for _ in range(4):
         inputs, targets = tokens(6)
         loss = language_loss(reference(inputs), targets)
         loss.backward()
@@ -169,7 +169,7 @@ def test_sixteen_bits_train_with_masters_of_thirty_two() -> None:
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    assert expected[-1] < expected[0] - 0.3
+    assert expected[-1] < expected[0] - 0.2
     for precision, by_strategy in run_ranks(_formats, 2)[0].items():
         for losses in by_strategy:
             assert losses == pytest.approx(expected, abs=0.03), precision
@@ -200,6 +200,17 @@ def test_masters_in_one_process(transport: str, strategy: str) -> None:
         pipe.step(inputs, targets)
         for name, parameter in pipe.named_parameters():
             torch.testing.assert_close(parameter.grad, 2 * again[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_has_statistics_keeps_its_format(precision: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LayerNorm(8), nn.Linear(8, 8))
+    schedule = pl.schedules.build("zb-h1", num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(model, schedule, loss_fn=mse, data="zero3", precision=precision) as pipe:
+        assert pipe.step(torch.randn(8, 8), torch.randn(8, 8)).isfinite()
+        assert all(parameter.grad.dtype == torch.float32 for parameter in pipe.parameters())
+        assert [p.dtype for p in model[1].parameters()] == [model[1].running_mean.dtype] * 2 == [torch.float32] * 2
+        assert {p.dtype.itemsize for layer in (0, 2, 3) for p in model[layer].parameters()} == {2}
 
 
 def _bytes(rank: int) -> dict[str, tuple[float, ...]]:
@@ -364,6 +375,12 @@ def _refusals(rank: int) -> None:
             pl.PostValidatedStep(pipe, torch.optim.SGD(pipe.parameters()))
         with pytest.raises(InputError, match="gradients of 16 bits"):
             pipe.loss_scale = 2.0
+    model = make_mlp()
+    with pl.Pipeline(model, ONE, **build, data="zero1"), pytest.raises(InputError, match="held by another Pipeline"):
+        pl.Pipeline(model, ONE, **build, data="zero2")
+    pl.Pipeline(model, ONE, **build, data="zero3").close()
+    with pytest.raises(InputError, match="make the model anew"):
+        pl.Pipeline(model, ONE, **build, precision="bf16")
     dense = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
     with pl.Pipeline(dense, ONE, **build) as pipe:
         dense[0].sparse = True

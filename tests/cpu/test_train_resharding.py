@@ -2,53 +2,74 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import signal
-import subprocess
-import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipeloom.cli import checkpoint as cli
+from pipeloom.cli.train import parse
+from pipeloom.runtime.launcher import Membership
 from pipeloom.train import checkpoint as ck
+from pipeloom.train.run import train
+from pipeloom.train.validate import validate
 
-from .test_train import local, metrics, metrics_so_far, ranks_of, run, story, text, wait_for_steps, words
+from .test_train import local, metrics, metrics_so_far, story, text, words
 
 __all__ = ["text"]  # a fixture
 
 COPIES = (
     *("--parallel.pipeline=2", "--parallel.data=2", "--parallel.data_strategy=zero3", "--precision.dtype=fp16"),
     *("--model.dropout=0.1", "--batch.size=8", "--batch.microbatches=2", "--precision.loss_scale_steps=2"),
-    *("--steps=12", "--save_steps=3", "--eval_steps=3", "--sample_tokens=0"),
+    *("--steps=20", "--save_steps=4", "--eval_steps=4", "--sample_tokens=0"),
 )
+
+
+def forked(text: Path, output_dir: Path, *more: str, kill_after: int | None = None) -> None:
+    """What the launcher runs, in forked processes, which have torch already; one may be killed after some steps."""
+    config = parse(words(text, output_dir, *more)[1:])
+    validate(config, world_size=None)
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as directory:
+        meeting = f"file://{directory}/meeting"
+        members = [Membership(rank=rank, local_rank=0, world_size=4, meeting=meeting) for rank in range(4)]
+        ranks = [context.Process(target=train, args=(config, member), daemon=True) for member in members]
+        for rank in ranks:
+            rank.start()
+        if kill_after is not None:
+            while len([row for row in metrics_so_far(output_dir) if "loss" in row]) < kill_after:
+                assert all(rank.is_alive() for rank in ranks)
+                time.sleep(0.005)
+            ranks[2].kill()
+        for rank in ranks:
+            rank.join(timeout=60)
+            rank.kill()
+    codes = [rank.exitcode for rank in ranks]
+    assert codes == ([0] * 4 if kill_after is None else [1, 1, -signal.SIGKILL, 1])
 
 
 @pytest.fixture(scope="module")
 def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing disturbed."""
     output_dir = tmp_path_factory.mktemp("runs") / "whole"
-    done = run(text, output_dir, *COPIES)
-    assert done.returncode == 0, done.stderr
+    forked(text, output_dir, *COPIES)
     return output_dir
 
 
 def test_a_killed_run_of_copies_goes_on_to_the_last_bit(text: Path, whole: Path, tmp_path: Path) -> None:
     killed = tmp_path / "killed"
-    command = [sys.executable, "-m", "pipeloom", *words(text, killed, *COPIES)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    wait_for_steps(process, killed, 4)
-    os.kill(ranks_of(process)[2], signal.SIGKILL)
-    process.communicate(timeout=30)
-    assert len([row for row in metrics_so_far(killed) if "loss" in row]) < 12, "the run was over before it was killed"
+    forked(text, killed, *COPIES, kill_after=6)
+    assert len([row for row in metrics_so_far(killed) if "loss" in row]) < 20, "the run was over before it was killed"
     found = ck.latest(killed)
     assert found is not None
     ck.verify(found)
-    resumed = run(text, killed, *COPIES, "--resume_from_checkpoint=latest")
-    assert resumed.returncode == 0, resumed.stderr
+    forked(text, killed, *COPIES, "--resume_from_checkpoint=latest")
     assert story(killed) == story(whole)
-    ends = [ck.load(directory / "checkpoint-12") for directory in (killed, whole)]
+    ends = [ck.load(directory / "checkpoint-20") for directory in (killed, whole)]
     assert ends[0].state["loss_scaler"] == ends[1].state["loss_scaler"]
     assert ends[0].manifest.files == ends[1].manifest.files, "every byte of model, optimizer and random states"
 
@@ -57,13 +78,13 @@ def test_one_process_in_float32_goes_on_where_four_in_float16_were(
     text: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A step that changes nothing, then an evaluation: it is that of the four."""
-    saved = ck.load(whole / "checkpoint-9")
+    saved = ck.load(whole / "checkpoint-8")
     assert saved.compute_type == "fp16"
-    still = ("--optimizer.learning_rate=0", "--batch.size=8", "--steps=10", "--save_steps=10", "--eval_steps=10")
+    still = ("--optimizer.learning_rate=0", "--batch.size=8", "--steps=9", "--save_steps=9", "--eval_steps=9")
     more = ("--parallel.pipeline=1", "--sample_tokens=0", f"--resume_from_checkpoint={saved.path}")
     local(text, tmp_path, *still, *more)
     (evaluated,) = [row["eval_loss"] for row in metrics(tmp_path) if "eval_loss" in row]
-    (expected,) = [row["eval_loss"] for row in metrics(whole) if row["step"] == 9 and "eval_loss" in row]
+    (expected,) = [row["eval_loss"] for row in metrics(whole) if row["step"] == 8 and "eval_loss" in row]
     assert evaluated == pytest.approx(expected, rel=1e-3)
     again = ck.load(tmp_path)
     for name in again.weight_map:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections import Counter
@@ -17,8 +18,8 @@ from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program, check
 from pipeloom.ir.text import format_orders, parse_orders, program_from_json, program_to_json
 from pipeloom.ir.torch_csv import from_csv, to_csv
-from pipeloom.passes import forward_only, insert_communication, insert_data_parallel, lower
-from pipeloom.sim import Costs, Network, Timeline, parse_costs, simulate
+from pipeloom.passes import forward_only, insert_communication, insert_data_parallel, insert_offload, lower
+from pipeloom.sim import Costs, Network, Timeline, critical_path, parse_costs, simulate
 from tests.pure.handmade import schedules
 
 STEP, CHUNK, MICROBATCH = Granularity
@@ -133,6 +134,7 @@ def test_an_evaluation_gathers_and_reduces_nothing():
 
 
 @given(schedules(), st.sampled_from(AXES), st.booleans())
+@settings(max_examples=60, deadline=None)
 def test_on_random_schedules_too_and_their_text_reads_back(schedule, data, tied):
     program = lower(
         schedule, tied_stages=((0, schedule.num_stages - 1),) if tied and schedule.num_stages > 1 else (), data=data
@@ -145,7 +147,7 @@ def test_on_random_schedules_too_and_their_text_reads_back(schedule, data, tied)
 
 
 @given(schedules(), st.integers(0, 2))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_no_more_stages_are_gathered_at_once_than_prefetching_says(schedule, ahead):
     program = insert_data_parallel(insert_communication(schedule), zero3(CHUNK), ahead=ahead)
     for order in program.orders:
@@ -305,7 +307,7 @@ def test_a_bandwidth_needs_bytes():
 
 
 @given(schedules(), st.sampled_from(AXES), st.integers(0, 2**32))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_the_simulation_keeps_every_rule_on_random_schedules(schedule, data, seed):
     rng = random.Random(seed)
     stages = schedule.num_stages
@@ -345,3 +347,22 @@ def test_a_costs_file_names_the_links_beside_the_ranks():
     assert end - start == 4 / 2 / 2 + 1
     with pytest.raises(InputError, match="data_latency_seconds of the costs is 'x'"):
         parse_costs(json.dumps(text | {"data_latency_seconds": "x"}))
+
+
+@given(schedules(), st.sampled_from([axis for axis in AXES if axis.unshards or axis.degree > 1]), st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_the_critical_path_leads_through_what_computations_wait_for(schedule, data, seed):
+    rng = random.Random(seed)
+    stages = schedule.num_stages
+    sizes = tuple(float(rng.randrange(8)) for _ in range(stages))
+    moved = (1.0,) * stages
+    program = lower(schedule, data=data)
+    with contextlib.suppress(InputError):
+        program = insert_offload(program, rng.randrange(1, 4), beside=rng.randrange(2))
+    network = Network(data_bytes_per_second=2.0, memory_bytes_per_second=rng.choice((0.25, 2.0)))
+    timeline = simulate(program, costs(stages, parameter_bytes=sizes, activation_bytes=moved), network)
+    path = critical_path(timeline)
+    assert path[0][1].start == 0
+    assert path[-1][1].end == timeline.makespan
+    for (_, before), (_, after) in pairwise(path):
+        assert before.end == after.start

@@ -55,6 +55,7 @@ def held(program: Program, rank: int, beside: int, sizes: tuple[float, ...]) -> 
 
 
 @given(schedules(), st.integers(0, 2), st.integers(0, 6), st.booleans())
+@settings(max_examples=60, deadline=None)
 def test_the_cap_holds_on_random_schedules_or_the_least_is_named(schedule, beside, cap, sized):
     program = insert_communication(schedule)
     sizes = tuple(1.0 + stage % 3 if sized else 1.0 for stage in range(schedule.num_stages))
@@ -80,7 +81,7 @@ def test_the_cap_holds_on_random_schedules_or_the_least_is_named(schedule, besid
 
 
 @given(schedules(), st.integers(0, 1), st.integers(1, 4))
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 def test_no_choice_of_fewer_moves_keeps_the_cap(schedule, beside, cap):
     """All subsets of the forwards of a small rank, each moved by hand."""
     program = insert_communication(schedule)

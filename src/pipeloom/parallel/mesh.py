@@ -21,7 +21,7 @@ class Mesh:
     Args:
         pp: ranks of the pipeline, which is one copy of the model.
         dp: copies of the pipeline.
-        cp, ep, tp: context, expert and tensor parallelism of the user's own model.
+        cp, ep, tp: context, expert and tensor parallelism; a `Pipeline` wants degree 1 of them so far.
         order: axes, outermost first. Neighbours on the last one have neighbouring ranks. Axes of degree 1 may be left
             out.
 

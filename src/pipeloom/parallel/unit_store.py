@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import InputError, PeerLost
+from pipeloom.errors import PeerLost
 from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program
 from pipeloom.parallel.copies import Copies
 from pipeloom.parallel.flat_layout import FlatLayout
 from pipeloom.parallel.layer_hooks import Completion, LayerGathers
 from pipeloom.parallel.options import DataParallel, Precision
+from pipeloom.parallel.stage_parameters import (
+    cast_tables,
+    claim,
+    group_parameters,
+    refuse_sparse,
+    release,
+    units_of,
+    with_statistics,
+)
 from pipeloom.parallel.unit import Formats, Unit
 from pipeloom.runtime.held_bytes import Gauge, HeldBytes, PeakBytes
 from pipeloom.runtime.parameter_store import ParameterStore
@@ -55,9 +64,12 @@ class UnitStore(ParameterStore):
         copies: Copies,
     ) -> None:
         self._axis, self._data, self._precision, self._copies = axis, data, precision, copies
-        _refuse_sparse(stages)
+        refuse_sparse(stages)
+        if axis.unshards:
+            claim(held)
         self.gathered, self.reduced = Gauge(), Gauge()
         self._modules = list(stages.values())
+        self._wide = with_statistics(self._modules)
         self._units: list[Unit] = []
         self._by_stage: dict[int, list[Unit]] = {}
         self._gathers: dict[int, LayerGathers] = {}
@@ -66,23 +78,23 @@ class UnitStore(ParameterStore):
         unit_of: dict[nn.Parameter, Unit] = {}
         for stage, module in stages.items():
             loads = [0] * copies.degree  # of the stage: every rank that holds it lays it out alike
-            for group in _groups(module, layers[stage], held, homes):
+            for group in group_parameters(module, layers[stage], held, homes):
                 new = {name: parameter for name, parameter in group.items() if parameter not in unit_of}
                 if new:
                     tied = len(homes[next(iter(new))]) > 1
                     unit = self._make_unit(new, [0] * copies.degree if tied else loads)
                     self._units.append(unit)
                     unit_of.update(dict.fromkeys(new.values(), unit))
-            self._by_stage[stage] = _units_of(module, unit_of)
+            self._by_stage[stage] = units_of(module, unit_of)
             if isinstance(module, StageModule) and axis.unshards:
-                found = [_units_of(module.get_submodule(layer), unit_of) for layer in layers[stage]]
+                found = [units_of(module.get_submodule(layer), unit_of) for layer in layers[stage]]
                 one_by_one = axis.shards_parameters and axis.granularity is Granularity.MICROBATCH
                 self._gathers[stage] = module.observer = LayerGathers(found, one_by_one=one_by_one)
         main = {name: parameter for unit in self._units for name, parameter in unit.main.items()}
         self.parameters = {name: main[name] for name in held}
         self.ranges = {name: span for unit in self._units for name, span in unit.ranges.items()}
         if precision.has_masters:
-            _cast_tables(stages.values(), DTYPES[precision.dtype])
+            cast_tables(stages.values(), DTYPES[precision.dtype])
         self._users: dict[Unit, set[int]] = {unit: set() for unit in self._units}  # stages that hold it gathered
         self._reducing: deque[Unit] = deque()
         self._open = False
@@ -95,8 +107,9 @@ class UnitStore(ParameterStore):
             layout = FlatLayout.by_parameters(sizes, loads)
         else:
             layout = FlatLayout.by_elements(sizes, self._copies.degree)
-        dtype = next(iter(parameters.values())).dtype
-        return Unit(parameters, layout, self._formats(dtype), strategy, self._copies, self.gathered)
+        first = next(iter(parameters.values()))
+        formats = Formats(*[first.dtype] * 3) if first in self._wide else self._formats(first.dtype)
+        return Unit(parameters, layout, formats, strategy, self._copies, self.gathered)
 
     def _formats(self, dtype: torch.dtype) -> Formats:
         """Of parameters that the model has in `dtype`."""
@@ -248,6 +261,8 @@ class UnitStore(ParameterStore):
         for module in self._modules:
             if isinstance(module, StageModule):
                 module.observer = None
+        if not self._axis.shards_parameters:
+            release(self._modules)
 
     # Values
 
@@ -297,47 +312,3 @@ def _reduced_by_layers(run: Callable[[], None], gathers: LayerGathers, completio
         run()
     finally:
         gathers.completion = None
-
-
-def _groups(
-    module: nn.Module, layers: Sequence[str], held: Mapping[str, nn.Parameter], homes: Mapping[str, tuple[int, ...]]
-) -> list[dict[str, nn.Parameter]]:
-    """A stage's parameters by canonical name, in groups: of one layer, one format, one device, all trained or none.
-
-    What other stages hold too is a group by itself, so that all of them lay it out alike.
-    """
-    names = {parameter: name for name, parameter in held.items()}
-    groups: dict[tuple[object, ...], dict[str, nn.Parameter]] = {}
-    for alias, parameter in module.named_parameters():
-        name = names[parameter]
-        layer = next((layer for layer in layers if layer and alias.startswith(f"{layer}.")), "")
-        shared = name if len(homes[name]) > 1 else None
-        key = (shared or layer, shared is not None, parameter.dtype, parameter.device, parameter.requires_grad)
-        groups.setdefault(key, {})[name] = parameter
-    return list(groups.values())
-
-
-def _units_of(module: nn.Module, unit_of: Mapping[nn.Parameter, Unit]) -> list[Unit]:
-    """The units with a parameter of `module`, in its order."""
-    return list(dict.fromkeys(unit_of[parameter] for parameter in module.parameters()))
-
-
-def _refuse_sparse(stages: Mapping[int, nn.Module]) -> None:
-    """Raises InputError where a layer makes sparse gradients."""
-    for stage in stages.values():
-        for name, module in stage.named_modules():
-            if getattr(module, "sparse", False) is True and next(module.parameters(False), None) is not None:
-                raise InputError(
-                    f"module {name!r} ({type(module).__name__}) makes sparse gradients: copies of a pipeline sum dense "
-                    "ones; build it with sparse=False"
-                )
-
-
-def _cast_tables(stages: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Buffers that are no state, such as tables of rotary positions, take the format of forwards."""
-    for stage in stages:
-        for module in stage.modules():
-            for name in module._non_persistent_buffers_set:
-                buffer = module._buffers[name]
-                if buffer is not None and buffer.is_floating_point():
-                    module._buffers[name] = buffer.to(dtype)

@@ -66,10 +66,11 @@ def timeline_svg(
             parts.append(f"<title>most live activations, in rank-shares of one micro-batch</title>{number_text(peak)}")
             parts.append("</text>")
             parts += _bars(timeline, rank, row, y, scale, tooltips)
-            parts += [_underline(span, y, scale) for span in paths[rank]]
+            parts += [_underline(span, y, scale) for span in paths[rank] if span.action.op not in LINKS]
             for link in timeline.links:
                 y += _LINK + 1
                 parts += _link(timeline, rank, link, y + _BAR - _LINK, scale, tooltips)
+                parts += [_underline(s, y, scale) for s in paths[rank] if LINKS.get(s.action.op) == link]
             parts.append(_memory(timeline.memory[rank], timeline.makespan, y + _BAR + 1 + _MEMORY, scale, most))
             y += _BAR + _MEMORY + _GAP
         y += 8

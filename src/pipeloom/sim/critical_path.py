@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.schedule import awaited, message_after
+from pipeloom.sim.background import LINKS
 from pipeloom.sim.events import Transfer
 from pipeloom.sim.rows import Span
 from pipeloom.sim.timeline import Timeline
@@ -19,7 +20,8 @@ def critical_path(timeline: Timeline) -> list[tuple[int, Span]]:
     making any of them shorter is the only way to make the step shorter. A transfer over a link with a bandwidth is the
     span of its SEND on the sender's rank; where it had to wait for the link, what went over the link before it follows.
     Where a message keeps its receiver busy later than it came, the path has the span of a RECV on its rank. Both
-    members of an overlapped unit are on the path or none.
+    members of an overlapped unit are on the path or none. What ran beside the ranks is on it where a computation, or
+    the end of the step, waited for it, with what its link did before.
     """
     rows = timeline.compute_spans
     if not any(rows):
@@ -27,6 +29,9 @@ def critical_path(timeline: Timeline) -> list[tuple[int, Span]]:
     walk = _Back(timeline)
     rank = max((rank for rank, row in enumerate(rows) if row), key=lambda r: rows[r][-1].end)
     at: tuple[int, int] | None = (rank, len(rows[rank]) - 1)
+    last = max(((s.end, r, s) for r, row in enumerate(timeline.background) for s in row), default=None)
+    if last is not None and last[0] > rows[rank][-1].end:
+        at = walk.beside(last[1], last[2])
     while at is not None:
         at = walk.before(at)
     return walk.path[::-1]
@@ -54,6 +59,7 @@ class _Back:
         self.first_of = {second: first for first, second in timeline.overlapped}
         self.on_line = {(transfer.line, transfer.end): transfer for transfer in timeline.transfers}
         self.of_rank = {(transfer.source, transfer.end): transfer for transfer in timeline.transfers}
+        self.background = timeline.background or ((),) * len(self.rows)
 
     def before(self, at: tuple[int, int]) -> tuple[int, int] | None:
         """Put the computation at (rank, position) on the path; the one that it waited for, None at the start."""
@@ -61,6 +67,9 @@ class _Back:
         span = self.rows[rank][position]
         self.path.append((rank, span))
         causes = list(self._causes(rank, position, span))
+        awaited = self._awaited(rank, span)
+        if awaited is not None and all(cause.there < span.start for cause in causes):
+            return self.beside(rank, awaited)
         if not causes:
             return None
         cause = max(causes, key=lambda cause: cause.there)  # of equal ones the first, which is its own rank
@@ -73,6 +82,27 @@ class _Back:
             source = self._producer(transfer)
             transfer = self._held_up_by(transfer, self.rows[source[0]][source[1]].end)
         return source
+
+    def _awaited(self, rank: int, span: Span) -> Span | None:
+        """What beside the rank ended when a computation, or the unit that it starts, could start."""
+        members = [span.action, *filter(None, (self.schedule.partners.get(span.action),))]
+        for each in self.background[rank]:
+            if each.end == span.start and any(_needs(member, each.action) for member in members):
+                return each
+        return None
+
+    def beside(self, rank: int, span: Span) -> tuple[int, int] | None:
+        """Put what ran beside a rank on the path, and what its link did just before; the computation behind which the
+        first of them was begun."""
+        link = [each for each in self.background[rank] if LINKS[each.action.op] == LINKS[span.action.op]]
+        at = link.index(span)
+        self.path.append((rank, link[at]))
+        ends = [each.end for each in self.rows[rank]]
+        while at and link[at - 1].end == link[at].start and link[at].start not in ends:
+            at -= 1
+            self.path.append((rank, link[at]))
+        before = [position for position, end in enumerate(ends) if end <= link[at].start]
+        return (rank, before[-1]) if before else None
 
     def _causes(self, rank: int, position: int, span: Span) -> Iterable[_Cause]:
         if position:
@@ -121,6 +151,13 @@ class _Back:
         if transfer.blocking and transfer.start > produced:
             return self.of_rank.get((transfer.source, transfer.start))
         return None
+
+
+def _needs(action: Action, beside: Action) -> bool:
+    """Whether a computation waits for what ran beside its rank."""
+    if beside.op is Op.UNSHARD:
+        return action.stage == beside.stage and action.op in (Op.F, Op.B, Op.I)
+    return action.op in (Op.B, Op.I) and beside == action.with_op(Op.RELOAD)
 
 
 def _receive(send: Action) -> Action:
