@@ -37,7 +37,7 @@ class Granularity(StrEnum):
     Each needs less memory than the one before, and more communication.
     """
 
-    STEP = "step"  # from the stage's first to its last computation of a step; gradients are reduced once
+    STEP = "step"  # from the start of a step to the stage's last computation; gradients are reduced once
     CHUNK = "chunk"  # for a run of computations of one stage that stand one behind the other in the rank's order
     MICROBATCH = "microbatch"  # for every computation, layer after layer inside it
 
