@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -171,16 +171,13 @@ class UnitStore(ParameterStore):
         if not backward or all(reduction not in order for order in program.orders):
             return step
         (run, ready), completion = step, self._completion(reduction, program)
-        gathers = self._gathers.get(action.stage)
+        armed, gathers = completion.armed, self._gathers.get(action.stage)
         if action.op is Op.B and gathers is not None and gathers.one_by_one:
-            return partial(_reduced_by_layers, run, gathers, completion), ready
+            armed = partial(gathers.completing, completion)
 
         def last_backward() -> None:
-            completion.arm()
-            try:
+            with armed():
                 run()
-            finally:
-                completion.disarm()
 
         return last_backward, ready
 
@@ -302,13 +299,3 @@ class UnitStore(ParameterStore):
                 unit.start_gather()
             for unit in self._units:
                 unit.wait()
-
-
-def _reduced_by_layers(run: Callable[[], None], gathers: LayerGathers, completion: Completion) -> None:
-    """A last backward that gathers layer by layer: they start its reductions too."""
-    gathers.completion = completion
-    completion.arm_for_layers()
-    try:
-        run()
-    finally:
-        gathers.completion = None
