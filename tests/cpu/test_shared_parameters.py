@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -293,6 +295,46 @@ def _late(rank: int) -> None:
 
 def test_gradients_that_come_after_their_reduction_began_are_not_lost() -> None:
     run_ranks(_late, 2)
+
+
+class Chosen(nn.Module):
+    """A layer of which each sample takes a part, as of experts, or nothing: copies have other graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        kind = int(x.detach().abs().sum() * 1e3) % 3
+        return x if kind == 2 else x + self.parts[kind](x)
+
+
+def _choose(rank: int) -> None:
+    mesh = pl.Mesh(dp=2)
+    x, y = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)).double()
+    for strategy, granularity in [("ddp", "step"), *product(("zero2", "zero3"), ("chunk", "microbatch"))]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), *[Chosen() for _ in range(6)]).double()
+        names = [str(index) for index in range(7)]
+        for copy in range(2):
+            for piece, target in zip(x.chunk(2)[copy].chunk(2), y.chunk(2)[copy].chunk(2), strict=True):
+                (mse(model(piece), target) / 4).backward()
+        wanted = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad()
+        data = pl.DataParallel(strategy, granularity=granularity)
+        with pl.Pipeline(model, ONE, layers=names, loss_fn=mse, mesh=mesh, data=data) as pipe:
+            pipe.step(*halves(x, y))
+            for name, parameter in pipe.named_parameters():
+                start, stop, _ = pipe.ranges.get(name, (0, parameter.numel(), None))
+                if wanted[name] is None or not parameter.numel():
+                    assert parameter.grad is None
+                    continue
+                got, want = parameter.grad.flatten(), wanted[name].flatten()[start:stop]
+                torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
+
+
+def test_copies_whose_samples_take_other_ways_through_the_model_start_their_collectives_in_one_order() -> None:
+    run_ranks(_choose, 2, timeout_seconds=60)
 
 
 def _overlap(rank: int) -> None:

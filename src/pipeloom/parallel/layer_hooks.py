@@ -5,12 +5,16 @@
 
 Autograd's engine runs what was computed last first: when it comes to the gradient of a layer's output, the layers
 behind have run all that they can. So a hook on that gradient may free them. In I it is the same; W reads no parameters.
+
+Copies of a pipeline have to start their collectives in one order, whatever parameters their samples leave without a
+gradient. So where a backward also gathers, it is these hooks that start reductions, and not the gradients that arrive.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,6 +39,7 @@ class LayerGathers:
         self._forward = False
         self._current = len(layers)  # the layer whose backward runs
         self._kept: set[Unit] = set()  # what no hook could gather for its backward
+        self._completion: Completion | None = None  # of the backward that runs
 
     def begin(self, *, forward: bool) -> None:
         """A computation of the stage begins."""
@@ -44,6 +49,16 @@ class LayerGathers:
                 for unit in layer:
                     if not self.one_by_one or unit in self._kept:
                         unit.wait()
+
+    @contextmanager
+    def completing(self, completion: Completion) -> Iterator[None]:
+        """Around a last backward that gathers one by one: layers that are done start its reductions."""
+        self._completion = completion
+        completion.begin()
+        try:
+            yield
+        finally:
+            self._completion = None
 
     def before(self, index: int) -> None:
         """In front of a layer; in a recomputation too."""
@@ -67,14 +82,20 @@ class LayerGathers:
                 self._kept.update(self.layers[index])
 
     def _enter(self, index: int, gradient: Tensor) -> None:
-        """The backward of a layer begins."""
-        if index >= self._current:  # an output that was passed through
-            return
+        """The backward of a layer begins. Layers that were passed over, such as dropped ones, count as done."""
+        while self._current > index:
+            self._step_back()
+
+    def _step_back(self) -> None:
+        """The backward of the layer before the current one begins."""
+        done, index = self._current, self._current - 1
         for unit in self.layers[index]:
             unit.wait()
-        for done in range(index + 1, min(self._current + 1, len(self.layers))):
+        if done < len(self.layers):
             self._free(done, self.layers[index])
         self._current = index
+        if self._completion is not None:
+            self._completion.reach(_units(self.layers[done:]) - _units(self.layers[:done]))
         if index > 0:
             for unit in self.layers[index - 1]:
                 unit.start_gather()
@@ -83,6 +104,10 @@ class LayerGathers:
         for unit in self.layers[index]:
             if unit not in needed and not (unit in self._kept and not self._forward):
                 unit.free()
+
+
+def _units(layers: Sequence[Sequence[Unit]]) -> set[Unit]:
+    return {unit for layer in layers for unit in layer}
 
 
 class Completion:
@@ -97,42 +122,49 @@ class Completion:
         self._units, self._start = units, start
         self._queue: deque[Unit] = deque()
         self._missing: dict[Unit, set[int]] = {}
-        self._handles: list[Any] = []
-        self._armed = False
+        self._begun = False
 
-    def arm(self) -> None:
-        """The last backward begins: from now on a unit starts when all its parameters have their gradients."""
+    def begin(self) -> None:
+        """The last backward begins."""
         self._queue.extend(unit for unit in self._units if unit.trains)
+        self._begun = True
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Around the last backward: a unit starts when all its parameters have their gradients."""
+        self.begin()
+        handles = []
         for unit in self._queue:
             wanted = [(i, parameter) for i, parameter in enumerate(unit.parameters) if parameter.requires_grad]
             self._missing[unit] = {index for index, _ in wanted}
             for index, parameter in wanted:
                 hook = partial(self._arrived, unit, index)
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
-        self._armed = True
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
-    def disarm(self) -> None:
-        """The backward has ended, or failed."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def reach(self, done: Set[Unit]) -> None:
+        """No more gradients of some units will come."""
+        while self._queue and self._queue[0] in done:
+            self._start(self._queue.popleft())
 
     def flush(self) -> None:
         """Start those that are still to come, also where gradients are missing."""
-        if not self._armed:
+        if not self._begun:
             self._queue.extend(unit for unit in self._units if unit.trains)
         while self._queue:
             self._start(self._queue.popleft())
         self._missing.clear()
-        self._armed = False
+        self._begun = False
 
     def drop(self) -> None:
         """Forget a run that failed."""
-        self.disarm()
         self._queue.clear()
         self._missing.clear()
-        self._armed = False
+        self._begun = False
 
     def _arrived(self, unit: Unit, index: int, _: Tensor) -> None:
         missing = self._missing.get(unit)

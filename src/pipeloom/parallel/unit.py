@@ -199,14 +199,16 @@ class Unit:
         """Let go of what was gathered (zero3); waits for a gather on its way."""
         if self._compute is None or not self._frees:
             return
-        if self._gathering is not None:
-            self._gathering()
-            self._gathering = None
-        self._set_module_parameters(self._missing)
-        if self._compute.untyped_storage().nbytes():
-            self._compute.untyped_storage().resize_(0)
-            self._gathered.add(-self._compute.nbytes)
-        self.filled = False
+        gathering, self._gathering = self._gathering, None
+        try:
+            if gathering is not None:
+                gathering()
+        finally:
+            self._set_module_parameters(self._missing)
+            if self._compute.untyped_storage().nbytes():
+                self._compute.untyped_storage().resize_(0)
+                self._gathered.add(-self._compute.nbytes)
+            self.filled = False
 
     def stale(self) -> None:
         """Main parameters may have changed."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from pipeloom.errors import PeerLost
 from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program
 from pipeloom.parallel.copies import Copies
 from pipeloom.parallel.flat_layout import FlatLayout
@@ -169,13 +171,13 @@ class UnitStore(ParameterStore):
         if not backward or all(reduction not in order for order in program.orders):
             return step
         (run, ready), completion = step, self._completion(reduction, program)
+        armed, gathers = completion.armed, self._gathers.get(action.stage)
+        if action.op is Op.B and gathers is not None and gathers.one_by_one:
+            armed = partial(gathers.completing, completion)
 
         def last_backward() -> None:
-            completion.arm()
-            try:
+            with armed():
                 run()
-            finally:
-                completion.disarm()
 
         return last_backward, ready
 
@@ -249,7 +251,8 @@ class UnitStore(ParameterStore):
         for unit in self._units:
             unit.gradients.drop()
             self._users[unit].clear()
-            unit.free()
+            with suppress(PeerLost):  # of a gather that nobody needs; it would hide the error that ended the run
+                unit.free()
 
     def close(self) -> None:
         for module in self._modules:

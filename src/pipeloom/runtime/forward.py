@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -33,25 +32,32 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     def forward() -> None:
         value, leaves = (_input(state, microbatch), []) if first else arrived.pop(key)
         saved[key] = None
-        state.note_live()
-        with nullcontext() if mover is None else mover.catching(key):
-            try:
-                output = module(value)
-            except RuntimeError as error:
-                if not leaves or "a leaf Variable that requires grad" not in str(error):
-                    raise
-                output = module(_copied(state, stage, value))
-            if deliver is not None:
-                roots = deliver(output)
-            else:
-                assert loss is not None
-                roots = loss(output)
+        if len(saved) - state.num_away > state.peak_live_activations:
+            state.note_live()
+        try:
+            output = module(value)
+        except RuntimeError as error:
+            if not leaves or "a leaf Variable that requires grad" not in str(error):
+                raise
+            output = module(_copied(state, stage, value))
+        if deliver is not None:
+            roots = deliver(output)
+        else:
+            assert loss is not None
+            roots = loss(output)
         if training:
             saved[key] = (leaves, roots)
         else:
             del saved[key]
 
-    return forward, None
+    if mover is None:
+        return forward, None
+
+    def caught_forward() -> None:
+        with mover.catching(key):
+            forward()
+
+    return caught_forward, None
 
 
 def _input(state: RankState, microbatch: int) -> Value:

@@ -72,15 +72,17 @@ class StageModule(nn.Module):
                 its input.
         """
         observer = self.observer
-        if run is not None and observer is None:
-            return run_blocks([modules[name] for modules, name in self._chain], self._is_block, value, run)
+        if observer is None:
+            if run is not None:
+                return run_blocks([modules[name] for modules, name in self._chain], self._is_block, value, run)
+            for modules, name in self._chain:
+                value = modules[name](value)  # type: ignore[misc]
+            return value
         for index, (modules, name) in enumerate(self._chain):
             layer: Any = modules[name]
-            if observer is not None:
-                observer.before(index)
+            observer.before(index)
             value = layer(value) if run is None or not self._is_block[index] else run([layer], layer, value)
-            if observer is not None:
-                observer.after(index, value)
+            observer.after(index, value)
         return value
 
 

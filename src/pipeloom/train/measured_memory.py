@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeloom.plan.memory import MemoryRow, write_memory
 from pipeloom.runtime import Pipeline
+from pipeloom.runtime.split_backward import Repeatable
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.group import Group
 from pipeloom.train.planned_memory import memory_rows
@@ -20,8 +21,8 @@ from pipeloom.train.planned_memory import memory_rows
 _LOOKED_AT = 2  # the first steps: the second has optimizer states, and warm caches
 
 
-class _Saved:
-    """A tensor that autograd keeps; counted as long as it does."""
+class _Saved(Repeatable):
+    """A tensor that autograd keeps; counted as long as it does. Split backwards read it as they would without."""
 
     __slots__ = ("_counter", "tensor")
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from pipeloom.errors import InputError
 from pipeloom.parallel.offload.options import CPU
+from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.train.config import TrainConfig
 
 _GPU = Path("/dev/nvidiactl")  # where there is one, memory is asked for elsewhere, and torch says what is missing
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _FLOAT_BYTES = 4
-_MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "muon": 1}  # floats a parameter, at least
 _KEPT_WIDTHS = 12  # floats a token and block, in widths, that a forward keeps at least: norms, q, k, v, attention, MLP
 _LEAST_VOCABULARY = 256
 
@@ -63,7 +63,7 @@ def _parameter_bytes(config: TrainConfig) -> int:
     computed = _FLOAT_BYTES if precision.dtype == "fp32" else _FLOAT_BYTES // 2
     summed = computed if precision.gradients == "same" else _FLOAT_BYTES
     away = config.memory.offload not in (None, CPU) and config.memory.offload_states
-    moments = 0 if away else _FLOAT_BYTES * _MOMENTS[config.optimizer.name]
+    moments = 0 if away else int(_FLOAT_BYTES * OPTIMIZERS[config.optimizer.name])
     masters = 0 if precision.dtype == "fp32" else _FLOAT_BYTES
     return (
         computed * (1 if strategy == "zero3" else copies)
