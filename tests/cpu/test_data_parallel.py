@@ -6,7 +6,7 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.parallel.copies import Copies
-from tests.cpu.copies import FAMILIES, STRATEGIES, Case, expected, thinned, train_and_compare
+from tests.cpu.copies import FAMILIES, STRATEGIES, Case, expected, grid, thinned, train_and_compare
 from tests.cpu.ranks import run_ranks
 
 
@@ -30,6 +30,15 @@ def test_every_schedule_with_every_strategy_equals_one_process() -> None:
     for case in cases:  # once, before processes are forked
         expected(case.tied, case.optimizer, case.dtype, num_steps(case))
     run_ranks(_run_cases, 4, cases, timeout_seconds=170)
+
+
+@pytest.mark.whole_grid
+@pytest.mark.timeout(1500)
+def test_every_schedule_with_every_strategy_in_every_state_equals_one_process() -> None:
+    cases = grid()
+    for case in cases:
+        expected(case.tied, case.optimizer, case.dtype, num_steps(case))
+    run_ranks(_run_cases, 4, cases, timeout_seconds=1400)
 
 
 def _run_without_sums(rank: int, strategy: str) -> None:
