@@ -8,6 +8,7 @@ given back and faulted in again all the time: thousands of page faults a step, 2
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import cache
 
 # From malloc.h of glibc. Other C libraries do not know them, or have no mallopt at all.
@@ -32,3 +33,9 @@ def keep_freed_memory() -> bool:
     }
     accepted = [libc.mallopt(name, value) == 1 for name, value in settings.items()]
     return all(accepted)
+
+
+def give_back_freed_memory() -> None:
+    """Give pages that are free inside the heap back to the system, where the C library can."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
