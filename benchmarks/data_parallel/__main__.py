@@ -49,7 +49,7 @@ def systems(schedules: list[str], strategies: list[str]) -> dict[str, System]:
 
 
 def measure(workload: GPTWorkload, chosen: dict[str, System], num_rounds: int, num_steps: int) -> dict[str, Any]:
-    """Each library has four processes for all its systems; a round gives every system its turn.
+    """Each library has four processes for all its systems (`System.crew`); a round gives every system its turn.
 
     The time of a system in a round is the median of its steps there.
     """
@@ -67,9 +67,9 @@ def measure(workload: GPTWorkload, chosen: dict[str, System], num_rounds: int, n
                 with Crew(name, NUM_PROCESSES, Copies, timeout_seconds=90.0) as alone:
                     outcomes[name] = outcome(alone, name, system, workload, reference)
             if not isinstance(outcomes.get(name), str):
-                if system.kind not in crews:
-                    crews[system.kind] = stack.enter_context(Crew(system.kind, NUM_PROCESSES, Copies))
-                outcomes[name] = outcome(crews[system.kind], name, system, workload, reference)
+                if system.crew not in crews:
+                    crews[system.crew] = stack.enter_context(Crew(system.crew, NUM_PROCESSES, Copies))
+                outcomes[name] = outcome(crews[system.crew], name, system, workload, reference)
             print(f"{name}: {outcomes[name]}", flush=True)
         timed = {name: system for name, system in chosen.items() if isinstance(outcomes[name], float)}
         for round_number in range(num_rounds):
@@ -77,7 +77,7 @@ def measure(workload: GPTWorkload, chosen: dict[str, System], num_rounds: int, n
                 messages = one_way_seconds(crews["pipeloom"].call("ping_pong", NUM_MESSAGES))
                 predictions.add_pings(crews["pipeloom"].call("collectives", workload), messages)
             for name in timed if round_number % 2 else reversed(timed):
-                crew = crews[timed[name].kind]
+                crew = crews[timed[name].crew]
                 # One step first, untimed: its caches were used by the others since its last turn.
                 stamps = [of_rank[1:] for of_rank in crew.call("run_steps", name, 1 + num_steps)]
                 seconds[name].append(spread(step_seconds(stamps, update=False)).median)

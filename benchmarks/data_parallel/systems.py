@@ -43,6 +43,11 @@ class System:
     dp: int
     data: str
 
+    @property
+    def crew(self) -> str:
+        """Whose processes it runs in: what frees parameters has others, as it tells malloc to give memory back."""
+        return "pipeloom zero3" if self.kind == "pipeloom" and self.data.startswith("zero3") else self.kind
+
     def pipeline(self, workload: Workload) -> tuple[Schedule, DataAxis | None]:
         """The schedule of one copy and, of several, what they share."""
         num_microbatches = workload.num_microbatches // self.dp

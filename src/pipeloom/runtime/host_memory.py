@@ -19,7 +19,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST_MMAP_THRESHOLD_BYTES = 32 << 20  # glibc takes no more; larger tensors are still mapped one by one
 _NEVER_TRIM = 2**31 - 1  # mallopt takes an int
 _TOP_PAD_BYTES = 16 << 20
-_SMALL_BYTES = 1 << 20
+_SMALL_BYTES = 4 << 20  # pages of smaller blocks would be faulted in too often
 
 
 def keep_freed_memory() -> bool:
@@ -34,8 +34,8 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """Let this process give back what it frees of blocks that are not small; False if the C library cannot."""
-    return _set({_M_MMAP_THRESHOLD: _SMALL_BYTES, _M_TRIM_THRESHOLD: _SMALL_BYTES, _M_TOP_PAD: 0})
+    """Let this process give back large blocks that it frees; False if the C library cannot."""
+    return _set({_M_MMAP_THRESHOLD: _SMALL_BYTES, _M_TRIM_THRESHOLD: 2 * _TOP_PAD_BYTES, _M_TOP_PAD: _TOP_PAD_BYTES})
 
 
 def _set(settings: Mapping[int, int]) -> bool:
