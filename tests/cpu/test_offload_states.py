@@ -252,17 +252,17 @@ def test_a_killed_run_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_states_that_do_not_fit_into_memory_train_from_a_file(tmp_path: Path) -> None:
-    """Under a limit of the kernel's (RLIMIT_DATA): 64 MiB of parameters whose moments take 128, where 96 are left."""
+    """Under a limit of the kernel's (RLIMIT_DATA): 128 MiB of parameters whose moments take 256, where 160 are left."""
     script = """
         import resource, sys, torch
         from pipeloom.parallel.offload.optimizer import OffloadedOptimizer
         torch.set_num_threads(1)
-        parameters = [torch.nn.Parameter(torch.ones(1 << 19)) for _ in range(32)]
+        parameters = [torch.nn.Parameter(torch.ones(1 << 19)) for _ in range(64)]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         adam = torch.optim.Adam(parameters, foreach=False)
         held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) << 10
-        resource.setrlimit(resource.RLIMIT_DATA, (held + (96 << 20),) * 2)
+        resource.setrlimit(resource.RLIMIT_DATA, (held + (160 << 20),) * 2)
         optimizer = OffloadedOptimizer(adam, "disk:" + sys.argv[1], portion_bytes=8 << 20)
         for _ in range(2):
             optimizer.step()
@@ -276,4 +276,4 @@ def test_states_that_do_not_fit_into_memory_train_from_a_file(tmp_path: Path) ->
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout.splitlines() == ["128 True 1", "does not fit"], done.stderr
+    assert done.stdout.splitlines() == ["256 True 1", "does not fit"], done.stderr
