@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from contextlib import suppress
 
 # From malloc.h of glibc. Other C libraries do not know them, or have no mallopt at all.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -47,3 +48,9 @@ def _set(settings: Mapping[int, int]) -> bool:
         return False
     accepted = [libc.mallopt(name, value) == 1 for name, value in settings.items()]
     return all(accepted)
+
+
+def give_back_now() -> None:
+    """Give pages that are free inside the heap back to the system, where the C library can."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
