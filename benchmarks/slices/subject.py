@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from benchmarks.common.saved_bytes import SavedBytes
 from safetensors.torch import load_file
 from torch import Tensor
 
 import pipeloom as pl
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
+from pipeloom.runtime.kept_bytes import KeptBytes
 
 NUM_RANKS = 2
 WHOLE = "1f1b"
@@ -62,7 +62,8 @@ class Subject:
         num_slices = len(lengths) if lengths is not None else cut.slices or 1
         schedule = pl.schedules.build(cut.schedule, num_ranks=NUM_RANKS, num_microbatches=1, num_slices=num_slices)
         self._pipe = pl.Pipeline(build(self._sequence), schedule, loss_fn=loss_fn, slices=lengths)
-        with SavedBytes(self._pipe.parameters()) as saved:
+        kept = KeptBytes(self._pipe.parameters())
+        with kept.counting():
             loss = self._pipe.step(*batch(self._sequence))
         expected = load_file(reference)
         errors = [abs(float(loss - expected["loss"])) / float(expected["loss"])]
@@ -71,7 +72,7 @@ class Subject:
             error = (parameter.grad - expected[name]).abs().max() / expected[name].abs().max()
             errors.append(float(error))
         (live,) = self._pipe.peak_live_activations.values()
-        return max(errors), live / num_slices, saved.peak
+        return max(errors), live / num_slices, kept.peak
 
     def step(self) -> tuple[float, float]:
         """When the step began and ended, by a clock that all ranks share."""

@@ -25,9 +25,9 @@ from pipeloom.plan.memory import (
     read_memory,
 )
 from pipeloom.plan.memory.states import state_elements
+from pipeloom.runtime.kept_bytes import KeptBytes
 from pipeloom.runtime.recompute import recomputed
 from pipeloom.split import split
-from pipeloom.train.measured_memory import KeptBytes
 from tests.cpu.ranks import run_ranks
 
 
@@ -66,7 +66,7 @@ def test_activations_of_every_stage_take_what_the_closed_form_says(dtype, dropou
     for stage, layers in zip(stages.modules, predicted, strict=True):
         assert sum(layer.num_parameters for layer in layers) == sum(p.numel() for p in stage.parameters())
         assert sum(layer.buffer_elements for layer in layers) == sum(b.numel() for b in stage.buffers())
-        kept = KeptBytes([stage])
+        kept = KeptBytes.beside(stage)
         with kept.counting():
             output = recomputed(stage, recompute)(value)
             if stage is stages.modules[-1]:
@@ -119,7 +119,7 @@ def test_activations_of_a_whole_step_peak_where_the_walk_says(name):
     pipe = pl.Pipeline(small_gpt(), schedule, loss_fn=loss_fn, transport="loopback")
     (held,) = [memory_of_ranks(lower(schedule), small_model(schedule.num_stages, Precision()))]
     inputs, targets = torch.randint(0, 70, (2, 8, 24), dtype=torch.uint8)
-    kept = KeptBytes(list(pipe.modules()))
+    kept = KeptBytes.beside(*pipe.modules())
     with kept.counting():
         pipe.step(inputs, targets)
     pipe.close()

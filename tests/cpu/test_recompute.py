@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +10,7 @@ from torch.nn import functional as F
 import pipeloom as pl
 from pipeloom.errors import InputError, RunError
 from pipeloom.models import GPT, GPTConfig, init_parameters
+from pipeloom.runtime.kept_bytes import KeptBytes
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_mlp, tokens
 
@@ -95,31 +94,13 @@ def test_each_stage_has_its_own_word_and_recomputes_every_block_once(name: str) 
 
 def _saved_bytes(model: nn.Module, name: str, recompute, batches=tokens, loss_fn=language_loss) -> int:
     """The most bytes that autograd keeps at once of one step, each storage once, parameters aside."""
-    import weakref
-
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
-    held: Counter[int] = Counter()
-    sizes: dict[int, int] = {}
-    peak = 0
-
-    class Packed:
-        def __init__(self, tensor: Tensor) -> None:
-            nonlocal peak
-            self.tensor = tensor
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in own:
-                held[key] += 1
-                sizes[key] = storage.nbytes()
-                weakref.finalize(self, held.subtract, [key])
-                peak = max(peak, sum(sizes[k] for k, count in held.items() if count > 0))
-
     schedule = pl.schedules.build(name, num_ranks=2, num_microbatches=4)
     with pl.Pipeline(model, schedule, loss_fn=loss_fn, recompute=recompute, transport="loopback") as pipe:
         pipe.step(*batches(8))
-        with torch.autograd.graph.saved_tensors_hooks(Packed, lambda packed: packed.tensor):
+        kept = KeptBytes(model.parameters())
+        with kept.counting():
             pipe.step(*batches(8))
-    return peak
+    return kept.peak
 
 
 def test_what_is_kept_between_forward_and_backward_falls() -> None:

@@ -3,79 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeloom.plan.memory import MemoryRow, write_memory
 from pipeloom.runtime import Pipeline
-from pipeloom.runtime.split_backward import Repeatable
+from pipeloom.runtime.kept_bytes import KeptBytes
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.group import Group
 from pipeloom.train.planned_memory import memory_rows
 
 _LOOKED_AT = 2  # the first steps: the second has optimizer states, and warm caches
-
-
-class _Saved(Repeatable):
-    """A tensor that autograd keeps; counted as long as it does. Split backwards read it as they would without."""
-
-    __slots__ = ("_counter", "tensor")
-
-    def __init__(self, tensor: Tensor, counter: KeptBytes | None) -> None:
-        self.tensor, self._counter = tensor, counter
-        if counter is not None:
-            counter.change(tensor.untyped_storage(), 1)
-
-    def __del__(self) -> None:
-        if self._counter is not None:
-            self._counter.change(self.tensor.untyped_storage(), -1)
-
-
-class KeptBytes:
-    """Counts the bytes that autograd keeps for backwards, each storage once.
-
-    What a checkpoint or another mover keeps in its own way is not seen, its inputs are. Of this thread alone.
-
-    Args:
-        modules: their parameters and buffers do not count.
-
-    Attributes:
-        now, peak: in bytes.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._own: list[Tensor] = [held for each in modules for held in (*each.parameters(), *each.buffers())]
-        self._uses: Counter[int] = Counter()
-        self.now = self.peak = 0
-
-    def change(self, storage: torch.UntypedStorage, uses: int) -> None:
-        """Autograd keeps a storage once more, or once less."""
-        before = self._uses[storage._cdata]
-        self._uses[storage._cdata] += uses
-        if not before:
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-        elif not self._uses[storage._cdata]:
-            del self._uses[storage._cdata]
-            self.now -= storage.nbytes()
-
-    def keep(self, tensor: Tensor) -> _Saved:
-        """What autograd gets in the place of a tensor that it wants to keep."""
-        key = tensor.untyped_storage()._cdata
-        # Looked up anew each time: zero3 gathers parameters into other memory.
-        own = key not in self._uses and any(held.untyped_storage()._cdata == key for held in self._own)
-        return _Saved(tensor, None if own else self)
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count what is kept from here on."""
-        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda saved: saved.tensor):
-            yield
 
 
 class MemoryProbe:
@@ -106,7 +48,7 @@ class MemoryProbe:
         if number >= _LOOKED_AT:
             yield
             return
-        kept = KeptBytes(list(self._pipe.modules()))
+        kept = KeptBytes.beside(*self._pipe.modules())
         self._pipe.record_peaks()
         with kept.counting():
             yield

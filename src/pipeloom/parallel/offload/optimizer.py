@@ -28,7 +28,7 @@ from pipeloom.parallel.offload.options import CPU, Place
 from pipeloom.parallel.offload.state_layout import Layouts
 from pipeloom.parallel.offload.states import OffloadedStates, Portion, State
 from pipeloom.parallel.offload.store import Ready, Store, aligned, open_store, page_buffer
-from pipeloom.runtime.host_memory import give_back_freed_memory
+from pipeloom.runtime.host_memory import give_back_now
 
 _NUM_BUFFERS = 3
 
@@ -197,7 +197,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._writes[id(buffer)] = self._states.put(portion, after, buffer)
         if len(after) > len(before):  # states were born, and lay between what stays: the heap has holes
             after.clear()
-            give_back_freed_memory()
+            give_back_now()
 
 
 def _refuse_direct_steps(optimizer: torch.optim.Optimizer, *_: object) -> None:
