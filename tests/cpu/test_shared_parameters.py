@@ -458,3 +458,23 @@ def _one_copy_fails(rank: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_copy_that_fails_ends_the_others(strategy: str) -> None:
     run_ranks(_one_copy_fails, 2, strategy, timeout_seconds=60)
+
+
+def _wait_for_a_copy_that_does_not_come(rank: int) -> str:
+    mesh = pl.Mesh(dp=2)
+    model = nn.Linear(4, 2)
+    schedule = pl.schedules.gpipe(num_ranks=1, num_microbatches=1)
+    with pl.Pipeline(model, schedule, loss_fn=mse, mesh=mesh, data="zero2", timeout_seconds=0.5) as pipe:
+        try:
+            if rank == 0:
+                pipe.step(torch.randn(2, 4), torch.randn(2, 2))
+        except PeerLost as error:
+            return str(error)
+        finally:
+            torch.distributed.barrier()
+    return ""
+
+
+def test_copies_wait_no_longer_than_they_were_told() -> None:
+    waited, absent = run_ranks(_wait_for_a_copy_that_does_not_come, 2)
+    assert "another copy of this pipeline went away" in waited and not absent

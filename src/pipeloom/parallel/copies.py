@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,12 +24,17 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Copies:
     """Those along the axis dp of a mesh. Of one copy, what is collective costs nothing.
 
+    Args:
+        mesh: None: there is one copy.
+        timeout_seconds: how long to wait for the others; a collective raises PeerLost afterwards.
+
     Attributes:
         degree: how many.
         index: which one this process belongs to.
     """
 
-    def __init__(self, mesh: ProcessMesh | None) -> None:
+    def __init__(self, mesh: ProcessMesh | None, timeout_seconds: float = 1800.0) -> None:
+        self._timeout = timedelta(seconds=timeout_seconds)
         self.degree = 1 if mesh is None else mesh.degree("dp")
         self.index = 0 if mesh is None else mesh.coordinate("dp")
         self._group = None if mesh is None or self.degree == 1 else mesh.group("dp")
@@ -69,8 +75,7 @@ class Copies:
         if self._group is None:
             return values
         gathered = [torch.empty_like(values, device=self._small) for _ in range(self.degree)]
-        with _noticing_lost_peers():
-            dist.all_gather(gathered, values.to(self._small), group=self._group)
+        self._start(dist.all_gather, gathered, values.to(self._small))()
         total = gathered[0]
         for part in gathered[1:]:
             total += part
@@ -81,8 +86,7 @@ class Copies:
         if self._group is None or not flags:
             return flags
         values = torch.tensor(flags, dtype=torch.uint8, device=self._small)
-        with _noticing_lost_peers():
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+        self._start(dist.all_reduce, values, dist.ReduceOp.MAX)()
         return [bool(value) for value in values.tolist()]
 
     def _start(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Wait:
@@ -94,7 +98,7 @@ class Copies:
 
         def wait() -> None:
             with _noticing_lost_peers():
-                work.wait()
+                work.wait(self._timeout)
 
         return wait
 

@@ -17,13 +17,14 @@ from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.values import Value, flatten, unflatten
 
 
-def share(mesh: ProcessMesh | None, data: Any, precision: Any) -> Sharing:
+def share(mesh: ProcessMesh | None, data: Any, precision: Any, timeout_seconds: float) -> Sharing:
     """What copies of a pipeline share.
 
     Args:
         mesh: whose axis dp are the copies; None: there is one.
         data: `DataParallel`, the name of a strategy, or None: ddp.
         precision: `Precision`, the name of a format, or None: that of the model.
+        timeout_seconds: how long copies wait for each other.
 
     Raises:
         InputError: an unknown name.
@@ -32,7 +33,7 @@ def share(mesh: ProcessMesh | None, data: Any, precision: Any) -> Sharing:
     degree = 1 if mesh is None else mesh.degree("dp")
     if degree == 1 and options.strategy == "ddp" and not formats.has_masters:
         return Sharing()
-    return _Shared(options, formats, Copies(mesh))
+    return _Shared(options, formats, Copies(mesh, timeout_seconds))
 
 
 class _Shared(Sharing):

@@ -184,7 +184,7 @@ class Sharing:
         return loss_fn
 
 
-def sharing_of(mesh: ProcessMesh | None, data: Any, precision: Any) -> Sharing:
+def sharing_of(mesh: ProcessMesh | None, data: Any, precision: Any, timeout_seconds: float) -> Sharing:
     """What copies of a pipeline share on a `mesh`; see `pipeloom.parallel.DataParallel` and `Precision`.
 
     Raises:
@@ -193,5 +193,7 @@ def sharing_of(mesh: ProcessMesh | None, data: Any, precision: Any) -> Sharing:
     if mesh is None and data is None and precision is None:
         return Sharing()
     # By name: this room does not stand on that one, and a pipeline that runs alone does not load it.
-    sharing: Sharing = importlib.import_module("pipeloom.parallel.sharing").share(mesh, data, precision)
+    sharing: Sharing = importlib.import_module("pipeloom.parallel.sharing").share(
+        mesh, data, precision, timeout_seconds
+    )
     return sharing

@@ -67,7 +67,7 @@ class Pipeline(Holdings):
         precision: number formats: a `pipeloom.Precision`, or "bf16", "fp16" or "fp32" (the default), with which
             parameters are what the model has.
         blackbox: a writable buffer of 64 bytes into which the label of the running action is written.
-        timeout_seconds: how long a rank may wait for a message.
+        timeout_seconds: how long a rank may wait for a message, or for other copies.
 
     The model stays as it is, and its parameters are the ones that train; but with shards or masters (`data`,
     `precision`), which every run puts into the model's parameters anew. And where all ranks share this process, of
@@ -115,7 +115,7 @@ class Pipeline(Holdings):
             for module in cut_model.modules:
                 make_sliceable(module)
         tied = tuple(parameter.stages for parameter in cut_model.tied)
-        sharing = sharing_of(mesh, data, precision)
+        sharing = sharing_of(mesh, data, precision, timeout_seconds)
         if sharing.axis is not None and schedule.microbatches_per_update is not None:
             raise InputError(
                 f"schedule {schedule.name!r} updates while it runs: copies of a pipeline, masters and shards are for "
