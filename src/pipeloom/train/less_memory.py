@@ -95,3 +95,11 @@ def offload_numbers(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> Tensor:
     moved += getattr(held, "moved_bytes", 0)
     waited += getattr(held, "wait_seconds", 0.0)
     return torch.tensor([states, moved, waited], dtype=torch.float64)
+
+
+def offload_metrics(config: TrainConfig, numbers: Tensor) -> dict[str, Any]:
+    """What a row of metrics has of the sum of `offload_numbers`; nothing where nothing is elsewhere."""
+    if config.memory.offload is None:
+        return {}
+    states, moved, waited = numbers.tolist()
+    return {"offloaded_state_bytes": int(states), "offload_moved_bytes": int(moved), "offload_wait_seconds": waited}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import resource
 import statistics
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from pipeloom.ir import Action, Op, Program, Schedule
+from pipeloom.ir.text import parse_action
 from pipeloom.runtime import Pipeline
 from pipeloom.sim import Costs, Network, Timeline, simulate
+from pipeloom.train.group import Group
 
 Records = Sequence[tuple[int, Sequence[tuple[Action, float, float]]]]
 
@@ -193,3 +196,13 @@ def message_times(records: Records) -> MessageTimes:
                 else:
                     times.receive.append(end - start)
     return times
+
+
+def gathered_records(group: Group, records: Records) -> Records:
+    """The records of all ranks of the first copy, by rank, on every process; `records` are this one's."""
+    shown = records if group.copy == 0 else []
+    own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in shown]
+    gathered = [item for payload in group.all_gather(json.dumps(own).encode()) for item in json.loads(payload)]
+    return [
+        (rank, [(parse_action(action), start, end) for action, start, end in rows]) for rank, rows in sorted(gathered)
+    ]

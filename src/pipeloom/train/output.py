@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import InputError, RunError
+from pipeloom.sim import Timeline
 from pipeloom.train.checkpoint.directory import list_checkpoints
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.repeat import repeatable, to_yaml
@@ -155,3 +156,11 @@ def _environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads a rank": torch.get_num_threads(),
     }
+
+
+def write_timelines(output_dir: Path, *, measured: Timeline, predicted: Timeline) -> None:
+    """Write ``timelines.json``: one step as it ran, and as it was predicted."""
+    path = output_dir / "timelines.json"
+    timelines = {"measured": json.loads(measured.to_json()), "predicted": json.loads(predicted.to_json())}
+    with writing(path):
+        path.write_text(json.dumps(timelines), encoding="utf-8")

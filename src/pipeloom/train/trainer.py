@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
-from pipeloom.ir.text import parse_action
 from pipeloom.models import loss_fn
 from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.report import write_report
@@ -33,12 +32,13 @@ from pipeloom.train.group import Group
 from pipeloom.train.less_memory import (
     NUM_NUMBERS,
     activations_away,
+    offload_metrics,
     offload_notices,
     offload_numbers,
     states_away,
 )
 from pipeloom.train.measured_memory import MemoryProbe
-from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, read_cost
+from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, gathered_records, read_cost
 from pipeloom.train.notices import skipped_notice
 from pipeloom.train.optimizer import (
     learning_rate,
@@ -47,7 +47,7 @@ from pipeloom.train.optimizer import (
     make_stepper,
     set_learning_rates,
 )
-from pipeloom.train.output import append_metrics, in_use, prepare_output, writing
+from pipeloom.train.output import append_metrics, in_use, prepare_output, write_timelines, writing
 from pipeloom.train.progress import Display
 from pipeloom.train.slices import slice_lengths
 from pipeloom.train.stream_steps import StreamSteps
@@ -182,7 +182,7 @@ class Trainer:
             start = self.samples_seen
             batches = (self._batch(start + k * self.config.batch.size) for k in range(count))
             try:
-                rows = self.stream.run(batches, count, shown.live, self._gathered)
+                rows = self.stream.run(batches, count, shown.live, partial(gathered_records, self.group))
             finally:
                 for row in self.stream.known:  # of a run that failed
                     self._written(row)
@@ -227,7 +227,7 @@ class Trainer:
         row = {"step": begun.step, "loss": loss, "grad_norm": norm, "lr": begun.learning_rate}
         if self.scaler is not None:
             row |= {"loss_scale": begun.loss_scale, "skipped_steps": self.scaler.num_skipped}
-        row |= self._timing(begun.seconds, cost) | self._offload_metrics(update.numbers[-NUM_NUMBERS:])
+        row |= self._timing(begun.seconds, cost) | offload_metrics(self.config, update.numbers[-NUM_NUMBERS:])
         self._written(row)
         if not update.applied and not (update.skipped and begun.loss_scale >= _LEAST_LOSS_SCALE):
             raise RunError(
@@ -264,17 +264,14 @@ class Trainer:
         if self.first_step > self.config.steps:
             return
         self.probe.write(self.output_dir)
-        records = self._gathered(self.records) if self.stream is None else []
+        records = gathered_records(self.group, self.records) if self.stream is None else []
         if self.group.rank == 0:
             if self.stream is not None:
                 measured, predicted = self.stream.timelines()
             else:
                 measured = measured_timeline(self.pipe.schedule, [rows for _, rows in records])
                 predicted = self.predictor.predict(self.program)
-            timelines = {"measured": json.loads(measured.to_json()), "predicted": json.loads(predicted.to_json())}
-            path = self.output_dir / "timelines.json"
-            with writing(path):
-                path.write_text(json.dumps(timelines), encoding="utf-8")
+            write_timelines(self.output_dir, measured=measured, predicted=predicted)
             shown.say(f"report: {write_report(self.output_dir)}")
 
     def sample(self) -> str:
@@ -319,7 +316,7 @@ class Trainer:
         self.predictor.observe(cost)
         self.steps_here += 1
         if _shows_messages(self.steps_here):
-            self.predictor.observe_messages(self._gathered(self.records))
+            self.predictor.observe_messages(gathered_records(self.group, self.records))
         tokens = self.config.batch.size * self.config.model.sequence_length
         predicted = self.predictor.predict(self.program).bubble_fraction if self.group.rank == 0 else math.nan
         return {
@@ -330,20 +327,3 @@ class Trainer:
             "peak_memory_bytes": cost.peak_memory_bytes,
             "live_activations": cost.live_activations,
         }
-
-    def _offload_metrics(self, numbers: Tensor) -> dict[str, Any]:
-        """Of all processes; nothing where nothing is elsewhere."""
-        if self.config.memory.offload is None:
-            return {}
-        states, moved, waited = numbers.tolist()
-        return {"offloaded_state_bytes": int(states), "offload_moved_bytes": int(moved), "offload_wait_seconds": waited}
-
-    def _gathered(self, records: Records) -> Records:
-        """The records of all ranks of the first copy, by rank, on every process; `records` are this one's."""
-        shown = records if self.group.copy == 0 else []
-        own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in shown]
-        gathered = [item for payload in self.group.all_gather(json.dumps(own).encode()) for item in json.loads(payload)]
-        return [
-            (rank, [(parse_action(action), start, end) for action, start, end in rows])
-            for rank, rows in sorted(gathered)
-        ]
