@@ -80,6 +80,13 @@ def _train_odd(rank: int) -> None:
                 assert main["scale"].grad is None
                 assert main["first.bias"].grad is not None or not main["first.bias"].numel()
                 assert not torch.equal(state["first.weight"], weight)
+                model.first.bias.requires_grad_(False)  # by the module, as one does while training
+                model.scale.requires_grad_(True)
+                optimizer.zero_grad()
+                pipe.step(*halves(x, y))
+                assert main["first.bias"].grad is None
+                assert not main["first.bias"].requires_grad
+                assert main["scale"].grad is not None or not main["scale"].numel()
                 means = [torch.empty(7) for _ in range(2)]
                 torch.distributed.all_gather(means, state["norm.running_mean"])
                 assert not torch.equal(*means), "each copy has statistics of its own samples"

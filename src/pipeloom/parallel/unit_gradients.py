@@ -70,15 +70,19 @@ class UnitGradients:
         self._reducing: deque[tuple[Wait, Tensor, Tensor]] = deque()  # with what will be this copy's, and the whole
         self._aside: list[Tensor | None] = []
         self.present = [False] * len(parameters)
+        self._trained = [parameter.requires_grad for parameter in parameters]
 
     def begin(self) -> None:
         """Set aside the gradients that earlier runs left."""
         pairs = zip(self._parameters, self._main.values(), strict=True)
         self._aside = [parameter.grad if parameter is main else None for parameter, main in pairs]
-        for parameter, main in zip(self._parameters, self._main.values(), strict=True):
+        for index, (parameter, main) in enumerate(zip(self._parameters, self._main.values(), strict=True)):
             parameter.grad = None
-            if parameter.requires_grad is not main.requires_grad:  # frozen, or trained from now on
-                parameter.requires_grad_(main.requires_grad)
+            if parameter.requires_grad is not main.requires_grad:  # frozen, or trained from now on, by either
+                changed = main if main.requires_grad is not self._trained[index] else parameter
+                parameter.requires_grad_(changed.requires_grad)
+                main.requires_grad_(changed.requires_grad)
+            self._trained[index] = main.requires_grad
         self.present = [False] * len(self._parameters)
 
     @property
