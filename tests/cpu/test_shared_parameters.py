@@ -487,3 +487,19 @@ def _wait_for_a_copy_that_does_not_come(rank: int, done: Path) -> str:
 def test_copies_wait_no_longer_than_they_were_told(tmp_path: Path) -> None:
     waited, _ = run_ranks(_wait_for_a_copy_that_does_not_come, 2, tmp_path / "done", timeout_seconds=60)
     assert "another copy of this pipeline went away" in waited
+
+
+def _update_whole_parameters_in_pieces(rank: int) -> None:
+    for layout in ("elements", "parameters"):
+        data = pl.DataParallel("zero1", layout=layout)
+        with pl.Pipeline(nn.Linear(16, 16), ONE, loss_fn=mse, mesh=pl.Mesh(dp=2), data=data) as pipe:
+            optimizer = torch.optim.Adafactor([p for p in pipe.parameters() if p.numel()])
+            if layout == "elements":
+                with pytest.raises(InputError, match=r"Adafactor on pieces of parameters: .*layout=\"parameters\""):
+                    pl.BarrierStep(pipe, optimizer)
+            else:
+                pl.BarrierStep(pipe, optimizer).step(*halves(torch.randn(8, 16), torch.randn(8, 16)))
+
+
+def test_optimizers_that_look_at_whole_parameters_are_refused_pieces() -> None:
+    run_ranks(_update_whole_parameters_in_pieces, 2)

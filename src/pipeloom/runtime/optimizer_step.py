@@ -27,6 +27,9 @@ _GROUP_ELEMENTS = 2**22
 
 Numbers = Callable[[], Tensor]
 
+# Of torch: rows and columns, or an orthogonal matrix, or one step for all. Others cannot be known by name.
+_LOOK_AT_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon")
+
 
 @dataclass(frozen=True, slots=True)
 class Update:
@@ -48,12 +51,18 @@ class Update:
 
 
 def check_optimizer(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
-    """Raises InputError where the optimizer has parameters that are not the pipeline's."""
+    """Raises InputError where the optimizer has parameters that are not the pipeline's, or pieces it cannot update."""
     held = set(pipeline.parameters())
     if any(p not in held for group in optimizer.param_groups for p in group["params"]):
         raise InputError(
             "the optimizer has parameters that are not the pipeline's: the step updates those of its pipeline; make it "
             "from pipeline.parameters()"
+        )
+    cut = any(span.stop - span.start > 0 and not span.is_whole for span in pipeline.ranges.values())
+    if cut and type(optimizer).__name__ in _LOOK_AT_WHOLE_PARAMETERS:
+        raise InputError(
+            f"{type(optimizer).__name__} on pieces of parameters: its update looks at whole ones; pass "
+            'data=pipeloom.DataParallel(..., layout="parameters") to the Pipeline'
         )
 
 
