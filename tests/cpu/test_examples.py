@@ -171,6 +171,7 @@ PAGES = (
     "docs/pipedream.md",
     "docs/partitioning.md",
     "docs/less-memory.md",
+    "docs/checkpoints.md",
 )
 
 

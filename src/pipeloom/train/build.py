@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import torch
@@ -63,6 +64,19 @@ def build_stages(
     return stages
 
 
+def with_known_cut(config: TrainConfig, stages: Stages) -> TrainConfig:
+    """`config` with the blocks of every stage in place of a cut by measured times."""
+    if config.parallel.cut != "time":
+        return config
+    cut = ",".join(map(str, _blocks(stages)))
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cut=cut))
+
+
+def _blocks(stages: Stages) -> list[int]:
+    """The number of blocks in each stage."""
+    return [sum(name.startswith("blocks.") for name in layers) for layers in stages.layers]
+
+
 def _agree_on_cut(
     config: TrainConfig, sizes: GPTConfig, schedule: Schedule, corpus: Corpus, exchange: Exchange
 ) -> list[int]:
@@ -75,6 +89,6 @@ def _agree_on_cut(
         samples = range(min(config.samples_a_microbatch, corpus.num_windows(sizes.sequence_length)))
         pair = corpus.windows(samples, sizes.sequence_length)
         stages = split(model, schedule.num_stages, cut="time", sample=pair, loss_fn=loss_fn)
-        counts = [sum(name.startswith("blocks.") for name in layers) for layers in stages.layers]
+        counts = _blocks(stages)
     agreed: list[int] = json.loads(exchange.all_gather(json.dumps(counts).encode())[0])
     return agreed

@@ -23,7 +23,7 @@ from pipeloom.runtime import LossScaler, Pipeline, Update
 from pipeloom.runtime.launcher import Membership
 from pipeloom.sim import measured_timeline
 from pipeloom.train import restart
-from pipeloom.train.build import build_stages, model_config
+from pipeloom.train.build import build_stages, model_config, with_known_cut
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.copies import share
 from pipeloom.train.data import Sampler
@@ -117,7 +117,9 @@ class Trainer:
         streams = self.schedule.microbatches_per_update is not None
         self.stream = StreamSteps(self.pipe, self.stepped, self.predictor, config, group) if streams else None
         self.stepper = None if streams else make_stepper(self.pipe, self.stepped, config.optimizer, group, self.scaler)
-        self.probe = MemoryProbe(self.pipe, self.optimizer, config, group, self.corpus.vocabulary_size)
+        self.probe = MemoryProbe(
+            self.pipe, self.optimizer, with_known_cut(config, self.stages), group, self.corpus.vocabulary_size
+        )
         self.records: Records = []  # of the last training step on this process's ranks
         self.steps_here = 0
         self.notices = skipped_notice(self.corpus.skipped) + offload_notices(config, group.device)
