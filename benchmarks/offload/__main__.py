@@ -12,11 +12,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from benchmarks.common.births import Births
 from benchmarks.common.report import environment, save, table
 from benchmarks.common.statistics import ratio, spread
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipeloom as pl
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
@@ -24,27 +23,6 @@ from pipeloom.runtime.host_memory import keep_freed_memory
 
 NUM_MICROBATCHES = 8
 KEPT = 3  # activations in memory where the others are in a file
-
-
-class Alive(TorchDispatchMode):
-    """The most bytes at once of the storages that come to be, beside those of `outside`."""
-
-    def __init__(self, outside: list[Tensor]) -> None:
-        super().__init__()
-        self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
-        self._born: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._outside:
-                    self._born[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._born = {key: entry for key, entry in self._born.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._born.values()))
-        return result
 
 
 def pipelines(config: GPTConfig, directory: str, stack: ExitStack) -> dict[str, pl.Pipeline]:
@@ -101,9 +79,9 @@ def measure_steps(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             if not all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)):
                 raise AssertionError(f"{name}: loss or gradients differ from those with everything kept")
             before = pipe.offloaded[0]
-            with Alive([*pipe.parameters(), *result]) as alive:
+            with Births([*pipe.parameters(), *result], watch_peak=True) as births:
                 pipe.step(*batch)
-            peaks[name], moved[name] = alive.peak, pipe.offloaded[0] - before
+            peaks[name], moved[name] = births.peak, pipe.offloaded[0] - before
         waited = {name: pipe.offloaded[1] for name, pipe in pipes.items()}
         seconds, computing = time_steps(pipes, batch, arguments.rounds)
         waits = {name: (pipe.offloaded[1] - waited[name]) / (arguments.rounds + 1) for name, pipe in pipes.items()}

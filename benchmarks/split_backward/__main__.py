@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from benchmarks.common.births import Births
 from benchmarks.common.reference import TOLERANCE
 from benchmarks.common.report import environment, save, table
 from benchmarks.common.statistics import ratio, spread
@@ -19,8 +20,6 @@ from benchmarks.common.workloads import Block
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pipeloom.runtime.host_memory import keep_freed_memory
@@ -131,27 +130,6 @@ def measure(case: Case, num_rounds: int) -> dict[str, list[tuple[float, float]]]
                 seconds[name].append((middle - start, time.thread_time() - middle))
             del outputs, finish, _
     return seconds
-
-
-class Births(TorchDispatchMode):
-    """Every storage that comes to be, beside those of `outside`."""
-
-    def __init__(self, outside: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
-        self._born: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._outside:
-                    self._born[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return result
-
-    def alive_bytes(self) -> int:
-        return sum(num_bytes for storage, num_bytes in self._born.values() if not storage.expired())
 
 
 def held(case: Case, name: str) -> dict[str, int]:

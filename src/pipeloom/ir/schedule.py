@@ -184,6 +184,11 @@ class Program:
         """Every action with its rank, rank after rank."""
         return ((rank, action) for rank, order in enumerate(self.orders) for action in order)
 
+    @cached_property
+    def data_reductions(self) -> frozenset[Action]:
+        """Every REDUCE_GRAD of the data axis."""
+        return frozenset(a for _, a in self.actions() if a.op is Op.REDUCE_GRAD and a.microbatch is not None)
+
     def ranks_of_group(self, group: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that hold a stage of a gradient group, ascending."""
         return tuple(sorted({rank for stage in group for rank in self.placement.replicas[stage]}))

@@ -65,7 +65,7 @@ class Precision:
             the memory.
 
     Raises:
-        InputError: an unknown name.
+        InputError: an unknown name, or fp16 with gradients "same".
     """
 
     dtype: DType = "fp32"
@@ -74,6 +74,11 @@ class Precision:
     def __post_init__(self) -> None:
         _one_of("precision", self.dtype, get_args(DType))
         _one_of("format of gradients", self.gradients, get_args(GradientDType))
+        if self.dtype == "fp16" and self.gradients == "same":
+            raise InputError(
+                "precision fp16 with gradients 'same': sums of many small gradients leave its range; take bf16, or "
+                "gradients 'float32'"
+            )
 
     @classmethod
     def of(cls, given: Precision | str | None) -> Precision:
@@ -84,6 +89,13 @@ class Precision:
     def has_masters(self) -> bool:
         """Whether the optimizer's parameters are other numbers than the forwards read."""
         return self.dtype != "fp32"
+
+
+def axis_of(data: DataParallel, precision: Precision, degree: int) -> DataAxis | None:
+    """How `degree` copies share the work; None where one runs alone with its own parameters."""
+    if degree == 1 and data.strategy == "ddp" and not precision.has_masters:
+        return None
+    return data.axis(degree, separate_master=precision.has_masters)
 
 
 def _one_of(what: str, given: str, known: list[str] | tuple[str, ...]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import InputError
+from pipeloom.ir import DataAxis
 from pipeloom.parallel.copies import Copies
-from pipeloom.parallel.options import DataParallel, Precision
+from pipeloom.parallel.options import DataParallel, Precision, axis_of
 from pipeloom.parallel.unit_store import DTYPES, UnitStore
 from pipeloom.runtime.parameter_store import LossFn, ParameterStore, Sharing
 from pipeloom.runtime.process_mesh import ProcessMesh
@@ -30,25 +30,20 @@ def share(mesh: ProcessMesh | None, data: Any, precision: Any, timeout_seconds: 
         InputError: an unknown name.
     """
     options, formats = DataParallel.of(data), Precision.of(precision)
-    degree = 1 if mesh is None else mesh.degree("dp")
-    if degree == 1 and options.strategy == "ddp" and not formats.has_masters:
+    axis = axis_of(options, formats, 1 if mesh is None else mesh.degree("dp"))
+    if axis is None:
         return Sharing()
-    return _Shared(options, formats, Copies(mesh, timeout_seconds))
+    return _Shared(axis, options, formats, Copies(mesh, timeout_seconds))
 
 
 class _Shared(Sharing):
     """Main parameters beside the modules' own, or sums over copies."""
 
-    def __init__(self, data: DataParallel, precision: Precision, copies: Copies) -> None:
-        if precision.dtype == "fp16" and precision.gradients == "same":
-            raise InputError(
-                "fp16 with gradients 'same': sums of many small gradients leave fp16's range; use bf16, or gradients "
-                "'float32'"
-            )
+    def __init__(self, axis: DataAxis, data: DataParallel, precision: Precision, copies: Copies) -> None:
         self._data, self._precision, self._copies = data, precision, copies
-        self.axis = data.axis(copies.degree, separate_master=precision.has_masters)
+        self.axis = axis
         self.copy = copies.index
-        self.sharded = self.axis.shards_optimizer
+        self.sharded = axis.shards_optimizer
         self.terms = [data.layout, precision.dtype, precision.gradients]
 
     def store(

@@ -168,7 +168,7 @@ class UnitStore(ParameterStore):
             step = self._with_parameters(action, step)
         reduction = action.with_op(Op.REDUCE_GRAD)
         backward = action.op in (Op.B, Op.W) and self._copies.degree > 1
-        if not backward or all(reduction not in order for order in program.orders):
+        if not backward or reduction not in program.data_reductions:
             return step
         (run, ready), completion = step, self._completion(reduction, program)
         armed, gathers = completion.armed, self._gathers.get(action.stage)

@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.errors import PeerLost
+
+
+def all_reduce(values: Tensor, group: dist.ProcessGroup, timeout_seconds: float) -> Tensor:
+    """The sum over a CPU group's processes, in place.
+
+    Raises:
+        PeerLost: one of them went away, or did not come in time.
+    """
+    try:
+        dist.all_reduce(values, group=group, async_op=True).wait(timedelta(seconds=timeout_seconds))
+    except RuntimeError as error:
+        raise PeerLost(f"another process went away during a collective ({str(error).splitlines()[0]})") from error
+    return values
 
 
 def all_gather_bytes(

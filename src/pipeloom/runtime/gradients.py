@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.runtime.pipeline import Pipeline
@@ -63,7 +62,5 @@ def clip_grad_norm(pipeline: Pipeline, max_norm: float) -> Tensor:
     Returns:
         The norm before clipping, on every rank.
     """
-    norms = gradient_norms(pipeline)
-    if pipeline.process_group is not None:
-        dist.all_reduce(norms, group=pipeline.process_group)
+    norms = pipeline.sum_over_processes(gradient_norms(pipeline))
     return clip_by_norms(pipeline, norms, max_norm)

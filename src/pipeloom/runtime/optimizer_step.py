@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
@@ -158,12 +157,7 @@ class BarrierStep(OptimizerStep):
     ) -> None:
         super().__init__(pipeline, optimizer, max_norm=max_norm)
         self._scaler = scaler
-        self._sum = sum_over_processes or self._all_reduce
-
-    def _all_reduce(self, values: Tensor) -> Tensor:
-        if self._pipeline.process_group is not None:
-            dist.all_reduce(values, group=self._pipeline.process_group)
-        return values
+        self._sum = sum_over_processes or pipeline.sum_over_processes
 
     def step(self, inputs: Value = None, targets: Value = None, numbers: Numbers | None = None) -> list[Update]:
         if self._scaler is not None:

@@ -17,6 +17,7 @@ from pipeloom.ir import Program, Schedule, check
 from pipeloom.passes import check_has_backwards, evaluation_schedule, lower, merge_backwards, separate_units
 from pipeloom.runtime.agreement import Terms
 from pipeloom.runtime.calls import call_count, call_number
+from pipeloom.runtime.collectives import all_reduce
 from pipeloom.runtime.connect import Connection, connect
 from pipeloom.runtime.driver import Driver
 from pipeloom.runtime.gradient_sum import GradientSum
@@ -130,7 +131,7 @@ class Pipeline(Holdings):
 
         given = not isinstance(model, nn.Module | Stages)  # a list of stages may hold a dummy for those of other ranks
         terms = Terms.of(self._train_program, () if given else cut_model.layers, slices, sharing.terms)
-        self._loss_fn = loss_fn
+        self._loss_fn, self._timeout_seconds = loss_fn, timeout_seconds
         device = next((p.device for module in cut_model.modules for p in module.parameters()), torch.device("cpu"))
         self._open_mover = offload.open(device) if offload is not None else lambda: None
         self.mesh = mesh
@@ -262,6 +263,16 @@ class Pipeline(Holdings):
         with torch.no_grad():
             batch = self._run(self._forward_program, inputs, None, with_loss=False)
         return join_batch([batch.outputs[b] for b in sorted(batch.outputs)]) if batch.outputs else None
+
+    def sum_over_processes(self, values: Tensor) -> Tensor:
+        """The sum over the processes of all ranks and copies, in place; a small tensor on the CPU.
+
+        Raises:
+            PeerLost: one of them went away, or did not come in time.
+        """
+        if self.process_group is None:
+            return values
+        return all_reduce(values, self.process_group, self._timeout_seconds)
 
     @property
     def records(self) -> list[tuple[int, list[Record]]]:

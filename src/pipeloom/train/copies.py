@@ -80,6 +80,7 @@ def check_copies(config: TrainConfig, schedule: Schedule) -> None:
     """
     copies = config.num_copies
     config.data_parallel  # noqa: B018  # a granularity that the strategy does not have
+    config.number_format  # noqa: B018  # gradients that the format does not have
     config.mesh_shape(config.num_ranks * copies if config.parallel.data == -1 else None)
     unusual = f"parallel.data {copies}" if copies > 1 else f"precision.dtype {config.precision.dtype}"
     if copies > 1 and config.local:
@@ -87,11 +88,6 @@ def check_copies(config: TrainConfig, schedule: Schedule) -> None:
     scale = config.precision.loss_scale
     if not (math.isfinite(scale) and scale >= 1):
         raise InputError(f"precision.loss_scale is {scale}: it is a finite factor from 1; correct it")
-    if config.precision.dtype == "fp16" and config.precision.gradients == "same":
-        raise InputError(
-            "precision.gradients same with precision.dtype fp16: sums of many small gradients leave its range; take "
-            "float32, or bf16"
-        )
     if copies == 1 and config.precision.dtype == "fp32":
         return
     if schedule.microbatches_per_update is not None:

@@ -46,9 +46,9 @@ def check_less_memory(config: TrainConfig, schedule: Schedule) -> None:
         _activations(config).insert(lower(schedule))
 
 
-def activations_away(config: TrainConfig, device: torch.device) -> OffloadActivations | None:
-    """What the pipeline is told of activations that move; None where none do."""
-    if _place(config, device) is None or config.memory.offload_activations is None:
+def activations_away(config: TrainConfig, device: str) -> OffloadActivations | None:
+    """What the pipeline is told of activations that move off a kind of `device`; None where none do."""
+    if not moves(config, device) or config.memory.offload_activations is None:
         return None
     return _activations(config)
 
@@ -58,13 +58,13 @@ def _activations(config: TrainConfig) -> OffloadActivations:
     return OffloadActivations(config.memory.offload, config.memory.offload_activations or None)
 
 
-def states_away(optimizer: torch.optim.Optimizer, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
+def states_away(optimizer: torch.optim.Optimizer, config: TrainConfig, device: str) -> torch.optim.Optimizer:
     """The optimizer that the run steps: `optimizer`, or what streams its states.
 
     Raises:
         InputError: there is no room for them.
     """
-    if _place(config, device) is None or not config.memory.offload_states:
+    if not (moves(config, device) and config.memory.offload_states):
         return optimizer
     from pipeloom.parallel.offload.optimizer import OffloadedOptimizer
 
@@ -72,17 +72,16 @@ def states_away(optimizer: torch.optim.Optimizer, config: TrainConfig, device: t
     return OffloadedOptimizer(optimizer, config.memory.offload)
 
 
-def offload_notices(config: TrainConfig, device: torch.device) -> list[str]:
+def offload_notices(config: TrainConfig, device: str) -> list[str]:
     """That nothing moves, where that is so."""
-    if config.memory.offload is None or _place(config, device) is not None:
+    if config.memory.offload is None or moves(config, device):
         return []
     return ["memory.offload cpu: this run computes in the CPU's memory, nothing moves; disk:PATH would"]
 
 
-def _place(config: TrainConfig, device: torch.device) -> Place | None:
-    """Where things go; None where they stay."""
-    place = None if config.memory.offload is None else Place.parse(config.memory.offload)
-    return None if place is not None and place.kind == CPU == device.type else place
+def moves(config: TrainConfig, device: str) -> bool:
+    """Whether there is other memory than that of a kind of `device` ("cpu", "cuda") for things to go to."""
+    return config.memory.offload is not None and not Place.parse(config.memory.offload).kind == CPU == device
 
 
 def offload_numbers(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> Tensor:

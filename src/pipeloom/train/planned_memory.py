@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, Program, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
-from pipeloom.parallel.offload.options import CPU, OffloadActivations
+from pipeloom.parallel.options import DataParallel, axis_of
 from pipeloom.passes import lower
 from pipeloom.plan.memory import (
     GPTSizes,
@@ -23,6 +22,7 @@ from pipeloom.plan.memory import (
     memory_of_rank,
 )
 from pipeloom.train.config import TrainConfig
+from pipeloom.train.less_memory import activations_away, moves
 from pipeloom.train.validate import make_schedule, parse_cut
 
 if TYPE_CHECKING:
@@ -31,23 +31,16 @@ if TYPE_CHECKING:
 
 def data_axis(config: TrainConfig) -> DataAxis | None:
     """How the copies of a run share; None where one runs alone with its own parameters."""
-    precision = config.number_format
-    if config.num_copies == 1 and not precision.has_masters:
-        return None
-    alone = config.num_copies == 1
-    options = replace(config.data_parallel, strategy="ddp", granularity=None) if alone else config.data_parallel
-    return options.axis(config.num_copies, separate_master=precision.has_masters)
+    data = config.data_parallel if config.num_copies > 1 else DataParallel()
+    return axis_of(data, config.number_format, config.num_copies)
 
 
 def planned_program(config: TrainConfig, schedule: Schedule, *, device: str = "cuda") -> Program:
     """What every copy runs, activations that a `device` moves away included."""
     tied = config.model.tie_embeddings and schedule.num_stages > 1
     program = lower(schedule, tied_stages=((0, schedule.num_stages - 1),) if tied else (), data=data_axis(config))
-    memory = config.memory
-    if _away(config, device) and memory.offload_activations is not None:
-        assert memory.offload is not None
-        program = OffloadActivations(memory.offload, memory.offload_activations or None).insert(program)
-    return program
+    away = activations_away(config, device)
+    return program if away is None else away.insert(program)
 
 
 def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int) -> Model:
@@ -57,8 +50,6 @@ def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int) ->
         InputError: the cut follows measured times, which are not known here.
     """
     model, precision = config.model, config.number_format
-    copies = config.num_copies
-    samples = ceil(ceil(config.batch.size / copies) / config.num_microbatches)  # the largest piece of the largest part
     sizes = GPTSizes(
         vocabulary_size=vocabulary_size,
         layers=model.layers,
@@ -69,7 +60,7 @@ def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int) ->
         learned_positions=model.positions == "learned",
         dropout=model.dropout > 0,
     )
-    layers = gpt_layers(sizes, samples, 2 if precision.has_masters else 4)
+    layers = gpt_layers(sizes, config.samples_a_microbatch, 2 if precision.has_masters else 4)
     return Model(
         stages=_stages(config, layers, num_stages),
         precision=precision,
@@ -120,15 +111,10 @@ def planned_memory(
 
 def at_hand(memory: RankMemory, config: TrainConfig, *, device: str = "cuda") -> RankMemory:
     """`memory` without the states that an optimizer keeps elsewhere."""
-    if not _away(config, device) or not config.memory.offload_states:
+    if not (moves(config, device) and config.memory.offload_states):
         return memory
     states = memory.kinds["optimizer"]
     return replace(memory, kinds={**memory.kinds, "optimizer": 0.0}, peak=memory.peak - states)
-
-
-def _away(config: TrainConfig, device: str) -> bool:
-    """Whether a run's offload goes to other memory than that of `device`."""
-    return config.memory.offload is not None and (config.memory.offload, device) != (CPU, "cpu")
 
 
 def memory_rows(config: TrainConfig, vocabulary_size: int, device: torch.device) -> list[MemoryRow]:

@@ -101,13 +101,13 @@ class Trainer:
             data=config.data_parallel if group.num_copies > 1 else None,
             precision=config.number_format if config.precision.dtype != "fp32" else None,
             recompute=config.memory.recompute,
-            offload=activations_away(config, group.device),
+            offload=activations_away(config, group.device.type),
             blackbox=self.black_box and self.black_box.action_buffer,
         )
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.pipe.named_parameters()}
         shapes = {name: part.shape for name, part in self.pipe.ranges.items()}
         self.optimizer = make_optimizer(self.pipe.named_parameters(), config.optimizer, shapes)
-        self.stepped = states_away(self.optimizer, config, group.device)
+        self.stepped = states_away(self.optimizer, config, group.device.type)
         scales = config.precision.dtype == "fp16"
         precision = config.precision
         self.scaler = LossScaler(precision.loss_scale, growth_steps=precision.loss_scale_steps) if scales else None
@@ -122,7 +122,7 @@ class Trainer:
         )
         self.records: Records = []  # of the last training step on this process's ranks
         self.steps_here = 0
-        self.notices = skipped_notice(self.corpus.skipped) + offload_notices(config, group.device)
+        self.notices = skipped_notice(self.corpus.skipped) + offload_notices(config, group.device.type)
         self.resumed: Path | None = None
         self.first_step = 1
 
