@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import pipeloom as pl
 from pipeloom.cli import main
+from pipeloom.plan.memory import read_memory
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, tokens
 
@@ -175,6 +177,8 @@ def test_a_disk_without_room_is_told_before_the_first_step(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        (["--memory.cap=1KiB"], "a rank may hold 1024 bytes: rank 1 takes at least"),
+        (["--memory.cap=1QB"], "write bytes of a rank"),
         (["--memory.recompute=most"], "it is none, selective, full"),
         (["--memory.recompute=full,none,none"], "names 3 stages of 2"),
         (["--memory.offload=floppy"], "it is cpu, or disk:PATH"),
@@ -200,6 +204,20 @@ def test_what_means_nothing_is_refused(text: Path, tmp_path: Path, capsys, optio
     assert error.count("\n") == 1
     assert expected in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_cap_chooses_recomputation_and_the_run_stays_the_same(
+    text: Path, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    peak = max(row.predicted["peak"] for row in read_memory(plain))
+    local(text, out, f"--memory.cap={0.9 * peak}")
+    found = yaml.safe_load((out / "config.yaml").read_text())["memory"]
+    assert found["cap"] is None
+    assert "full" in found["recompute"]
+    assert f"under memory.cap: --memory.recompute {found['recompute']}\n" in capsys.readouterr().out
+    assert story(out) == story(plain)
+    assert max(row.predicted["peak"] for row in read_memory(out)) <= 0.9 * peak
 
 
 def test_host_memory_of_a_run_on_cpus_is_said_to_move_nothing(text: Path, plain: Path, tmp_path: Path, capsys) -> None:

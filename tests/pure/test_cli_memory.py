@@ -61,17 +61,17 @@ def test_a_cap_chooses_the_options_that_keep_it(capsys):
         peaks[granularity] = max(rank["peak"] for rank in ranks)
     assert peaks["microbatch"] < peaks["step"]
     cap = math.floor(peaks["step"]) - 1
-    answer = memory(capsys, f"{line} --memory-cap {cap}")
+    answer = memory(capsys, f"{line} --memory.cap {cap}")
     assert answer["chosen"]["data_granularity"] in ("chunk", "microbatch")
     assert answer["chosen"]["recompute"] == "none"
     assert max(rank["peak"] for rank in answer["ranks"]) <= cap
     alone = max(r["peak"] for r in memory(capsys, MODEL)["ranks"])
-    assert main(["memory", *MODEL.split(), "--memory-cap", f"{alone / 2**20 * 0.9:.3f}MiB"]) == 0
+    assert main(["memory", *MODEL.split(), "--memory.cap", f"{alone / 2**20 * 0.9:.3f}MiB"]) == 0
     printed = capsys.readouterr().out
     assert "under the cap with --memory.recompute " in printed
     words = printed.splitlines()[-1].partition("with ")[2]
     assert max(r["peak"] for r in memory(capsys, f"{MODEL} {words}")["ranks"]) <= alone * 0.9
-    assert main(["memory", *MODEL.split(), "--memory-cap", "1KiB"]) == 2
+    assert main(["memory", *MODEL.split(), "--memory.cap", "1KiB"]) == 2
     assert "a rank may hold 1024 bytes: rank 1 takes at least" in capsys.readouterr().err
 
 
@@ -105,8 +105,8 @@ def test_a_run_shows_predicted_beside_measured(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--memory-cap lots", "--memory-cap lots: write bytes"),
-        ("--costs x.json", "--costs without --memory-cap"),
+        ("--memory.cap lots", "memory.cap is lots: write bytes"),
+        ("--costs x.json", "--costs without --memory.cap"),
         ("--vocabulary_size 0", "a model has at least one token id"),
         ("--parallel.data -1", "give a number"),
         ("--parallel.cut time", "not known before a run"),

@@ -134,7 +134,7 @@ assert main(words) == main([*words, "--schedule", "dapple", "--microbatches", "2
         PARTITION,
         "from pipeloom.cli import main; assert main(['schedules', '--json']) == 0",
         "from pipeloom.cli import main; assert main(['schedules']) == 0",
-        "from pipeloom.cli import main; assert main(['memory', '--memory-cap', '1TB']) == 0",
+        "from pipeloom.cli import main; assert main(['memory', '--memory.cap', '1TB']) == 0",
         "from pipeloom.cli import main; assert main(['--help']) == 0",
     ],
 )

@@ -130,6 +130,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
+    cap: str | None = _option(
+        None,
+        "most bytes that a rank may hold, such as 16GiB, as `pipeloom memory` counts them: recompute and "
+        "parallel.data_granularity are then chosen",
+    )
     recompute: str = _option(
         "none",
         "what backwards compute again instead of keeping it: none, selective (attention), full (every block), or one "

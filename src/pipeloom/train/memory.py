@@ -47,12 +47,18 @@ def check_memory(config: TrainConfig, environment: Mapping[str, str]) -> None:
         )
 
 
+def likely_device() -> str:
+    """The kind of device that a run here computes with, without asking torch."""
+    return "cuda" if _GPU.exists() else "cpu"
+
+
 def least_bytes(config: TrainConfig) -> tuple[int, int]:
     """What all processes hold at least: weights, gradients, moments; a batch, and one micro-batch's activations."""
     model, batch = config.model, config.batch
     parameters = 12 * model.layers * model.width**2 + (2 - model.tie_embeddings) * _LEAST_VOCABULARY * model.width
     tokens = batch.size // config.num_microbatches * model.sequence_length  # a micro-batch of every copy
-    kept = model.layers * (1 if config.memory.recompute != "none" else _KEPT_WIDTHS)
+    recomputes = config.memory.recompute != "none" or config.memory.cap is not None
+    kept = model.layers * (1 if recomputes else _KEPT_WIDTHS)
     activations = 4 * tokens * (kept * model.width + _LEAST_VOCABULARY)
     return _parameter_bytes(config) * parameters, activations + 16 * batch.size * model.sequence_length
 

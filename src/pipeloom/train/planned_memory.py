@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import InputError
@@ -19,7 +18,7 @@ from pipeloom.plan.memory import (
     even_blocks,
     gpt_layers,
     in_stages,
-    memory_of_rank,
+    memory_of_ranks,
 )
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.less_memory import activations_away, moves
@@ -43,7 +42,7 @@ def planned_program(config: TrainConfig, schedule: Schedule, *, device: str = "c
     return program if away is None else away.insert(program)
 
 
-def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int) -> Model:
+def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *, device: str = "cuda") -> Model:
     """The layers of every stage, and how they are trained.
 
     Raises:
@@ -67,6 +66,7 @@ def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int) ->
         optimizer=config.optimizer.name,
         recompute=recompute_of_stages(config.memory.recompute, num_stages),
         whole_parameters=config.data_parallel.layout == "parameters",
+        elsewhere=frozenset({"optimizer"} if moves(config, device) and config.memory.offload_states else ()),
     )
 
 
@@ -102,19 +102,8 @@ def planned_memory(
     """
     schedule = make_schedule(config)
     program = planned_program(config, schedule, device=device)
-    model = planned_model(config, vocabulary_size, schedule.num_stages)
-    return [
-        at_hand(memory_of_rank(program, model, rank, copy=copy), config, device=device)
-        for rank in range(schedule.num_ranks)
-    ]
-
-
-def at_hand(memory: RankMemory, config: TrainConfig, *, device: str = "cuda") -> RankMemory:
-    """`memory` without the states that an optimizer keeps elsewhere."""
-    if not (moves(config, device) and config.memory.offload_states):
-        return memory
-    states = memory.kinds["optimizer"]
-    return replace(memory, kinds={**memory.kinds, "optimizer": 0.0}, peak=memory.peak - states)
+    model = planned_model(config, vocabulary_size, schedule.num_stages, device=device)
+    return memory_of_ranks(program, model, copy=copy)
 
 
 def memory_rows(config: TrainConfig, vocabulary_size: int, device: torch.device) -> list[MemoryRow]:

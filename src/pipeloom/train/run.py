@@ -9,8 +9,10 @@ from pipeloom.errors import InputError, RunError
 from pipeloom.runtime.launcher import Membership
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.group import meet
+from pipeloom.train.memory_cap import chosen_words, under_cap
 from pipeloom.train.progress import display
 from pipeloom.train.slices import choose_slices
+from pipeloom.train.tokenize import load_tokenizer
 from pipeloom.train.trainer import Trainer
 from pipeloom.train.validate import resume_path
 
@@ -24,6 +26,8 @@ def train(config: TrainConfig, member: Membership | None) -> None:
     with ExitStack() as stack:
         group = stack.enter_context(meet(member, config))
         config, note = choose_slices(config, group, resume_path(config))
+        vocabulary_size = load_tokenizer(config.data.tokenizer).vocabulary_size
+        config, choice = under_cap(config, vocabulary_size, device=group.device.type)
         trainer = stack.enter_context(Trainer(config, group, member))
         done = trainer.resume()
         try:
@@ -31,6 +35,8 @@ def train(config: TrainConfig, member: Membership | None) -> None:
                 trainer.open_output(shown)
                 if note:
                     shown.say(note)
+                if choice is not None:
+                    shown.say(f"under memory.cap: {chosen_words(config)}")
                 for first, last in _stretches(done, config):
                     for row in trainer.steps(first, last, shown):
                         shown.step(row)

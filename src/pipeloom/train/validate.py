@@ -63,10 +63,13 @@ def validate(config: TrainConfig, *, world_size: int | None, locked: bool = Fals
     Raises:
         InputError: what was seen, the rule, the fix; in one line.
     """
+    from pipeloom.train.memory_cap import check_cap
+
     _check_numbers(config)
     _check_model(config)
     check_memory(config, os.environ)  # first, for a schedule of absurd sizes takes as absurdly long
     validate_settings(config)
+    check_cap(config)
     check_processes(config, world_size)
     checkpoint = resume_path(config)
     if checkpoint is not None:

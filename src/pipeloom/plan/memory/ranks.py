@@ -64,6 +64,7 @@ class Model:
         optimizer: a name of `pipeloom.plan.memory.states.OPTIMIZERS`.
         recompute: of every stage.
         whole_parameters: whether copies own whole parameters (`pipeloom.DataParallel.layout`).
+        elsewhere: those of `KINDS` that are in slower memory but while they are used.
     """
 
     stages: Sequence[Sequence[Layer]]
@@ -71,6 +72,7 @@ class Model:
     optimizer: str = "adamw"
     recompute: Sequence[Recompute] = ()
     whole_parameters: bool = False
+    elsewhere: frozenset[str] = frozenset()
 
     def recompute_of(self, stage: int) -> Recompute:
         return self.recompute[stage] if self.recompute else Recompute.NONE
@@ -174,7 +176,7 @@ class _Walk:
         if self._program.schedule.microbatches_per_update is not None:
             of_stages = [self._formats.compute * sum(x.num_parameters for x in s) for s in self._model.stages]
             held["versions"] = weight_version_bytes(self._program.schedule, of_stages)[self._rank] - held["parameters"]
-        return held
+        return held | dict.fromkeys(self._model.elsewhere, 0.0)
 
     def _moments(self) -> list[dict[str, float]]:
         """What is there beside that in the time of every action."""
