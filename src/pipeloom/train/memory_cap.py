@@ -1,0 +1,93 @@
+"""``memory.cap``: the quickest way to train under a number of bytes a rank, chosen before anything is made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from pipeloom.errors import InputError
+from pipeloom.plan.memory import Choice, choose_memory, choose_recompute
+from pipeloom.sim import CostsFile
+from pipeloom.train.config import TrainConfig
+from pipeloom.train.memory import likely_device
+from pipeloom.train.planned_memory import data_axis, planned_model, planned_program
+from pipeloom.train.tokenize import load_tokenizer
+from pipeloom.train.validate import make_schedule
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def cap_bytes(config: TrainConfig) -> float | None:
+    """What a rank may hold: ``"1.5GiB"`` is 1610612736. None where nothing limits it.
+
+    Raises:
+        InputError: that is no number of bytes.
+    """
+    text = config.memory.cap
+    if text is None:
+        return None
+    plain = text.strip().upper().replace("E+", "E")
+    match = re.fullmatch(r"(\d+\.?\d*(?:E\d+)?)\s*([KMGT]?I?)B?", plain, re.ASCII)
+    if match is None or match[2] not in _UNITS:
+        raise InputError(f"memory.cap is {text}: write bytes of a rank, such as 8e9, 16GB or 16GiB")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def under_cap(
+    config: TrainConfig, vocabulary_size: int, *, device: str = "cuda", file: CostsFile | None = None
+) -> tuple[TrainConfig, Choice | None]:
+    """The configuration with `memory.recompute` and `parallel.data_granularity` as its cap wants them, without the cap.
+
+    What it says of those two counts for nothing; everything else stays. The same answer on every process.
+
+    Args:
+        config: without a cap it is returned as it is.
+        vocabulary_size: of its model.
+        device: the kind of device that computes; what moves to "cpu" saves nothing there if that is the CPU.
+        file: the times of stages and links, by which quick is meant; left out, a backward takes two forwards.
+
+    Raises:
+        InputError: no way keeps the cap; the message has the least that a rank takes.
+    """
+    cap = cap_bytes(config)
+    if cap is None:
+        return config, None
+    config = replace(config, memory=replace(config.memory, cap=None, recompute="none"))
+    schedule = make_schedule(config)
+    model = planned_model(config, vocabulary_size, schedule.num_stages, device=device)
+    costs = network = None
+    if file is not None:
+        size = 2 if config.number_format.has_masters else 4
+        parameters = tuple(float(size * sum(layer.num_parameters for layer in stage)) for stage in model.stages)
+        network = file.network
+        costs = file.costs if file.costs.parameter_bytes else replace(file.costs, parameter_bytes=parameters)
+    data = data_axis(config)
+    if data is None or config.memory.offload_activations is not None or not data.shards_gradients:
+        program = planned_program(config, schedule, device=device)
+        choice = choose_recompute(program, model, cap, costs=costs, network=network)
+    else:
+        choice = choose_memory(schedule, model, data, cap, costs=costs, network=network)
+    return _with(config, choice), choice
+
+
+def check_cap(config: TrainConfig) -> None:
+    """Raises InputError where nothing keeps a run here under its cap; slices that are yet to be found may help."""
+    if config.parallel.slices != "auto":
+        under_cap(config, load_tokenizer(config.data.tokenizer).vocabulary_size, device=likely_device())
+
+
+def _with(config: TrainConfig, choice: Choice) -> TrainConfig:
+    """`config` with what was chosen."""
+    kinds = [str(kind) for kind in choice.model.recompute]
+    recompute = kinds[0] if len(set(kinds)) == 1 else ",".join(kinds)
+    data, parallel = choice.program.data, config.parallel
+    if data is not None and data.shards_gradients:
+        parallel = replace(parallel, data_granularity=data.granularity.value)
+    return replace(config, parallel=parallel, memory=replace(config.memory, recompute=recompute))
+
+
+def chosen_words(config: TrainConfig) -> str:
+    """The options that a cap has chosen, as they are written on a command line."""
+    granularity = config.parallel.data_granularity
+    data = f"--parallel.data_granularity {granularity} " if granularity else ""
+    return f"{data}--memory.recompute {config.memory.recompute}"
