@@ -44,7 +44,7 @@ class _Shared(Sharing):
         self.axis = axis
         self.copy = copies.index
         self.sharded = axis.shards_optimizer
-        self.terms = [data.layout, precision.dtype, precision.gradients]
+        self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients]
 
     def store(
         self,
