@@ -353,7 +353,8 @@ def _overlap(rank: int) -> None:
     mesh, order = pl.Mesh(dp=2), []
     model = make_mlp(depth=4)
     start = UnitGradients.start
-    UnitGradients.start = lambda self: (order.append("reduce"), start(self))[1]  # this process ends with the test
+    # This process ends with the test.
+    UnitGradients.start = lambda self, look: (order.append("reduce"), start(self, look))[1]
     model[0][0].weight.register_hook(lambda g: order.append("first layer"))
     layers, data = ["0", "1", "2", "3"], pl.DataParallel(bucket_bytes=8 * 8 * 4)
     with pl.Pipeline(model, ONE, loss_fn=mse, mesh=mesh, layers=layers, data=data) as pipe:

@@ -60,7 +60,7 @@ class Copies:
         pieces = values.view(self.degree, -1)
         if pieces[self.index].data_ptr() != own.data_ptr():
             pieces[self.index].copy_(own)
-        return self._exchange({peer: own for peer in self._others}, {peer: pieces[peer] for peer in self._others})
+        return self._exchange(dict.fromkeys(self._others, own), {peer: pieces[peer] for peer in self._others})
 
     def reduce_scatter(self, values: Tensor, own: Tensor) -> Wait:
         """In `own`, this copy's of equal pieces of the sum over copies of `values`, which are lost."""

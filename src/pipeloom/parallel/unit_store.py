@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import PeerLost
@@ -27,15 +26,13 @@ from pipeloom.parallel.stage_parameters import (
     units_of_layers,
     with_statistics,
 )
-from pipeloom.parallel.unit import Formats, Unit
+from pipeloom.parallel.unit import DTYPES, Formats, Unit
 from pipeloom.runtime.held_bytes import Gauge, HeldBytes, PeakBytes
 from pipeloom.runtime.parameter_store import ParameterStore
 from pipeloom.runtime.state import Step
 from pipeloom.split.module import StageModule
 
-# The names of formats that need masters.
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# How many reductions may be on their way where gradients are to be sharded: each holds a whole layer's.
+# How many reductions may be on their way where gradients are to be sharded: each holds a whole bucket's.
 _MAX_REDUCING = 1
 
 
@@ -118,11 +115,7 @@ class UnitStore(ParameterStore):
         return parameter.numel() * self._formats(parameter).compute.itemsize
 
     def _formats(self, parameter: nn.Parameter) -> Formats:
-        dtype = parameter.dtype
-        if parameter in self._wide or not self._precision.has_masters or not dtype.is_floating_point:
-            return Formats(dtype, dtype, dtype)
-        compute, main = DTYPES[self._precision.dtype], torch.promote_types(dtype, torch.float32)
-        return Formats(compute, main, compute if self._precision.gradients == "same" else main)
+        return Formats.of(parameter.dtype, self._precision, stays=parameter in self._wide)
 
     # One run
 
@@ -227,9 +220,7 @@ class UnitStore(ParameterStore):
     def _start_reduce(self, unit: Unit) -> None:
         while self._axis.shards_optimizer and len(self._reducing) >= _MAX_REDUCING:
             self._reducing.popleft().gradients.finish_first()
-        self._look()
-        unit.gradients.start()
-        self._look()
+        unit.gradients.start(self._look)
         if self._copies.degree > 1:
             self._reducing.append(unit)
 
