@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,6 +152,21 @@ class DeepSpeedPipeline:
 
     def close(self) -> None:
         pass
+
+
+def prepare_deepspeed(stale_seconds: float = 300.0) -> None:
+    """Have its extensions build: before any of its processes starts.
+
+    They are built by ninja, which lies beside the interpreter and is not on everybody's PATH. A build that was killed
+    leaves a file `lock` for which all later ones wait without end.
+    """
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        if time.time() - lock.stat().st_mtime > stale_seconds:
+            lock.unlink(missing_ok=True)
 
 
 def parameters_of(model: nn.Module, held: Any) -> dict[str, nn.Parameter]:

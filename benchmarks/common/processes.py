@@ -50,7 +50,15 @@ def running_first() -> Iterator[None]:
 
 
 class CrewError(RuntimeError):
-    """A process of a crew raised, died or did not answer in time."""
+    """A process of a crew raised, died or did not answer in time.
+
+    Attributes:
+        reason: in one line.
+    """
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class Crew:
@@ -125,18 +133,19 @@ class Crew:
                 except EOFError:
                     self._fail(f"rank {rank} died in {method!r}")
                 if not ok:
-                    self._fail(f"rank {rank} failed in {method!r}:\n{answers[rank]}")
+                    last = str(answers[rank]).strip().splitlines()[-1]
+                    self._fail(f"rank {rank} failed in {method!r}:\n{answers[rank]}", f"{method}: {last}")
                 waiting.discard(rank)
         return answers
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, what: str, reason: str | None = None) -> None:
         self._failed = True
         logs = "".join(
             f"--- output of rank {rank}\n{log.read_text(errors='replace')[-2000:]}\n"
             for rank in range(self.world_size)
             if (log := Path(self._scratch.name) / f"rank{rank}.log").exists()
         )
-        raise CrewError(f"{self.name}: {what}\n{logs}")
+        raise CrewError(f"{self.name}: {what}\n{logs}", reason or what)
 
     def close(self) -> None:
         """End all processes: asked first, killed after 20 s or at once after a failure."""

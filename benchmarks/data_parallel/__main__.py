@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections import defaultdict
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.peers import prepare_deepspeed
 from benchmarks.common.ping_pong import one_way_seconds
 from benchmarks.common.processes import Crew, CrewError
 from benchmarks.common.report import environment, save, table
@@ -20,11 +21,15 @@ from benchmarks.data_parallel.systems import Copies, System, step_seconds
 from benchmarks.data_parallel.workload import TOLERANCE, judge, write_reference
 
 NUM_PROCESSES = 4
+ANSWER_SECONDS = 120.0  # a peer that hangs, or builds an extension for longer, fails
 NUM_MESSAGES = 25  # of each process and round, to see what they take
 # The global batch; each of two copies has half of the micro-batches.
 CONFIGURATIONS = {
     "1x64 M=8": GPTWorkload(micro_batch=1, sequence_length=64, num_microbatches=16),
     "4x64 M=8": GPTWorkload(micro_batch=4, sequence_length=64, num_microbatches=16),
+    "1x32 M=8, 48 small layers": GPTWorkload(
+        micro_batch=1, sequence_length=32, num_microbatches=16, width=64, heads=4, blocks=48
+    ),
 }
 SCHEDULES = ("1f1b", "bfs", "zb-h1")
 OWN = ("ddp", "parameter-server", "zero1", "zero2", "zero3", "zero2/microbatch", "zero3/microbatch")
@@ -49,7 +54,7 @@ def systems(schedules: list[str], strategies: list[str]) -> dict[str, System]:
 
 
 def measure(workload: GPTWorkload, chosen: dict[str, System], num_rounds: int, num_steps: int) -> dict[str, Any]:
-    """Each library has four processes for all its systems (`System.crew`); a round gives every system its turn.
+    """Each library has four processes for all its systems (`Crews`); a round gives every system its turn.
 
     The time of a system in a round is the median of its steps there.
     """
@@ -60,20 +65,14 @@ def measure(workload: GPTWorkload, chosen: dict[str, System], num_rounds: int, n
     with tempfile.TemporaryDirectory(prefix="pipeloom-benchmark-") as scratch, ExitStack() as stack:
         reference = Path(scratch) / "reference.safetensors"
         write_reference(workload, reference)
-        crews: dict[str, Crew] = {}
+        crews = stack.enter_context(Crews(workload, chosen))
         outcomes: dict[str, float | str] = {}
-        for name, system in chosen.items():
-            if system.kind in MAY_FAIL:  # and then end its processes: first in others
-                with Crew(name, NUM_PROCESSES, Copies, timeout_seconds=90.0) as alone:
-                    outcomes[name] = outcome(alone, name, system, workload, reference)
-            if not isinstance(outcomes.get(name), str):
-                if system.crew not in crews:
-                    crews[system.crew] = stack.enter_context(Crew(system.crew, NUM_PROCESSES, Copies))
-                outcomes[name] = outcome(crews[system.crew], name, system, workload, reference)
+        for name in chosen:
+            outcomes[name] = crews.outcome(name, reference)
             print(f"{name}: {outcomes[name]}", flush=True)
         timed = {name: system for name, system in chosen.items() if isinstance(outcomes[name], float)}
         for round_number in range(num_rounds):
-            if "pipeloom" in crews:
+            if any(system.crew == "pipeloom" for system in timed.values()):
                 messages = one_way_seconds(crews["pipeloom"].call("ping_pong", NUM_MESSAGES))
                 predictions.add_pings(crews["pipeloom"].call("collectives", workload), messages)
             for name in timed if round_number % 2 else reversed(timed):
@@ -100,24 +99,50 @@ def measure(workload: GPTWorkload, chosen: dict[str, System], num_rounds: int, n
     }
 
 
-def outcome(crew: Crew, name: str, system: System, workload: GPTWorkload, reference: Path) -> float | str:
-    """Build a system; its largest error or, for a peer that is wrong or fails, the words for it.
+class Crews(AbstractContextManager["Crews"]):
+    """Four processes for the systems of each library, which are built when they are first asked for.
 
-    Raises:
-        AssertionError, CrewError: pipeloom is wrong or fails.
+    A peer that fails ends its processes: those that it shared them with are built again in new ones.
     """
-    try:
-        crew.call("build", name, system, workload)
-        error = judge(workload, crew.call("check", name, workload, str(reference)), reference)
-    except CrewError:
+
+    def __init__(self, workload: GPTWorkload, chosen: dict[str, System]) -> None:
+        self._workload, self._chosen = workload, chosen
+        self._crews: dict[str, Crew] = {}
+        self._built: dict[str, list[str]] = defaultdict(list)
+
+    def __getitem__(self, name: str) -> Crew:
+        if name not in self._crews:
+            self._crews[name] = Crew(name, NUM_PROCESSES, Copies, timeout_seconds=ANSWER_SECONDS)
+            for system in self._built[name]:
+                self._crews[name].call("build", system, self._chosen[system], self._workload)
+        return self._crews[name]
+
+    def outcome(self, name: str, reference: Path) -> float | str:
+        """Build a system; its largest error or, of a peer that is wrong or fails, why it is not timed.
+
+        Raises:
+            AssertionError, CrewError: pipeloom is wrong or fails.
+        """
+        system = self._chosen[name]
+        try:
+            crew = self[system.crew]
+            crew.call("build", name, system, self._workload)
+            error = judge(self._workload, crew.call("check", name, self._workload, str(reference)), reference)
+        except CrewError as failure:
+            if system.kind not in MAY_FAIL:
+                raise
+            self._crews.pop(system.crew).close()
+            return f"fails: {failure.reason}"
+        self._built[system.crew].append(name)
+        if error <= TOLERANCE:
+            return error
         if system.kind not in MAY_FAIL:
-            raise
-        return "fails"
-    if error <= TOLERANCE:
-        return error
-    if system.kind not in MAY_FAIL:
-        raise AssertionError(f"{name} differs from one process by {error:.1e}")
-    return f"wrong, by {error:.1f}"
+            raise AssertionError(f"{name} differs from one process by {error:.1e}")
+        return f"wrong, by {error:.1f}"
+
+    def __exit__(self, *_: object) -> None:
+        for crew in self._crews.values():
+            crew.close()
 
 
 def computing_of(name: str) -> str:
@@ -178,14 +203,16 @@ def comparisons(names: list[str]) -> list[tuple[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data_parallel", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=2, help="timed steps of a system in a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1, help="timed steps of a system in a round")
     parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=["1f1b"])
     parser.add_argument("--strategies", nargs="+", choices=OWN, default=list(OWN))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "data_parallel.json")
     arguments = parser.parse_args()
     machine = environment()
+    if find_spec("deepspeed") is not None:
+        prepare_deepspeed()
     chosen = systems(arguments.schedules, arguments.strategies)
     results = {}
     for label in arguments.configurations:

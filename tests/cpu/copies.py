@@ -36,6 +36,7 @@ class Case(NamedTuple):
     optimizer: str = "adamw"
     dtype: torch.dtype = torch.float64
     layout: str = "elements"
+    bucket_bytes: int = 0  # a stage has about 10 kB
 
 
 def grid() -> list[Case]:
@@ -64,7 +65,7 @@ def thinned() -> list[Case]:
     cases += [Case("dualpipe", "ddp", tied=True), Case("dualpipe", "zero3", "microbatch", tied=True)]
     cases += [Case("seq1f1b", "zero2", "chunk"), Case("seq1f1b", "zero3", "microbatch")]
     cases += [Case("zb-v", "parameter-server", tied=True), Case("1f1b", "zero3", layout="parameters", tied=True)]
-    return cases
+    return [case._replace(bucket_bytes=(0, 5000, 2**20)[i % 3]) for i, case in enumerate(cases)]
 
 
 class Expected(NamedTuple):
@@ -127,7 +128,7 @@ def train_and_compare(case: Case, mesh: pl.Mesh, num_steps: int = 10) -> None:
     pieces = {"num_chunks": 2} if case.family in ("interleaved", "bfs", "zb-v", "dualpipev") else {}
     pieces |= {"num_slices": 2} if case.family == "seq1f1b" else {}
     schedule = pl.schedules.build(case.family, num_ranks=2, num_microbatches=MICROBATCHES, **pieces)
-    data = pl.DataParallel(case.strategy, granularity=case.granularity, layout=case.layout)
+    data = pl.DataParallel(case.strategy, case.granularity, case.layout, case.bucket_bytes)
     with pl.Pipeline(model, schedule, loss_fn=language_loss, mesh=mesh, data=data) as pipe:
         optimizer = OPTIMIZERS[case.optimizer](pipe.parameters())
         for step in range(num_steps + 1):

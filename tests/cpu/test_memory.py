@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -133,18 +134,20 @@ class Case(NamedTuple):
     granularity: str | None
     dtype: str
     gradients: str = "float32"
+    bucket_bytes: int = 0
 
 
 CASES = (
     Case("ddp", None, "fp32"),
-    Case("ddp", None, "bf16", "same"),
+    Case("ddp", None, "bf16", "same", 2**20),
     Case("parameter-server", None, "bf16"),
-    Case("zero1", None, "bf16"),
-    Case("zero2", "chunk", "fp32"),
+    Case("zero1", None, "bf16", bucket_bytes=50_000),
+    Case("zero2", "chunk", "fp32", bucket_bytes=2**20),
     Case("zero2", "microbatch", "bf16", "same"),
-    Case("zero3", "step", "bf16"),
+    Case("zero3", "step", "bf16", bucket_bytes=2**20),
     Case("zero3", "chunk", "fp32"),
     Case("zero3", "microbatch", "bf16"),
+    Case("zero3", "microbatch", "bf16", bucket_bytes=60_000),
 )
 
 
@@ -152,7 +155,7 @@ def _hold(rank: int) -> list[tuple[dict[str, int], dict[str, float]]]:
     """What one of four processes holds, and what was predicted, in every case."""
     found = []
     mesh = pl.Mesh(pp=2, dp=2)
-    for strategy, granularity, dtype, gradients in CASES:
+    for strategy, granularity, dtype, gradients, bucket_bytes in CASES:
         schedule = pl.schedules.build("bfs", num_ranks=2, num_microbatches=2)
         precision = Precision(dtype, gradients)
         pipe = pl.Pipeline(
@@ -160,7 +163,7 @@ def _hold(rank: int) -> list[tuple[dict[str, int], dict[str, float]]]:
             schedule,
             loss_fn=loss_fn,
             mesh=mesh,
-            data=pl.DataParallel(strategy, granularity),
+            data=pl.DataParallel(strategy, granularity, bucket_bytes=bucket_bytes),
             precision=precision,
         )
         optimizer = torch.optim.AdamW(pipe.parameters())
@@ -180,7 +183,7 @@ def _hold(rank: int) -> list[tuple[dict[str, int], dict[str, float]]]:
         axis = pl.DataParallel(strategy, granularity).axis(2, separate_master=precision.has_masters)
         predicted = memory_of_rank(
             lower(schedule, data=axis),
-            small_model(schedule.num_stages, precision),
+            replace(small_model(schedule.num_stages, precision), bucket_bytes=bucket_bytes),
             mesh.coordinate("pp"),
             copy=mesh.coordinate("dp"),
         )
@@ -190,8 +193,7 @@ def _hold(rank: int) -> list[tuple[dict[str, int], dict[str, float]]]:
 
 
 def test_copies_hold_what_the_closed_forms_say():
-    """Two copies of two ranks of two stages. Gradients are looked at before and behind every copy into the memory of a
-    collective: at once there are, beside what is seen, those of the layer that is copied."""
+    """Two copies of two ranks of two stages. The forms take a stage's largest bucket for the first that is reduced."""
     for rank, of_cases in enumerate(run_ranks(_hold, 4)):
         for case, (measured, predicted) in zip(CASES, of_cases, strict=True):
             for kind in ("masters", "gathered"):
@@ -200,7 +202,8 @@ def test_copies_hold_what_the_closed_forms_say():
             assert 0 <= measured["parameters"] - predicted["parameters"] <= 4 * 100, (rank, case)
             assert measured["optimizer"] == predicted["optimizer"], (rank, case)
             block = (12 * 48**2 + 2 * 48) * (2 if case.gradients == "same" else 4)
-            assert predicted["gradients"] - measured["gradients"] == block, (rank, case)
+            one_unit = case.bucket_bytes == 2**20  # of all layers of a stage
+            assert 0 <= predicted["gradients"] - measured["gradients"] <= (0 if one_unit else block), (rank, case)
 
 
 def test_a_run_writes_down_what_it_takes(tmp_path, capsys):

@@ -138,7 +138,7 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_checkpoint_of_copies_goes_on_in_any_layout(tied: bool, tmp_path: Path) -> None:
-    home = Setting(2, 2, "zero3", tied=tied)
+    home = Setting(2, 2, pl.DataParallel("zero3", bucket_bytes=0), tied=tied)
     whole = run(home, Steps(tmp_path, 1, 5, (2, 5)))
     start, end = tmp_path / "checkpoint-2", model_of(tmp_path / "checkpoint-5")
     others = [
@@ -147,6 +147,7 @@ def test_a_checkpoint_of_copies_goes_on_in_any_layout(tied: bool, tmp_path: Path
         Setting(4),
         Setting(2),
         Setting(1, 2, "ddp"),
+        Setting(2, 2, pl.DataParallel("zero3", "microbatch", bucket_bytes=600)),  # other units, with other padding
         Setting(2, 2, pl.DataParallel("zero2", layout="parameters")),
         Setting(2, 2, "parameter-server"),
     ]

@@ -228,7 +228,7 @@ def _bytes(rank: int) -> dict[str, tuple[float, ...]]:
     schedule = pl.schedules.build("gpipe", num_ranks=1, num_microbatches=2)
     for strategy, granularity in (*((s, None) for s in STRATEGIES), ("zero2", "microbatch"), ("zero3", "microbatch")):
         model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(20)])
-        data = pl.DataParallel(strategy, granularity=granularity)
+        data = pl.DataParallel(strategy, granularity=granularity, bucket_bytes=0)
         with pl.Pipeline(
             model, schedule, loss_fn=mse, mesh=mesh, data=data, precision=pl.Precision("bf16", gradients="same")
         ) as pipe:
@@ -353,9 +353,11 @@ def _overlap(rank: int) -> None:
     mesh, order = pl.Mesh(dp=2), []
     model = make_mlp(depth=4)
     start = UnitGradients.start
-    UnitGradients.start = lambda self: (order.append("reduce"), start(self))[1]  # this process ends with the test
+    # This process ends with the test.
+    UnitGradients.start = lambda self, look: (order.append("reduce"), start(self, look))[1]
     model[0][0].weight.register_hook(lambda g: order.append("first layer"))
-    with pl.Pipeline(model, ONE, loss_fn=mse, mesh=mesh, layers=["0", "1", "2", "3"]) as pipe:
+    layers, data = ["0", "1", "2", "3"], pl.DataParallel(bucket_bytes=8 * 8 * 4)
+    with pl.Pipeline(model, ONE, loss_fn=mse, mesh=mesh, layers=layers, data=data) as pipe:
         pipe.step(torch.randn(4, 8), torch.randn(4, 8))
     assert order == ["first layer"] + ["reduce"] * 3 + ["first layer", "reduce"]
 

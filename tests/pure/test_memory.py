@@ -64,7 +64,7 @@ def states(strategy: DataStrategy, degree: int, optimizer: str = "adamw") -> flo
         data=DataAxis(degree=degree, strategy=strategy, separate_master=True),
         formats=Formats.of(BF16_SAME),
         optimizer=optimizer,
-        in_block=True,
+        in_blocks={"w"},
     )
     return (unit.parameters + unit.masters + unit.optimizer + unit.reduced) / 2**20
 
@@ -108,7 +108,7 @@ def test_pieces_are_padded_so_that_copies_have_equal_ones():
     """100 numbers lie in 112 of aligned memory; three segments of 48 hold them, the last one only 4."""
     data = DataAxis(degree=3, strategy=DataStrategy.ZERO3)
     sizes = [
-        unit_bytes({"w": (100,)}, data=data, formats=Formats.of(Precision()), optimizer="adam", in_block=True, copy=c)
+        unit_bytes({"w": (100,)}, data=data, formats=Formats.of(Precision()), optimizer="adam", in_blocks=(), copy=c)
         for c in range(3)
     ]
     assert [(unit.parameters, unit.masters) for unit in sizes] == [(0, 4 * 48)] * 3
@@ -125,7 +125,7 @@ def test_whole_parameters_go_where_least_is():
             data=data,
             formats=Formats.of(Precision()),
             optimizer="momentum",
-            in_block=True,
+            in_blocks=shapes,
             copy=copy,
             loads=[0, 0],
         )
@@ -159,8 +159,9 @@ def test_bytes_follow_the_program_of_zero3():
         assert held.kinds["gathered"] == gathered, granularity
         assert held.kinds["gradients"] == gradients, granularity
     fine = DataAxis(degree=2, strategy=DataStrategy.ZERO3, granularity=Granularity.MICROBATCH)
-    (held,) = memory_of_ranks(one_rank(fine), model(1, layers=5))
-    assert held.kinds["gathered"] == 2 * whole  # of five layers, two neighbours
+    for bucket_bytes, layers in ((0, 2), (whole + 1, 4), (2**20, 5)):  # two neighbours; two buckets of two; all
+        (held,) = memory_of_ranks(one_rank(fine), replace(model(1, layers=5), bucket_bytes=bucket_bytes))
+        assert held.kinds["gathered"] == layers * whole
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -13,7 +13,7 @@ gradient. So where a backward also gathers, it is these hooks that start reducti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,13 +29,15 @@ class LayerGathers:
     """Has every layer of a stage wait for its own parameters. A `pipeloom.split.module.LayerObserver`.
 
     Args:
-        layers: the units of each layer.
+        layers: the units that each layer has to have gathered. One of several neighbours stays from the first of them
+            to the last.
         one_by_one: whether to gather them one ahead and to free them behind, or to leave that to the program.
     """
 
     def __init__(self, layers: Sequence[Sequence[Unit]], *, one_by_one: bool) -> None:
         self.layers = layers
         self.one_by_one = one_by_one
+        self._first = {unit: i for i, layer in reversed(list(enumerate(layers))) for unit in layer}
         self._forward = False
         self._current = len(layers)  # the layer whose backward runs
         self._kept: set[Unit] = set()  # what no hook could gather for its backward
@@ -95,7 +97,7 @@ class LayerGathers:
             self._free(done, self.layers[index])
         self._current = index
         if self._completion is not None:
-            self._completion.reach(_units(self.layers[done:]) - _units(self.layers[:done]))
+            self._completion.reach(lambda unit: self._first.get(unit, -1) >= done)
         if index > 0:
             for unit in self.layers[index - 1]:
                 unit.start_gather()
@@ -104,10 +106,6 @@ class LayerGathers:
         for unit in self.layers[index]:
             if unit not in needed and not (unit in self._kept and not self._forward):
                 unit.free()
-
-
-def _units(layers: Sequence[Sequence[Unit]]) -> set[Unit]:
-    return {unit for layer in layers for unit in layer}
 
 
 class Completion:
@@ -146,9 +144,9 @@ class Completion:
             for handle in handles:
                 handle.remove()
 
-    def reach(self, done: Set[Unit]) -> None:
+    def reach(self, done: Callable[[Unit], bool]) -> None:
         """No more gradients of some units will come."""
-        while self._queue and self._queue[0] in done:
+        while self._queue and done(self._queue[0]):
             self._start(self._queue.popleft())
 
     def flush(self) -> None:

@@ -12,6 +12,9 @@ Layout = Literal["elements", "parameters"]
 DType = Literal["fp32", "bf16", "fp16"]
 GradientDType = Literal["float32", "same"]
 
+# Of `DataParallel.bucket_bytes`. TODO measured
+BUCKET_BYTES = 8 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
@@ -23,20 +26,26 @@ class DataParallel:
             gradients. None: step.
         layout: of what a copy keeps of a layer's parameters: "elements", an equal piece of all of them one behind the
             other, or "parameters", whole ones, for optimizers that need whole matrices.
+        bucket_bytes: neighbouring parameters of a stage are gathered and reduced together until they have so many
+            bytes in the format of forwards; 0: each by itself, or each layer where layers are not cut (granularity
+            microbatch, layout "parameters"). Checkpoints do not depend on it.
 
     Raises:
-        InputError: an unknown name, or a granularity that the strategy does not have.
+        InputError: an unknown name, a granularity that the strategy does not have, or negative bytes.
     """
 
     strategy: str = "ddp"
     granularity: str | None = None
     layout: Layout = "elements"
+    bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
         _one_of("data strategy", self.strategy, [strategy.value for strategy in DataStrategy])
         _one_of("layout", self.layout, get_args(Layout))
         if self.granularity is not None:
             _one_of("granularity", self.granularity, [granularity.value for granularity in Granularity])
+        if self.bucket_bytes < 0:
+            raise InputError(f"bucket_bytes is {self.bucket_bytes}: buckets have 0 bytes or more; leave it out")
         self.axis(1)
 
     @classmethod

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from pipeloom.ir import DataAxis
 from pipeloom.parallel.copies import Copies
 from pipeloom.parallel.options import DataParallel, Precision, axis_of
-from pipeloom.parallel.unit_store import DTYPES, UnitStore
+from pipeloom.parallel.unit import DTYPES
+from pipeloom.parallel.unit_store import UnitStore
 from pipeloom.runtime.parameter_store import LossFn, ParameterStore, Sharing
 from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.values import Value, flatten, unflatten
@@ -44,7 +45,7 @@ class _Shared(Sharing):
         self.axis = axis
         self.copy = copies.index
         self.sharded = axis.shards_optimizer
-        self.terms = [data.layout, precision.dtype, precision.gradients]
+        self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients]
 
     def store(
         self,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from pipeloom.errors import InputError
+from pipeloom.parallel.buckets import BucketRule, Item
 from pipeloom.parallel.unit import Unit
 
 _Norm = nn.modules.batchnorm._NormBase
@@ -15,23 +16,72 @@ _HELD = "_held_in_units"  # an attribute of parameters in a store
 
 
 def group_parameters(
-    module: nn.Module, layers: Sequence[str], held: Mapping[str, nn.Parameter], homes: Mapping[str, tuple[int, ...]]
+    module: nn.Module,
+    layers: Sequence[str],
+    held: Mapping[str, nn.Parameter],
+    homes: Mapping[str, tuple[int, ...]],
+    rule: BucketRule,
+    num_bytes: Callable[[nn.Parameter], int],
 ) -> list[dict[str, nn.Parameter]]:
-    """A stage's parameters by canonical name, in groups: of one layer, one format, one device, all trained or none.
+    """A stage's parameters by canonical name, in groups: of one format, one device, all trained or none.
 
-    What other stages hold too is a group by itself, so that all of them lay it out alike.
+    What the same other stages hold too is a group by itself, so that all of them lay it out alike; so is what the same
+    layers of this stage share, which other layers need not have gathered. The rest goes in buckets.
+
+    Args:
+        module: the stage.
+        layers: names of its layers.
+        held: parameters by canonical name.
+        homes: by the same names, all stages with the parameter.
+        rule: of the buckets.
+        num_bytes: of a parameter in the format of forwards.
     """
     names = {parameter: name for name, parameter in held.items()}
+    uses = _layers_with(module, layers)
     wide = with_statistics([module])
-    groups: dict[tuple[object, ...], dict[str, nn.Parameter]] = {}
-    for alias, parameter in module.named_parameters():
-        name = names[parameter]
-        layer = next((layer for layer in layers if layer and alias.startswith(f"{layer}.")), "")
-        shared = name if len(homes[name]) > 1 else None
+    apart: dict[tuple[object, ...], list[nn.Parameter]] = {}
+    rows: dict[tuple[object, ...], list[nn.Parameter]] = {}
+    for parameter in module.parameters():
         kind = (parameter.dtype, parameter.device, parameter.requires_grad, parameter in wide)
-        key = (shared or layer, shared is not None, *kind)
-        groups.setdefault(key, {})[name] = parameter
-    return list(groups.values())
+        stages = homes[names[parameter]]
+        if len(stages) > 1:
+            apart.setdefault(("stages", stages, *kind), []).append(parameter)
+        elif len(uses[parameter]) > 1:
+            apart.setdefault(("layers", tuple(uses[parameter]), *kind), []).append(parameter)
+        else:
+            rows.setdefault(kind, []).append(parameter)
+    groups = [sorted(group, key=names.__getitem__) for group in apart.values()]
+    for row in rows.values():
+        items = [Item(uses[parameter][0], num_bytes(parameter)) for parameter in row]
+        groups += [[row[index] for index in bucket] for bucket in rule.cut(items)]
+    return [{names[parameter]: parameter for parameter in group} for group in groups]
+
+
+def _layers_with(module: nn.Module, layers: Sequence[str]) -> dict[nn.Parameter, list[int]]:
+    """The numbers of the layers that each parameter is in. What is outside of all is in a first one."""
+    found: dict[nn.Parameter, list[int]] = {}
+    for index, name in enumerate(layers):
+        for parameter in module.get_submodule(name).parameters() if name else ():
+            found.setdefault(parameter, []).append(index)
+    return {parameter: found.get(parameter, [-1]) for parameter in module.parameters()}
+
+
+def units_of_layers(module: nn.Module, layers: Sequence[str], unit_of: Mapping[nn.Parameter, Unit]) -> list[list[Unit]]:
+    """The units that each layer has to have gathered.
+
+    A unit of neighbouring layers stays from the first of them to the last, also over one without a parameter of it. One
+    that several layers share is theirs alone.
+    """
+    uses = _layers_with(module, layers)
+    found: list[dict[Unit, None]] = [{} for _ in layers]
+    for unit in units_of(module, unit_of):
+        own = [uses[parameter] for parameter in unit.parameters if parameter in uses]
+        places = {index for indices in own for index in indices if index >= 0}
+        if places and all(len(indices) == 1 for indices in own):
+            places = set(range(min(places), max(places) + 1))
+        for index in sorted(places):
+            found[index][unit] = None
+    return [list(units) for units in found]
 
 
 def with_statistics(modules: Iterable[nn.Module]) -> set[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""`Unit`: the parameters of one layer, which are gathered, freed and reduced together.
+"""`Unit`: parameters that are gathered, freed and reduced together, such as those of one layer or of several.
 
     module parameters      views of `_compute`, in the format of forwards; zero3 frees it between uses
     main parameters        views of `_main`, this copy's segment of it, in the format of updates
@@ -23,9 +23,13 @@ from torch import Tensor, nn
 from pipeloom.ir import DataStrategy
 from pipeloom.parallel.copies import Copies, Wait
 from pipeloom.parallel.flat_layout import FlatLayout
+from pipeloom.parallel.options import Precision
 from pipeloom.parallel.unit_gradients import UnitGradients, pieces, views
 from pipeloom.runtime.held_bytes import Gauge
 from pipeloom.runtime.ranges import Range
+
+# The names of formats that need masters.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,14 @@ class Formats:
     compute: torch.dtype
     main: torch.dtype
     gradient: torch.dtype
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, precision: Precision, *, stays: bool) -> Formats:
+        """Of parameters that the model has in `dtype`, where it `stays` in all of them."""
+        if stays or not precision.has_masters or not dtype.is_floating_point:
+            return cls(dtype, dtype, dtype)
+        compute, main = DTYPES[precision.dtype], torch.promote_types(dtype, torch.float32)
+        return cls(compute, main, compute if precision.gradients == "same" else main)
 
 
 class Unit:

@@ -9,7 +9,7 @@ main gradients         ``.grad`` of main parameters: what earlier runs left, and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,13 @@ def pieces(own: Tensor, layout: FlatLayout, segment: int | None) -> list[Tensor]
         start, stop = layout.piece(index, segment)
         found.append(own[offset + start - first : offset + stop - first] if stop > start else own[:0])
     return found
+
+
+def _row(parameters: Sequence[nn.Parameter], layout: FlatLayout) -> list[tuple[int, int]]:
+    """The numbers of the parameters as they lie, each with the elements between it and the next one."""
+    order = sorted(range(len(parameters)), key=lambda index: (layout.offsets[index], layout.sizes[index]))
+    starts = [layout.offsets[index] for index in order[1:]] + [layout.num_elements]
+    return [(i, start - layout.offsets[i] - layout.sizes[i]) for i, start in zip(order, starts, strict=True)]
 
 
 class UnitGradients:
@@ -65,6 +72,7 @@ class UnitGradients:
         self._parameters, self._main = parameters, main
         self._layout, self._dtype = layout, dtype
         self._strategy, self._copies, self._segment = strategy, copies, segment
+        self._row = _row(parameters, layout)
         self._own_sum: Tensor | None = None  # of this copy's segment
         self._sums: list[Tensor | None] = [None] * len(parameters)  # where there is one copy
         self._reducing: deque[tuple[Wait, Tensor, Tensor]] = deque()  # with what will be this copy's, and the whole
@@ -90,8 +98,12 @@ class UnitGradients:
         """Whether there are gradients that no reduction has taken."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
-    def start(self) -> None:
-        """Take the module's gradients and begin to sum them over copies; does not wait."""
+    def start(self, look: Callable[[], None]) -> None:
+        """Take the module's gradients and begin to sum them over copies; does not wait.
+
+        Args:
+            look: called when the most memory is taken.
+        """
         gradients = [parameter.grad for parameter in self._parameters]
         for index, (name, gradient) in enumerate(zip(self._main, gradients, strict=True)):
             if gradient is not None:
@@ -101,23 +113,29 @@ class UnitGradients:
                         "layer with sparse=False"
                     )
                 self.present[index] = True
-                self._parameters[index].grad = None
         if self._copies.degree == 1:
             self._sums = [
                 new if old is None else old if new is None else old.add_(new)
                 for old, new in zip(self._sums, gradients, strict=True)
             ]
-            return
+        else:
+            flat = self._flattened(gradients)
+            self._reducing.append((*self._reduce(flat), flat))
+        look()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _flattened(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """One behind the other, with zeros for those that are missing and in the gaps."""
         flat = self._parameters[0].new_empty(self._layout.num_elements, dtype=self._dtype)
-        shapes = [parameter.shape for parameter in self._parameters]
-        for view, gradient in zip(views(flat, self._layout, shapes), gradients, strict=True):
-            if gradient is None:
-                view.zero_()
-            else:
-                view.copy_(gradient)
-        del gradients
-        wait, own = self._reduce(flat)
-        self._reducing.append((wait, own, flat))
+        row: list[Tensor] = []
+        for index, gap in self._row:
+            gradient = gradients[index]
+            row.append(flat.new_zeros(self._layout.sizes[index]) if gradient is None else gradient.reshape(-1))
+            if gap:
+                row.append(flat.new_zeros(gap))
+        return torch.cat(row, out=flat)
 
     def _reduce(self, flat: Tensor) -> tuple[Wait, Tensor]:
         """Begin the sum; what waits for it, and where this copy's segment of it will be."""

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import PeerLost
 from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program
+from pipeloom.parallel.buckets import BucketRule
 from pipeloom.parallel.copies import Copies
 from pipeloom.parallel.flat_layout import FlatLayout
 from pipeloom.parallel.layer_hooks import Completion, LayerGathers
@@ -23,17 +23,16 @@ from pipeloom.parallel.stage_parameters import (
     refuse_sparse,
     release,
     units_of,
+    units_of_layers,
     with_statistics,
 )
-from pipeloom.parallel.unit import Formats, Unit
+from pipeloom.parallel.unit import DTYPES, Formats, Unit
 from pipeloom.runtime.held_bytes import Gauge, HeldBytes, PeakBytes
 from pipeloom.runtime.parameter_store import ParameterStore
 from pipeloom.runtime.state import Step
 from pipeloom.split.module import StageModule
 
-# The names of formats that need masters.
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# How many reductions may be on their way where gradients are to be sharded: each holds a whole layer's.
+# How many reductions may be on their way where gradients are to be sharded: each holds a whole bucket's.
 _MAX_REDUCING = 1
 
 
@@ -76,9 +75,10 @@ class UnitStore(ParameterStore):
         self._completions: dict[Action, Completion] = {}
         self._unbound: dict[int, list[Unit]] = {}  # what the last UNSHARD that was bound starts, where that is open
         unit_of: dict[nn.Parameter, Unit] = {}
+        rule = BucketRule.of(axis.granularity, data.bucket_bytes, whole_parameters=data.layout == "parameters")
         for stage, module in stages.items():
             loads = [0] * copies.degree  # of the stage: every rank that holds it lays it out alike
-            for group in group_parameters(module, layers[stage], held, homes):
+            for group in group_parameters(module, layers[stage], held, homes, rule, self._num_bytes):
                 new = {name: parameter for name, parameter in group.items() if parameter not in unit_of}
                 if new:
                     tied = len(homes[next(iter(new))]) > 1
@@ -87,7 +87,7 @@ class UnitStore(ParameterStore):
                     unit_of.update(dict.fromkeys(new.values(), unit))
             self._by_stage[stage] = units_of(module, unit_of)
             if isinstance(module, StageModule) and axis.unshards:
-                found = [units_of(module.get_submodule(layer), unit_of) for layer in layers[stage]]
+                found = units_of_layers(module, layers[stage], unit_of)
                 one_by_one = axis.shards_parameters and axis.granularity is Granularity.MICROBATCH
                 self._gathers[stage] = module.observer = LayerGathers(found, one_by_one=one_by_one)
         main = {name: parameter for unit in self._units for name, parameter in unit.main.items()}
@@ -107,16 +107,15 @@ class UnitStore(ParameterStore):
             layout = FlatLayout.by_parameters(sizes, loads)
         else:
             layout = FlatLayout.by_elements(sizes, self._copies.degree)
-        first = next(iter(parameters.values()))
-        formats = Formats(*[first.dtype] * 3) if first in self._wide else self._formats(first.dtype)
+        formats = self._formats(next(iter(parameters.values())))
         return Unit(parameters, layout, formats, strategy, self._copies, self.gathered)
 
-    def _formats(self, dtype: torch.dtype) -> Formats:
-        """Of parameters that the model has in `dtype`."""
-        if not self._precision.has_masters or not dtype.is_floating_point:
-            return Formats(dtype, dtype, dtype)
-        compute, main = DTYPES[self._precision.dtype], torch.promote_types(dtype, torch.float32)
-        return Formats(compute, main, compute if self._precision.gradients == "same" else main)
+    def _num_bytes(self, parameter: nn.Parameter) -> int:
+        """In the format of forwards."""
+        return parameter.numel() * self._formats(parameter).compute.itemsize
+
+    def _formats(self, parameter: nn.Parameter) -> Formats:
+        return Formats.of(parameter.dtype, self._precision, stays=parameter in self._wide)
 
     # One run
 
@@ -221,9 +220,7 @@ class UnitStore(ParameterStore):
     def _start_reduce(self, unit: Unit) -> None:
         while self._axis.shards_optimizer and len(self._reducing) >= _MAX_REDUCING:
             self._reducing.popleft().gradients.finish_first()
-        self._look()
-        unit.gradients.start()
-        self._look()
+        unit.gradients.start(self._look)
         if self._copies.degree > 1:
             self._reducing.append(unit)
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_type_hints
 
 from pipeloom.errors import InputError
 from pipeloom.parallel import DataParallel, MeshShape, Precision
+from pipeloom.parallel.options import BUCKET_BYTES
 
 
 def _option(default: Any, text: str) -> Any:
@@ -67,6 +68,11 @@ class ParallelConfig:
         None,
         "how often zero3 gathers parameters, and zero2 and zero3 share gradients: each needs less memory than the one "
         "before, and communicates more; left out: once a step",
+    )
+    data_bucket_bytes: int = _option(
+        BUCKET_BYTES,
+        "parameters of so many bytes are gathered and summed together: more is fewer messages, less is more of them "
+        "beside computations",
     )
     order: str = _option("dp,pp", "axis whose neighbours stand farthest apart, then the others: dp,pp or pp,dp")
 
@@ -203,7 +209,10 @@ class TrainConfig:
         """What the copies share. Raises InputError where strategy and granularity do not go together."""
         whole = self.optimizer.name == "muon"  # it needs matrices in one piece
         return DataParallel(
-            self.parallel.data_strategy, self.parallel.data_granularity, "parameters" if whole else "elements"
+            self.parallel.data_strategy,
+            self.parallel.data_granularity,
+            "parameters" if whole else "elements",
+            self.parallel.data_bucket_bytes,
         )
 
     @property

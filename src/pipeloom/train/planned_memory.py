@@ -67,6 +67,7 @@ def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *,
         recompute=recompute_of_stages(config.memory.recompute, num_stages),
         whole_parameters=config.data_parallel.layout == "parameters",
         elsewhere=frozenset({"optimizer"} if moves(config, device) and config.memory.offload_states else ()),
+        bucket_bytes=config.data_parallel.bucket_bytes,
     )
 
 

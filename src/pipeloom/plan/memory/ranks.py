@@ -10,9 +10,10 @@ Not counted: messages on their way, what a single operation needs for itself, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from typing import NamedTuple
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
@@ -21,6 +22,8 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.ir.schedule import Program
 from pipeloom.ir.versions import weight_version_bytes
 from pipeloom.parallel import Precision
+from pipeloom.parallel.buckets import BucketRule, Item
+from pipeloom.parallel.options import BUCKET_BYTES
 from pipeloom.plan.memory.layers import Layer
 from pipeloom.plan.memory.states import Formats, UnitBytes, unit_bytes
 
@@ -65,6 +68,7 @@ class Model:
         recompute: of every stage.
         whole_parameters: whether copies own whole parameters (`pipeloom.DataParallel.layout`).
         elsewhere: those of `KINDS` that are in slower memory but while they are used.
+        bucket_bytes: as of `pipeloom.DataParallel`.
     """
 
     stages: Sequence[Sequence[Layer]]
@@ -73,6 +77,7 @@ class Model:
     recompute: Sequence[Recompute] = ()
     whole_parameters: bool = False
     elsewhere: frozenset[str] = frozenset()
+    bucket_bytes: int = BUCKET_BYTES
 
     def recompute_of(self, stage: int) -> Recompute:
         return self.recompute[stage] if self.recompute else Recompute.NONE
@@ -115,6 +120,14 @@ def memory_of_rank(program: Program, model: Model, rank: int, *, copy: int = 0) 
     return _Walk(program, model, rank, copy).memory()
 
 
+class _Held(NamedTuple):
+    """A parameter of a stage."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int
+
+
 class _Walk:
     """One rank, from the first action of its program to the last."""
 
@@ -123,6 +136,7 @@ class _Walk:
         self._held = program.placement.stages_of[rank]
         self._formats = Formats.of(model.precision)
         self._units: dict[int, list[UnitBytes]] = {}  # of each stage; what several hold is the first one's
+        self._layers: dict[int, list[set[int]]] = {}  # of each stage, the layers that need each unit
         self._make_units()
         data = program.data
         fine = data is not None and data.granularity is Granularity.MICROBATCH
@@ -130,31 +144,47 @@ class _Walk:
         self._fine_reductions = fine
 
     def _make_units(self) -> None:
+        """As `pipeloom.parallel.stage_parameters.group_parameters` does, of a model in one format."""
         homes: dict[str, set[int]] = {}
         for stage, layers in enumerate(self._model.stages):
             for layer in layers:
                 for name in layer.parameters:
                     homes.setdefault(name, set()).add(stage)
-        loads = [0] * self._program.data.degree if self._program.data and self._model.whole_parameters else None
+        data, whole = self._program.data, self._model.whole_parameters
+        granularity = data.granularity if data else Granularity.STEP
+        rule = BucketRule.of(granularity, self._model.bucket_bytes, whole_parameters=whole)
         seen: set[str] = set()
         for stage in self._held:
-            self._units[stage] = []
-            for layer in self._model.stages[stage]:
-                new = {name: shape for name, shape in layer.parameters.items() if name not in seen}
-                seen.update(new)
-                alone = [{name: shape} for name, shape in new.items() if len(homes[name]) > 1]
-                rest = {name: shape for name, shape in new.items() if len(homes[name]) == 1}
-                for shapes in (rest, *alone) if rest else alone:
-                    unit = unit_bytes(
-                        shapes,
-                        data=self._program.data,
-                        formats=self._formats,
-                        optimizer=self._model.optimizer,
-                        in_block=layer.is_block,
-                        copy=self._copy,
-                        loads=loads,
-                    )
-                    self._units[stage].append(unit)
+            layers = self._model.stages[stage]
+            loads = [0] * (data.degree if data else 1)
+            tied: dict[tuple[int, ...], list[_Held]] = {}
+            row: list[_Held] = []
+            for index, layer in enumerate(layers):
+                for name, shape in layer.parameters.items():
+                    if name in seen:
+                        continue
+                    seen.add(name)
+                    alike = row if len(homes[name]) == 1 else tied.setdefault(tuple(sorted(homes[name])), [])
+                    alike.append(_Held(name, shape, index))
+            items = [Item(held.layer, self._formats.compute * math.prod(held.shape)) for held in row]
+            groups = [[row[index] for index in bucket] for bucket in rule.cut(items)]
+            apart = [sorted(group) for group in tied.values()]
+            own = [self._unit(group, layers, loads if whole else None) for group in groups]
+            others = [self._unit(group, layers, [0] * len(loads) if whole else None) for group in apart]
+            self._units[stage] = own + others
+            runs = [set(range(group[0].layer, group[-1].layer + 1)) for group in groups]
+            self._layers[stage] = runs + [{held.layer for held in group} for group in apart]
+
+    def _unit(self, group: Sequence[_Held], layers: Sequence[Layer], loads: list[int] | None) -> UnitBytes:
+        return unit_bytes(
+            {held.name: held.shape for held in group},
+            data=self._program.data,
+            formats=self._formats,
+            optimizer=self._model.optimizer,
+            in_blocks={held.name for held in group if layers[held.layer].is_block},
+            copy=self._copy,
+            loads=loads,
+        )
 
     def memory(self) -> RankMemory:
         always = self._always()
@@ -178,6 +208,15 @@ class _Walk:
             held["versions"] = weight_version_bytes(self._program.schedule, of_stages)[self._rank] - held["parameters"]
         return held | dict.fromkeys(self._model.elsewhere, 0.0)
 
+    def _gathered(self, stage: int) -> float:
+        """The most bytes from UNSHARD to RESHARD: of a layer and the next one, or of all."""
+        units, layers = self._units[stage], range(len(self._model.stages[stage]))
+        if not self._fine_gathers:
+            return sum(unit.gathered for unit in units)
+        needed = list(zip(units, self._layers[stage], strict=True))
+        pairs = ({layer, layer + 1} for layer in layers)
+        return max((sum(unit.gathered for unit, at in needed if at & pair) for pair in pairs), default=0.0)
+
     def _moments(self) -> list[dict[str, float]]:
         """What is there beside that in the time of every action."""
         slices = self._program.schedule.num_slices
@@ -194,9 +233,7 @@ class _Walk:
             if op in (Op.F, Op.RELOAD):
                 activations += kept[stage]
             elif op is Op.UNSHARD:
-                sizes = [unit.gathered for unit in self._units[stage]]
-                pairs = (a + b for a, b in pairwise([0.0, *sizes]))
-                gathered[stage] = max(pairs, default=0.0) if self._fine_gathers else sum(sizes)
+                gathered[stage] = self._gathered(stage)
             if op in (Op.B, Op.W):
                 sizes = [unit.whole_gradients for unit in self._units[stage]]
                 whole[stage] = max(sizes, default=0.0) if self._fine_reductions else sum(sizes)

@@ -1,7 +1,7 @@
 """Bytes of parameters, masters, gradients and optimizer states of one copy's part (ZeRO, arXiv:1910.02054, section 5).
 
-For N parameters of a unit (a layer, or one that several stages hold), D copies, numbers of e bytes in forwards, g in
-sums of gradients and 4 in updates, k float32 numbers of optimizer state a parameter:
+For N parameters of a unit (a bucket of neighbours, or what several stages hold), D copies, numbers of e bytes in
+forwards, g in sums of gradients and 4 in updates, k float32 numbers of optimizer state a parameter:
 
     strategy           parameters     masters (16 bits)    gradients, at the end    optimizer
     ddp                e N            4 N                  g N                      4 k N
@@ -17,7 +17,7 @@ are gathered: when that is so a program says, see `pipeloom.plan.memory.ranks`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeloom.errors import InputError
@@ -98,7 +98,7 @@ def unit_bytes(
     data: DataAxis | None,
     formats: Formats,
     optimizer: str,
-    in_block: bool,
+    in_blocks: Collection[str],
     copy: int = 0,
     loads: list[int] | None = None,
 ) -> UnitBytes:
@@ -109,14 +109,14 @@ def unit_bytes(
         data: the copies; None for a pipeline that runs alone in float32.
         formats: bytes of numbers.
         optimizer: a name of `OPTIMIZERS`.
-        in_block: whether it is of a layer that repeats.
+        in_blocks: the parameters of layers that repeat.
         copy: which one.
         loads: where copies own whole parameters, what each owns of other units (see `FlatLayout.by_parameters`); what
             this one adds is added. None: they own equal pieces.
     """
     sizes = [math.prod(shape) for shape in shapes.values()]
     count = sum(sizes)
-    states = [state_elements(optimizer, shape, in_block=in_block) for shape in shapes.values()]
+    states = [state_elements(optimizer, shape, in_block=name in in_blocks) for name, shape in shapes.items()]
     if data is None:
         whole = formats.gradient * count
         return UnitBytes(

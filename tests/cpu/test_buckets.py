@@ -1,0 +1,146 @@
+"""Parameters of several layers in one bucket, on models with odd layers, against one process on all samples."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import pipeloom as pl
+from pipeloom.errors import InputError
+from pipeloom.parallel.unit_gradients import UnitGradients
+from tests.cpu.ranks import run_ranks
+
+BUCKETS = (0, 700, 3000, 2**20)  # a layer of 8 x 8 numbers has 576 bytes
+STRATEGIES = [
+    ("ddp", None, "elements"),
+    ("zero1", None, "parameters"),
+    ("zero2", "chunk", "elements"),
+    ("zero3", "step", "elements"),
+    ("zero3", "microbatch", "elements"),
+    ("zero3", "microbatch", "parameters"),
+]
+
+
+def mse(output, targets):
+    return nn.functional.mse_loss(output, targets)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(8, 8).double()
+
+
+def odd_model() -> nn.Sequential:
+    """Frozen layers, one that runs twice, one that is tied, some without parameters, some that keep their format."""
+    torch.manual_seed(0)
+    twice, frozen = linear(), linear().requires_grad_(False)
+    layers = [linear(), nn.Tanh(), nn.BatchNorm1d(8), twice, frozen, nn.Identity(), linear(), twice]
+    layers += [nn.LayerNorm(8), linear(), nn.BatchNorm1d(8), nn.Tanh(), linear(), frozen, linear()]
+    layers[-1].weight = layers[0].weight
+    return nn.Sequential(*layers).double()
+
+
+class Unknown(nn.Module):
+    """Runs its parts in another order than it has them, and one of them not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(linear() for _ in range(6))
+        self.unused = linear()
+
+    def forward(self, x):
+        for part in [*self.parts[3:], *self.parts[:3]]:
+            x = part(x).tanh()
+        return x
+
+
+def gradients_of_one_process(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """Micro-batches of both copies; each copy has statistics of its own samples."""
+    whole = copy.deepcopy(model)
+    for inputs, targets in zip(x.chunk(4), y.chunk(4), strict=True):
+        (mse(whole(inputs), targets) / 4).backward()
+    return {name: parameter.grad for name, parameter in whole.named_parameters()}
+
+
+def compare(pipe: pl.Pipeline, wanted: dict[str, torch.Tensor | None], what: object) -> None:
+    for name, parameter in pipe.named_parameters():
+        start, stop, _ = pipe.ranges.get(name, (0, parameter.numel(), None))
+        if wanted[name] is None or not parameter.numel():
+            assert parameter.grad is None, (what, name)
+            continue
+        torch.testing.assert_close(
+            parameter.grad.flatten(), wanted[name].flatten()[start:stop], rtol=1e-11, atol=1e-14, msg=f"{what} {name}"
+        )
+
+
+def _train(rank: int) -> dict[object, int]:
+    mesh = pl.Mesh(dp=2)
+    x, y = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(1)).double()
+    own = [values.chunk(2)[rank] for values in (x, y)]
+    stages = [("odd", odd_model, 2), ("unknown", Unknown, 1)]
+    started: Counter[object] = Counter()
+    start = UnitGradients.start
+    for kind, build, num_stages in stages:
+        wanted = gradients_of_one_process(build(), x, y)
+        schedule = pl.schedules.build("bfs", num_ranks=1, num_microbatches=2, num_chunks=num_stages)
+        for strategy, granularity, layout in STRATEGIES:
+            for bucket_bytes in BUCKETS:
+                case = (kind, strategy, granularity, layout, bucket_bytes)
+
+                def count(self, look, case=case):
+                    started[case] += 1
+                    start(self, look)
+
+                UnitGradients.start = count  # this process ends with the test
+                data = pl.DataParallel(strategy, granularity, layout, bucket_bytes)
+                torch.manual_seed(0)
+                with pl.Pipeline(build(), schedule, loss_fn=mse, mesh=mesh, data=data) as pipe:
+                    pipe.step(*own)
+                    compare(pipe, wanted, case)
+                    if strategy == "zero3":
+                        assert pipe.held_bytes().parameters < 1000, "nothing stays gathered"
+    return dict(started)
+
+
+def test_gradients_of_odd_models_in_buckets_of_any_size() -> None:
+    torch.manual_seed(0)
+    for counts in run_ranks(_train, 2, timeout_seconds=100):
+        for kind in ("odd", "unknown"):
+            for strategy in STRATEGIES:
+                several = [counts[(kind, *strategy, bucket_bytes)] for bucket_bytes in BUCKETS]
+                assert several == sorted(several, reverse=True), (strategy, several)
+        assert counts[("unknown", "ddp", None, "elements", 0)] == 14, "layers are not known, parameters are"
+        assert counts[("unknown", "ddp", None, "elements", 700)] == 5
+        assert counts[("unknown", "ddp", None, "elements", 2**20)] == 1
+
+
+def _statistics(rank: int) -> None:
+    """Under bf16 norms keep their format: units of two formats take turns through the layers."""
+    mesh = pl.Mesh(dp=2)
+    schedule = pl.schedules.build("1f1b", num_ranks=1, num_microbatches=2)
+    losses = []
+    for bucket_bytes in (0, 2**20):
+        for granularity in ("step", "microbatch"):
+            torch.manual_seed(0)
+            model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())])
+            data = pl.DataParallel("zero3", granularity, bucket_bytes=bucket_bytes)
+            with pl.Pipeline(model, schedule, loss_fn=mse, mesh=mesh, data=data, precision="bf16") as pipe:
+                optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+                for step in range(3):
+                    torch.manual_seed(step)
+                    losses.append(pipe.step(torch.randn(8, 8), torch.randn(8, 8)).item())
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert all(torch.tensor(losses).view(4, 3).eq(torch.tensor(losses[:3])).flatten())
+
+
+def test_formats_that_take_turns_change_no_bit() -> None:
+    run_ranks(_statistics, 2)
+
+
+def test_negative_bytes_are_refused() -> None:
+    with pytest.raises(InputError, match="bucket_bytes is -1: buckets have 0 bytes or more"):
+        pl.DataParallel(bucket_bytes=-1)
