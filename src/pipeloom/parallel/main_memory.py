@@ -169,6 +169,9 @@ class AwayMemory(MainMemory):
         _watch_steps()
         self._mover, self._gathered = mover, gathered
         self._empty, self._num_elements = own.new_empty(0, dtype=dtype), own.numel()
+        parameters = list(parameters)
+        for empty in filter(lambda parameter: not parameter.numel(), parameters):
+            empty.data = own.new_empty(0)  # of none of that memory
         held = [parameter for parameter in parameters if parameter.numel()]
         sizes = [aligned(parameter.numel() * parameter.itemsize) for parameter in held]
         try:

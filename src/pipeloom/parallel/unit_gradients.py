@@ -91,7 +91,7 @@ class UnitGradients:
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def start(self) -> None:
-        """Take the module's gradients and begin to sum them over copies; does not wait."""
+        """Take the module's gradients and begin to sum them over copies; does not wait. Of one copy, once a run."""
         gradients = [parameter.grad for parameter in self._parameters]
         for index, (name, gradient) in enumerate(zip(self._main, gradients, strict=True)):
             if gradient is not None:
@@ -103,10 +103,7 @@ class UnitGradients:
                 self.present[index] = True
                 self._parameters[index].grad = None
         if self._copies.degree == 1:
-            self._sums = [
-                new if old is None else old if new is None else old.add_(new)
-                for old, new in zip(self._sums, gradients, strict=True)
-            ]
+            self._sums = gradients
             return
         flat = self._parameters[0].new_empty(self._layout.num_elements, dtype=self._dtype)
         shapes = [parameter.shape for parameter in self._parameters]

@@ -223,18 +223,23 @@ class UnitStore(ParameterStore):
                 unit.free()
 
     def _start_reduce(self, unit: Unit) -> None:
+        if self._copies.degree == 1:  # nobody to sum with: until the end autograd goes on adding up, in one place
+            return
         while self._axis.shards_optimizer and len(self._reducing) >= _MAX_REDUCING:
             self._reducing.popleft().gradients.finish_first()
         self._look()
         unit.gradients.start()
         self._look()
-        if self._copies.degree > 1:
-            self._reducing.append(unit)
+        self._reducing.append(unit)
 
     def finish(self) -> None:
         if not self._open:
             return
         self._open = False
+        if self._copies.degree == 1:
+            self._look()
+            for unit in self._units:
+                unit.gradients.start()
         known = [unit.gradients for unit in self._units]
         flags = iter(self._copies.any([flag for g in known for flag in (g.late, *g.present)]))
         present = {}

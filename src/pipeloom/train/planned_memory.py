@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 def data_axis(config: TrainConfig) -> DataAxis | None:
     """How the copies of a run share; None where one runs alone with its own parameters."""
-    data = config.data_parallel if config.num_copies > 1 else DataParallel()
-    return axis_of(data, config.number_format, config.num_copies)
+    return axis_of(config.shared or DataParallel(), config.number_format, config.num_copies)
 
 
 def planned_program(config: TrainConfig, schedule: Schedule, *, device: str = "cuda") -> Program:
@@ -43,8 +42,8 @@ def planned_program(config: TrainConfig, schedule: Schedule, *, device: str = "c
     return program if away is None else away.insert(program)
 
 
-def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int) -> Model:
-    """The layers of every stage, and how they are trained.
+def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *, device: str = "cuda") -> Model:
+    """The layers of every stage, and how they are trained on a `device`.
 
     Raises:
         InputError: the cut follows measured times, which are not known here.
@@ -67,6 +66,7 @@ def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int) ->
         optimizer=config.optimizer.name,
         recompute=recompute_of_stages(config.memory.recompute, num_stages),
         whole_parameters=config.data_parallel.layout == "parameters",
+        parameters_away=config.memory.offload_parameters and moves(config, device),
     )
 
 
@@ -102,7 +102,7 @@ def planned_memory(
     """
     schedule = make_schedule(config)
     program = planned_program(config, schedule, device=device)
-    model = planned_model(config, vocabulary_size, schedule.num_stages)
+    model = planned_model(config, vocabulary_size, schedule.num_stages, device=device)
     return [
         at_hand(memory_of_rank(program, model, rank, copy=copy), config, device=device)
         for rank in range(schedule.num_ranks)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
@@ -64,6 +63,7 @@ class Model:
         optimizer: a name of `pipeloom.plan.memory.states.OPTIMIZERS`.
         recompute: of every stage.
         whole_parameters: whether copies own whole parameters (`pipeloom.DataParallel.layout`).
+        parameters_away: whether main ones are elsewhere between updates (`pipeloom.DataParallel.offload`).
     """
 
     stages: Sequence[Sequence[Layer]]
@@ -71,6 +71,7 @@ class Model:
     optimizer: str = "adamw"
     recompute: Sequence[Recompute] = ()
     whole_parameters: bool = False
+    parameters_away: bool = False
 
     def recompute_of(self, stage: int) -> Recompute:
         return self.recompute[stage] if self.recompute else Recompute.NONE
@@ -125,7 +126,8 @@ class _Walk:
         data = program.data
         fine = data is not None and data.granularity is Granularity.MICROBATCH
         self._fine_gathers = fine and data is not None and data.shards_parameters
-        self._fine_reductions = fine
+        self._reduces = data is not None and data.degree > 1
+        self._fine_reductions = fine and self._reduces
 
     def _make_units(self) -> None:
         homes: dict[str, set[int]] = {}
@@ -167,7 +169,7 @@ class _Walk:
         units = [unit for units in self._units.values() for unit in units]
         held = dict.fromkeys(KINDS, 0.0)
         held["parameters"] = sum(unit.parameters for unit in units)
-        held["masters"] = sum(unit.masters for unit in units)
+        held["masters"] = 0.0 if self._model.parameters_away else sum(unit.masters for unit in units)
         held["optimizer"] = sum(unit.optimizer for unit in units)
         layers = [layer for stage in self._held for layer in self._model.stages[stage]]
         held["buffers"] = self._formats.compute * sum(layer.buffer_elements for layer in layers)
@@ -175,6 +177,23 @@ class _Walk:
             of_stages = [self._formats.compute * sum(x.num_parameters for x in s) for s in self._model.stages]
             held["versions"] = weight_version_bytes(self._program.schedule, of_stages)[self._rank] - held["parameters"]
         return held
+
+    def _gathered(self, stage: int) -> float:
+        """The most of a stage's parameters that are gathered at once.
+
+        What is elsewhere is read before it is gathered: a copy's segment of the layer that comes next.
+        """
+        data, sizes = self._program.data, [unit.gathered for unit in self._units[stage]]
+        assert data is not None
+        read = 1 / data.degree if self._model.parameters_away and data.degree > 1 else 0.0
+        if not self._fine_gathers:  # all that come are read at once
+            return max((sum(sizes[: i + 1]) + read * sum(sizes[i:]) for i in range(len(sizes))), default=0.0)
+        most = 0.0
+        for order in (sizes, sizes[::-1]):
+            most = max(most, order[0] + read * sum(order[:2]) if read else 0.0)  # both are read at the beginning
+            for now, ahead, after in zip(order, [*order[1:], 0.0], [*order[2:], 0.0, 0.0], strict=False):
+                most = max(most, now + ahead + read * max(ahead, after))
+        return most
 
     def _moments(self) -> list[dict[str, float]]:
         """What is there beside that in the time of every action."""
@@ -192,15 +211,13 @@ class _Walk:
             if op in (Op.F, Op.RELOAD):
                 activations += kept[stage]
             elif op is Op.UNSHARD:
-                sizes = [unit.gathered for unit in self._units[stage]]
-                pairs = (a + b for a, b in pairwise([0.0, *sizes]))
-                gathered[stage] = max(pairs, default=0.0) if self._fine_gathers else sum(sizes)
+                gathered[stage] = self._gathered(stage)
             if op in (Op.B, Op.W):
                 sizes = [unit.whole_gradients for unit in self._units[stage]]
                 whole[stage] = max(sizes, default=0.0) if self._fine_reductions else sum(sizes)
             if op in (Op.B, Op.I):
                 again = self._model.recomputed_bytes(stage) / slices
-            of_data = op is Op.REDUCE_GRAD and microbatch is not None and not stream
+            of_data = op is Op.REDUCE_GRAD and microbatch is not None and self._reduces and not stream
             if of_data:
                 sending = max((unit.sending for unit in self._units[stage]), default=0.0)
             moments.append(
