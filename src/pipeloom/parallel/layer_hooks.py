@@ -6,6 +6,9 @@
 Autograd's engine runs what was computed last first: when it comes to the gradient of a layer's output, the layers
 behind have run all that they can. So a hook on that gradient may free them. In I it is the same; W reads no parameters.
 
+Where main parameters are in a store, what is gathered next is read one more layer ahead (`Unit.prefetch`): a read is
+under way while the layer behind it is gathered and the one behind that computes.
+
 Copies of a pipeline have to start their collectives in one order, whatever parameters their samples leave without a
 gradient. So where a backward also gathers, it is these hooks that start reductions, and not the gradients that arrive.
 """
@@ -43,6 +46,11 @@ class LayerGathers:
         self._kept: set[Unit] = set()  # what no hook could gather for its backward
         self._completion: Completion | None = None  # of the backward that runs
 
+    def first(self, *, forward: bool) -> list[Unit]:
+        """What a computation of the stage begins with, and what it would have to wait for behind that."""
+        ahead = self._layer(1 if forward else len(self.layers) - 2)
+        return [*self.layers[0 if forward else -1], *(unit for unit in ahead if unit.waits_for_reads)]
+
     def begin(self, *, forward: bool) -> None:
         """A computation of the stage begins."""
         self._forward, self._current = forward, len(self.layers)
@@ -66,9 +74,8 @@ class LayerGathers:
         """In front of a layer; in a recomputation too."""
         for unit in self.layers[index]:
             unit.wait()
-        if self.one_by_one and self._forward and index + 1 < len(self.layers):
-            for unit in self.layers[index + 1]:
-                unit.start_gather()
+        if self._forward:
+            self._look_ahead(index + 1, index + 2)
 
     def after(self, index: int, value: Any) -> None:
         """Behind a layer, which returned `value`."""
@@ -98,9 +105,19 @@ class LayerGathers:
         self._current = index
         if self._completion is not None:
             self._completion.reach(lambda unit: self._first.get(unit, -1) >= done)
-        if index > 0:
-            for unit in self.layers[index - 1]:
+        self._look_ahead(index - 1, index - 2)
+
+    def _look_ahead(self, index: int, after: int) -> None:
+        """Gather a layer, and read the one after it."""
+        for unit in self._layer(index):
+            if self.one_by_one or unit.waits_for_reads:  # others the program has started
                 unit.start_gather()
+        for unit in self._layer(after):
+            if self.one_by_one:
+                unit.prefetch()
+
+    def _layer(self, index: int) -> Sequence[Unit]:
+        return self.layers[index] if 0 <= index < len(self.layers) else ()
 
     def _free(self, index: int, needed: Sequence[Unit]) -> None:
         for unit in self.layers[index]:

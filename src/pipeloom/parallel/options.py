@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity
+from pipeloom.parallel.offload.options import Place
 
 Layout = Literal["elements", "parameters"]
 DType = Literal["fp32", "bf16", "fp16"]
@@ -29,15 +30,19 @@ class DataParallel:
         bucket_bytes: neighbouring parameters of a stage are gathered and reduced together until they have so many
             bytes in the format of forwards; 0: each by itself, or each layer where layers are not cut (granularity
             microbatch, layout "parameters"). Checkpoints do not depend on it.
+        offload: "cpu" or "disk:PATH": where main parameters (zero3's, and masters of 16-bit formats) are while they
+            are neither gathered nor updated. `pipeloom.OffloadedOptimizer` updates them there. None: in memory.
 
     Raises:
-        InputError: an unknown name, a granularity that the strategy does not have, or negative bytes.
+        InputError: an unknown name, a granularity that the strategy does not have, negative bytes, or a place in
+            which no file can be made.
     """
 
     strategy: str = "ddp"
     granularity: str | None = None
     layout: Layout = "elements"
     bucket_bytes: int = BUCKET_BYTES
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("data strategy", self.strategy, [strategy.value for strategy in DataStrategy])
@@ -47,6 +52,8 @@ class DataParallel:
         if self.bucket_bytes < 0:
             raise InputError(f"bucket_bytes is {self.bucket_bytes}: buckets have 0 bytes or more; leave it out")
         self.axis(1)
+        if self.offload is not None:
+            Place.parse(self.offload)
 
     @classmethod
     def of(cls, given: DataParallel | str | None) -> DataParallel:
@@ -101,7 +108,16 @@ class Precision:
 
 
 def axis_of(data: DataParallel, precision: Precision, degree: int) -> DataAxis | None:
-    """How `degree` copies share the work; None where one runs alone with its own parameters."""
+    """How `degree` copies share the work; None where one runs alone with its own parameters.
+
+    Raises:
+        InputError: parameters are to be offloaded that every forward reads.
+    """
+    if data.offload is not None and data.strategy != "zero3" and not precision.has_masters:
+        raise InputError(
+            f"offload of parameters with {data.strategy} in {precision.dtype}: forwards read what the optimizer "
+            "updates; take zero3, which gathers them, or bf16 or fp16, which have masters, or leave it out"
+        )
     if degree == 1 and data.strategy == "ddp" and not precision.has_masters:
         return None
     return data.axis(degree, separate_master=precision.has_masters)

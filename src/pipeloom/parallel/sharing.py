@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis
 from pipeloom.parallel.copies import Copies
+from pipeloom.parallel.offload.options import Place
 from pipeloom.parallel.options import DataParallel, Precision, axis_of
 from pipeloom.parallel.unit import DTYPES
 from pipeloom.parallel.unit_store import UnitStore
@@ -28,7 +30,7 @@ def share(mesh: ProcessMesh | None, data: Any, precision: Any, timeout_seconds: 
         timeout_seconds: how long copies wait for each other.
 
     Raises:
-        InputError: an unknown name.
+        InputError: an unknown name, or parameters that are to be offloaded and cannot be.
     """
     options, formats = DataParallel.of(data), Precision.of(precision)
     axis = axis_of(options, formats, 1 if mesh is None else mesh.degree("dp"))
@@ -45,7 +47,15 @@ class _Shared(Sharing):
         self.axis = axis
         self.copy = copies.index
         self.sharded = axis.shards_optimizer
-        self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients]
+        away = "memory" if data.offload is None else Place.parse(data.offload).kind
+        self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients, away]
+
+    def check_device(self, device: torch.device) -> None:
+        if self._data.offload is not None and Place.parse(self._data.offload).kind == device.type:
+            raise InputError(
+                f"offload of parameters to {self._data.offload!r} of a model that is in the CPU's memory: nothing "
+                "would move; take disk:PATH, or leave it out"
+            )
 
     def store(
         self,

@@ -5,7 +5,8 @@
     gradients              see `unit_gradients`
 
 Main parameters share the memory of `_compute` where formats are equal and nothing is freed. Under ddp without masters
-they are the module's parameters themselves, and there is no other memory.
+they are the module's parameters themselves, and there is no other memory. Where they have memory of their own, that may
+be a store (`main_memory`): a gather then is a read of this copy's segment, and the collective.
 
 A module parameter stays one object, and `_compute` one storage that is resized: graphs that saved a parameter or a
 view of it find its values again when it is gathered anew. What is not gathered reads as NaN, in the right shape.
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from pipeloom.ir import DataStrategy
 from pipeloom.parallel.copies import Copies, Wait
 from pipeloom.parallel.flat_layout import FlatLayout
+from pipeloom.parallel.main_memory import AwayMemory, HeldMemory, MainMemory, home_of
+from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.options import Precision
 from pipeloom.parallel.unit_gradients import UnitGradients, pieces, views
 from pipeloom.runtime.held_bytes import Gauge
@@ -65,6 +68,7 @@ class Unit:
         strategy: who keeps what.
         copies: who shares them. Values are those of copy 0.
         gathered: counts the bytes that are gathered and will be freed.
+        mover: to the store in which main parameters are between updates; None: they stay in memory.
 
     Attributes:
         main: main parameters by name.
@@ -81,8 +85,9 @@ class Unit:
         strategy: DataStrategy,
         copies: Copies,
         gathered: Gauge,
+        mover: Mover | None = None,
     ) -> None:
-        self._gathered = gathered
+        self._gathered, self._mover = gathered, mover
         self.parameters = list(parameters.values())
         self._names = list(parameters)
         self._layout, self._formats, self._copies, self._strategy = layout, formats, copies, strategy
@@ -93,6 +98,7 @@ class Unit:
         self._shapes = [parameter.shape for parameter in self.parameters]
         self._compute: Tensor | None = None
         self._gathering: Wait | None = None
+        self._reads = False
         self.filled = False
         self._take_over()
         self.gradients = UnitGradients(
@@ -116,15 +122,19 @@ class Unit:
             return
         self._compute = flat.to(formats.compute)
         own = flat[self._layout.segment(self._segment or 0)] if self._segment is not None else flat[:0]
-        if formats.compute != formats.main or self._frees:
-            self._main = own.to(formats.main, copy=True)
-        else:
-            self._main = own  # of self._compute
+        apart = formats.compute != formats.main or self._frees
+        if apart:
+            own = own.to(formats.main, copy=True)
         self._module_views = self._views(self._compute)
         missing = self._compute.new_full((), math.nan if self._compute.is_floating_point() else 0)
         self._missing = [missing.expand(shape) for shape in self._shapes]
         self._set_module_parameters(self._module_views)
-        self._make_main_parameters()
+        self._make_main_parameters(own)
+        self._main_dtype = own.dtype
+        self._main: MainMemory = HeldMemory(own)
+        if apart and self._mover is not None and any(main.numel() for main in self.main.values()):
+            self._main = AwayMemory(own, self.main.values(), self._mover, formats.compute, self._gathered)
+            self._reads = True
         if self._frees:
             self._gathered.add(self._compute.nbytes)
             self.free()
@@ -132,9 +142,9 @@ class Unit:
     def _views(self, flat: Tensor) -> list[Tensor]:
         return views(flat, self._layout, self._shapes)
 
-    def _make_main_parameters(self) -> None:
+    def _make_main_parameters(self, own: Tensor) -> None:
         formats = self._formats
-        own_pieces = pieces(self._main, self._layout, self._segment)
+        own_pieces = pieces(own, self._layout, self._segment)
         for index, (name, piece) in enumerate(zip(self._names, own_pieces, strict=True)):
             module_parameter, shape = self.parameters[index], self._shapes[index]
             start, stop = self._layout.piece(index, self._segment)
@@ -173,17 +183,40 @@ class Unit:
             self.filled = True
             return
         self.allocate()
-        own = self._compute[self._layout.segment(self._segment)] if self._segment is not None else None
-        if own is not None and own.data_ptr() != self._main.data_ptr():
-            own.copy_(self._main.detach())
-        match self._strategy:
-            case DataStrategy.DDP:
-                self._gathering = _nothing
-            case DataStrategy.PARAMETER_SERVER:
-                self._gathering = self._copies.broadcast(self._compute)
-            case _:
-                assert own is not None
-                self._gathering = self._copies.all_gather(self._compute, own)
+        own = self._place
+        arrive = self._main.fill(own) if own is not None else _nothing
+        if not self._collects:
+            self._gathering = arrive
+            return
+        arrive()
+        if self._strategy is DataStrategy.PARAMETER_SERVER:
+            self._gathering = self._copies.broadcast(self._compute)
+        else:
+            assert own is not None
+            self._gathering = self._copies.all_gather(self._compute, own)
+
+    @property
+    def _place(self) -> Tensor | None:
+        """This copy's segment of gathered memory."""
+        if self._compute is None or self._segment is None:
+            return None
+        return self._compute[self._layout.segment(self._segment)]
+
+    @property
+    def _collects(self) -> bool:
+        """Whether a gather is a collective."""
+        return self._copies.degree > 1 and self._strategy is not DataStrategy.DDP
+
+    @property
+    def waits_for_reads(self) -> bool:
+        """Whether `start_gather` waits until a read is done, with which `prefetch` begins."""
+        return self._reads and self._collects
+
+    def prefetch(self) -> None:
+        """Begin with what a gather has to wait for before it can start; does not wait."""
+        if self.waits_for_reads and not self.filled and self._gathering is None:
+            assert self._compute is not None
+            self._main.prefetch(self._place if self._compute.untyped_storage().nbytes() else None)
 
     def wait(self) -> None:
         """Module parameters have their values when it returns."""
@@ -212,6 +245,7 @@ class Unit:
         if self._compute is None or not self._frees:
             return
         gathering, self._gathering = self._gathering, None
+        self._main.drop()
         try:
             if gathering is not None:
                 gathering()
@@ -225,6 +259,8 @@ class Unit:
     def stale(self) -> None:
         """Main parameters may have changed."""
         self.filled = False
+        if self._compute is not None:
+            self._main.drop()
 
     @property
     def trains(self) -> bool:
@@ -238,9 +274,9 @@ class Unit:
         """Values of whole parameters in the format of updates, in new memory; every copy calls it."""
         if self._compute is None:
             return {}
-        flat = self._main.new_empty(self._layout.num_elements)
+        flat = self._compute.new_empty(self._layout.num_elements, dtype=self._main_dtype)
         own = flat[self._layout.segment(self._segment)] if self._segment is not None else flat[:0]
-        own.copy_(self._main)
+        self._main.copy_to(own)
         if self._strategy is DataStrategy.PARAMETER_SERVER:
             self._copies.broadcast(flat)()
         elif self._strategy is not DataStrategy.DDP:
@@ -254,7 +290,8 @@ class Unit:
             return
         for index, (name, main) in enumerate(self.main.items()):
             start, stop = self._layout.piece(index, self._segment)
-            main.copy_(values[name].reshape(-1)[start:stop].view(main.shape))
+            value, home = values[name].reshape(-1)[start:stop].view(main.shape), home_of(main)
+            main.copy_(value) if home is None else home.write(value)
 
 
 def _own_segment(strategy: DataStrategy, copies: Copies) -> int | None:

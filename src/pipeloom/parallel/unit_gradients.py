@@ -99,7 +99,7 @@ class UnitGradients:
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def start(self, look: Callable[[], None]) -> None:
-        """Take the module's gradients and begin to sum them over copies; does not wait.
+        """Take the module's gradients and begin to sum them over copies; does not wait. Of one copy, once a run.
 
         Args:
             look: called when the most memory is taken.
@@ -114,14 +114,11 @@ class UnitGradients:
                     )
                 self.present[index] = True
         if self._copies.degree == 1:
-            self._sums = [
-                new if old is None else old if new is None else old.add_(new)
-                for old, new in zip(self._sums, gradients, strict=True)
-            ]
+            self._sums = gradients
         else:
             flat = self._flattened(gradients)
             self._reducing.append((*self._reduce(flat), flat))
-        look()
+            look()
         for parameter in self._parameters:
             parameter.grad = None
 

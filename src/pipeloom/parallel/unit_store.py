@@ -9,12 +9,13 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from pipeloom.errors import PeerLost
+from pipeloom.errors import RunError
 from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program
 from pipeloom.parallel.buckets import BucketRule
 from pipeloom.parallel.copies import Copies
 from pipeloom.parallel.flat_layout import FlatLayout
 from pipeloom.parallel.layer_hooks import Completion, LayerGathers
+from pipeloom.parallel.main_memory import away, open_mover, values_of
 from pipeloom.parallel.options import DataParallel, Precision
 from pipeloom.parallel.stage_parameters import (
     cast_tables,
@@ -27,7 +28,7 @@ from pipeloom.parallel.stage_parameters import (
     with_statistics,
 )
 from pipeloom.parallel.unit import DTYPES, Formats, Unit
-from pipeloom.runtime.held_bytes import Gauge, HeldBytes, PeakBytes
+from pipeloom.runtime.held_bytes import Away, Gauge, HeldBytes, PeakBytes
 from pipeloom.runtime.parameter_store import ParameterStore
 from pipeloom.runtime.state import Step
 from pipeloom.split.module import StageModule
@@ -67,6 +68,7 @@ class UnitStore(ParameterStore):
         if axis.unshards:
             claim(held)
         self.gathered, self.reduced = Gauge(), Gauge()
+        self._mover = open_mover(data.offload)
         self._modules = list(stages.values())
         self._wide = with_statistics(self._modules)
         self._units: list[Unit] = []
@@ -108,7 +110,7 @@ class UnitStore(ParameterStore):
         else:
             layout = FlatLayout.by_elements(sizes, self._copies.degree)
         formats = self._formats(next(iter(parameters.values())))
-        return Unit(parameters, layout, formats, strategy, self._copies, self.gathered)
+        return Unit(parameters, layout, formats, strategy, self._copies, self.gathered, self._mover)
 
     def _num_bytes(self, parameter: nn.Parameter) -> int:
         """In the format of forwards."""
@@ -193,7 +195,7 @@ class UnitStore(ParameterStore):
 
             return computation, ready
         if action.stage in self._unbound:
-            self._unbound.pop(action.stage).extend(gathers.layers[0 if forward else -1])
+            self._unbound.pop(action.stage).extend(gathers.first(forward=forward))
         elsewhere = [unit for unit in units if all(unit not in layer for layer in gathers.layers)]
 
         def layered_computation() -> None:
@@ -208,7 +210,9 @@ class UnitStore(ParameterStore):
         for unit in self._by_stage[stage]:
             self._users[unit].add(stage)
         for unit in first:
-            unit.start_gather()
+            unit.prefetch()
+            if not unit.waits_for_reads:
+                unit.start_gather()
 
     def _reshard(self, stage: int) -> None:
         for unit in self._by_stage[stage]:
@@ -218,16 +222,21 @@ class UnitStore(ParameterStore):
                 unit.free()
 
     def _start_reduce(self, unit: Unit) -> None:
+        if self._copies.degree == 1:  # nobody to sum with: until the end autograd goes on adding up, in one place
+            return
         while self._axis.shards_optimizer and len(self._reducing) >= _MAX_REDUCING:
             self._reducing.popleft().gradients.finish_first()
         unit.gradients.start(self._look)
-        if self._copies.degree > 1:
-            self._reducing.append(unit)
+        self._reducing.append(unit)
 
     def finish(self) -> None:
         if not self._open:
             return
         self._open = False
+        if self._copies.degree == 1:
+            self._look()
+            for unit in self._units:
+                unit.gradients.start(self._look)
         known = [unit.gradients for unit in self._units]
         flags = iter(self._copies.any([flag for g in known for flag in (g.late, *g.present)]))
         present = {}
@@ -248,7 +257,7 @@ class UnitStore(ParameterStore):
         for unit in self._units:
             unit.gradients.drop()
             self._users[unit].clear()
-            with suppress(PeerLost):  # of a gather that nobody needs; it would hide the error that ended the run
+            with suppress(RunError):  # of a gather that nobody needs; it would hide the error that ended the run
                 unit.free()
 
     def close(self) -> None:
@@ -257,6 +266,8 @@ class UnitStore(ParameterStore):
                 module.observer = None
         if not self._axis.shards_parameters:
             release(self._modules)
+        if self._mover is not None:
+            self._mover.stop()  # what is in its store stays, for `whole`
 
     # Values
 
@@ -270,6 +281,13 @@ class UnitStore(ParameterStore):
 
     def peak_bytes(self) -> PeakBytes:
         return PeakBytes(self.gathered.peak, self.reduced.peak)
+
+    @property
+    def away(self) -> Away:
+        return away(self.parameters.values(), self._mover)
+
+    def main_values(self) -> dict[str, Tensor]:
+        return values_of(self.parameters)
 
     def whole(self) -> dict[str, Tensor]:
         return {name: value for unit in self._units for name, value in unit.whole().items()}

@@ -41,6 +41,20 @@ class PeakBytes(NamedTuple):
     gradients: int
 
 
+class Away(NamedTuple):
+    """Main parameters that are in a store between updates.
+
+    Attributes:
+        num_bytes: of them.
+        moved_bytes: read and written so far.
+        wait_seconds: how long gathers have waited for reads so far.
+    """
+
+    num_bytes: int
+    moved_bytes: int
+    wait_seconds: float
+
+
 class Gauge:
     """A number and its largest value.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
-from pipeloom.runtime.held_bytes import HeldBytes, PeakBytes
+from pipeloom.runtime.held_bytes import Away, HeldBytes, PeakBytes
 from pipeloom.runtime.ownership import Ownership, common_dtype, own_stages
 from pipeloom.runtime.parameter_store import Sharing
 from pipeloom.runtime.ranges import Range
@@ -136,11 +136,15 @@ class Holdings:
     def main_state(self) -> dict[str, Tensor]:
         """Main parameters and persistent buffers held here, by canonical name; not copied.
 
-        Values may be written into the parameters; `refresh` puts them into the modules.
+        Values may be written into the parameters; `refresh` puts them into the modules. Parameters that are in a file
+        (`pipeloom.DataParallel.offload`) are read and written there, on the host, page by page.
         """
+        held = {rank: store.main_values() for rank, store in self.stores.items()}
         state: dict[str, Tensor] = {}
-        for name, parameter in self.named_parameters():  # the lowest rank's first
-            state.setdefault(name, parameter.detach())
+        for name in self.parameter_names:
+            for values in held.values():  # the lowest rank's first
+                if name in values:
+                    state.setdefault(name, values[name])
         aliases = {alias for module in self.modules() for alias, _ in module.named_parameters(remove_duplicate=False)}
         for module in self.modules():
             for name, value in module.state_dict().items():
@@ -170,6 +174,11 @@ class Holdings:
         """How many bytes parameters and gradients of this process take now, by kind."""
         held = [store.held_bytes() for store in self.stores.values()]
         return HeldBytes(*map(sum, zip(*held, strict=True)))
+
+    @property
+    def parameters_away(self) -> Away:
+        """Main parameters of this process that are in a store between updates, and what moved so far."""
+        return Away(*map(sum, zip(*(store.away for store in self.stores.values()), strict=True)))
 
     def record_peaks(self, wanted: bool = True) -> None:
         """Have runs look how many bytes gradients take (see `peak_bytes`), which takes them some time."""

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeloom.ir import Action, DataAxis, Program
-from pipeloom.runtime.held_bytes import HeldBytes, PeakBytes
+from pipeloom.runtime.held_bytes import Away, HeldBytes, PeakBytes
 from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.ranges import Range
 from pipeloom.runtime.state import Step
@@ -72,6 +73,15 @@ class ParameterStore(ABC):
     def peak_bytes(self) -> PeakBytes:
         """The most that the last run held."""
 
+    @property
+    def away(self) -> Away:
+        """Main parameters that are in a store."""
+        return Away(0, 0, 0.0)
+
+    @abstractmethod
+    def main_values(self) -> Mapping[str, Tensor]:
+        """Main parameters by canonical name, as tensors that may be read and written, also of those in a store."""
+
     @abstractmethod
     def whole(self) -> dict[str, Tensor]:
         """Values of all parameters whose modules have other ones; every copy calls it."""
@@ -122,6 +132,9 @@ class PlainStore(ParameterStore):
     def peak_bytes(self) -> PeakBytes:  # gradients are only ever added to
         return PeakBytes(0, self.held_bytes().gradients if self.records_peaks else 0)
 
+    def main_values(self) -> Mapping[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
     def whole(self) -> dict[str, Tensor]:
         return {}
 
@@ -149,6 +162,9 @@ class Sharing:
     copy: int = 0
     sharded: bool = False
     terms: Sequence[str] = ()
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises InputError where what is shared cannot be on a model's device."""
 
     def store(
         self,

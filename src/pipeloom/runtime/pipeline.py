@@ -133,6 +133,7 @@ class Pipeline(Holdings):
         terms = Terms.of(self._train_program, () if given else cut_model.layers, slices, sharing.terms)
         self._loss_fn, self._timeout_seconds = loss_fn, timeout_seconds
         device = next((p.device for module in cut_model.modules for p in module.parameters()), torch.device("cpu"))
+        sharing.check_device(device)
         self._open_mover = offload.open(device) if offload is not None else lambda: None
         self.mesh = mesh
         connection = connect(schedule.num_ranks, transport, timeout_seconds, terms, mesh)
@@ -291,9 +292,14 @@ class Pipeline(Holdings):
 
     @property
     def offloaded(self) -> tuple[int, float]:
-        """Bytes of activations that were moved away and back by ranks of this process, and seconds they waited."""
+        """Bytes of activations and main parameters that were moved by ranks of this process, and seconds they waited.
+
+        What an optimizer moves of parameters counts too; how long it waits it says itself.
+        """
         movers = [worker.state.mover for worker in self.workers.values() if worker.state.mover is not None]
-        return sum(mover.moved_bytes for mover in movers), sum(mover.wait_seconds for mover in movers)
+        parameters = self.parameters_away
+        moved = sum(mover.moved_bytes for mover in movers) + parameters.moved_bytes
+        return moved, sum(mover.wait_seconds for mover in movers) + parameters.wait_seconds
 
     def close(self) -> None:
         """Close the channels. Closing twice does nothing.

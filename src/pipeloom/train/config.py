@@ -148,6 +148,11 @@ class MemoryConfig:
     )
     offload: str | None = _option(None, "where to what is not needed at once: cpu, or disk:PATH; left out: nowhere")
     offload_states: bool = _option(True, "with offload: optimizer states go there")
+    offload_parameters: bool = _option(
+        False,
+        "with offload: parameters of zero3, also of one copy, and float32 masters of bf16 and fp16 go there between "
+        "updates",
+    )
     offload_activations: int | None = _option(
         None,
         "with offload: how many activations a rank keeps, others go there; 0: as few as moves can keep; left out: all",
@@ -214,6 +219,11 @@ class TrainConfig:
             "parameters" if whole else "elements",
             self.parallel.data_bucket_bytes,
         )
+
+    @property
+    def shared(self) -> DataParallel | None:
+        """`data_parallel` where it means anything; None for one copy whose parameters are the model's own."""
+        return self.data_parallel if self.num_copies > 1 or self.memory.offload_parameters else None
 
     @property
     def number_format(self) -> Precision:

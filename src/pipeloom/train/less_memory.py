@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
 from pipeloom.ir.recompute import recompute_of_stages
 from pipeloom.parallel.offload.options import CPU, OffloadActivations, Place
+from pipeloom.parallel.options import DataParallel, axis_of
 from pipeloom.passes import lower
 from pipeloom.train.config import TrainConfig
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from pipeloom.runtime import Pipeline
 
-NUM_NUMBERS = 3  # of `offload_numbers`
+NUM_NUMBERS = 4  # of `offload_numbers`
 
 
 def check_less_memory(config: TrainConfig, schedule: Schedule) -> None:
@@ -30,8 +32,15 @@ def check_less_memory(config: TrainConfig, schedule: Schedule) -> None:
                 f"memory.offload_activations is {memory.offload_activations} without memory.offload: activations need "
                 "a place to go; give --memory.offload cpu or disk:PATH"
             )
+        if memory.offload_parameters:
+            raise InputError(
+                "memory.offload_parameters without memory.offload: parameters need a place to go; give "
+                "--memory.offload cpu or disk:PATH"
+            )
         return
     Place.parse(memory.offload)
+    if memory.offload_parameters:
+        _check_parameters(config, schedule)
     if memory.offload_states and not config.optimizer.barrier:
         raise InputError(
             "memory.offload with optimizer.barrier false: an update that may be taken back needs its states at hand; "
@@ -44,6 +53,27 @@ def check_less_memory(config: TrainConfig, schedule: Schedule) -> None:
                 "few as moves can keep; raise it"
             )
         _activations(config).insert(lower(schedule))
+
+
+def _check_parameters(config: TrainConfig, schedule: Schedule) -> None:
+    """Raises InputError where parameters cannot move."""
+    axis_of(replace(config.data_parallel, offload=config.memory.offload), config.number_format, config.num_copies)
+    if schedule.microbatches_per_update is not None:
+        raise InputError(
+            f"memory.offload_parameters with schedule {schedule.name!r}, whose stages update while others compute: "
+            "take a schedule that flushes, such as 1f1b, or leave it out"
+        )
+    if not config.optimizer.barrier:
+        raise InputError(
+            "memory.offload_parameters with optimizer.barrier false: an update that may be taken back needs its "
+            "parameters at hand; leave one of them out"
+        )
+
+
+def shared(config: TrainConfig, device: str) -> DataParallel | None:
+    """What the pipeline is told of parameters on a kind of `device`, and where they are between updates."""
+    away = config.memory.offload_parameters and moves(config, device)
+    return config.shared and replace(config.shared, offload=config.memory.offload if away else None)
 
 
 def activations_away(config: TrainConfig, device: str) -> OffloadActivations | None:
@@ -59,17 +89,17 @@ def _activations(config: TrainConfig) -> OffloadActivations:
 
 
 def states_away(optimizer: torch.optim.Optimizer, config: TrainConfig, device: str) -> torch.optim.Optimizer:
-    """The optimizer that the run steps: `optimizer`, or what streams its states.
+    """The optimizer that the run steps: `optimizer`, or what streams its states and parameters.
 
     Raises:
         InputError: there is no room for them.
     """
-    if not (moves(config, device) and config.memory.offload_states):
+    states, parameters = config.memory.offload_states, config.memory.offload_parameters
+    if not (moves(config, device) and (states or parameters)):
         return optimizer
     from pipeloom.parallel.offload.optimizer import OffloadedOptimizer
 
-    assert config.memory.offload is not None
-    return OffloadedOptimizer(optimizer, config.memory.offload)
+    return OffloadedOptimizer(optimizer, config.memory.offload if states else None)
 
 
 def offload_notices(config: TrainConfig, device: str) -> list[str]:
@@ -85,7 +115,10 @@ def moves(config: TrainConfig, device: str) -> bool:
 
 
 def offload_numbers(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Bytes of states elsewhere, bytes moved and seconds waited so far, of this process; [3], float64."""
+    """Bytes of states and of parameters elsewhere, bytes moved and seconds waited so far, of this process.
+
+    Shape [4], float64.
+    """
     import torch
 
     held: Any = optimizer
@@ -93,12 +126,17 @@ def offload_numbers(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> Tensor:
     states = getattr(held, "offloaded_bytes", 0)
     moved += getattr(held, "moved_bytes", 0)
     waited += getattr(held, "wait_seconds", 0.0)
-    return torch.tensor([states, moved, waited], dtype=torch.float64)
+    return torch.tensor([states, pipe.parameters_away.num_bytes, moved, waited], dtype=torch.float64)
 
 
 def offload_metrics(config: TrainConfig, numbers: Tensor) -> dict[str, Any]:
     """What a row of metrics has of the sum of `offload_numbers`; nothing where nothing is elsewhere."""
     if config.memory.offload is None:
         return {}
-    states, moved, waited = numbers.tolist()
-    return {"offloaded_state_bytes": int(states), "offload_moved_bytes": int(moved), "offload_wait_seconds": waited}
+    states, parameters, moved, waited = numbers.tolist()
+    return {
+        "offloaded_state_bytes": int(states),
+        "offloaded_parameter_bytes": int(parameters),
+        "offload_moved_bytes": int(moved),
+        "offload_wait_seconds": waited,
+    }

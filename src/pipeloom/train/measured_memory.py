@@ -73,7 +73,7 @@ class MemoryProbe:
         """Every process calls it at the end; process 0 writes."""
         states = (value for state in self._optimizer.state.values() for value in state.values())
         sizes = [value.nbytes for value in states if isinstance(value, Tensor) and value.dim()]
-        self._measured["optimizer"] = sum(sizes)
+        self._measured["optimizer"] = sum(sizes) - getattr(self._optimizer, "offloaded_bytes", 0)
         if torch.cuda.is_available():
             self._measured["peak"] = torch.cuda.max_memory_allocated()
         gathered = [json.loads(text) for text in self._group.all_gather(json.dumps(self._measured).encode())]

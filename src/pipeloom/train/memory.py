@@ -69,10 +69,12 @@ def _parameter_bytes(config: TrainConfig) -> int:
     computed = _FLOAT_BYTES if precision.dtype == "fp32" else _FLOAT_BYTES // 2
     summed = computed if precision.gradients == "same" else _FLOAT_BYTES
     away = config.memory.offload not in (None, CPU) and config.memory.offload_states
+    gone = config.memory.offload not in (None, CPU) and config.memory.offload_parameters
     moments = 0 if away else int(_FLOAT_BYTES * OPTIMIZERS[config.optimizer.name])
-    masters = 0 if precision.dtype == "fp32" else _FLOAT_BYTES
+    masters = 0 if precision.dtype == "fp32" or gone else _FLOAT_BYTES
+    sharded = 0 if gone else 1
     return (
-        computed * (1 if strategy == "zero3" else copies)
+        computed * (sharded if strategy == "zero3" else copies)
         + summed * (1 if strategy in ("zero2", "zero3") else copies)
         + (moments + masters) * (copies if strategy == "ddp" else 1)
     )

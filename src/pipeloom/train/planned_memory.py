@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 def data_axis(config: TrainConfig) -> DataAxis | None:
     """How the copies of a run share; None where one runs alone with its own parameters."""
-    data = config.data_parallel if config.num_copies > 1 else DataParallel()
-    return axis_of(data, config.number_format, config.num_copies)
+    return axis_of(config.shared or DataParallel(), config.number_format, config.num_copies)
 
 
 def planned_program(config: TrainConfig, schedule: Schedule, *, device: str = "cuda") -> Program:
@@ -43,7 +42,7 @@ def planned_program(config: TrainConfig, schedule: Schedule, *, device: str = "c
 
 
 def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *, device: str = "cuda") -> Model:
-    """The layers of every stage, and how they are trained.
+    """The layers of every stage, and how they are trained on a `device`.
 
     Raises:
         InputError: the cut follows measured times, which are not known here.
@@ -66,9 +65,16 @@ def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *,
         optimizer=config.optimizer.name,
         recompute=recompute_of_stages(config.memory.recompute, num_stages),
         whole_parameters=config.data_parallel.layout == "parameters",
-        elsewhere=frozenset({"optimizer"} if moves(config, device) and config.memory.offload_states else ()),
+        elsewhere=_elsewhere(config, device),
         bucket_bytes=config.data_parallel.bucket_bytes,
     )
+
+
+def _elsewhere(config: TrainConfig, device: str) -> frozenset[str]:
+    """The kinds of memory that other memory than that of `device` holds."""
+    memory = config.memory
+    kinds = {"optimizer": memory.offload_states, "masters": memory.offload_parameters}
+    return frozenset(kind for kind, goes in kinds.items() if goes and moves(config, device))
 
 
 def _stages(config: TrainConfig, layers: list[Layer], num_stages: int) -> list[list[Layer]]:

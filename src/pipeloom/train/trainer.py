@@ -35,6 +35,7 @@ from pipeloom.train.less_memory import (
     offload_metrics,
     offload_notices,
     offload_numbers,
+    shared,
     states_away,
 )
 from pipeloom.train.measured_memory import MemoryProbe
@@ -98,7 +99,7 @@ class Trainer:
             transport=self.transport,
             slices=slice_lengths(config),
             mesh=group.mesh,
-            data=config.data_parallel if group.num_copies > 1 else None,
+            data=shared(config, group.device.type),
             precision=config.number_format if config.precision.dtype != "fp32" else None,
             recompute=config.memory.recompute,
             offload=activations_away(config, group.device.type),
@@ -118,7 +119,7 @@ class Trainer:
         self.stream = StreamSteps(self.pipe, self.stepped, self.predictor, config, group) if streams else None
         self.stepper = None if streams else make_stepper(self.pipe, self.stepped, config.optimizer, group, self.scaler)
         self.probe = MemoryProbe(
-            self.pipe, self.optimizer, with_known_cut(config, self.stages), group, self.corpus.vocabulary_size
+            self.pipe, self.stepped, with_known_cut(config, self.stages), group, self.corpus.vocabulary_size
         )
         self.records: Records = []  # of the last training step on this process's ranks
         self.steps_here = 0
@@ -280,7 +281,7 @@ class Trainer:
         """A short text that the model writes."""
         self._enter("sample")
         self.pipe.refresh()
-        in_parts = self.group.num_copies > 1 and self.config.parallel.data_strategy == "zero3"
+        in_parts = self.config.shared is not None and self.config.parallel.data_strategy == "zero3"
         return generate(
             self.stages,
             self.schedule.placement,

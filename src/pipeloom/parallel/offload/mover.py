@@ -41,8 +41,12 @@ class Mover:
             self.wait_seconds += perf_counter() - start
         future.result()
 
-    def close(self) -> None:
-        """Let go of threads and store, behind what they still do."""
+    def stop(self) -> None:
+        """Let go of threads, behind what they do now."""
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown(cancel_futures=True)
+
+    def close(self) -> None:
+        """Let go of threads and store."""
+        self.stop()
         self.store.close()

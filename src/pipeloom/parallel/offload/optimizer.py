@@ -1,7 +1,7 @@
-"""`OffloadedOptimizer`: an optimizer whose states live in host memory or in a file.
+"""`OffloadedOptimizer`: an optimizer whose states live in host memory or in a file, and whose parameters may.
 
-An update goes over the parameters in portions. While one is updated, the states of the next are read and those of the
-one before written (ZeRO-Infinity, arXiv:2104.07857, section 5.2: three buffers):
+An update goes over the parameters in portions. While one is updated, the next is read and the one before written
+(ZeRO-Infinity, arXiv:2104.07857, section 5.2: three buffers):
 
     buffer 0   read 0 | update 0 | write 0 |  read 3  | ...
     buffer 1          |  read 1  | update 1 | write 1 |
@@ -12,6 +12,7 @@ Every update is the optimizer's own, given a part of its parameters, so the numb
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -23,11 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError, RunError
+from pipeloom.parallel.main_memory import home_of
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.options import CPU, Place
 from pipeloom.parallel.offload.state_layout import Layouts
 from pipeloom.parallel.offload.states import OffloadedStates, Portion, State
-from pipeloom.parallel.offload.store import Ready, Store, aligned, open_store, page_buffer
+from pipeloom.parallel.offload.store import HostStore, Ready, Store, open_store, page_buffer
 from pipeloom.runtime.host_memory import give_back_now
 
 _NUM_BUFFERS = 3
@@ -37,12 +39,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer: the same groups, options, steps and state dict, states elsewhere.
 
     What it is wrapped around keeps its own type and shows its states as tensors wherever they are (``optimizer.state``,
-    ``state_dict()``), read when they are looked at; it is stepped through the wrapper only.
+    ``state_dict()``), read when they are looked at; it is stepped through the wrapper only. Parameters that the
+    pipeline keeps elsewhere (`pipeloom.DataParallel.offload`) come for their update, and go back, with their states.
 
     Args:
         optimizer: any of torch's kind whose state is kept for each parameter.
-        where: "cpu" (host memory, for parameters on a GPU), "disk:PATH" (a file in a directory), or a `Store`.
-        portion_bytes: about how many bytes of states are moved together; three times as much memory is taken.
+        where: "cpu" (host memory, for parameters on a GPU), "disk:PATH" (a file in a directory), or a `Store`. None:
+            states stay in memory, and only parameters move.
+        portion_bytes: about how many bytes are moved together; three times as much memory is taken.
         least_bytes: smaller states stay where they are.
 
     Raises:
@@ -53,7 +57,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        where: str | Store,
+        where: str | Store | None,
         *,
         portion_bytes: int = 32 << 20,
         least_bytes: int = 4096,
@@ -71,6 +75,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     "disk:PATH, or leave it out"
                 )
             where = open_store(place)
+        if where is None:
+            if not any(home_of(p) for g in optimizer.param_groups for p in g["params"]):
+                raise InputError(
+                    "OffloadedOptimizer without a place, of parameters that are in memory: nothing would move; name a "
+                    "place for states, such as disk:PATH, or pass data=pipeloom.DataParallel(..., offload=...)"
+                )
+            where, least_bytes = HostStore(), sys.maxsize  # of nothing
         self.wrapped = optimizer
         self._mover = Mover(where)
         try:
@@ -83,7 +94,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self._mover.close()
             raise
-        self._largest = max((portion.num_bytes for portion in self._portions), default=0)
+        self._largest = max((portion.buffer_bytes for portion in self._portions), default=0)
         self._buffers: list[Tensor] = []
         self._writes: dict[int, Future[None]] = {}  # by buffer, the last that was asked for
         self._states = OffloadedStates(self._portions, self._mover)
@@ -118,7 +129,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def moved_bytes(self) -> int:
-        """Read and written so far."""
+        """Of states, read and written so far; see `Pipeline.offloaded` for parameters."""
         return self._mover.store.read_bytes + self._mover.store.written_bytes
 
     @property
@@ -163,6 +174,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Let go of the file or the memory: the states are gone. Closing twice does nothing."""
+        for portion in self._portions:
+            if portion.homes and portion.written is not None:
+                portion.written.exception()  # what was lost, a gather of the parameter says
         self._mover.close()
 
     def _adopt(self) -> None:
@@ -192,7 +206,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _update(self, portion: Portion, buffer: Tensor) -> None:
         states = {parameter: self._states.assemble(parameter, buffer) for parameter, _ in portion.parameters}
         before: dict[Tensor, State] = {parameter: state for parameter, state in states.items() if state}
-        with _only(self.wrapped, portion.parameters, before) as after:
+        with _here(portion, buffer), _only(self.wrapped, portion.parameters, before) as after:
             self.wrapped.step()
         self._writes[id(buffer)] = self._states.put(portion, after, buffer)
         if len(after) > len(before):  # states were born, and lay between what stays: the heap has holes
@@ -206,6 +220,18 @@ def _refuse_direct_steps(optimizer: torch.optim.Optimizer, *_: object) -> None:
             f"step() of {type(optimizer).__name__}, whose states are offloaded: it would change copies of them; call "
             "that of the OffloadedOptimizer"
         )
+
+
+@contextmanager
+def _here(portion: Portion, buffer: Tensor) -> Iterator[None]:
+    """Parameters of a portion that are away lie in its buffer."""
+    try:
+        for parameter, (home, offset) in portion.homes.items():
+            home.bring(parameter, buffer[offset:])
+        yield
+    finally:
+        for parameter, (home, _) in portion.homes.items():
+            home.leave(parameter)
 
 
 @contextmanager
@@ -234,20 +260,31 @@ def _only(
 def _portions(optimizer: torch.optim.Optimizer, layouts: Layouts, portion_bytes: int) -> list[Portion]:
     """Neighbouring parameters of one device together, as many as a portion takes."""
     portions: list[Portion] = []
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            entries, size = layouts.of(parameter, number)
-            last = portions[-1] if portions else None
-            if (
-                last is None
-                or last.num_bytes + size > portion_bytes
-                or last.parameters[0][0].device != parameter.device
-            ):
-                last = Portion()
-                portions.append(last)
-            last.parameters.append((parameter, number))
-            last.entries[parameter] = tuple(entry.shifted(last.num_bytes) for entry in entries)
-            last.num_bytes += size
+    size_of: dict[Portion, int] = {}
+    for number, parameter in _in_order(optimizer):
+        entries, size = layouts.of(parameter, number)
+        home, last = home_of(parameter), portions[-1] if portions else None
+        together = size + (home.region.num_bytes if home is not None else 0)
+        if last is None or size_of[last] + together > portion_bytes or last.parameters[0][0].device != parameter.device:
+            last = Portion()
+            portions.append(last)
+            size_of[last] = 0
+        last.parameters.append((parameter, number))
+        last.entries[parameter] = tuple(entry.shifted(last.num_bytes) for entry in entries)
+        last.num_bytes += size
+        size_of[last] += together
     for portion in portions:
-        portion.num_bytes = aligned(portion.num_bytes)
+        portion.close()
     return portions
+
+
+def _in_order(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]:
+    """Parameters with the number of their group; those that are away as they lie in a store, to be read at once."""
+    pairs = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    stores: dict[Store, int] = {}
+
+    def place(pair: tuple[int, nn.Parameter]) -> tuple[int, int]:
+        home = home_of(pair[1])
+        return (-1, 0) if home is None else (stores.setdefault(home.store, len(stores)), home.region.offset)
+
+    return sorted(pairs, key=place)

@@ -6,29 +6,45 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pipeloom.parallel.main_memory import Home, home_of
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.state_layout import Entry
-from pipeloom.parallel.offload.store import Ready, Region
+from pipeloom.parallel.offload.store import Ready, Region, Store, aligned
 
 State = dict[str, Any]
 
 _AWAY = object()  # in place of a tensor that is in the store
 
 
+class Span(NamedTuple):
+    """Pages of parameters, and where a buffer has them."""
+
+    store: Store
+    region: Region
+    offset: int
+
+    def part_of(self, buffer: Tensor) -> Tensor:
+        """Of a buffer, these pages."""
+        return buffer[self.offset : self.offset + self.region.num_bytes]
+
+
 @dataclass(eq=False)
 class Portion:
-    """Parameters whose states are moved together.
+    """Parameters that are moved together: their states, and where they are away themselves.
 
     Attributes:
         parameters: with the number of the group of each.
         entries: for each parameter, where its states lie in the region.
         num_bytes: of the region.
         region: of the store, once it is reserved.
+        homes: parameters that are away, and where a buffer has their pages: behind the states.
+        spans: the same, as few as can be.
+        buffer_bytes: of states and such parameters.
         written: the write that was asked for last.
     """
 
@@ -36,7 +52,27 @@ class Portion:
     entries: dict[Tensor, tuple[Entry, ...]] = field(default_factory=dict)
     num_bytes: int = 0
     region: Region = Region(0, 0)  # noqa: RUF009  # immutable
+    homes: dict[nn.Parameter, tuple[Home, int]] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    buffer_bytes: int = 0
     written: Future[None] | None = None
+
+    def close(self) -> None:
+        """No parameter will be added: states take whole pages, and parameters that are away come behind them."""
+        self.num_bytes = self.buffer_bytes = aligned(self.num_bytes)
+        for parameter, _ in self.parameters:
+            home = home_of(parameter)
+            if home is None:
+                continue
+            last, (store, region) = self.spans[-1:], (home.store, home.region)
+            self.homes[parameter] = home, self.buffer_bytes
+            if last and last[0].store is store and last[0].region.end == region.offset:
+                before = self.spans.pop()
+                region = Region(before.region.offset, before.region.num_bytes + region.num_bytes)
+                self.spans.append(Span(store, region, before.offset))
+            else:
+                self.spans.append(Span(store, region, self.buffer_bytes))
+            self.buffer_bytes += home.region.num_bytes
 
 
 class OffloadedStates(MutableMapping[Tensor, State]):
@@ -100,6 +136,8 @@ class OffloadedStates(MutableMapping[Tensor, State]):
         ready.wait()
         if any(value is _AWAY for p, _ in portion.parameters for value in self._kept.get(p, {}).values()):
             self._mover.store.read(portion.region, buffer[: portion.num_bytes])
+        for span in portion.spans:
+            span.store.read(span.region, span.part_of(buffer))
 
     def assemble(self, parameter: Tensor, buffer: Tensor) -> State:
         """The state of a parameter, large tensors in a buffer that was filled."""
@@ -124,13 +162,16 @@ class OffloadedStates(MutableMapping[Tensor, State]):
             self._kept[parameter] = kept
         ready = Ready(buffer.device)
         portion.written = self._mover.write(partial(self._write, portion, buffer, ready))
+        for home, _ in portion.homes.values():
+            home.written = portion.written
         return portion.written
 
     def _write(self, portion: Portion, buffer: Tensor, ready: Ready) -> None:
-        if not portion.num_bytes:
-            return
         ready.wait()
-        self._mover.store.write(portion.region, buffer[: portion.num_bytes])
+        if portion.num_bytes:
+            self._mover.store.write(portion.region, buffer[: portion.num_bytes])
+        for span in portion.spans:
+            span.store.write(span.region, span.part_of(buffer))
 
 
 def _filled(kept: State, entries: Sequence[Entry], region: Tensor | None) -> State:

@@ -24,8 +24,9 @@ from torch import Tensor
 from pipeloom.errors import RunError
 from pipeloom.parallel.offload.options import CPU, Place
 
+_HOST = torch.device("cpu")
 PAGE_BYTES = 4096  # what direct I/O asks of addresses, offsets and lengths
-_PIECE_BYTES = 4 << 20  # what goes through a thread's own buffer at once
+PIECE_BYTES = 4 << 20  # what goes through a thread's own buffer at once; whole pages
 
 
 class Region(NamedTuple):
@@ -33,6 +34,10 @@ class Region(NamedTuple):
 
     offset: int
     num_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
 
     def part(self, offset: int, num_bytes: int) -> Region:
         """Some bytes of this region."""
@@ -68,6 +73,7 @@ class Store(ABC):
         self._free: dict[int, list[Region]] = {}
         self._end = 0
         self._lock = threading.Lock()
+        self._rooms = threading.local()
 
     def reserve(self, num_bytes: int) -> Region:
         """A region of whole pages.
@@ -98,6 +104,18 @@ class Store(ABC):
         """Fill `values` from the region's beginning."""
         self._read(region, values)
         self.read_bytes += values.numel()
+
+    def room(self, device: torch.device) -> Tensor:
+        """`PIECE_BYTES` of this thread's own, from the beginning of a page, for what is done next."""
+        rooms: dict[str, Tensor] = vars(self._rooms)
+        name = str(device)
+        if name not in rooms:
+            rooms[name] = page_buffer(PIECE_BYTES, device)
+        return rooms[name]
+
+    @abstractmethod
+    def view(self, region: Region) -> Tensor:
+        """The region's bytes themselves, on the host: what is written into them is written to the store."""
 
     @abstractmethod
     def snapshot(self, region: Region) -> Tensor:
@@ -141,20 +159,23 @@ class HostStore(Store):
         return self._blocks[start][region.offset - start :][:num_bytes]
 
     def _write(self, region: Region, values: Tensor) -> None:
-        _copy(self._bytes(region, values.numel()), values)
+        copy_across(self._bytes(region, values.numel()), values)
 
     def _read(self, region: Region, values: Tensor) -> None:
-        _copy(values, self._bytes(region, values.numel()))
+        copy_across(values, self._bytes(region, values.numel()))
+
+    def view(self, region: Region) -> Tensor:
+        return self._bytes(region, region.num_bytes)
 
     def snapshot(self, region: Region) -> Tensor:
-        return self._bytes(region, region.num_bytes).clone()
+        return self.view(region).clone()
 
     def close(self) -> None:
         self._blocks.clear()
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy, and wait for it; between host and GPU on a stream of this thread's own."""
+def copy_across(target: Tensor, source: Tensor) -> None:
+    """Copy, whatever the formats, and wait for it; where a GPU takes part on a stream of this thread's own."""
     device = next((t.device for t in (target, source) if t.device.type == "cuda"), None)
     if device is None:
         target.copy_(source)
@@ -184,7 +205,6 @@ class FileStore(Store):
         self._direct: int | None = None
         with suppress(OSError, AttributeError):  # a file system or a system without
             self._direct = os.open(f"/proc/self/fd/{self._plain}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-        self._buffers = threading.local()
 
     @property
     def is_direct(self) -> bool:
@@ -213,22 +233,16 @@ class FileStore(Store):
         if values.device.type == "cpu" and (not in_pages or (values.data_ptr() | size) % PAGE_BYTES == 0):
             self._transfer(_memory(values), region.offset, writes, direct=in_pages)
             return
-        buffer = self._buffer()
-        for start in range(0, size, _PIECE_BYTES):
-            piece = values[start : start + _PIECE_BYTES]
+        buffer = self.room(_HOST)
+        for start in range(0, size, PIECE_BYTES):
+            piece = values[start : start + PIECE_BYTES]
             room = buffer[: piece.numel()]
             whole = buffer[: aligned(piece.numel())] if in_pages else room
             if writes:
-                _copy(room, piece)
+                copy_across(room, piece)
             self._transfer(_memory(whole), region.offset + start, writes, direct=in_pages)
             if not writes:
-                _copy(piece, room)
-
-    def _buffer(self) -> Tensor:
-        buffer: Tensor | None = getattr(self._buffers, "buffer", None)
-        if buffer is None:
-            buffer = self._buffers.buffer = page_buffer(_PIECE_BYTES)
-        return buffer
+                copy_across(piece, room)
 
     def _transfer(self, memory: memoryview, offset: int, writes: bool, *, direct: bool) -> None:
         done = 0
@@ -254,14 +268,17 @@ class FileStore(Store):
                 "then go on from the last checkpoint"
             ) from error
 
+    def view(self, region: Region) -> Tensor:
+        return self._mapped(region, mmap.MAP_SHARED)
+
     def snapshot(self, region: Region) -> Tensor:
-        mapped = mmap.mmap(
-            self._plain,
-            region.num_bytes,
-            flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            offset=region.offset,
-        )
+        return self._mapped(region, mmap.MAP_PRIVATE)
+
+    def _mapped(self, region: Region, flags: int) -> Tensor:
+        if not region.num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        both = mmap.PROT_READ | mmap.PROT_WRITE
+        mapped = mmap.mmap(self._plain, region.num_bytes, flags=flags, prot=both, offset=region.offset)
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -269,6 +286,10 @@ class FileStore(Store):
             os.close(self._direct)
             self._direct = None
         self._file.close()
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # such as an attribute that it never got
+            self.close()
 
 
 def _memory(values: Tensor) -> memoryview:

@@ -11,7 +11,7 @@ Not counted: messages on their way, what a single operation needs for itself, an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -141,7 +141,8 @@ class _Walk:
         data = program.data
         fine = data is not None and data.granularity is Granularity.MICROBATCH
         self._fine_gathers = fine and data is not None and data.shards_parameters
-        self._fine_reductions = fine
+        self._reduces = data is not None and data.degree > 1
+        self._fine_reductions = fine and self._reduces
 
     def _make_units(self) -> None:
         """As `pipeloom.parallel.stage_parameters.group_parameters` does, of a model in one format."""
@@ -209,13 +210,30 @@ class _Walk:
         return held | dict.fromkeys(self._model.elsewhere, 0.0)
 
     def _gathered(self, stage: int) -> float:
-        """The most bytes from UNSHARD to RESHARD: of a layer and the next one, or of all."""
-        units, layers = self._units[stage], range(len(self._model.stages[stage]))
-        if not self._fine_gathers:
-            return sum(unit.gathered for unit in units)
-        needed = list(zip(units, self._layers[stage], strict=True))
-        pairs = ({layer, layer + 1} for layer in layers)
-        return max((sum(unit.gathered for unit, at in needed if at & pair) for pair in pairs), default=0.0)
+        """The most of a stage's parameters that are gathered at once: of a layer and the next one, or of all.
+
+        What is elsewhere is read before it is gathered: a copy's segment of the layer that comes next.
+        """
+        data, sizes = self._program.data, [unit.gathered for unit in self._units[stage]]
+        assert data is not None
+        read = 1 / data.degree if "masters" in self._model.elsewhere and data.degree > 1 else 0.0
+        if not self._fine_gathers:  # all that come are read at once
+            return max((sum(sizes[: i + 1]) + read * sum(sizes[i:]) for i in range(len(sizes))), default=0.0)
+        needed = list(zip(sizes, self._layers[stage], strict=True))
+
+        def of(layers: set[int], but: Collection[int] = ()) -> float:
+            """The units of `layers` that none of the layers `but` needs."""
+            return sum(size for size, at in needed if at & layers and at.isdisjoint(but))
+
+        most, count = 0.0, len(self._model.stages[stage])
+        for way in (1, -1):  # forward and backward; the first two layers are read at the beginning
+            first = 0 if way == 1 else count - 1
+            most = max(most, of({first}) + read * of({first, first + way}) if read else 0.0)
+            for now in range(count):
+                ahead, after = now + way, now + 2 * way
+                reading = max(of({ahead}, {now}), of({after}, {now, ahead}))
+                most = max(most, of({now, ahead}) + read * reading)
+        return most
 
     def _moments(self) -> list[dict[str, float]]:
         """What is there beside that in the time of every action."""
@@ -239,7 +257,7 @@ class _Walk:
                 whole[stage] = max(sizes, default=0.0) if self._fine_reductions else sum(sizes)
             if op in (Op.B, Op.I):
                 again = self._model.recomputed_bytes(stage) / slices
-            of_data = op is Op.REDUCE_GRAD and microbatch is not None and not stream
+            of_data = op is Op.REDUCE_GRAD and microbatch is not None and self._reduces and not stream
             if of_data:
                 sending = max((unit.sending for unit in self._units[stage]), default=0.0)
             moments.append(
