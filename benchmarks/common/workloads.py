@@ -126,14 +126,26 @@ class _Waits:
 
     def __init__(self) -> None:
         self._late_seconds = 0.0
+        self._slept_seconds = 0.0
 
     def __call__(self, seconds: float) -> None:
         if seconds > 0:
             start = time.monotonic()
             time.sleep(max(0.0, seconds - self._late_seconds))
-            late = self._late_seconds + time.monotonic() - start - seconds
-            self._late_seconds = min(late, self._MOST_SECONDS)
+            slept = time.monotonic() - start
+            self._slept_seconds += slept
+            self._late_seconds = min(self._late_seconds + slept - seconds, self._MOST_SECONDS)
 
+    def awake_seconds(self) -> float:
+        """A clock that stands still within sleeps."""
+        return time.monotonic() - self._slept_seconds
+
+    def make_up(self, seconds: float) -> None:
+        """Let the next sleeps be shorter by what was computed."""
+        self._late_seconds = min(self._late_seconds + min(seconds, _MOST_OWN_SECONDS), self._MOST_SECONDS)
+
+
+_MOST_OWN_SECONDS = 0.0006  # of F, I or W beside waiting: more was another process's doing
 
 wait = _Waits()
 
@@ -152,6 +164,7 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        ctx.stage.backward_started = wait.awake_seconds()
         _, backward_input, ctx.stage.weight_seconds = ctx.seconds
         wait(backward_input)
         return gradient, None
@@ -177,6 +190,7 @@ class WaitingStage(nn.Module):
         self.seconds = seconds
         self.weight_seconds = 0.0
         self.weight_started = 0.0
+        self.backward_started = 0.0  # of `wait.awake_seconds`
 
     def seconds_now(self, x: Tensor) -> Seconds:
         """Of the slice that runs, or of whole sequences."""
@@ -193,7 +207,18 @@ class WaitingStage(nn.Module):
         return _Wait.apply(F.linear(x, self.weight), self)  # type: ignore[no-any-return]
 
 
-_MOST_OWN_SECONDS = 0.0006  # more was another process's doing
+class PunctualStage(WaitingStage):
+    """A waiting stage that takes exactly its time in whole backwards: its waits make up for what it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = wait.awake_seconds()
+        y = super().forward(x)
+        wait.make_up(wait.awake_seconds() - start)
+        return y
+
+    def _wait_for_weight(self, gradient: Tensor) -> None:
+        super()._wait_for_weight(gradient)
+        wait.make_up(wait.awake_seconds() - self.backward_started)
 
 
 @cache

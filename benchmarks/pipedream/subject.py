@@ -5,26 +5,28 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from functools import cache
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from benchmarks.common.processes import run_first, running_first
-from benchmarks.common.workloads import WaitingWorkload, wait
+from benchmarks.common.processes import run_first
+from benchmarks.common.workloads import PunctualStage, wait
 from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.ir import Action, Op, Schedule
 
-SECONDS = (0.010, 0.010, 0.010)  # F, I and W of a stage of size 1
-
 
 class Cell(NamedTuple):
-    """What is run: a schedule, how much work each stage has, how many batches."""
+    """What is run.
+
+    Attributes:
+        schedule: of it.
+        stage_seconds: for each stage, F and B of a micro-batch on one rank; F is a third.
+        num_batches: how many.
+    """
 
     schedule: Schedule
-    sizes: tuple[float, ...]
+    stage_seconds: tuple[float, ...]
     num_batches: int
 
     @property
@@ -36,25 +38,12 @@ class Cell(NamedTuple):
     def ideal_seconds(self) -> float:
         """A micro-batch on the slowest stage, all its replicas busy."""
         replicas = map(len, self.schedule.placement.replicas)
-        return max(sum(SECONDS) * size / r for size, r in zip(self.sizes, replicas, strict=True))
+        return max(seconds / r for seconds, r in zip(self.stage_seconds, replicas, strict=True))
 
     def model(self, *, waits: bool) -> list[nn.Module]:
-        """The stages. What the optimizer takes, spread over the micro-batches, is taken off the wait for the weight."""
-        forward, backward_input, backward_weight = SECONDS
-        stages = []
-        for stage, size in enumerate(self.sizes):
-            seconds = (0.0, 0.0, 0.0)
-            if waits:
-                own = _optimizer_seconds() * self._updates_a_microbatch(stage)
-                seconds = (forward * size, backward_input * size, backward_weight * size - own)
-            stages.append(WaitingWorkload(num_stages=1, num_microbatches=1, seconds=seconds).model())
-        return stages
-
-    def _updates_a_microbatch(self, stage: int) -> float:
-        """How many updates a rank makes for each micro-batch that it runs."""
-        if self.schedule.microbatches_per_update is None:
-            return 1 / self.micro_batches
-        return len(self.schedule.placement.replicas[stage]) / self.schedule.update_interval(stage)
+        """The stages."""
+        torch.manual_seed(7)
+        return [PunctualStage((seconds / 3 if waits else 0.0,) * 3) for seconds in self.stage_seconds]
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(11)
@@ -63,26 +52,28 @@ class Cell(NamedTuple):
 
 
 def _make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    """Momentum; what a step computes, the next wait makes up for."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    started = 0.0
+
+    def begin(*_: Any) -> None:
+        nonlocal started
+        started = wait.awake_seconds()
+
+    def end(*_: Any) -> None:
+        wait.make_up(wait.awake_seconds() - started)
+
+    optimizer.register_step_pre_hook(begin)
+    optimizer.register_step_post_hook(end)
+    return optimizer
 
 
-_MOST_OWN_SECONDS = 0.0006  # more was another process's doing
-
-
-@cache
-def _optimizer_seconds() -> float:
-    """What the optimizer's step for one stage takes in this process, behind a wait; the median."""
-    weight = nn.Parameter(torch.rand(4, 4))
-    optimizer = _make_optimizer([weight])
-    found = []
-    with running_first():
-        for _ in range(16):
-            weight.grad = torch.rand(4, 4)
-            wait(0.005)
-            start = time.monotonic()
-            optimizer.step()
-            found.append(time.monotonic() - start)
-    return min(median(found[1:]), _MOST_OWN_SECONDS)
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    """Part of the last stage's forward."""
+    start = wait.awake_seconds()
+    loss = nn.functional.mse_loss(output, target)
+    wait.make_up(wait.awake_seconds() - start)
+    return loss
 
 
 class Answer(NamedTuple):
@@ -103,7 +94,7 @@ class Answer(NamedTuple):
 def run(cell: Cell, *, waits: bool = True, transport: str = "auto") -> Answer:
     """Train by a cell."""
     model = cell.model(waits=waits)
-    with pl.Pipeline(model, cell.schedule, loss_fn=nn.functional.mse_loss, transport=transport) as pipe:
+    with pl.Pipeline(model, cell.schedule, loss_fn=_loss, transport=transport) as pipe:
         optimizer = _make_optimizer(pipe.parameters())
         versions = 1
         version_bytes = max(sum(p.nbytes for p in held.values()) for held in pipe.ownership.held.values())

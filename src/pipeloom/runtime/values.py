@@ -143,6 +143,8 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
             f"{what} hold {length} samples for {num_microbatches} micro-batches: each needs at least one sample; "
             f"use a batch of {num_microbatches} or more, or a schedule of {length} micro-batches"
         )
+    if num_microbatches == 1:
+        return [unflatten(layout, tensors)], [length]
     small, larger = divmod(length, num_microbatches)
     sizes = [small + 1] * larger + [small] * (num_microbatches - larger)
     pieces = [torch.split(t, sizes) for t in tensors]
