@@ -131,10 +131,11 @@ class _Waits:
     def __call__(self, seconds: float) -> None:
         if seconds > 0:
             start = time.monotonic()
-            time.sleep(max(0.0, seconds - self._late_seconds))
+            due = max(0.0, seconds - self._late_seconds)
+            time.sleep(due)
             slept = time.monotonic() - start
             self._slept_seconds += slept
-            self._late_seconds = min(self._late_seconds + slept - seconds, self._MOST_SECONDS)
+            self._late_seconds += due - seconds + min(slept - due, self._MOST_SECONDS)
 
     def awake_seconds(self) -> float:
         """A clock that stands still within sleeps."""
@@ -142,10 +143,8 @@ class _Waits:
 
     def make_up(self, seconds: float) -> None:
         """Let the next sleeps be shorter by what was computed."""
-        self._late_seconds = min(self._late_seconds + min(seconds, _MOST_OWN_SECONDS), self._MOST_SECONDS)
+        self._late_seconds += min(seconds, self._MOST_SECONDS)
 
-
-_MOST_OWN_SECONDS = 0.0006  # of F, I or W beside waiting: more was another process's doing
 
 wait = _Waits()
 
@@ -164,7 +163,6 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
-        ctx.stage.backward_started = wait.awake_seconds()
         _, backward_input, ctx.stage.weight_seconds = ctx.seconds
         wait(backward_input)
         return gradient, None
@@ -190,7 +188,6 @@ class WaitingStage(nn.Module):
         self.seconds = seconds
         self.weight_seconds = 0.0
         self.weight_started = 0.0
-        self.backward_started = 0.0  # of `wait.awake_seconds`
 
     def seconds_now(self, x: Tensor) -> Seconds:
         """Of the slice that runs, or of whole sequences."""
@@ -207,18 +204,7 @@ class WaitingStage(nn.Module):
         return _Wait.apply(F.linear(x, self.weight), self)  # type: ignore[no-any-return]
 
 
-class PunctualStage(WaitingStage):
-    """A waiting stage that takes exactly its time in whole backwards: its waits make up for what it computes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        start = wait.awake_seconds()
-        y = super().forward(x)
-        wait.make_up(wait.awake_seconds() - start)
-        return y
-
-    def _wait_for_weight(self, gradient: Tensor) -> None:
-        super()._wait_for_weight(gradient)
-        wait.make_up(wait.awake_seconds() - self.backward_started)
+_MOST_OWN_SECONDS = 0.0006  # more was another process's doing
 
 
 @cache

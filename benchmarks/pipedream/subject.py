@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from benchmarks.common.processes import run_first
-from benchmarks.common.workloads import PunctualStage, wait
+from benchmarks.common.workloads import WaitingStage, wait
 from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.ir import Action, Op, Schedule
+from pipeloom.runtime import backward
+
+
+def _made_up_for(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, and what it computes the next waits are shorter by."""
+
+    def timed(*args: Any) -> Any:
+        start = wait.awake_seconds()
+        result = function(*args)
+        wait.make_up(wait.awake_seconds() - start)
+        return result
+
+    return timed
+
+
+class _Stage(WaitingStage):
+    forward = _made_up_for(WaitingStage.forward)
 
 
 class Cell(NamedTuple):
@@ -43,37 +61,12 @@ class Cell(NamedTuple):
     def model(self, *, waits: bool) -> list[nn.Module]:
         """The stages."""
         torch.manual_seed(7)
-        return [PunctualStage((seconds / 3 if waits else 0.0,) * 3) for seconds in self.stage_seconds]
+        return [_Stage((seconds / 3 if waits else 0.0,) * 3) for seconds in self.stage_seconds]
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(11)
         shape = (self.num_batches, self.micro_batches, 4)
         return [(x, torch.zeros_like(x)) for x in torch.randn(shape, generator=generator)]
-
-
-def _make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Momentum; what a step computes, the next wait makes up for."""
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    started = 0.0
-
-    def begin(*_: Any) -> None:
-        nonlocal started
-        started = wait.awake_seconds()
-
-    def end(*_: Any) -> None:
-        wait.make_up(wait.awake_seconds() - started)
-
-    optimizer.register_step_pre_hook(begin)
-    optimizer.register_step_post_hook(end)
-    return optimizer
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    """Part of the last stage's forward."""
-    start = wait.awake_seconds()
-    loss = nn.functional.mse_loss(output, target)
-    wait.make_up(wait.awake_seconds() - start)
-    return loss
 
 
 class Answer(NamedTuple):
@@ -93,9 +86,13 @@ class Answer(NamedTuple):
 
 def run(cell: Cell, *, waits: bool = True, transport: str = "auto") -> Answer:
     """Train by a cell."""
-    model = cell.model(waits=waits)
-    with pl.Pipeline(model, cell.schedule, loss_fn=_loss, transport=transport) as pipe:
-        optimizer = _make_optimizer(pipe.parameters())
+    model, loss_fn = cell.model(waits=waits), _made_up_for(nn.functional.mse_loss)
+    with (
+        mock.patch.object(backward, "run_backward", _made_up_for(backward.run_backward)),
+        pl.Pipeline(model, cell.schedule, loss_fn=loss_fn, transport=transport) as pipe,
+    ):
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01, momentum=0.9)
+        optimizer.step = _made_up_for(optimizer.step)  # type: ignore[method-assign]
         versions = 1
         version_bytes = max(sum(p.nbytes for p in held.values()) for held in pipe.ownership.held.values())
         if cell.schedule.microbatches_per_update is None:

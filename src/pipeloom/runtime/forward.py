@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
@@ -161,6 +160,6 @@ def _root(tensor: Tensor) -> Root:
     node = tensor.grad_fn
     if node is None:
         return tensor
-    # The graph of a Python function needs a node of C++ to stay alive, as torch.autograd.graph.get_gradient_edge has it.
+    # The graph of a Python function needs a node of C++ to stay alive, as in torch.autograd.graph.get_gradient_edge.
     token = tensor.view_as(tensor).grad_fn if isinstance(node, BackwardCFunction) else None
     return GradientEdge(node, tensor.output_nr, token)
