@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -93,6 +94,7 @@ def run(cell: Cell, *, waits: bool = True, transport: str = "auto") -> Answer:
     ):
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01, momentum=0.9)
         optimizer.step = _made_up_for(optimizer.step)  # type: ignore[method-assign]
+        gc.collect()  # a full collection takes as long as some stages; what cells before left shall not bring it about
         versions = 1
         version_bytes = max(sum(p.nbytes for p in held.values()) for held in pipe.ownership.held.values())
         if cell.schedule.microbatches_per_update is None:
