@@ -126,13 +126,24 @@ class _Waits:
 
     def __init__(self) -> None:
         self._late_seconds = 0.0
+        self._slept_seconds = 0.0
 
     def __call__(self, seconds: float) -> None:
         if seconds > 0:
             start = time.monotonic()
-            time.sleep(max(0.0, seconds - self._late_seconds))
-            late = self._late_seconds + time.monotonic() - start - seconds
-            self._late_seconds = min(late, self._MOST_SECONDS)
+            due = max(0.0, seconds - self._late_seconds)
+            time.sleep(due)
+            slept = time.monotonic() - start
+            self._slept_seconds += slept
+            self._late_seconds += due - seconds + min(slept - due, self._MOST_SECONDS)
+
+    def awake_seconds(self) -> float:
+        """A clock that stands still within sleeps."""
+        return time.monotonic() - self._slept_seconds
+
+    def make_up(self, seconds: float) -> None:
+        """Let the next sleeps be shorter by what was computed."""
+        self._late_seconds += min(seconds, self._MOST_SECONDS)
 
 
 wait = _Waits()

@@ -22,10 +22,11 @@ NUM_RANKS = 4
 REPLICATED = ((2, 1), (1, 2), (2, 1, 1), (1, 2, 1), (3, 1))
 
 
-def cells(num_microbatches: int) -> dict[str, Cell]:
-    """What is measured, by name; streams of `num_microbatches`."""
+def cells(num_microbatches: int, milliseconds: float) -> dict[str, Cell]:
+    """What is measured, by name; streams of `num_microbatches`, of which one takes a rank so long."""
+    seconds = milliseconds / 1e3
     sizes: dict[str, Any] = {"num_ranks": NUM_RANKS, "num_microbatches": num_microbatches}
-    even = (1.0,) * NUM_RANKS
+    even = (seconds,) * NUM_RANKS
     flushed = pl.schedules.one_f_one_b(num_ranks=NUM_RANKS, num_microbatches=2 * NUM_RANKS)
     found = {
         "1f1b, flushed after 8": Cell(flushed, even, 1 + num_microbatches // (2 * NUM_RANKS)),
@@ -41,8 +42,8 @@ def cells(num_microbatches: int) -> dict[str, Cell]:
         count = sum(replicas)
         sizes = {"num_ranks": count, "num_microbatches": num_microbatches, "replicas": replicas}
         schedule = pipedream(**sizes, in_flight=-(-count // replicas[0]) + more)
-        found[f"1F1B-RR {replicas}"] = Cell(schedule, tuple(map(float, replicas)), num_microbatches)
-    return found
+        found[f"1F1B-RR {replicas}"] = Cell(schedule, tuple(seconds * r for r in replicas), num_microbatches)
+    return {f"{name}, {milliseconds:g} ms": cell for name, cell in found.items()}
 
 
 def measure(chosen: dict[str, Cell], rounds: int) -> dict[str, Any]:
@@ -78,13 +79,18 @@ def measure(chosen: dict[str, Cell], rounds: int) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> str:
-    header = ("schedule", "ideal ms", "ms a micro-batch", "% of one per slowest stage", "versions held", "predicted")
+    header = (
+        "schedule, stages of", "ms a micro-batch", "ms over the stage", "% of one per slowest stage", "versions held",
+        "predicted",
+    )  # fmt: skip
     rows: list[Sequence[object]] = []
     for name, result in results.items():
         ideal, periods = result["ideal_seconds"], result["period_seconds"]
         share = spread([100 * ideal / period for period in periods])
+        over = spread([period - ideal for period in periods])
         versions = (" ".join(map(str, result[key])) for key in ("versions", "predicted_versions"))
-        rows.append((name, f"{ideal * 1e3:.0f}", spread(periods).show("{:.2f}", 1e3), share.show("{:.1f}"), *versions))
+        times = spread(periods).show("{:.2f}", 1e3), over.show("{:.2f}", 1e3)
+        rows.append((name, *times, share.show("{:.1f}"), *versions))
     return table(header, rows)
 
 
@@ -92,12 +98,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipedream", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--microbatches", type=int, default=96, help="of a stream; a multiple of 24, at least 72")
+    parser.add_argument("--milliseconds", type=float, nargs="+", default=[30.0, 60.0], help="of F and B on a rank")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "pipedream.json")
     arguments = parser.parse_args()
     machine = environment()
-    results = measure(cells(arguments.microbatches), arguments.rounds)
+    every = [cells(arguments.microbatches, milliseconds) for milliseconds in arguments.milliseconds]
+    results = measure({name: cell for of_length in every for name, cell in of_length.items()}, arguments.rounds)
     print(tables(results))
-    settings = {"rounds": arguments.rounds, "microbatches": arguments.microbatches}
+    settings = {name: getattr(arguments, name) for name in ("rounds", "microbatches", "milliseconds")}
     save(arguments.output, settings, machine, results, tables(results))
 
 

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
-from collections.abc import Iterable
-from functools import cache
-from statistics import median
+from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
-from benchmarks.common.processes import run_first, running_first
-from benchmarks.common.workloads import WaitingWorkload, wait
+from benchmarks.common.processes import run_first
+from benchmarks.common.workloads import WaitingStage, wait
 from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.ir import Action, Op, Schedule
+from pipeloom.runtime import backward
 
-SECONDS = (0.010, 0.010, 0.010)  # F, I and W of a stage of size 1
+
+def _made_up_for(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, and what it computes the next waits are shorter by."""
+
+    def timed(*args: Any) -> Any:
+        start = wait.awake_seconds()
+        result = function(*args)
+        wait.make_up(wait.awake_seconds() - start)
+        return result
+
+    return timed
+
+
+class _Stage(WaitingStage):
+    forward = _made_up_for(WaitingStage.forward)
 
 
 class Cell(NamedTuple):
-    """What is run: a schedule, how much work each stage has, how many batches."""
+    """What is run.
+
+    Attributes:
+        schedule: of it.
+        stage_seconds: for each stage, F and B of a micro-batch on one rank; F is a third.
+        num_batches: how many.
+    """
 
     schedule: Schedule
-    sizes: tuple[float, ...]
+    stage_seconds: tuple[float, ...]
     num_batches: int
 
     @property
@@ -36,53 +57,17 @@ class Cell(NamedTuple):
     def ideal_seconds(self) -> float:
         """A micro-batch on the slowest stage, all its replicas busy."""
         replicas = map(len, self.schedule.placement.replicas)
-        return max(sum(SECONDS) * size / r for size, r in zip(self.sizes, replicas, strict=True))
+        return max(seconds / r for seconds, r in zip(self.stage_seconds, replicas, strict=True))
 
     def model(self, *, waits: bool) -> list[nn.Module]:
-        """The stages. What the optimizer takes, spread over the micro-batches, is taken off the wait for the weight."""
-        forward, backward_input, backward_weight = SECONDS
-        stages = []
-        for stage, size in enumerate(self.sizes):
-            seconds = (0.0, 0.0, 0.0)
-            if waits:
-                own = _optimizer_seconds() * self._updates_a_microbatch(stage)
-                seconds = (forward * size, backward_input * size, backward_weight * size - own)
-            stages.append(WaitingWorkload(num_stages=1, num_microbatches=1, seconds=seconds).model())
-        return stages
-
-    def _updates_a_microbatch(self, stage: int) -> float:
-        """How many updates a rank makes for each micro-batch that it runs."""
-        if self.schedule.microbatches_per_update is None:
-            return 1 / self.micro_batches
-        return len(self.schedule.placement.replicas[stage]) / self.schedule.update_interval(stage)
+        """The stages."""
+        torch.manual_seed(7)
+        return [_Stage((seconds / 3 if waits else 0.0,) * 3) for seconds in self.stage_seconds]
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(11)
         shape = (self.num_batches, self.micro_batches, 4)
         return [(x, torch.zeros_like(x)) for x in torch.randn(shape, generator=generator)]
-
-
-def _make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-_MOST_OWN_SECONDS = 0.0006  # more was another process's doing
-
-
-@cache
-def _optimizer_seconds() -> float:
-    """What the optimizer's step for one stage takes in this process, behind a wait; the median."""
-    weight = nn.Parameter(torch.rand(4, 4))
-    optimizer = _make_optimizer([weight])
-    found = []
-    with running_first():
-        for _ in range(16):
-            weight.grad = torch.rand(4, 4)
-            wait(0.005)
-            start = time.monotonic()
-            optimizer.step()
-            found.append(time.monotonic() - start)
-    return min(median(found[1:]), _MOST_OWN_SECONDS)
 
 
 class Answer(NamedTuple):
@@ -102,9 +87,14 @@ class Answer(NamedTuple):
 
 def run(cell: Cell, *, waits: bool = True, transport: str = "auto") -> Answer:
     """Train by a cell."""
-    model = cell.model(waits=waits)
-    with pl.Pipeline(model, cell.schedule, loss_fn=nn.functional.mse_loss, transport=transport) as pipe:
-        optimizer = _make_optimizer(pipe.parameters())
+    model, loss_fn = cell.model(waits=waits), _made_up_for(nn.functional.mse_loss)
+    with (
+        mock.patch.object(backward, "run_backward", _made_up_for(backward.run_backward)),
+        pl.Pipeline(model, cell.schedule, loss_fn=loss_fn, transport=transport) as pipe,
+    ):
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01, momentum=0.9)
+        optimizer.step = _made_up_for(optimizer.step)  # type: ignore[method-assign]
+        gc.collect()  # a full collection takes as long as some stages; what cells before left shall not bring it about
         versions = 1
         version_bytes = max(sum(p.nbytes for p in held.values()) for held in pipe.ownership.held.values())
         if cell.schedule.microbatches_per_update is None:

@@ -53,6 +53,12 @@ def test_values_come_apart_and_together_again(value) -> None:
     assert _same(unflatten(decode(layout.header), tensors), value)
 
 
+def test_constants_that_are_equal_stay_apart() -> None:
+    values = [(1,), (True,), (1.0,), (0.0,), (-0.0,), (0,), ({1: 0},), ({True: 0},), ({1: False},), (float("nan"),)]
+    for value in values:
+        assert repr(unflatten(*flatten(value))) == repr(value)
+
+
 def test_values_that_cannot_travel_are_refused() -> None:
     with pytest.raises(InputError, match="a stage returned a set"):
         flatten((torch.ones(1), {1, 2}))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program
@@ -160,6 +160,6 @@ def _root(tensor: Tensor) -> Root:
     node = tensor.grad_fn
     if node is None:
         return tensor
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        return get_gradient_edge(tensor)  # the graph of a Python function needs a token to stay alive
-    return GradientEdge(node, tensor.output_nr)
+    # The graph of a Python function needs a node of C++ to stay alive, as in torch.autograd.graph.get_gradient_edge.
+    token = tensor.view_as(tensor).grad_fn if isinstance(node, BackwardCFunction) else None
+    return GradientEdge(node, tensor.output_nr, token)

@@ -64,7 +64,9 @@ class SharedOutgoing(Outgoing):
 
     def _put(self, layout: Layout, tensors: Sequence[Tensor], call: int) -> bool:
         """Copy a message into a block and send its datagram, or keep that until the socket has room."""
-        dropped, self._dropped = self._dropped[:_MAX_DROPPED], self._dropped[_MAX_DROPPED:]
+        dropped: list[int] = []
+        if self._dropped:
+            dropped, self._dropped = self._dropped[:_MAX_DROPPED], self._dropped[_MAX_DROPPED:]
         long = layout.header if len(layout.header) > _MAX_LAYOUT_BYTES else b""
         number, capacity, descriptor = _NO_BLOCK, 0, None
         if layout.num_bytes or long:

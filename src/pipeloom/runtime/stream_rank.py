@@ -193,26 +193,36 @@ class StreamRank:
             return [(partial(self._send_gradients, stage, number // self._intervals[stage]), None)]
         ((run, ready),) = self._worker.steps(action, self._plan.program)
         if op in (Op.F, Op.I):
-            return [(partial(self._forward, action, run), ready)]
+            return [(self._forward(action, run), ready)]
         if op in (Op.B, Op.W):
-            return [(partial(self._backward, stage, number, run), ready)]
-        return [(partial(self._message, number // self._plan.batch_size, run), ready)]
+            return [(self._backward(stage, number, run), ready)]
+        return [(self._message(number // self._plan.batch_size, run), ready)]
 
-    def _message(self, batch: int, run: Callable[[], None]) -> None:
+    def _message(self, batch: int, run: Callable[[], None]) -> Callable[[], None]:
         """Messages say how many samples their batch has, so far as this rank knows that."""
-        state = self._worker.state
-        state.call = self._calls.get(batch, self._plan.call)
-        run()
-        self._calls[batch] = state.call
+        state, calls, unknown = self._worker.state, self._calls, self._plan.call
 
-    def _forward(self, action: Action, run: Callable[[], None]) -> None:
+        def message() -> None:
+            state.call = calls.get(batch, unknown)
+            run()
+            calls[batch] = state.call
+
+        return message
+
+    def _forward(self, action: Action, run: Callable[[], None]) -> Callable[[], None]:
         """F or I by the version that the micro-batch meets."""
         stage, op, microbatch, _ = action
         assert microbatch is not None
-        if op is Op.F and stage in (0, self._last_stage):
-            self._read(microbatch)
-        self._weights[stage].install(self._plan.used[stage, microbatch])
-        run()
+        install, version = self._weights[stage].install, self._plan.used[stage, microbatch]
+        reads = op is Op.F and stage in (0, self._last_stage)
+
+        def forward() -> None:
+            if reads:
+                self._read(microbatch)
+            install(version)
+            run()
+
+        return forward
 
     def _read(self, microbatch: int) -> None:
         """Take the batch, and see that it is as long as other ranks say."""
@@ -223,13 +233,17 @@ class StreamRank:
             raise RunError(unequal_lengths(*((own, said) if batches.batch.inputs else (said, own))))
         self._calls[batch] = self._plan.call + call_number(0, False, own)
 
-    def _backward(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
+    def _backward(self, stage: int, microbatch: int, run: Callable[[], None]) -> Callable[[], None]:
         """B or W, into the sum of the micro-batch's update."""
         version, update = self._plan.used[stage, microbatch], microbatch // self._intervals[stage]
-        weights = self._weights[stage]
-        weights.begin_backward(version, update)
-        run()
-        weights.end_backward(version, update)
+        begin, end = self._weights[stage].begin_backward, self._weights[stage].end_backward
+
+        def backward() -> None:
+            begin(version, update)
+            run()
+            end(version, update)
+
+        return backward
 
     def _send_gradients(self, stage: int, update: int) -> None:
         self._replicas[stage].send(update, self._weights[stage].gradients(update))
@@ -238,18 +252,19 @@ class StreamRank:
         """Wait for the other replicas, then update."""
         replicas = self._replicas.get(stage)
         received = replicas.receives(update) if replicas is not None else []
-        return [*received, (partial(self._update, stage, update), None)]
+        return [*received, (partial(self._update, self._plan.describe(stage, update)), None)]
 
-    def _update(self, stage: int, update: int) -> None:
+    def _update(self, what: StageUpdate) -> None:
+        stage, update = what.stage, what.update
         weights, replicas = self._weights[stage], self._replicas.get(stage)
         losses = self._losses_of(update) if stage == self._last_stage else {}
         gradients = weights.gradients(update)
         if replicas is not None:
             gradients = replicas.total(update, gradients)
-        what = self._plan.describe(stage, update)
-        found = [gradient for gradient in gradients if gradient is not None]
-        if what.num_batches > 1 and found:  # of every batch they are the mean over its samples
-            torch._foreach_mul_(found, 1 / what.num_batches)
+        if what.num_batches > 1:  # of every batch they are the mean over its samples
+            found = [gradient for gradient in gradients if gradient is not None]
+            if found:
+                torch._foreach_mul_(found, 1 / what.num_batches)
         self.norms[stage, update] = self._optimizer.apply(weights, gradients, what)
         self._note_bytes()
         if losses:

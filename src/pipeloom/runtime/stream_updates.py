@@ -121,6 +121,7 @@ class StreamOptimizer:
         self._bound = options.max_norm / math.sqrt(pipeline.schedule.num_stages)
         self._lock = threading.Lock()  # ranks of one process may have a thread each
         self._base: list[float] = []
+        self._devices: set[str] = set()
         self.check()
 
     def check(self, batch: int | None = None) -> None:
@@ -138,6 +139,7 @@ class StreamOptimizer:
     def begin(self) -> None:
         """Note parameters as they are, and learning rates where they are going to be set."""
         self.trained = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
+        self._devices = {parameter.device.type for parameter in self.trained}
         if self._options.sets_rates:
             self._base = [float(group["lr"]) for group in self._optimizer.param_groups]
 
@@ -157,26 +159,23 @@ class StreamOptimizer:
         """
         found = [gradient for gradient in gradients if gradient is not None]
         norm = _norm(found)
-        if not math.isfinite(float(norm)):
+        number = float(norm)
+        if not math.isfinite(number):
             raise RunError(
                 f"update {update.update} of stage {update.stage}, for batch {update.batch}, has gradient norm "
-                f"{float(norm)}: training cannot go on from there; lower the learning rate, or go on from an earlier "
-                "state"
+                f"{number}: training cannot go on from there; lower the learning rate, or go on from an earlier state"
             )
 
         def step() -> None:
             if math.isfinite(self._bound):
                 torch.nn.utils.clip_grads_with_norm_(weights.parameters, self._bound, norm)
-            with ExitStack() as stack:
-                for device in {gradient.device.type for gradient in found}:  # a run may be inside autocast
-                    if torch.is_autocast_enabled(device):
-                        stack.enter_context(torch.autocast(device, enabled=False))
-                if self._num_held == 1:
-                    self._optimizer.step()
-                    return
-                before = _group_values(self._optimizer)
-                self._optimizer.step()
-                self._check_written(before)
+            if not any(map(torch.is_autocast_enabled, self._devices)):
+                self._step()
+                return
+            with ExitStack() as stack:  # a run may be inside autocast
+                for device in self._devices:
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                self._step()
 
         with self._lock:
             if self._options.sets_rates:
@@ -186,7 +185,15 @@ class StreamOptimizer:
                     raise CallerError(str(error)) from error
                 self._set_rates(rates, self._options.factor(update))
             weights.update(update.update, gradients, step)
-        return float(norm)
+        return number
+
+    def _step(self) -> None:
+        if self._num_held == 1:
+            self._optimizer.step()
+            return
+        before = _group_values(self._optimizer)
+        self._optimizer.step()
+        self._check_written(before)
 
     def _check_written(self, before: list[dict[str, object]]) -> None:
         """Stages that share an optimizer share the options of its groups: what a step writes there counts them all."""
@@ -265,7 +272,8 @@ def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
 
 def _norm(gradients: list[Tensor]) -> Tensor:
     """What torch.nn.utils.get_total_norm gives, in a fifth of its time where all are of one kind."""
-    if len({(gradient.device, gradient.dtype) for gradient in gradients}) != 1:
+    if len(gradients) != 1 and len({(gradient.device, gradient.dtype) for gradient in gradients}) != 1:
         return torch.nn.utils.get_total_norm(gradients)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    norms = torch._foreach_norm(gradients)
+    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return norm

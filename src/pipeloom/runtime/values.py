@@ -27,7 +27,7 @@ class Layout:
     """Everything about a value but its numbers.
 
     Attributes:
-        structure: JSON of the nesting, with ``"t"`` where a tensor stands.
+        structure: JSON of the nesting (see `_strip`), with ``"t"`` where a tensor stands.
         specs: shape, dtype and "wants a gradient" of each tensor, in order of traversal.
         header: the same as bytes, for the wire.
         offsets: where each tensor starts in a message's payload, aligned to 64 bytes.
@@ -73,7 +73,7 @@ def flatten(value: Value, what: str = "a stage returned") -> tuple[Layout, list[
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         return _layout(_TENSOR, ((value.shape, value.dtype, value.requires_grad),)), [value]
     tensors: list[Tensor] = []
-    structure = json.dumps(_strip(value, tensors, what))
+    structure = _encoded(_strip(value, tensors, what))
     return _layout(structure, tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)), tensors
 
 
@@ -81,7 +81,7 @@ def unflatten(layout: Layout, tensors: Sequence[Tensor]) -> Value:
     """Put a value together again."""
     if layout.structure == _TENSOR:
         return tensors[0]
-    return _fill(json.loads(layout.structure), iter(tensors))
+    return _fill(_decoded(layout.structure), iter(tensors))
 
 
 def copied(value: Value) -> Value:
@@ -90,7 +90,19 @@ def copied(value: Value) -> Value:
     return unflatten(layout, [tensor.clone() for tensor in tensors])
 
 
+@lru_cache(maxsize=4096)
+def _encoded(structure: Any) -> str:
+    """What `_strip` left, as JSON."""
+    return json.dumps(structure)
+
+
+@lru_cache(maxsize=4096)
+def _decoded(structure: str) -> Any:
+    return json.loads(structure)
+
+
 def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
+    """The nesting as tuples, which can be looked up: equal ones are the same, so 1, 1.0 and True say what they are."""
     kind = type(value).__name__
     if isinstance(value, Tensor):
         if value.layout is torch.strided and not value.is_nested:
@@ -98,11 +110,15 @@ def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
             return _TENSOR
         kind = "nested tensor" if value.is_nested else f"{value.layout} tensor"
     elif isinstance(value, tuple | list):  # a class of the user's would have to be looked up by name on the other side
-        return {"tuple" if isinstance(value, tuple) else "list": [_strip(v, tensors, what) for v in value]}
+        items = tuple([_strip(item, tensors, what) for item in value])
+        return "tuple" if isinstance(value, tuple) else "list", items
     elif isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
-        return {"dict": [[key, _strip(item, tensors, what)] for key, item in value.items()]}
-    elif value is None or isinstance(value, bool | int | float | str):
-        return {"constant": value}
+        pairs = [(type(key).__name__, key, _strip(item, tensors, what)) for key, item in value.items()]
+        return "dict", tuple(pairs)
+    elif isinstance(value, float):  # as text, for 0.0 and -0.0 are equal
+        return "float", repr(float(value))
+    elif value is None or isinstance(value, bool | int | str):
+        return "constant", kind, value
     raise InputError(
         f"{what} a {kind}: what travels are dense tensors, tuples, lists and dicts of them and plain constants; turn "
         "it into one of these"
@@ -112,12 +128,14 @@ def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
 def _fill(structure: Any, tensors: Any) -> Value:
     if structure == _TENSOR:
         return next(tensors)
-    kind, content = next(iter(structure.items()))
+    kind, *content = structure
     if kind == "constant":
-        return content
+        return content[-1]
+    if kind == "float":
+        return float(content[0])
     if kind == "dict":
-        return {key: _fill(item, tensors) for key, item in content}
-    items = [_fill(item, tensors) for item in content]
+        return {key: _fill(item, tensors) for _, key, item in content[0]}
+    items = [_fill(item, tensors) for item in content[0]]
     return items if kind == "list" else tuple(items)
 
 
@@ -143,6 +161,8 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
             f"{what} hold {length} samples for {num_microbatches} micro-batches: each needs at least one sample; "
             f"use a batch of {num_microbatches} or more, or a schedule of {length} micro-batches"
         )
+    if num_microbatches == 1:
+        return [unflatten(layout, tensors)], [length]
     small, larger = divmod(length, num_microbatches)
     sizes = [small + 1] * larger + [small] * (num_microbatches - larger)
     pieces = [torch.split(t, sizes) for t in tensors]

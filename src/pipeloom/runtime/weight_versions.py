@@ -14,7 +14,8 @@ gradient) versions share its leaf. A version is let go of behind the last backwa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from torch import Tensor, nn
 from pipeloom.errors import RunError
 
 Gradients = list[Tensor | None]  # in the order of `WeightVersions.parameters`
+
+
+_NOTHING: Iterable[None] = repeat(None)
 
 
 class WeightVersions:
@@ -34,6 +38,7 @@ class WeightVersions:
 
     Attributes:
         parameters: the user's, each once however often the module has it.
+        num_bytes: of `parameters` in all versions that exist.
         peak_versions: the most versions that existed at once.
     """
 
@@ -45,12 +50,14 @@ class WeightVersions:
                     homes.setdefault(parameter, []).append((part._parameters, name))
         self.parameters = list(homes)
         self._homes = list(homes.values())
-        self._uses, self._trained = uses, trained
+        self._uses = uses
+        self._changes = [parameter in trained for parameter in self.parameters]
         self._newest = 0
         self._installed: int | None = None
         self._leaves: dict[int, list[nn.Parameter]] = {0: [_leaf(parameter) for parameter in self.parameters]}
         self._sums: dict[int, Gradients] = {}  # by update: the gradients of its backwards so far
         self._sizes = [parameter.nbytes for parameter in self.parameters]
+        self.num_bytes = sum(self._sizes)
         self.peak_versions = 1
 
     def install(self, version: int) -> None:
@@ -76,7 +83,13 @@ class WeightVersions:
         self._uses[version] -= 1
         if not self._uses[version] and version != self._newest:
             self.install(self._newest)
-            del self._leaves[version]
+            leaves = self._leaves.pop(version)
+            # Versions that share a leaf follow each other: what is in neither neighbour is gone.
+            older = self._leaves.get(max((v for v in self._leaves if v < version), default=-1), _NOTHING)
+            newer = self._leaves[min(v for v in self._leaves if v > version)]
+            for leaf, one, other, size in zip(leaves, older, newer, self._sizes, strict=False):
+                if leaf is not one and leaf is not other:
+                    self.num_bytes -= size
 
     def gradients(self, update: int) -> Gradients:
         """The sum over the backwards of one update, in their order; None where there was no gradient.
@@ -110,11 +123,13 @@ class WeightVersions:
                 "parameters as attributes of its modules, at every call; keep no reference to one beside"
             )
         leaves, needed = self._leaves[self._newest], self._uses[self._newest] > 0
-        before = self._leaves.get(max((v for v in self._leaves if v < self._newest), default=-1), ())
-        shared = {id(leaf) for leaf in before}
-        for parameter, leaf, gradient in zip(self.parameters, leaves, gradients, strict=True):
+        # Where the newest is needed no more, the version before it may still share a leaf with it.
+        before = max((v for v in self._leaves if v < self._newest or needed), default=-1)
+        kept = self._leaves.get(before, _NOTHING)
+        columns = zip(self.parameters, leaves, kept, self._changes, gradients, strict=False)
+        for parameter, leaf, other, changes, gradient in columns:
             parameter.grad = gradient
-            if gradient is not None and parameter in self._trained and (needed or id(leaf) in shared):
+            if changes and leaf is other and gradient is not None:
                 parameter.data = parameter.data.clone()
         try:
             step()
@@ -127,18 +142,13 @@ class WeightVersions:
             if self._installed == self._newest:
                 self._installed = None
         self._newest += 1
-        self._leaves[self._newest] = [
-            leaf if leaf.data_ptr() == parameter.data_ptr() else _leaf(parameter)
-            for parameter, leaf in zip(self.parameters, leaves, strict=True)
-        ]
+        made = self._leaves[self._newest] = list(leaves)
+        for index, (parameter, leaf, other) in enumerate(zip(self.parameters, leaves, kept, strict=False)):
+            if leaf.data_ptr() != parameter.data_ptr():
+                made[index] = _leaf(parameter)
+                if leaf is other:
+                    self.num_bytes += self._sizes[index]
         self.peak_versions = max(self.peak_versions, len(self._leaves))
-
-    @property
-    def num_bytes(self) -> int:
-        """Of `parameters` in all versions that exist."""
-        columns = zip(*self._leaves.values(), strict=True)
-        copies = (len(set(map(id, column))) for column in columns)
-        return sum(size * count for size, count in zip(self._sizes, copies, strict=True))
 
     def close(self) -> None:
         """Put the user's parameters back into their places, and let go of all versions."""
