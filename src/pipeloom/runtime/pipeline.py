@@ -22,7 +22,7 @@ from pipeloom.runtime.connect import Connection, connect
 from pipeloom.runtime.driver import Driver
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.holdings import Holdings
-from pipeloom.runtime.host_memory import give_back_freed_memory, keep_freed_memory
+from pipeloom.runtime.host_memory import HugeHeap, give_back_freed_memory, keep_freed_memory
 from pipeloom.runtime.moves import OffloadOptions
 from pipeloom.runtime.parameter_store import Sharing, sharing_of
 from pipeloom.runtime.process_mesh import ProcessMesh
@@ -141,8 +141,8 @@ class Pipeline(Holdings):
     def _join(self, cut_model: Stages, connection: Connection, sharing: Sharing, blackbox: Any) -> None:
         """Take this process's stages of the model, and get ready to run them."""
         self.rank, self.process_group, self.transport = connection.rank, connection.process_group, connection.transport
+        frees = sharing.axis is not None and sharing.axis.shards_parameters
         if self.rank is not None:
-            frees = sharing.axis is not None and sharing.axis.shards_parameters
             give_back_freed_memory() if frees else keep_freed_memory()
         self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
         super().__init__(cut_model, self._train_program, self.local_ranks, sharing)
@@ -171,7 +171,8 @@ class Pipeline(Holdings):
         self.last_run: dict[int, Callable[[], Iterable[Record]]] = {}
         self._has_update_channels = False
         self._speculation: Speculation | None = None  # while parameters wait to be validated
-        self.driver = Driver(self.rank, self.num_ranks, self.transport)
+        kept = self.rank is not None and not frees
+        self.driver = Driver(self.rank, self.num_ranks, self.transport, HugeHeap().follow if kept else None)
 
     @property
     def program(self) -> Program:
