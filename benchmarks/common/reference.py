@@ -9,14 +9,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks.common.workloads import Workload
+from pipeloom.runtime.host_memory import keep_freed_memory
 
 TOLERANCE = 1e-5  # float32, relative to the largest element of each gradient
 
 
 class Sequential:
-    """Plain gradient accumulation, or the whole batch at once."""
+    """Plain gradient accumulation, or the whole batch at once; `keeps_memory`: with the allocator set as in a rank."""
 
-    def __init__(self, workload: Workload, *, whole_batch: bool = False) -> None:
+    def __init__(self, workload: Workload, *, whole_batch: bool = False, keeps_memory: bool = False) -> None:
+        if keeps_memory:
+            keep_freed_memory()
         self._model = workload.model()
         self._loss = workload.loss
         pieces = 1 if whole_batch else workload.num_microbatches

@@ -40,6 +40,7 @@ class Entry(NamedTuple):
 ENTRIES = {
     "1 process, 1 thread, micro-batches": Entry(1, 1, System(kind="sequential")),
     "two of these side by side": Entry(2, 1, System(kind="sequential")),
+    "1 process, 1 thread, memory kept": Entry(1, 1, System(kind="sequential", options={"keeps_memory": True})),
     "1 process, 1 thread, whole batch": Entry(1, 1, System(kind="sequential", options={"whole_batch": True})),
     "1 process, 2 threads, micro-batches": Entry(1, 2, System(kind="sequential")),
     "1 process, 2 threads, whole batch": Entry(1, 2, System(kind="sequential", options={"whole_batch": True})),

@@ -22,7 +22,7 @@ from pipeloom.runtime.values import Layout
 
 _HEAD_BYTES = 64
 _FREE, _USED = 0, 1
-_COPIED_BYTES = 1 << 14  # up to which a receiver copies
+_COPIED_BYTES = 1 << 17  # up to which a receiver copies
 _C = ctypes.CDLL(None, use_errno=True)
 _C.mmap.restype = ctypes.c_void_p
 _C.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
