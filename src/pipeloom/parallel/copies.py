@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import PeerLost
+from pipeloom.runtime.collectives import noticing_lost_peers
 from pipeloom.runtime.process_mesh import ProcessMesh
 
 Wait = Callable[[], Any]
+
+_LOST = "another copy of this pipeline went away, or did not come in time, during a collective"
 
 # Their names before torch 2.13.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,8 +38,8 @@ class Copies:
         self._timeout = timedelta(seconds=timeout_seconds)
         self.degree = 1 if mesh is None else mesh.degree("dp")
         self.index = 0 if mesh is None else mesh.coordinate("dp")
-        self._group = None if mesh is None or self.degree == 1 else mesh.group("dp")
-        backend = "gloo" if self._group is None else dist.get_backend(self._group)
+        self._mesh = None if self.degree == 1 else mesh
+        backend = "gloo" if self._mesh is None else dist.get_backend(self._mesh.group("dp"))
         self._small = torch.device("cuda") if "nccl" in backend else torch.device("cpu")
 
     def broadcast(self, values: Tensor) -> Wait:
@@ -72,7 +73,7 @@ class Copies:
 
     def sum_in_order(self, values: Tensor) -> Tensor:
         """The sum of a few numbers, copy after copy: the same bits on every copy."""
-        if self._group is None:
+        if self._mesh is None:
             return values
         gathered = [torch.empty_like(values, device=self._small) for _ in range(self.degree)]
         self._start(dist.all_gather, gathered, values.to(self._small))()
@@ -83,7 +84,7 @@ class Copies:
 
     def any(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether it is set on some copy."""
-        if self._group is None or not flags:
+        if self._mesh is None or not flags:
             return flags
         values = torch.tensor(flags, dtype=torch.uint8, device=self._small)
         self._start(dist.all_reduce, values, dist.ReduceOp.MAX)()
@@ -91,13 +92,13 @@ class Copies:
 
     def _start(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Wait:
         """Start it; what is returned waits for its end."""
-        if self._group is None:
+        if self._mesh is None:
             return _nothing
-        with _noticing_lost_peers():
-            work = collective(*arguments, group=self._group, async_op=True, **options)
+        with noticing_lost_peers(_LOST):
+            work = collective(*arguments, group=self._mesh.group("dp"), async_op=True, **options)
 
         def wait() -> None:
-            with _noticing_lost_peers():
+            with noticing_lost_peers(_LOST):
                 work.wait(self._timeout)
 
         return wait
@@ -105,14 +106,3 @@ class Copies:
 
 def _nothing() -> None:
     pass
-
-
-@contextmanager
-def _noticing_lost_peers() -> Iterator[None]:
-    """Backends raise a plain RuntimeError when a peer is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(
-            f"another copy of this pipeline went away during a collective ({str(error).splitlines()[0]})"
-        ) from error

@@ -135,8 +135,8 @@ class Pipeline(Holdings):
         device = next((p.device for module in cut_model.modules for p in module.parameters()), torch.device("cpu"))
         self._open_mover = offload.open(device) if offload is not None else lambda: None
         self.mesh = mesh
-        connection = connect(schedule.num_ranks, transport, timeout_seconds, terms, mesh)
-        self._join(cut_model, connection, sharing, blackbox)
+        self._connection = connect(schedule.num_ranks, transport, timeout_seconds, terms, mesh)
+        self._join(cut_model, self._connection, sharing, blackbox)
 
     def _join(self, cut_model: Stages, connection: Connection, sharing: Sharing, blackbox: Any) -> None:
         """Take this process's stages of the model, and get ready to run them."""
@@ -306,6 +306,7 @@ class Pipeline(Holdings):
         for worker in self.workers.values():
             if worker.state.mover is not None:
                 worker.state.mover.close()
+        self._connection.close()
 
     def __enter__(self) -> Pipeline:
         return self
