@@ -180,3 +180,39 @@ def test_no_memory_in_a_collective_of_copies_is_no_lost_copy(monkeypatch: pytest
         Copies(_TwoCopies()).all_reduce(torch.ones(1))  # type: ignore[arg-type]
     with pytest.raises(torch.OutOfMemoryError):
         all_reduce(torch.ones(1), None, 1.0)  # type: ignore[arg-type]
+
+
+def _one_refuses(rank: int, num_ranks: int) -> tuple[list[str], float]:
+    """What is said where copy 1 alone has a batch that it cannot take; and the loss of a step behind it."""
+    mesh = pl.Mesh(pp=num_ranks, dp=2)
+    copy, said = mesh.coordinate("dp"), []
+    schedule = pl.schedules.one_f_one_b(num_ranks=num_ranks, num_microbatches=2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, mesh=mesh, timeout_seconds=20)
+    good = torch.ones(4, 4)
+    for bad in [None, torch.ones(1, 4), {4}][: 3 if num_ranks == 1 else 1]:
+        with pytest.raises((InputError, PeerLost)) as caught:
+            pipe.step(bad if copy else good, bad if copy else good)
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    loss = float(pipe.step(good, good)) if num_ranks == 1 else 0.0
+    pipe.close()
+    return said, loss
+
+
+def test_a_batch_that_one_copy_refuses_is_refused_by_all() -> None:
+    (fine, loss), (bad, other) = run_ranks(_one_refuses, 2, 1, timeout_seconds=60)
+    assert [text.split(":")[1] for text in fine] == [" copy 1 of the pipeline refused its batch"] * 3
+    assert [part for part, text in zip(["are None", "1 samples", "hold a set"], bad, strict=True) if part in text] == [
+        "are None",
+        "1 samples",
+        "hold a set",
+    ]
+    assert loss == other > 0
+
+
+def test_ranks_before_the_last_hear_at_once_that_another_copy_refused() -> None:
+    (first, _), (last, _), *others = run_ranks(_one_refuses, 4, 2, timeout_seconds=60)
+    assert first[0].startswith("PeerLost")
+    assert "ended" in first[0]
+    assert last[0].startswith("InputError: copy 1 of the pipeline refused its batch")
+    assert all("are None" in said[0] for said, _ in others)

@@ -75,12 +75,18 @@ class Copies:
         """The sum of a few numbers, copy after copy: the same bits on every copy."""
         if self._mesh is None:
             return values
-        gathered = [torch.empty_like(values, device=self._small) for _ in range(self.degree)]
-        self._start(dist.all_gather, gathered, values.to(self._small))()
-        total = gathered[0]
-        for part in gathered[1:]:
+        total, *others = self.gather(values)
+        for part in others:
             total += part
         return total.to(values.device)
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """A few numbers of every copy."""
+        if self._mesh is None:
+            return [values]
+        gathered = [torch.empty_like(values, device=self._small) for _ in range(self.degree)]
+        self._start(dist.all_gather, gathered, values.to(self._small))()
+        return gathered
 
     def any(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether it is set on some copy."""

@@ -6,6 +6,7 @@ every rank:   split -> own stages -> bind programs (step, evaluate, forward) -> 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -323,16 +324,8 @@ class Pipeline(Holdings):
     ) -> Batch:
         """Run `program` on all ranks of this process."""
         self.driver.check_free()
-        batch = Batch.cut(
-            program.num_microbatches,
-            self.sharing.inputs(inputs),
-            targets,
-            needs_inputs=self.needs_inputs,
-            needs_targets=self.needs_targets and with_loss,
-            sum_samples=self.sharing.sum_samples,
-        )
+        batch = self._cut(program, inputs, targets, needs_targets=self.needs_targets and with_loss)
         if self._sliced:
-            cut_sequences(batch, self.schedule.num_slices, self._slice_lengths)
             batch.seed = None if program.schedule.forward_only else int(torch.randint(2**63 - 1, ()))
         bound = {rank: self._bind(rank, program) for rank in self.local_ranks}
         speculation = self._speculation
@@ -351,6 +344,30 @@ class Pipeline(Holdings):
 
         self.driver.run(runs, share)
         self.driver.num_calls = call_count(self.workers[self.local_ranks[0]].state.call)
+        return batch
+
+    def _cut(self, program: Program, inputs: Value, targets: Value, *, needs_targets: bool) -> Batch:
+        """The batch of this copy, weighed among those of all; where one copy refuses its own, all raise."""
+        batch, refusal = Batch(), None
+        try:
+            batch = Batch.cut(
+                program.num_microbatches,
+                self.sharing.inputs(inputs),
+                targets,
+                needs_inputs=self.needs_inputs,
+                needs_targets=needs_targets,
+            )
+            if self._sliced:
+                cut_sequences(batch, self.schedule.num_slices, self._slice_lengths)
+        except Exception as error:
+            if not needs_targets:
+                raise
+            refusal = error
+        if needs_targets:
+            # Other ranks of a copy that is fine are at work when its last one hears of it: closing tells them.
+            apart = self.num_ranks > len(self.local_ranks) and self.sharing.axis is not None
+            with self.driver.ended_by_errors() if apart else nullcontext():
+                batch.weigh(self.sharing.sum_samples(batch.num_samples, refusal))
         return batch
 
     # Updates that are validated later
