@@ -14,7 +14,6 @@ from pipeloom.cli.parser import Parser
 from pipeloom.cli.train import make_parser, read_config, read_words
 from pipeloom.errors import InputError
 from pipeloom.plan.memory import KINDS, Choice, MemoryRow, choose_memory, choose_recompute, read_memory
-from pipeloom.report.drawing import bytes_text
 from pipeloom.sim import parse_costs
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.planned_memory import (
@@ -23,6 +22,7 @@ from pipeloom.train.planned_memory import (
     planned_model,
     planned_program,
 )
+from pipeloom.words import bytes_text
 
 _DESCRIPTION = """\
 How much memory every rank of a run takes, by kind, from closed forms: nothing is made, and nothing runs. The options

@@ -28,7 +28,7 @@ from pipeloom.runtime.moves import OffloadOptions
 from pipeloom.runtime.parameter_store import Sharing, sharing_of
 from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.results import ResultExchange, total
-from pipeloom.runtime.runnable import check_loss, check_recompute, check_runnable, check_slices
+from pipeloom.runtime.runnable import check_attention, check_loss, check_recompute, check_runnable, check_slices
 from pipeloom.runtime.slices import cut_sequences
 from pipeloom.runtime.speculation import Speculation
 from pipeloom.runtime.state import Batch, LossFn
@@ -131,6 +131,8 @@ class Pipeline(Holdings):
         check(self._forward_program)
 
         given = not isinstance(model, nn.Module | Stages)  # a list of stages may hold a dummy for those of other ranks
+        if not given:
+            check_attention(cut_model.modules, self._recompute)
         terms = Terms.of(self._train_program, () if given else cut_model.layers, slices, sharing.terms)
         self._loss_fn, self._timeout_seconds = loss_fn, timeout_seconds
         device = next((p.device for module in cut_model.modules for p in module.parameters()), torch.device("cpu"))
