@@ -350,7 +350,8 @@ class Pipeline(Holdings):
 
     def _cut(self, program: Program, inputs: Value, targets: Value, *, needs_targets: bool) -> Batch:
         """The batch of this copy, weighed among those of all; where one copy refuses its own, all raise."""
-        batch, refusal = Batch(), None
+        batch = Batch()
+        refusal: Exception | None = None
         try:
             batch = Batch.cut(
                 program.num_microbatches,
