@@ -368,7 +368,8 @@ class Pipeline(Holdings):
             refusal = error
         if needs_targets:
             # Other ranks of a copy that is fine are at work when its last one hears of it: closing tells them.
-            apart = self.num_ranks > len(self.local_ranks) and self.sharing.axis is not None
+            axis = self.sharing.axis
+            apart = self.num_ranks > len(self.local_ranks) and axis is not None and axis.degree > 1
             with self.driver.ended_by_errors() if apart else nullcontext():
                 batch.weigh(self.sharing.sum_samples(batch.num_samples, refusal))
         return batch
