@@ -117,7 +117,7 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ("--data.path /dev/zero", "is a device, a pipe or a socket"),
         (
             "--model.layers 100000000 --model.width 1024 --model.heads 16",
-            "training takes at least .* GiB for the model",
+            "training takes at least .* [GT]iB for the model",
         ),
         ("--batch.size 1000000000", "batch.size 1000000000 in 8 micro-batches.*training takes at least"),
         ("--batch.size 1000000000 --batch.microbatches 1000000000 --model.layers 100000", "training takes at least"),
@@ -144,6 +144,17 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ("--precision.loss_scale_steps 0", "precision.loss_scale_steps is 0"),
         ("--optimizer.name lion", "optimizer.name"),
         ("--optimizer.momentum 1", "optimizer.momentum is 1.0.*below 1"),
+        ("--optimizer.momentum 0.5", "momentum 0.5 with optimizer.name adamw: it would change nothing"),
+        ("--optimizer.beta2 0.5 --optimizer.name sgd", "beta2 0.5 with optimizer.name sgd: it would"),
+        (
+            "--optimizer.muon_learning_rate 1 --optimizer.name momentum",
+            "rate 1.0 with optimizer.name momentum",
+        ),
+        ("--precision.loss_scale 2 --precision.dtype bf16", "loss_scale 2.0 with precision.dtype bf16"),
+        ("--precision.loss_scale_steps 2", "loss_scale_steps 2 with precision.dtype fp32"),
+        ("--memory.offload cpu --memory.offload_states false", "offload cpu with memory.offload_states false"),
+        ("--memory.offload_states false", "offload_states false without memory.offload"),
+        ("--parallel.data_granularity chunk --parallel.data_strategy zero2", "chunk with one copy, which shares no"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(refused: Refused, words: str, expected: str) -> None:

@@ -51,16 +51,7 @@ def test_activations_of_every_stage_take_what_the_closed_form_says(dtype, dropou
     init_parameters(model, seed=0)
     number = {"fp32": torch.float32, "bf16": torch.bfloat16}[Precision(dtype).dtype]
     model = model.to(number)
-    sizes = GPTSizes(
-        vocabulary_size=70,
-        layers=5,
-        width=48,
-        heads=3,
-        sequence_length=40,
-        learned_positions=positions == "learned",
-        dropout=bool(dropout),
-    )
-    predicted = in_stages(gpt_layers(sizes, 2, number.itemsize), even_blocks(5, 3))
+    predicted = in_stages(gpt_layers(GPTSizes.of(config, 70), 2, number.itemsize), even_blocks(5, 3))
     stages = split(model, 3)
     assert [[layer.name for layer in stage] for stage in predicted] == [list(names) for names in stages.layers]
     value, targets = torch.randint(0, 70, (2, 2, 40), dtype=torch.uint8)

@@ -151,3 +151,34 @@ def test_a_disk_that_is_full_ends_a_step_in_one_line_and_leaves_the_pipeline_cle
             pipe.step(x, x)
         assert "\n" not in str(caught.value)
         assert set(pipe.live_activations.values()) == {0}
+
+
+class _WritesIntoItsResult(torch.nn.Module):
+    """exp keeps its result for the backward; `late` writes into it when a later layer runs."""
+
+    def __init__(self, shared: list[Tensor], late: bool) -> None:
+        super().__init__()
+        self.line, self.shared, self.late = torch.nn.Linear(64, 64), shared, late
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.late and self.training:
+            with torch.no_grad():
+                self.shared.pop().mul_(2.0)
+            return self.line(x)
+        result = self.line(x).exp()
+        self.shared.append(result)
+        return result * 1.0
+
+
+@pytest.mark.parametrize("least_bytes", [64, 1 << 20], ids=["moved", "left"])
+def test_a_saved_result_that_is_written_into_is_noticed_as_without_offload(tmp_path: Path, least_bytes: int) -> None:
+    said = []
+    for offload in (None, OffloadActivations(f"disk:{tmp_path}", beside=0, least_bytes=least_bytes)):
+        shared: list[Tensor] = []
+        model = torch.nn.Sequential(*(_WritesIntoItsResult(shared, late) for late in (False, True, False, True)))
+        schedule = pl.schedules.build("gpipe", num_ranks=2, num_microbatches=4)
+        with pl.Pipeline(model, schedule, loss_fn=F.mse_loss, offload=offload) as pipe:
+            with pytest.raises(RunError, match=r"by an inplace operation.*at version 1; expected version 0") as it:
+                pipe.step(torch.ones(8, 64), torch.ones(8, 64))
+            said.append(str(it.value))
+    assert "stage 1" in said[0]

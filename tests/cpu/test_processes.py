@@ -6,7 +6,10 @@ import itertools
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -317,3 +320,28 @@ def _wrong_sizes(rank: int) -> None:
 
 def test_bad_batches_are_refused_before_communication() -> None:
     run_ranks(_wrong_sizes, 2)
+
+
+_BENCHMARK = """
+import tempfile, time
+from benchmarks.common.processes import Crew
+with tempfile.TemporaryDirectory(prefix="pipeloom-benchmark-"), Crew("ends", 1, int):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_benchmark_that_is_told_to_end_leaves_no_file(tmp_path: Path, number: signal.Signals) -> None:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BENCHMARK], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    assert len(list(tmp_path.glob("pipeloom-benchmark-*"))) == 2
+    process.send_signal(number)
+    assert process.wait(timeout=30) != 0
+    process.stdout.close()
+    assert not list(tmp_path.glob("pipeloom-benchmark-*"))

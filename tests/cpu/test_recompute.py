@@ -246,3 +246,13 @@ def test_a_module_whose_forward_changes_what_it_begins_with_is_named() -> None:
 
     with pytest.raises(RunError, match="changes its buffer 'mean'"):
         _train(nn.Sequential(Moving(8), Moving(8)), "1f1b", "full", loss_fn=F.mse_loss, batches=_vectors)
+
+
+def test_a_stage_that_surely_has_no_attention_is_refused_when_the_pipeline_is_made() -> None:
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    model = nn.Sequential(Counting(8), nn.Linear(8, 8))
+    for recompute in ("selective", ["none", "selective"]):
+        with pytest.raises(InputError, match="for stage 1, which has no attention"):
+            pl.Pipeline(model, schedule, loss_fn=F.mse_loss, recompute=recompute, transport="loopback")
+    other = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, batch_first=True))
+    pl.Pipeline(other, schedule, loss_fn=F.mse_loss, recompute=["none", "selective"], transport="loopback").close()

@@ -129,8 +129,8 @@ def test_updates_whose_gradients_overflow_are_skipped_and_counted(
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_copies_in_16_bits_agree(text: Path, alone: Path, tmp_path: Path, dtype: str) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    more = ("--parallel.pipeline=1", f"--precision.dtype={dtype}", f"--precision.loss_scale={2.0**21}")
-    more += ("--precision.gradients=same",) if dtype == "bf16" else ()
+    more = ("--parallel.pipeline=1", f"--precision.dtype={dtype}")
+    more += ("--precision.gradients=same",) if dtype == "bf16" else (f"--precision.loss_scale={2.0**21}",)
     copies(text, two, *more, "--parallel.data=2", "--batch.microbatches=2", "--parallel.data_strategy=zero1")
     local(text, one, *BATCH, *more)
     assert_alike(one, two, 1e-3)

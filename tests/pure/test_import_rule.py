@@ -145,3 +145,13 @@ def test_simulating_loads_no_torch(code, tmp_path):
 def test_numbers_alone_load_neither_templates_nor_terminal_pictures(tmp_path):
     loaded = modules_after(SIMULATE.format("'--json'"), tmp_path)
     assert not loaded & {"torch", "numpy", "scipy", "jinja2", "rich.table", "pipeloom.report"}
+
+
+def test_nothing_is_pickled_in_files_or_between_processes():
+    for path in ROOT.rglob("*.py"):
+        assert not {name.split(".")[0] for name in imports_of(path)} & {"pickle", "marshal", "shelve", "dill"}, path
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                assert not node.attr.endswith(("_object", "_object_list")), f"{path} line {node.lineno}: it pickles"
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                assert (owner, node.attr) not in {("torch", "load"), ("torch", "save"), ("np", "load")}, path

@@ -11,6 +11,7 @@ from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.convert import convert, model_tensors
 from pipeloom.train.checkpoint.directory import Listed, list_checkpoints, resolve
 from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, missing_or_cut, read_manifest, verify
+from pipeloom.words import bytes_text
 
 _EXAMPLES = """\
 pipeloom checkpoint ls runs/corpus                       the checkpoints of a run
@@ -48,14 +49,14 @@ def _ls(argv: list[str]) -> int:
     if (directory / MANIFEST_NAME).is_file():
         answer = _describe_one(directory)
         rows = [
-            [row["name"], row["dtype"], _shape(row["shape"]), _size(row["bytes"]), _file(row)]
+            [row["name"], row["dtype"], _shape(row["shape"]), bytes_text(row["bytes"]), _file(row)]
             for row in answer["tensors"]
         ]
         header = ["tensor", "dtype", "shape", "size", "file"]
     else:
         answer = {"path": str(directory), "checkpoints": [_describe(entry) for entry in list_checkpoints(directory)]}
         rows = [
-            [str(row["step"]), _size(row["bytes"]), _layout(row), row["status"], row["path"]]
+            [str(row["step"]), bytes_text(row["bytes"]), _layout(row), row["status"], row["path"]]
             for row in answer["checkpoints"]
         ]
         header = ["step", "size", "layout", "status", "path"]
@@ -74,7 +75,7 @@ def _verify(argv: list[str]) -> int:
     manifest = verify(checkpoint)
     model_tensors(checkpoint, verify_files=False)  # each element is there once
     total_bytes = sum(record.bytes for record in manifest.files.values())
-    print(f"{checkpoint}: ok, step {manifest.step}, {len(manifest.files)} files, {_size(total_bytes)}")
+    print(f"{checkpoint}: ok, step {manifest.step}, {len(manifest.files)} files, {bytes_text(total_bytes)}")
     return 0
 
 
@@ -88,7 +89,7 @@ def _convert(argv: list[str]) -> int:
         raise InputError(f"--single and --ranks {options.ranks} contradict each other: give one of them")
     checkpoint = resolve(Path(options.dir))
     for path in convert(checkpoint, Path(options.out), 1 if options.ranks is None else options.ranks):
-        print(f"{path}  {_size(path.stat().st_size)}")
+        print(f"{path}  {bytes_text(path.stat().st_size)}")
     return 0
 
 
@@ -146,14 +147,6 @@ def _layout(row: dict[str, Any]) -> str:
 
 def _shape(shape: list[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} TiB"
 
 
 def _print_table(header: list[str], rows: list[list[str]]) -> None:

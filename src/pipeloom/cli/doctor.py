@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pipeloom.cli.parser import Parser
 from pipeloom.version import __version__
+from pipeloom.words import bytes_text
 
 _REQUIRED: dict[str, tuple[int, ...]] = {
     "torch": (2, 10),
@@ -77,7 +78,7 @@ def examine() -> list[Check]:
         *_torch_parts(),
         Check("cpu", True, _cores()),
         Check("memory", True, _memory()),
-        Check("disk", True, f"{_gib(shutil.disk_usage(Path.cwd()).free)} free in the current directory"),
+        Check("disk", True, f"{bytes_text(shutil.disk_usage(Path.cwd()).free)} free in the current directory"),
         _tried(
             "loopback port", _try_loopback, "bound and reached", True, "allow TCP on 127.0.0.1: the ranks meet there"
         ),
@@ -124,7 +125,7 @@ def _torch_parts() -> list[Check]:
     mpi = has_distributed and dist.is_mpi_available()
     num_devices = torch.cuda.device_count()
     devices = [torch.cuda.get_device_properties(index) for index in range(num_devices)]
-    names = "; ".join(f"{device.name}, {_gib(device.total_memory)}" for device in devices)
+    names = "; ".join(f"{device.name}, {bytes_text(device.total_memory)}" for device in devices)
     return [
         Check("gloo", gloo, "CPU collectives", True, "install a torch that is built with torch.distributed"),
         Check("nccl", nccl, "CUDA collectives", num_devices > 0, "install a CUDA build of torch"),
@@ -149,20 +150,16 @@ def _cores() -> str:
 
 def _memory() -> str:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    parts = [f"{_gib(total)} in all"]
+    parts = [f"{bytes_text(total)} in all"]
     try:
         rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        parts.append(f"{_gib(int(rows['MemAvailable'].split()[0]) * 1024)} available")
+        parts.append(f"{bytes_text(int(rows['MemAvailable'].split()[0]) * 1024)} available")
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
-            parts.append(f"limited to {_gib(int(limit))}")
+            parts.append(f"limited to {bytes_text(int(limit))}")
     except (OSError, ValueError, KeyError):
         pass
     return ", ".join(parts)
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"
 
 
 def _tried(name: str, attempt: Callable[[], None], found: str, required: bool = False, fix: str | None = None) -> Check:

@@ -12,11 +12,11 @@ from pipeloom.cli.parser import Parser
 from pipeloom.cli.train import make_parser, read_config, read_words
 from pipeloom.errors import InputError
 from pipeloom.plan.memory import KINDS, Choice, MemoryRow, read_memory
-from pipeloom.report.drawing import bytes_text
 from pipeloom.sim import parse_costs
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.memory_cap import chosen_words, under_cap
 from pipeloom.train.planned_memory import planned_memory
+from pipeloom.words import bytes_text
 
 _DESCRIPTION = """\
 How much memory every rank of a run takes, by kind, from closed forms: nothing is made, and nothing runs. The options

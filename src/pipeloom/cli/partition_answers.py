@@ -15,11 +15,11 @@ from pipeloom.plan.partition import (
     partition_layers,
     plan_synchronous,
 )
-from pipeloom.report.drawing import bytes_text, seconds_text
+from pipeloom.report.drawing import seconds_text
 from pipeloom.schedules import find
 from pipeloom.schedules.pipedream import full_in_flight
 from pipeloom.train.config import TrainConfig
-from pipeloom.words import counted
+from pipeloom.words import bytes_text, counted
 
 _TIMES = ("compute", "sync", "transfer")
 _MOST_SIMULATED = 50_000  # forwards of a step; more take longer than they tell

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -11,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import PeerLost
+from pipeloom.runtime.collectives import noticing_lost_peers
 from pipeloom.runtime.process_mesh import ProcessMesh
 
 Wait = Callable[[], Any]
+
+_LOST = "another copy of this pipeline went away, or did not come in time, during a collective"
 
 # Their names before torch 2.13.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,8 +38,8 @@ class Copies:
         self._timeout = timedelta(seconds=timeout_seconds)
         self.degree = 1 if mesh is None else mesh.degree("dp")
         self.index = 0 if mesh is None else mesh.coordinate("dp")
-        self._group = None if mesh is None or self.degree == 1 else mesh.group("dp")
-        backend = "gloo" if self._group is None else dist.get_backend(self._group)
+        self._mesh = None if self.degree == 1 else mesh
+        backend = "gloo" if self._mesh is None else dist.get_backend(self._mesh.group("dp"))
         self._small = torch.device("cuda") if "nccl" in backend else torch.device("cpu")
 
     def broadcast(self, values: Tensor) -> Wait:
@@ -64,7 +65,7 @@ class Copies:
 
     def reduce_scatter(self, values: Tensor, own: Tensor) -> Wait:
         """In `own`, this copy's of equal pieces of the sum over copies of `values`, which are lost."""
-        if self._group is None:
+        if self._mesh is None:
             own.copy_(values)
             return _nothing
         if values.device.type != "cpu":
@@ -83,24 +84,26 @@ class Copies:
 
     def sum_in_order(self, values: Tensor) -> Tensor:
         """The sum of a few numbers, copy after copy: the same bits on every copy."""
-        total, *others = self._gathered(values)
+        total, *others = self.gather(values)
         for part in others:
             total = total + part
         return total.to(values.device)
 
-    def any(self, flags: list[bool]) -> list[bool]:
-        """For each flag, whether it is set on some copy."""
-        if self._group is None or not flags:
-            return flags
-        found: list[bool] = self._gathered(torch.tensor(flags, dtype=torch.uint8)).any(dim=0).tolist()
-        return found
-
-    def _gathered(self, values: Tensor) -> Tensor:
-        """A row for each copy, of a few numbers."""
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """A few numbers of every copy."""
+        if self._mesh is None:
+            return [values]
         rows = torch.empty((self.degree, *values.shape), dtype=values.dtype, device=self._small)
         rows[self.index] = values
         self.all_gather(rows.view(-1), rows[self.index].reshape(-1))()
-        return rows
+        return list(rows)
+
+    def any(self, flags: list[bool]) -> list[bool]:
+        """For each flag, whether it is set on some copy."""
+        if self._mesh is None or not flags:
+            return flags
+        found: list[bool] = torch.stack(self.gather(torch.tensor(flags, dtype=torch.uint8))).any(dim=0).tolist()
+        return found
 
     @property
     def _others(self) -> list[int]:
@@ -123,13 +126,13 @@ class Copies:
 
     def _start(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Wait:
         """Start it; what is returned waits for its end."""
-        if self._group is None:
+        if self._mesh is None:
             return _nothing
-        with _noticing_lost_peers():
-            work = collective(*arguments, group=self._group, **options)
+        with noticing_lost_peers(_LOST):
+            work = collective(*arguments, group=self._mesh.group("dp"), **options)
 
         def wait() -> None:
-            with _noticing_lost_peers():
+            with noticing_lost_peers(_LOST):
                 work.wait(self._timeout)
 
         return wait
@@ -137,14 +140,3 @@ class Copies:
 
 def _nothing() -> None:
     pass
-
-
-@contextmanager
-def _noticing_lost_peers() -> Iterator[None]:
-    """Backends raise a plain RuntimeError when a peer is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(
-            f"another copy of this pipeline went away during a collective ({str(error).splitlines()[0]})"
-        ) from error

@@ -9,14 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeloom.errors import InputError
 from pipeloom.parallel.mesh_shape import AXES, MeshShape
-from pipeloom.runtime.collectives import all_gather_bytes
+from pipeloom.runtime.collectives import all_gather_bytes, cpu_group, destroy_groups
 
 
 class Mesh:
     """All processes of the default process group, arranged.
 
     Every process makes the same one, after ``torch.distributed.init_process_group``. One degree may be -1: what is
-    left of the processes.
+    left of the processes. It serves any number of pipelines, one after another; in a ``with`` it is closed at the end.
 
     Args:
         pp: ranks of the pipeline, which is one copy of the model.
@@ -47,16 +47,22 @@ class Mesh:
         degrees = {"pp": pp, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
         self.shape = MeshShape.of(degrees, num_processes=dist.get_world_size(), order=order)
         backend = dist.get_backend_config()
-        group = dist.group.WORLD if "gloo" in backend else dist.new_group(backend="gloo")
-        assert group is not None
-        self.cpu_group: dist.ProcessGroup = group
-        self._agree()
+        self.cpu_group, self._made = cpu_group()
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._is_closed = False
+        try:
+            self._agree()
+        except InputError:
+            self.close()
+            raise
         used = [axis for axis in self.shape.axes if axis in ("pp", "dp") or self.degree(axis) > 1]
         self.device_mesh: DeviceMesh = init_device_mesh(
             "cuda" if "nccl" in backend else "cpu",
             tuple(self.degree(axis) for axis in used),
             mesh_dim_names=tuple(used),
         )
+        self._groups.update((axis, self.device_mesh.get_group(axis)) for axis in used)
+        self._made += tuple(group for group in self._groups.values() if group is not dist.group.WORLD)
 
     def _agree(self) -> None:
         """Before groups are made, which hangs where processes make different ones."""
@@ -80,15 +86,36 @@ class Mesh:
         """The processes along an axis through this one, in its order; on the backend of the default group.
 
         Raises:
-            InputError: neither pp nor dp, and of degree 1.
+            InputError: neither pp nor dp, and of degree 1; or the mesh is closed.
         """
-        if axis not in (self.device_mesh.mesh_dim_names or ()):
-            raise InputError(f"mesh axis {axis!r} has one place here: it has no group; give it a degree above 1")
-        return self.device_mesh.get_group(axis)
+        if axis in self._groups:
+            return self._groups[axis]
+        if self._is_closed:
+            raise InputError(f"a mesh of {self} after its close(): its groups are gone; close it last")
+        raise InputError(f"mesh axis {axis!r} has one place here: it has no group; give it a degree above 1")
 
     def lines(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Ranks in the default group: all processes, in groups along an axis."""
         return self.shape.lines(axis)
+
+    def close(self) -> None:
+        """Destroy the groups that were made here, with their threads and sockets; every process closes its mesh.
+
+        Pipelines on it are closed before. ``torch.distributed.destroy_process_group()`` does it too; closing is for
+        processes that make one mesh after another. Closing twice does nothing.
+        """
+        destroy_groups(self._made)
+        self._made, self._is_closed = (), True
+        self._groups.clear()
+        if hasattr(self, "device_mesh"):  # it is part of a cycle, and would hold them until that is found
+            getattr(self.device_mesh, "_pg_registry", {}).clear()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # else others may be gone, and what was begun with them never ends
+            self.close()
 
     def __str__(self) -> str:
         return str(self.shape)

@@ -67,8 +67,18 @@ class _Shared(Sharing):
         assert self.axis is not None
         return UnitStore(stages, held, homes, layers, self.axis, self._data, self._precision, self._copies)
 
-    def sum_samples(self, count: int) -> int:
-        return int(self._copies.sum_in_order(torch.tensor([count], dtype=torch.int64)))
+    def sum_samples(self, count: int, refusal: Exception | None = None) -> int:
+        own = torch.tensor([count if refusal is None else -1], dtype=torch.int64)
+        counts = [int(found) for found in self._copies.gather(own)]
+        if refusal is not None:
+            raise refusal
+        refusing = [str(copy) for copy, found in enumerate(counts) if found < 0]
+        if refusing:
+            raise InputError(
+                f"copy {', '.join(refusing)} of the pipeline refused its batch: all copies take a step together; see "
+                "what it said"
+            )
+        return sum(counts)
 
     def sum_losses(self, loss: Tensor) -> Tensor:
         return self._copies.sum_in_order(loss)

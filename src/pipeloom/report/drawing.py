@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pipeloom.ir.action import COMPUTE_OPS, Op
 from pipeloom.ir.schedule import Uses
 from pipeloom.sim.timeline import Span
+from pipeloom.words import number_text
 
 # Okabe and Ito's palette: told apart by colour-blind eyes, and dark text stays readable on each.
 COLOURS = {
@@ -74,26 +75,6 @@ def seconds_text(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{number_text(seconds * factor)} {unit}"
     return f"{number_text(seconds * 1e6)} µs" if seconds else "0 s"
-
-
-def bytes_text(count: float) -> str:
-    """``3 * 2**20`` -> ``"3 MiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{number_text(count)} {unit}"
-        count /= 1024
-    return f"{number_text(count)} TiB"
-
-
-def number_text(value: float) -> str:
-    """Four significant digits, thousands apart, no trailing zeros; NaN and infinities by name."""
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("∞" if value > 0 else "-∞")
-    if value and not 1e-3 <= abs(value) < 1e7:
-        return f"{value:.3g}"
-    digits = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
-    text = f"{value:,.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def op_shares(row: Sequence[Span], seconds: float, columns: int) -> list[dict[Op, float]]:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.report.drawing import bytes_text, number_text, seconds_text
+from pipeloom.report.drawing import seconds_text
 from pipeloom.report.html import percent_text, render
 from pipeloom.report.metrics import Metrics, read_metrics
 from pipeloom.report.perfetto import write_trace
 from pipeloom.report.plots import Series, line_chart
 from pipeloom.report.svg import timeline_svg
 from pipeloom.sim.timeline import Timeline
-from pipeloom.words import counted, plural
+from pipeloom.words import bytes_text, counted, number_text, plural
 
 _CHARTS = (
     ("gradient norm", "grad_norm", None),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from pipeloom.errors import InputError, PeerLost
+from pipeloom.errors import InputError
 from pipeloom.ir import Program
 from pipeloom.runtime.collectives import all_gather_bytes
 
@@ -59,10 +59,8 @@ class Terms(NamedTuple):
             InputError: on all of them, where two differ.
             PeerLost: one of them ended.
         """
-        try:
-            told = all_gather_bytes(json.dumps(self).encode(), group)
-        except RuntimeError as error:
-            raise PeerLost("another rank ended before all had made their Pipeline; see what it said") from error
+        lost = "another rank ended before all had made their Pipeline; see what it said"
+        told = all_gather_bytes(json.dumps(self).encode(), group, lost=lost)
         first, *others = [Terms(*json.loads(terms)) for terms in told]
         for rank, other in enumerate(others, 1):
             if other.summary != first.summary:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pipeloom.errors import InputError
 from pipeloom.runtime import shared_memory
 from pipeloom.runtime.agreement import Terms
-from pipeloom.runtime.collectives import all_gather_bytes
+from pipeloom.runtime.collectives import all_gather_bytes, cpu_group, destroy_groups
 from pipeloom.runtime.loopback import LoopbackTransport
 from pipeloom.runtime.mixed import MixedTransport
 from pipeloom.runtime.process_mesh import ProcessMesh
@@ -33,11 +33,17 @@ class Connection:
         transport: how messages travel, inside one copy.
         process_group: for collectives of small numbers on the CPU, over all ranks of all copies; None where the
             process holds all ranks.
+        groups: what was made for it.
     """
 
     rank: int | None
     transport: Transport
     process_group: dist.ProcessGroup | None
+    groups: tuple[dist.ProcessGroup, ...] = ()
+
+    def close(self) -> None:
+        """Let go of what was made; the transport was closed before."""
+        destroy_groups(self.groups)
 
 
 def connect(
@@ -77,18 +83,18 @@ def connect(
     atexit.unregister(_let_gloo_finish)  # once, however many pipelines there are
     atexit.register(_let_gloo_finish)
     # Small numbers on the CPU go around beside the pipeline's messages.
-    if mesh is not None:
-        group: dist.ProcessGroup | None = mesh.cpu_group
-    else:
-        group = dist.group.WORLD if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
-    if group is not None:
+    group, made = (mesh.cpu_group, ()) if mesh is not None else cpu_group()
+    try:
         terms.agree(group)
-    _check_size(num_ranks, mesh)
-    copies = (tuple(range(num_ranks)),) if mesh is None else mesh.lines("pp")
-    rank = dist.get_rank() if mesh is None else mesh.coordinate("pp")
-    if not isinstance(transport, Transport):
-        transport = _between_processes(transport, rank, copies, group, timeout_seconds)
-    return Connection(rank, transport, group)
+        _check_size(num_ranks, mesh)
+        copies = (tuple(range(num_ranks)),) if mesh is None else mesh.lines("pp")
+        rank = dist.get_rank() if mesh is None else mesh.coordinate("pp")
+        if not isinstance(transport, Transport):
+            transport = _between_processes(transport, rank, copies, group, timeout_seconds)
+    except BaseException:
+        destroy_groups(made)
+        raise
+    return Connection(rank, transport, group, made)
 
 
 def _check_size(num_ranks: int, mesh: ProcessMesh | None) -> None:

@@ -183,8 +183,18 @@ class Sharing:
         """
         return PlainStore(held, stages.values())
 
-    def sum_samples(self, count: int) -> int:
-        """The number of samples in the batches of all copies; every copy calls it."""
+    def sum_samples(self, count: int, refusal: Exception | None = None) -> int:
+        """The number of samples in the batches of all copies; every copy calls it.
+
+        Args:
+            count: of this copy.
+            refusal: why it does not take its batch.
+
+        Raises:
+            InputError: a copy does not take its batch. On that copy its `refusal`.
+        """
+        if refusal is not None:
+            raise refusal
         return count
 
     def sum_losses(self, loss: Tensor) -> Tensor:

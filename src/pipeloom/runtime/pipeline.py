@@ -6,6 +6,7 @@ every rank:   split -> own stages -> bind programs (step, evaluate, forward) -> 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +28,7 @@ from pipeloom.runtime.moves import OffloadOptions
 from pipeloom.runtime.parameter_store import Sharing, sharing_of
 from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.results import ResultExchange, total
-from pipeloom.runtime.runnable import check_loss, check_recompute, check_runnable, check_slices
+from pipeloom.runtime.runnable import check_attention, check_loss, check_recompute, check_runnable, check_slices
 from pipeloom.runtime.slices import cut_sequences
 from pipeloom.runtime.speculation import Speculation
 from pipeloom.runtime.state import Batch, LossFn
@@ -130,14 +131,16 @@ class Pipeline(Holdings):
         check(self._forward_program)
 
         given = not isinstance(model, nn.Module | Stages)  # a list of stages may hold a dummy for those of other ranks
+        if not given:
+            check_attention(cut_model.modules, self._recompute)
         terms = Terms.of(self._train_program, () if given else cut_model.layers, slices, sharing.terms)
         self._loss_fn, self._timeout_seconds = loss_fn, timeout_seconds
         device = next((p.device for module in cut_model.modules for p in module.parameters()), torch.device("cpu"))
         sharing.check_device(device)
         self._open_mover = offload.open(device) if offload is not None else lambda: None
         self.mesh = mesh
-        connection = connect(schedule.num_ranks, transport, timeout_seconds, terms, mesh)
-        self._join(cut_model, connection, sharing, blackbox)
+        self._connection = connect(schedule.num_ranks, transport, timeout_seconds, terms, mesh)
+        self._join(cut_model, self._connection, sharing, blackbox)
 
     def _join(self, cut_model: Stages, connection: Connection, sharing: Sharing, blackbox: Any) -> None:
         """Take this process's stages of the model, and get ready to run them."""
@@ -313,6 +316,7 @@ class Pipeline(Holdings):
         for worker in self.workers.values():
             if worker.state.mover is not None:
                 worker.state.mover.close()
+        self._connection.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -329,16 +333,8 @@ class Pipeline(Holdings):
     ) -> Batch:
         """Run `program` on all ranks of this process."""
         self.driver.check_free()
-        batch = Batch.cut(
-            program.num_microbatches,
-            self.sharing.inputs(inputs),
-            targets,
-            needs_inputs=self.needs_inputs,
-            needs_targets=self.needs_targets and with_loss,
-            sum_samples=self.sharing.sum_samples,
-        )
+        batch = self._cut(program, inputs, targets, needs_targets=self.needs_targets and with_loss)
         if self._sliced:
-            cut_sequences(batch, self.schedule.num_slices, self._slice_lengths)
             batch.seed = None if program.schedule.forward_only else int(torch.randint(2**63 - 1, ()))
         bound = {rank: self._bind(rank, program) for rank in self.local_ranks}
         speculation = self._speculation
@@ -357,6 +353,32 @@ class Pipeline(Holdings):
 
         self.driver.run(runs, share)
         self.driver.num_calls = call_count(self.workers[self.local_ranks[0]].state.call)
+        return batch
+
+    def _cut(self, program: Program, inputs: Value, targets: Value, *, needs_targets: bool) -> Batch:
+        """The batch of this copy, weighed among those of all; where one copy refuses its own, all raise."""
+        batch = Batch()
+        refusal: Exception | None = None
+        try:
+            batch = Batch.cut(
+                program.num_microbatches,
+                self.sharing.inputs(inputs),
+                targets,
+                needs_inputs=self.needs_inputs,
+                needs_targets=needs_targets,
+            )
+            if self._sliced:
+                cut_sequences(batch, self.schedule.num_slices, self._slice_lengths)
+        except Exception as error:
+            if not needs_targets:
+                raise
+            refusal = error
+        if needs_targets:
+            # Other ranks of a copy that is fine are at work when its last one hears of it: closing tells them.
+            axis = self.sharing.axis
+            apart = self.num_ranks > len(self.local_ranks) and axis is not None and axis.degree > 1
+            with self.driver.ended_by_errors() if apart else nullcontext():
+                batch.weigh(self.sharing.sum_samples(batch.num_samples, refusal))
         return batch
 
     # Updates that are validated later

@@ -11,6 +11,7 @@ from pipeloom.ir import Schedule, check
 from pipeloom.ir.recompute import Recompute, recompute_of_stages
 from pipeloom.runtime.state import LossFn
 from pipeloom.runtime.worker import RUNNABLE_OPS
+from pipeloom.split.module import StageModule
 
 
 def check_runnable(schedule: Schedule) -> None:
@@ -49,6 +50,26 @@ def check_recompute(given: str | Sequence[str], num_stages: int, transport: obje
             "and other threads draw from them; take transport 'loopback', or processes"
         )
     return kinds
+
+
+def check_attention(modules: Sequence[nn.Module], kinds: Sequence[Recompute]) -> None:
+    """Raises InputError where a stage is to recompute attention and surely has none: all of it is torch's own modules.
+
+    Whether others call attention shows when they run.
+    """
+    for stage, (module, kind) in enumerate(zip(modules, kinds, strict=True)):
+        if kind is Recompute.SELECTIVE and all(map(_has_no_attention, module.modules())):
+            raise InputError(
+                f"recompute 'selective' for stage {stage}, which has no attention: it is that what is computed again; "
+                "take 'full' or 'none' for this stage"
+            )
+
+
+def _has_no_attention(part: nn.Module) -> bool:
+    """Of the module itself, whatever is inside of it."""
+    known = type(part).__module__.startswith("torch.nn.modules.") or isinstance(part, StageModule)
+    hooked = part._forward_hooks or part._forward_pre_hooks
+    return known and not hooked and not isinstance(part, nn.MultiheadAttention)
 
 
 def check_slices(schedule: Schedule, lengths: Sequence[int] | None) -> None:

@@ -60,6 +60,7 @@ class Batch:
     Attributes:
         inputs: of every micro-batch, on ranks with the first stage.
         targets: of every micro-batch, on ranks with the last stage; None where no loss is asked for.
+        sizes: samples of every micro-batch, on ranks with the last stage.
         weights: the share of each micro-batch in the loss, which is the mean over the batches of all copies.
         losses: of the micro-batches whose last stage ran here, each times its weight; of slices, their sum.
         outputs: of the last stage, where no loss is asked for; of slices, a list until all are there.
@@ -70,6 +71,7 @@ class Batch:
 
     inputs: Sequence[Value] = ()
     targets: Sequence[Value] | None = None
+    sizes: Sequence[int] = ()
     weights: Sequence[float] = ()
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Value] = field(default_factory=dict)
@@ -86,11 +88,8 @@ class Batch:
         *,
         needs_inputs: bool,
         needs_targets: bool,
-        sum_samples: Callable[[int], int] = int,
     ) -> Batch:
-        """The batch as micro-batches, where this process needs it.
-
-        Where targets are needed `sum_samples` says how many samples the batches of all copies of the pipeline hold.
+        """The batch as micro-batches, where this process needs it; weights as if there were no other copy.
 
         Raises:
             InputError: what is needed is missing, too short, of another length than the rest, or part of a graph.
@@ -103,10 +102,13 @@ class Batch:
             batch.targets, sizes = _cut(targets, num_microbatches, "targets", "last")
             if needs_inputs and sum(sizes) != batch.num_samples:
                 raise InputError(unequal_lengths(batch.num_samples, sum(sizes)))
-            batch.num_samples = sum(sizes)
-            all_samples = sum_samples(batch.num_samples)
-            batch.weights = [size / all_samples for size in sizes]
+            batch.num_samples, batch.sizes = sum(sizes), sizes
+            batch.weigh(batch.num_samples)
         return batch
+
+    def weigh(self, all_samples: int) -> None:
+        """Set the weights: this batch is a part of `all_samples`."""
+        self.weights = [size / all_samples for size in self.sizes]
 
 
 def _cut(value: Value, num_microbatches: int, what: str, where: str) -> tuple[list[Value], list[int]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipeloom.errors import InputError, PeerLost
+from pipeloom.errors import InputError
 from pipeloom.ir import Program, check
 from pipeloom.passes import lower, stretch
 from pipeloom.runtime.calls import call_number
@@ -243,10 +243,8 @@ class Stream:
         }
         if group is None:
             return self._on_update is not None
-        try:
-            told = all_gather_bytes(json.dumps([own, self._on_update is not None]).encode(), group)
-        except RuntimeError as error:
-            raise PeerLost("another rank ended before all began their run; see what it said") from error
+        lost = "another rank ended before all began their run; see what it said"
+        told = all_gather_bytes(json.dumps([own, self._on_update is not None]).encode(), group, lost=lost)
         first, *others = [json.loads(answer) for answer in told]
         for rank, other in enumerate(others, 1):
             name = next((name for name in own if other[0][name] != first[0][name]), None)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pipeloom.errors import CallerError, PeerLost, one_line
+from pipeloom.errors import CallerError, one_line
 from pipeloom.ir.versions import num_updates
+from pipeloom.runtime.collectives import noticing_lost_peers
 from pipeloom.runtime.stream_rank import StreamPlan
 from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport
 from pipeloom.runtime.values import flatten
@@ -130,10 +131,8 @@ class StreamResults:
         losses = torch.tensor([self._own.get(b, 0.0) for b in range(schedule.num_microbatches)], dtype=torch.float64)
         table = torch.cat([losses.view(-1, size), squares], 1)  # of every batch: its losses, squares of norms
         if self._group is not None:
-            try:
+            with noticing_lost_peers("another rank ended before all had the results of the run; see what it said"):
                 dist.all_reduce(table, group=self._group)
-            except RuntimeError as error:
-                raise PeerLost("another rank ended before all had the results of the run; see what it said") from error
         first = self._plan.batches_before
         return [
             StreamUpdate(first + number, sum(row[:size]), math.sqrt(sum(row[size:])))

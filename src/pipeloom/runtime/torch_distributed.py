@@ -1,8 +1,9 @@
 """Messages over torch.distributed: gloo between CPU ranks of several machines, NCCL between CUDA ranks.
 
 Every channel has a process group of its own, so that messages of two channels never wait for each other and a failure
-stays where it is. A message starts with an envelope of fixed size, always by a CPU group, since a receiver has to know
-sizes beforehand. It holds the layout, and the tensors too if they are small and on the CPU; else they follow.
+stays where it is; closing destroys it. A message starts with an envelope of fixed size, always by a CPU group, since a
+receiver has to know sizes beforehand. It holds the layout, and the tensors too if they are small and on the CPU; else
+they follow.
 
     envelope   | kind | length of layout | call | layout | tensors, each aligned to 64 bytes |
     layout     a message of its own, where it is too long for the envelope
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import PeerLost
+from pipeloom.runtime.collectives import destroy_groups, first_line, is_lost_peer, noticing_lost_peers
 from pipeloom.runtime.transport import Channel, Incoming, Message, Outgoing, Transport
 from pipeloom.runtime.values import Layout, decode
 
@@ -49,14 +51,22 @@ class _Link:
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._group = group  # kept: the group serves until it is closed, also after destroy_process_group
+        self._groups = [group]  # kept: it serves also after destroy_process_group
         self._peer = peer
 
     def send(self, tensor: Tensor) -> dist.Work:
-        return self._group.send([tensor], self._peer, 0)
+        return self._groups[0].send([tensor], self._peer, 0)
 
     def receive(self, tensor: Tensor) -> None:
-        self._group.recv([tensor], self._peer, 0).wait()
+        self._groups[0].recv([tensor], self._peer, 0).wait()
+
+    def close(self, *, orderly: bool) -> None:
+        """Destroy the group. Its threads and sockets go when nobody holds it, be it a thread that still receives."""
+        if not orderly:  # NCCL would wait for a peer that may be gone
+            for group in self._groups:
+                group.abort()
+        destroy_groups(self._groups)
+        self._groups.clear()
 
 
 class _Outgoing(Outgoing):
@@ -83,10 +93,8 @@ class _Outgoing(Outgoing):
             self._post(payload, self._data)
 
     def _post(self, tensor: Tensor, link: _Link) -> None:
-        try:
+        with noticing_lost_peers(f"rank {self._channel.target} cannot be reached"):
             self._in_flight.append((link.send(tensor), tensor))
-        except RuntimeError as error:
-            raise PeerLost(f"rank {self._channel.target} cannot be reached ({_first_line(error)})") from error
 
     def release(self) -> None:
         """Forget sends that are done."""
@@ -95,23 +103,21 @@ class _Outgoing(Outgoing):
 
     def end_step(self) -> None:
         """Wait until everything is on its way."""
-        try:
+        with noticing_lost_peers(f"rank {self._channel.target} did not take what this rank sent"):
             while self._in_flight:
                 self._in_flight[0][0].wait(self._timeout)
                 self._in_flight.popleft()
-        except RuntimeError as error:
-            raise PeerLost(
-                f"rank {self._channel.target} did not take what this rank sent ({_first_line(error)})"
-            ) from error
 
-    def finish(self) -> None:
-        """Close the channel: the other side's thread ends when this arrives."""
+    def finish(self) -> bool:
+        """Close the channel: the other side's thread ends when this arrives. Returns whether it did."""
         try:
             self._post(_envelope(_END, b"", 0), self._control)
             while self._in_flight:
                 self._in_flight.popleft()[0].wait(timedelta(seconds=_CLOSING_SECONDS))
-        except (RuntimeError, PeerLost):
-            self._in_flight.clear()  # the peer is gone: nobody is left to tell
+        except RuntimeError:  # the peer is gone: nobody is left to tell
+            self._in_flight.clear()
+            return False
+        return True
 
 
 class _Incoming(Incoming):
@@ -148,9 +154,11 @@ class _Incoming(Incoming):
             ) from None
         if isinstance(message, Exception):
             self._messages.put(message)  # whoever asks again gets the same answer
+            if not isinstance(message, ConnectionError) and not is_lost_peer(message):
+                raise message
             raise PeerLost(
                 f"rank {self._channel.source} ended while rank {self._channel.target} waited for it "
-                f"({_first_line(message)})"
+                f"({first_line(message)})"
             ) from message
         return message
 
@@ -214,6 +222,7 @@ class TorchDistributedTransport(Transport):
         self._idle = idle
         self._outgoing: dict[Channel, _Outgoing] = {}
         self._incoming: dict[Channel, _Incoming] = {}
+        self._links: list[_Link] = []
 
     def open(self, channels: Iterable[Channel]) -> None:
         atexit.register(self.close)  # a thread that still listens when the interpreter ends would abort the process
@@ -228,6 +237,7 @@ class TorchDistributedTransport(Transport):
                     continue
                 peer = 1 - members.index(self._process)
                 links = _Link(control, peer), _Link(data, peer)
+                self._links += links
                 if channel.source == self._rank:
                     self._outgoing[channel] = _Outgoing(channel, *links, self._timeout_seconds)
                 else:
@@ -247,11 +257,14 @@ class TorchDistributedTransport(Transport):
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        for outgoing in self._outgoing.values():
-            outgoing.finish()
+        told = [outgoing.finish() for outgoing in self._outgoing.values()]
         deadline = time.monotonic() + _CLOSING_SECONDS
         for incoming in self._incoming.values():
             incoming.thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        orderly = all(told) and not any(incoming.thread.is_alive() for incoming in self._incoming.values())
+        for link in self._links:
+            link.close(orderly=orderly)
+        self._links.clear()
         self._outgoing.clear()
         self._incoming.clear()
 
@@ -284,7 +297,3 @@ def _wire_form(tensor: Tensor) -> Tensor:
     """Contiguous, and as bytes where a backend has no such dtype; on a fresh contiguous tensor a view of it."""
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
     return tensor.view(-1).view(torch.uint8) if tensor.device.type == "cpu" else tensor
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:200]

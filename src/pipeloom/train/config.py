@@ -110,8 +110,8 @@ class OptimizerConfig:
     weight_decay: float = _option(
         0.1, "weight decay of matrices; vectors have none; adam, sgd and momentum add it to the gradient"
     )
-    beta1: float = _option(0.9, "adamw, adam: decay of the first moment")
-    beta2: float = _option(0.95, "adamw, adam: decay of the second moment")
+    beta1: float = _option(0.9, "adamw, adam, muon: decay of the first moment")
+    beta2: float = _option(0.95, "adamw, adam, muon: decay of the second moment")
     momentum: float = _option(0.95, "momentum, muon: decay of the sum of gradients")
     nesterov: bool = _option(True, "momentum, muon: look ahead by one step")
     muon_learning_rate: float = _option(0.02, "muon: largest learning rate of the matrices that it updates")

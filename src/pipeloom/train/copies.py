@@ -27,8 +27,10 @@ def settled(config: TrainConfig, world_size: int | None) -> TrainConfig:
             "parallel.data is -1 without torchrun: it is what is left of the processes, and here their number follows "
             "from it; give a number"
         )
-    copies = config.mesh_shape(world_size).degree("dp")
-    return replace(config, parallel=replace(config.parallel, data=copies))
+    parallel = replace(config.parallel, data=config.mesh_shape(world_size).degree("dp"))
+    if parallel.data == 1 and parallel.data_strategy != "zero3":  # it was for more, and means nothing now
+        parallel = replace(parallel, data_granularity=None)
+    return replace(config, parallel=parallel)
 
 
 def process_names(config: TrainConfig) -> list[str]:

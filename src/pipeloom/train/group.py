@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import PeerLost
 from pipeloom.parallel import Mesh
-from pipeloom.runtime.collectives import all_gather_bytes
+from pipeloom.runtime.collectives import all_gather_bytes, noticing_lost_peers
 from pipeloom.runtime.launcher import Membership
 from pipeloom.train.config import TrainConfig
 
@@ -41,13 +40,12 @@ class Group:
         """Every process's payload, by rank."""
         if self.size == 1:
             return [payload]
-        with _noticing_lost_peers():
-            return all_gather_bytes(payload)
+        return all_gather_bytes(payload)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over processes, in place and on the CPU; in the order of ranks, so it repeats to the last bit."""
         if self.size > 1:
-            with _noticing_lost_peers():
+            with noticing_lost_peers():
                 dist.all_reduce(values)
         return values
 
@@ -55,7 +53,7 @@ class Group:
         """`values` of rank `source` of the first copy, in place, on every process."""
         if self.size > 1:
             process = source if self.mesh is None else self.mesh.shape.process({"pp": source})
-            with _noticing_lost_peers():
+            with noticing_lost_peers():
                 dist.broadcast(values, process)
         return values
 
@@ -77,12 +75,3 @@ def meet(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
     mesh = Mesh(pp=shape.degree("pp"), dp=copies, order=shape.axes) if copies > 1 else None
     yield Group(member.rank, member.world_size, device, mesh)
     dist.destroy_process_group()  # not after an error: others may be gone
-
-
-@contextmanager
-def _noticing_lost_peers() -> Iterator[None]:
-    """gloo raises a plain RuntimeError when a peer is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(f"another rank went away during a collective ({str(error).splitlines()[0]})") from error

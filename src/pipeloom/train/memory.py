@@ -10,6 +10,7 @@ from pipeloom.errors import InputError
 from pipeloom.parallel.offload.options import CPU
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.train.config import TrainConfig
+from pipeloom.words import bytes_text
 
 _GPU = Path("/dev/nvidiactl")  # where there is one, memory is asked for elsewhere, and torch says what is missing
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -42,8 +43,8 @@ def check_memory(config: TrainConfig, environment: Mapping[str, str]) -> None:
             )
         )
         raise InputError(
-            f"{what}: training takes at least {_text(model * share)} for the model and {_text(batch * share)} for a "
-            f"batch, this machine has {_text(limit)}; {fix}"
+            f"{what}: training takes at least {bytes_text(model * share)} for the model and "
+            f"{bytes_text(batch * share)} for a batch, this machine has {bytes_text(limit)}; {fix}"
         )
 
 
@@ -86,7 +87,3 @@ def _memory_bytes() -> int:
         return min(installed, int(_CGROUP_LIMIT.read_text()))
     except (OSError, ValueError):
         return installed
-
-
-def _text(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"

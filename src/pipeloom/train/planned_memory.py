@@ -47,18 +47,9 @@ def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *,
     Raises:
         InputError: the cut follows measured times, which are not known here.
     """
-    model, precision = config.model, config.number_format
-    sizes = GPTSizes(
-        vocabulary_size=vocabulary_size,
-        layers=model.layers,
-        width=model.width,
-        heads=model.heads,
-        sequence_length=model.sequence_length,
-        tie_embeddings=model.tie_embeddings,
-        learned_positions=model.positions == "learned",
-        dropout=model.dropout > 0,
-    )
-    layers = gpt_layers(sizes, config.samples_a_microbatch, 2 if precision.has_masters else 4)
+    precision = config.number_format
+    sizes, number_bytes = GPTSizes.of(config.model, vocabulary_size), 2 if precision.has_masters else 4
+    layers = gpt_layers(sizes, config.samples_a_microbatch, number_bytes)
     return Model(
         stages=_stages(config, layers, num_stages),
         precision=precision,

@@ -25,6 +25,7 @@ from pipeloom.train.output import in_use
 from pipeloom.train.slices import check_slices, schedule_name, slice_lengths
 from pipeloom.train.streams import check_replicas, check_resumed_stream, check_stream, is_stream, stream_length
 from pipeloom.train.tokenize import load_tokenizer
+from pipeloom.train.unused import check_unused
 
 CUTS = ("layers", "parameters", "time")
 
@@ -48,6 +49,7 @@ def validate_settings(config: TrainConfig) -> None:
     check_stream(config, schedule)
     check_copies(config, schedule)
     check_less_memory(config, schedule)
+    check_unused(config)
 
 
 def validate(config: TrainConfig, *, world_size: int | None, locked: bool = False) -> None:

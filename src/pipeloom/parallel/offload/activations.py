@@ -51,16 +51,38 @@ class _Piece:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
 
 
-class _Noted(Repeatable):
-    """A tensor in a storage that may go away."""
+class _Watched:
+    """A saved tensor that nobody may write into: autograd leaves this check to hooks where there are some."""
 
-    __slots__ = ("dtype", "offset", "piece", "shape", "stride")
+    __slots__ = ("_alias", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._alias, self._version = tensor.detach(), tensor._version  # which has the same counter, and no graph
+
+    def check(self) -> None:
+        """Raises what autograd would."""
+        now = self._alias._version
+        if now != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._alias.type()} {list(self._alias.shape)}] is at version {now}; expected version "
+                f"{self._version} instead"
+            )
+
+
+class _Noted(Repeatable):
+    """A tensor in a storage that may go away; watched as long as it is there."""
+
+    __slots__ = ("dtype", "offset", "piece", "shape", "stride", "watched")
 
     def __init__(self, piece: _Piece, tensor: Tensor) -> None:
         self.piece, self.dtype = piece, tensor.dtype
         self.offset, self.shape, self.stride = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self.watched: _Watched | None = _Watched(tensor)
 
     def tensor(self) -> Tensor:
+        if self.watched is not None:
+            self.watched.check()
         storage = self.piece.storage
         if storage is None:
             raise RunError("a saved tensor is away when it is needed: its RELOAD has to come before; check the program")
@@ -71,12 +93,13 @@ class _Noted(Repeatable):
 class _Left(Repeatable):
     """A tensor that stays."""
 
-    __slots__ = ("_tensor",)
+    __slots__ = ("_tensor", "_watched")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self._tensor, self._watched = tensor, _Watched(tensor)
 
     def tensor(self) -> Tensor:
+        self._watched.check()
         return self._tensor
 
 
@@ -86,12 +109,14 @@ class _Entry:
 
     Attributes:
         pieces: by storage (``_cdata``), until they go away.
+        noted: all tensors in them, until some go away.
         leaves: inputs whose numbers are away, and what these are.
         region, sizes: where they are.
         written, back: the moves.
     """
 
     pieces: dict[int, _Piece] = field(default_factory=dict)
+    noted: list[_Noted] = field(default_factory=list)
     leaves: list[tuple[Tensor, _Noted]] = field(default_factory=list)
     region: Region | None = None
     written: Future[None] | None = None
@@ -132,7 +157,9 @@ class MovedActivations(ActivationMover):
 
     def _note(self, entry: _Entry, tensor: Tensor) -> _Noted:
         storage = tensor.untyped_storage()
-        return _Noted(entry.pieces.setdefault(storage._cdata, _Piece(storage)), tensor)
+        noted = _Noted(entry.pieces.setdefault(storage._cdata, _Piece(storage)), tensor)
+        entry.noted.append(noted)
+        return noted
 
     def offload(self, key: Key, leaves: Sequence[Tensor], held: Set[int]) -> None:
         entry = self._entries[key]
@@ -143,8 +170,14 @@ class MovedActivations(ActivationMover):
         # Gathered parameters are freed by resizing their storage: what changed its size is theirs.
         pieces = [piece for number, piece in entry.pieces.items() if number not in held and piece.is_whole]
         entry.pieces.clear()
+        going, noted = set(map(id, pieces)), entry.noted
+        entry.noted = []
         if not pieces:
             return
+        for one in noted:
+            if id(one.piece) in going and one.watched is not None:
+                one.watched.check()
+                one.watched = None  # it would hold the storage
         while len(self._writes) >= _MOST_WRITES:
             self._mover.wait(self._writes.popleft())
         entry.region = self._mover.store.reserve(sum(aligned(piece.num_bytes) for piece in pieces))

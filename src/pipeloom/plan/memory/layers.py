@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pipeloom.ir.recompute import Recompute
 
@@ -62,6 +63,17 @@ class GPTSizes:
     learned_positions: bool = False
     dropout: bool = False
     mlp_ratio: int = 4
+
+    @classmethod
+    def of(cls, model: Any, vocabulary_size: int) -> GPTSizes:
+        """Those of a configuration that has the same names: a `GPTConfig`, or ``model`` of a training run."""
+        names = ("layers", "width", "heads", "sequence_length", "tie_embeddings")
+        return cls(
+            vocabulary_size=vocabulary_size,
+            learned_positions=model.positions == "learned",
+            dropout=model.dropout > 0,
+            **{name: getattr(model, name) for name in names},
+        )
 
 
 def gpt_layers(sizes: GPTSizes, samples: float, number_bytes: int) -> list[Layer]:

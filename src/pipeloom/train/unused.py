@@ -1,0 +1,50 @@
+"""Options that mean nothing beside the others: who gives one expects something of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from pipeloom.errors import InputError
+from pipeloom.train.config import TrainConfig
+
+_BETAS, _SUMS = ("adamw", "adam", "muon"), ("momentum", "muon")
+_OPTIMIZERS = {"beta1": _BETAS, "beta2": _BETAS, "momentum": _SUMS, "nesterov": _SUMS, "muon_learning_rate": ("muon",)}
+
+
+def check_unused(config: TrainConfig) -> None:
+    """Refuse what was given and would be left out of account; an option with its default was not given.
+
+    Raises:
+        InputError: what was seen, the rule, the fix; in one line.
+    """
+    for key, value, where, needed in _unused(config):
+        raise InputError(f"{key} {value} {where}: it would change nothing; leave it out, or {needed}")
+
+
+def _unused(config: TrainConfig) -> Iterator[tuple[str, Any, str, str]]:
+    """(option, its value, beside what it means nothing, what it is for) of each."""
+    for name, users in _OPTIMIZERS.items():
+        if config.optimizer.name not in users and _given(config.optimizer, name):
+            value, beside = getattr(config.optimizer, name), f"with optimizer.name {config.optimizer.name}"
+            yield f"optimizer.{name}", value, beside, f"take {' or '.join(users)}"
+    for name in ("loss_scale", "loss_scale_steps"):
+        if config.precision.dtype != "fp16" and _given(config.precision, name):
+            value, beside = getattr(config.precision, name), f"with precision.dtype {config.precision.dtype}"
+            yield f"precision.{name}", value, beside, "take fp16"
+    memory, parallel = config.memory, config.parallel
+    if not memory.offload_states and memory.offload is None:
+        yield "memory.offload_states", "false", "without memory.offload", "give --memory.offload cpu or disk:PATH"
+    elif not memory.offload_states and memory.offload_activations is None:
+        needed = "give --memory.offload_activations, or let states go there"
+        yield "memory.offload", memory.offload, "with memory.offload_states false, and activations stay", needed
+    # zero3 gathers and frees also where it shares with nobody.
+    if parallel.data_granularity is not None and parallel.data == 1 and parallel.data_strategy != "zero3":
+        needed = "give --parallel.data for more, or zero3"
+        yield "parallel.data_granularity", parallel.data_granularity, "with one copy, which shares no gradient", needed
+
+
+def _given(part: Any, name: str) -> bool:
+    default = next(entry.default for entry in dataclasses.fields(part) if entry.name == name)
+    return bool(getattr(part, name) != default)
