@@ -83,7 +83,7 @@ class Copies:
 
     def sum_in_order(self, values: Tensor) -> Tensor:
         """The sum of a few numbers, copy after copy: the same bits on every copy."""
-        total, *others = self._gathered(values)
+        total, *others = self._gathered(values).unbind()
         for part in others:
             total = total + part
         return total.to(values.device)
