@@ -44,12 +44,13 @@ def odd_model() -> nn.Sequential:
 
 
 class Unknown(nn.Module):
-    """Runs its parts in another order than it has them, and one of them not at all."""
+    """Runs its parts in another order than it has them, and one of them not at all; a parameter has no elements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList(linear() for _ in range(6))
         self.unused = linear()
+        self.empty = nn.Parameter(torch.empty(0).double())
 
     def forward(self, x):
         for part in [*self.parts[3:], *self.parts[:3]]:
@@ -112,8 +113,8 @@ def test_gradients_of_odd_models_in_buckets_of_any_size() -> None:
             for strategy in STRATEGIES:
                 several = [counts[(kind, *strategy, bucket_bytes)] for bucket_bytes in BUCKETS]
                 assert several == sorted(several, reverse=True), (strategy, several)
-        assert counts[("unknown", "ddp", None, "elements", 0)] == 14, "layers are not known, parameters are"
-        assert counts[("unknown", "ddp", None, "elements", 700)] == 5
+        assert counts[("unknown", "ddp", None, "elements", 0)] == 15, "layers are not known, parameters are"
+        assert counts[("unknown", "ddp", None, "elements", 700)] == 4
         assert counts[("unknown", "ddp", None, "elements", 2**20)] == 1
 
 
