@@ -56,11 +56,12 @@ class CrewError(RuntimeError):
 
     Attributes:
         reason: in one line.
+        raised: whether it raised; else it may have been slow, or killed.
     """
 
-    def __init__(self, text: str, reason: str) -> None:
+    def __init__(self, text: str, reason: str, *, raised: bool) -> None:
         super().__init__(text)
-        self.reason = reason
+        self.reason, self.raised = reason, raised
 
 
 class Crew:
@@ -141,14 +142,14 @@ class Crew:
                 waiting.discard(rank)
         return answers
 
-    def _fail(self, what: str, reason: str | None = None) -> None:
+    def _fail(self, what: str, error: str | None = None) -> None:
         self._failed = True
         logs = "".join(
             f"--- output of rank {rank}\n{log.read_text(errors='replace')[-2000:]}\n"
             for rank in range(self.world_size)
             if (log := Path(self._scratch.name) / f"rank{rank}.log").exists()
         )
-        raise CrewError(f"{self.name}: {what}\n{logs}", reason or what)
+        raise CrewError(f"{self.name}: {what}\n{logs}", error or what, raised=error is not None)
 
     def close(self) -> None:
         """End all processes: asked first, killed after 20 s or at once after a failure."""

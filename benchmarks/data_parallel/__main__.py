@@ -118,7 +118,7 @@ class Crews(AbstractContextManager["Crews"]):
         return self._crews[name]
 
     def outcome(self, name: str, reference: Path) -> float | str:
-        """Build a system; its largest error or, of a peer that is wrong or fails, why it is not timed.
+        """Build a system; its largest error or, of a peer, why it is not timed: it is wrong, fails, or does not answer.
 
         Raises:
             AssertionError, CrewError: pipeloom is wrong or fails.
@@ -132,7 +132,7 @@ class Crews(AbstractContextManager["Crews"]):
             if system.kind not in MAY_FAIL:
                 raise
             self._crews.pop(system.crew).close()
-            return f"fails: {failure.reason}"
+            return f"{'fails' if failure.raised else 'no answer'}: {failure.reason}"
         self._built[system.crew].append(name)
         if error <= TOLERANCE:
             return error
@@ -157,7 +157,7 @@ def tables(results: dict[str, Any]) -> str:
         rows: list[tuple[object, ...]] = []
         for name, found in result["outcomes"].items():
             if isinstance(found, str):
-                rows.append((name, found, "", "", "", ""))
+                rows.append((name, found.partition(":")[0], "", "", "", ""))
                 continue
             # DeepSpeed's step and update are one call.
             own = "" if _is_one_call(name) else spread(result["seconds"][name]).show("{:.1f}", 1e3)
@@ -169,6 +169,7 @@ def tables(results: dict[str, Any]) -> str:
         text.append(f"### {label}\n")
         header = ("system", "ms a step", "ms with the update", "simulated step", "CPU ms, 4 processes", "largest error")
         text.append(table(header, rows) + "\n")
+        text += [f"{name} {found}\n" for name, found in result["outcomes"].items() if ":" in str(found)]
         rows = []
         for a, b in comparisons(list(result["seconds"])):
             with_update = ratio(result["with_update"][a], result["with_update"][b]).show("{:.3f}")

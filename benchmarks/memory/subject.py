@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import pipeloom as pl
 
 KINDS = ("parameters", "masters", "gradients", "optimizer")
+BUCKET_BYTES = 1 << 20  # a fraction of a rank's few million parameters, as the default is of those of real ones
 
 
 class Layout(NamedTuple):
@@ -67,7 +68,7 @@ class Holder:
             loss_fn=part.loss,
             cut=part.cut(schedule.num_stages),
             mesh=mesh,
-            data=pl.DataParallel(layout.strategy, granularity=layout.granularity),
+            data=pl.DataParallel(layout.strategy, granularity=layout.granularity, bucket_bytes=BUCKET_BYTES),
             precision=pl.Precision(layout.precision, gradients=layout.gradients),
         )
         optimizer = torch.optim.AdamW(pipe.parameters())

@@ -14,14 +14,12 @@ from pipeloom.errors import InputError
 from pipeloom.parallel.unit_gradients import UnitGradients
 from tests.cpu.ranks import run_ranks
 
-BUCKETS = (0, 700, 3000, 2**20)  # a layer of 8 x 8 numbers has 576 bytes
+BUCKETS = (0, 700, 2**20)  # a layer of 8 x 8 numbers has 576 bytes
 STRATEGIES = [
     ("ddp", None, "elements"),
     ("zero1", None, "parameters"),
     ("zero2", "chunk", "elements"),
-    ("zero3", "step", "elements"),
     ("zero3", "microbatch", "elements"),
-    ("zero3", "microbatch", "parameters"),
 ]
 
 
@@ -35,7 +33,6 @@ def linear() -> nn.Linear:
 
 def odd_model() -> nn.Sequential:
     """Frozen layers, one that runs twice, one that is tied, some without parameters, some that keep their format."""
-    torch.manual_seed(0)
     twice, frozen = linear(), linear().requires_grad_(False)
     layers = [linear(), nn.Tanh(), nn.BatchNorm1d(8), twice, frozen, nn.Identity(), linear(), twice]
     layers += [nn.LayerNorm(8), linear(), nn.BatchNorm1d(8), nn.Tanh(), linear(), frozen, linear()]
@@ -44,12 +41,13 @@ def odd_model() -> nn.Sequential:
 
 
 class Unknown(nn.Module):
-    """Runs its parts in another order than it has them, and one of them not at all."""
+    """Runs its parts in another order than it has them, and one of them not at all; a parameter has no elements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList(linear() for _ in range(6))
         self.unused = linear()
+        self.empty = nn.Parameter(torch.empty(0).double())
 
     def forward(self, x):
         for part in [*self.parts[3:], *self.parts[:3]]:
@@ -84,6 +82,7 @@ def _train(rank: int) -> dict[object, int]:
     started: Counter[object] = Counter()
     start = UnitGradients.start
     for kind, build, num_stages in stages:
+        torch.manual_seed(0)
         wanted = gradients_of_one_process(build(), x, y)
         schedule = pl.schedules.build("bfs", num_ranks=1, num_microbatches=2, num_chunks=num_stages)
         for strategy, granularity, layout in STRATEGIES:
@@ -106,14 +105,13 @@ def _train(rank: int) -> dict[object, int]:
 
 
 def test_gradients_of_odd_models_in_buckets_of_any_size() -> None:
-    torch.manual_seed(0)
     for counts in run_ranks(_train, 2, timeout_seconds=100):
         for kind in ("odd", "unknown"):
             for strategy in STRATEGIES:
                 several = [counts[(kind, *strategy, bucket_bytes)] for bucket_bytes in BUCKETS]
                 assert several == sorted(several, reverse=True), (strategy, several)
-        assert counts[("unknown", "ddp", None, "elements", 0)] == 14, "layers are not known, parameters are"
-        assert counts[("unknown", "ddp", None, "elements", 700)] == 5
+        assert counts[("unknown", "ddp", None, "elements", 0)] == 15, "layers are not known, parameters are"
+        assert counts[("unknown", "ddp", None, "elements", 700)] == 4
         assert counts[("unknown", "ddp", None, "elements", 2**20)] == 1
 
 

@@ -13,8 +13,9 @@ Layout = Literal["elements", "parameters"]
 DType = Literal["fp32", "bf16", "fp16"]
 GradientDType = Literal["float32", "same"]
 
-# Of `DataParallel.bucket_bytes`. TODO measured
-BUCKET_BYTES = 8 << 20
+# Of `DataParallel.bucket_bytes`, as torch's DDP has it: what a few messages carry of a large model. Smaller ones were
+# no faster where they were measured (see docs/data-parallel.md).
+BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,11 @@ def pieces(own: Tensor, layout: FlatLayout, segment: int | None) -> list[Tensor]
     return found
 
 
-def _row(parameters: Sequence[nn.Parameter], layout: FlatLayout) -> list[tuple[int, int]]:
-    """The numbers of the parameters as they lie, each with the elements between it and the next one."""
-    order = sorted(range(len(parameters)), key=lambda index: (layout.offsets[index], layout.sizes[index]))
-    starts = [layout.offsets[index] for index in order[1:]] + [layout.num_elements]
-    return [(i, start - layout.offsets[i] - layout.sizes[i]) for i, start in zip(order, starts, strict=True)]
+def _row(layout: FlatLayout) -> list[tuple[int, int]]:
+    """The numbers of the parameters as they lie, each with the elements between the one before and it."""
+    order = sorted(range(len(layout.sizes)), key=lambda index: (layout.offsets[index], layout.sizes[index]))
+    ends = [0, *(layout.offsets[index] + layout.sizes[index] for index in order)]
+    return [(layout.offsets[index] - end, index) for end, index in zip(ends, order, strict=False)]
 
 
 class UnitGradients:
@@ -72,7 +72,7 @@ class UnitGradients:
         self._parameters, self._main = parameters, main
         self._layout, self._dtype = layout, dtype
         self._strategy, self._copies, self._segment = strategy, copies, segment
-        self._row = _row(parameters, layout)
+        self._row = _row(layout)
         self._own_sum: Tensor | None = None  # of this copy's segment
         self._sums: list[Tensor | None] = [None] * len(parameters)  # where there is one copy
         self._reducing: deque[tuple[Wait, Tensor, Tensor]] = deque()  # with what will be this copy's, and the whole
@@ -98,11 +98,11 @@ class UnitGradients:
         """Whether there are gradients that no reduction has taken."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
-    def start(self, look: Callable[[], None]) -> None:
+    def start(self, look: Callable[[Tensor], None]) -> None:
         """Take the module's gradients and begin to sum them over copies; does not wait. Of one copy, once a run.
 
         Args:
-            look: called when the most memory is taken.
+            look: called when the most memory is taken, with what `tensors` does not have yet.
         """
         gradients = [parameter.grad for parameter in self._parameters]
         for index, (name, gradient) in enumerate(zip(self._main, gradients, strict=True)):
@@ -113,25 +113,28 @@ class UnitGradients:
                         "layer with sparse=False"
                     )
                 self.present[index] = True
+        flat = None
         if self._copies.degree == 1:
             self._sums = gradients
         else:
             flat = self._flattened(gradients)
-            self._reducing.append((*self._reduce(flat), flat))
-            look()
+            look(flat)
         for parameter in self._parameters:
             parameter.grad = None
+        del gradient, gradients  # before there is memory for what comes of them
+        if flat is not None:
+            self._reducing.append((*self._reduce(flat), flat))
 
     @torch.no_grad()
     def _flattened(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """One behind the other, with zeros for those that are missing and in the gaps."""
         flat = self._parameters[0].new_empty(self._layout.num_elements, dtype=self._dtype)
         row: list[Tensor] = []
-        for index, gap in self._row:
+        for gap, index in self._row:
             gradient = gradients[index]
+            row += [flat.new_zeros(gap)] if gap else []
             row.append(flat.new_zeros(self._layout.sizes[index]) if gradient is None else gradient.reshape(-1))
-            if gap:
-                row.append(flat.new_zeros(gap))
+        row.append(flat.new_zeros(flat.numel() - sum(map(torch.numel, row))))
         return torch.cat(row, out=flat)
 
     def _reduce(self, flat: Tensor) -> tuple[Wait, Tensor]:

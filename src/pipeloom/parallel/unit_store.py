@@ -271,9 +271,9 @@ class UnitStore(ParameterStore):
 
     # Values
 
-    def _look(self) -> None:
+    def _look(self, flat: Tensor | None = None) -> None:
         if self.records_peaks:
-            self.reduced.set(self.held_bytes().gradients)
+            self.reduced.set(self.held_bytes().gradients + (0 if flat is None else flat.nbytes))
 
     def held_bytes(self) -> HeldBytes:
         tensors = (tensor for unit in self._units for tensor in unit.gradients.tensors())

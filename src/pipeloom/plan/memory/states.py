@@ -79,7 +79,8 @@ class UnitBytes:
         parameters, masters, optimizer: held all the time.
         gathered: what module parameters take beside that, while they are gathered.
         whole_gradients: from the first backward to the reduction.
-        sending: while it is reduced, beside the whole gradients: a copy for the collective, and what comes of it.
+        sending: when its reduction begins, beside the whole gradients: a copy for the collective. Then the gradients
+            are let go, and what comes of it takes no more than they did.
         reduced: from the reduction on.
     """
 
@@ -148,6 +149,6 @@ def unit_bytes(
         optimizer=_UPDATE_BYTES * sum(state * part for state, part in zip(states, parts, strict=True)),
         gathered=compute if sharded else 0.0,
         whole_gradients=formats.gradient * count,
-        sending=formats.gradient * (layout.num_elements + (0 if one_segment else own)) if data.degree > 1 else 0.0,
+        sending=formats.gradient * layout.num_elements if data.degree > 1 else 0.0,
         reduced=formats.gradient * (own if data.degree > 1 else count),
     )
