@@ -175,7 +175,7 @@ class AwayMemory(MainMemory):
         held = [parameter for parameter in parameters if parameter.numel()]
         sizes = [aligned(parameter.numel() * parameter.itemsize) for parameter in held]
         try:
-            self._region, end = mover.store.reserve(sum(sizes)), 0
+            self._region, end = mover.store.reserve(sum(sizes)) if sizes else Region(0, 0), 0
         except RunError as error:
             raise InputError(str(error)) from error
         self._homes: list[Home] = []
