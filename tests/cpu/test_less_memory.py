@@ -189,7 +189,7 @@ def test_a_disk_without_room_is_told_before_the_first_step(
         (["--memory.offload_parameters=true", "--memory.offload=cpu"], "with ddp in fp32: forwards read"),
         (
             ["--memory.offload=cpu", *PARAMETERS, "--memory.offload_states=false", "--optimizer.barrier=false"],
-            "at hand",
+            "its parameters at hand",
         ),
         (["--memory.offload=cpu", *PARAMETERS, "--schedule=pipedream", "--batch.microbatches=1"], "that flushes"),
         (["--memory.offload=cpu", "--memory.offload_activations=-1"], "raise it"),

@@ -290,7 +290,7 @@ def _start(directory: Path, what: str, more: str) -> subprocess.Popen[str]:
 
 
 def test_a_model_that_does_not_fit_into_memory_trains_from_a_file(tmp_path: Path) -> None:
-    """Under a limit of the kernel's (RLIMIT_DATA): 64 MiB of parameters, as much of gradients, and twice that of states.
+    """Under a limit of the kernel's (RLIMIT_DATA): 64 MiB of parameters, as much of gradients, twice that of states.
 
     Of these 256 MiB a file has the states of both runs. Where it has the parameters too, the 160 that there are take
     gradients, two layers, three portions of 12 and stacks of threads. Then it is killed.
