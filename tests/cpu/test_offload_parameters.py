@@ -57,8 +57,7 @@ TWO_COPIES = [
     Case("zero3", "microbatch", "1f1b", "fp32", "adamw"),
     Case("zero3", "microbatch", "dualpipev", "bf16", "sgd"),
     Case("zero3", "microbatch", "zb-h1", "fp32", "muon", "parameters"),
-    Case("zero2", "chunk", "interleaved", "bf16", "muon", "parameters"),
-    Case("zero1", None, "zb-h1", "bf16", "adamw"),
+    Case("zero2", "chunk", "interleaved", "bf16", "adamw"),
     Case("parameter-server", None, "1f1b", "bf16", "momentum"),
     Case("ddp", None, "gpipe", "fp16", "sgd"),
 ]
@@ -86,7 +85,8 @@ def _train(case: Case, mesh: pl.Mesh | None, directory: str | None) -> tuple[lis
             found += [float(pipe.step(inputs, targets)), float(pl.clip_grad_norm(pipe, 0.5))]
             pl.update_parameters(optimizer)
             optimizer.zero_grad()
-            found.append(float(pipe.evaluate(inputs, targets)))
+            if step:
+                found.append(float(pipe.evaluate(inputs, targets)))
         held, away = pipe.held_bytes(), pipe.parameters_away
         owned = sum(p.numel() * p.itemsize for p in pipe.parameters())
         if where:
@@ -262,19 +262,20 @@ def test_an_update_that_is_lost_is_one_line_and_no_other_numbers(tmp_path: Path,
 
 
 SCRIPT = """
-    import os, resource, sys, torch
+    import resource, sys, threading, torch
     from torch import nn
     import pipeloom as pl
     torch.set_num_threads(1)
+    threading.stack_size(1 << 20)
     directory, parameters = sys.argv[1], sys.argv[2] == "parameters"
     schedule = pl.schedules.gpipe(num_ranks=1, num_microbatches=2)
-    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)])
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(32)])
     for parameter in model.parameters():
         nn.init.eye_(parameter)
     data = pl.DataParallel("zero3", "microbatch", offload=f"disk:{directory}" if parameters else None)
     pipe = pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, data=data, transport="loopback")
     optimizer = pl.OffloadedOptimizer(torch.optim.Adam(pipe.parameters(), foreach=False), f"disk:{directory}",
-                                      portion_bytes=8 << 20)
+                                      portion_bytes=4 << 20)
 """
 
 
@@ -290,24 +291,24 @@ def _start(directory: Path, what: str, more: str) -> subprocess.Popen[str]:
 
 
 def test_a_model_that_does_not_fit_into_memory_trains_from_a_file(tmp_path: Path) -> None:
-    """Under a limit of the kernel's (RLIMIT_DATA): 64 MiB of parameters, as much of gradients, twice that of states.
+    """Under a limit of the kernel's (RLIMIT_DATA): 32 MiB of parameters, as much of gradients, twice that of states.
 
-    Of these 256 MiB a file has the states of both runs. Where it has the parameters too, the 160 that there are take
-    gradients, two layers, three portions of 12 and stacks of threads. Then it is killed.
+    Of these 128 MiB a file has the states of both runs. Where it has the parameters too, the 72 that there are take
+    gradients, two layers, three portions of 4 and what threads take. Then it is killed.
     """
     more = """
         held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) << 10
         if not parameters:
-            held -= 64 << 20  # as if they were in a file
-        resource.setrlimit(resource.RLIMIT_DATA, (held + (160 << 20),) * 2)
-        x = torch.ones(4, 1024)
+            held -= 32 << 20  # as if they were in a file
+        resource.setrlimit(resource.RLIMIT_DATA, (held + (72 << 20),) * 2)
+        x = torch.ones(4, 512)
         try:
             for _ in range(2):
                 pipe.step(x, 0 * x)
                 optimizer.step()
                 optimizer.zero_grad()
-        except (RuntimeError, MemoryError) as error:
-            print("does not fit", flush=True)
+        except (RuntimeError, MemoryError, OSError) as error:
+            print("does not fit" if "memory" in f"{error!r}".lower() else repr(error), flush=True)
         else:
             print("fits", f"{float(pipe.step(x, 0 * x)):.3f}", pipe.parameters_away.num_bytes >> 20, flush=True)
         while parameters:
@@ -323,7 +324,7 @@ def test_a_model_that_does_not_fit_into_memory_trains_from_a_file(tmp_path: Path
                 process.kill()
             lines[-1] = lines[-1] or process.stderr.read()
     assert lines[0][0] == "fits", lines
-    assert lines[0][2] == "64"
+    assert lines[0][2] == "32"
     assert float(lines[0][1]) < 1.0
     assert lines[1] == ["does", "not", "fit"]
     assert not list(tmp_path.iterdir())
