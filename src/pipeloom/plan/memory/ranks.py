@@ -178,22 +178,22 @@ class _Walk:
             held["versions"] = weight_version_bytes(self._program.schedule, of_stages)[self._rank] - held["parameters"]
         return held
 
-    def _gathered(self, stage: int) -> float:
-        """The most of a stage's parameters that are gathered at once.
+    def _gathered(self, stage: int) -> tuple[float, float, float]:
+        """The most of a stage's parameters at its UNSHARD, in its first computation, and from then on.
 
-        What is elsewhere is read before it is gathered: a copy's segment of the layer that comes next.
+        What is elsewhere is read, this copy's segment of it, before it is gathered layer by layer.
         """
         data, sizes = self._program.data, [unit.gathered for unit in self._units[stage]]
-        assert data is not None
-        read = 1 / data.degree if self._model.parameters_away and data.degree > 1 else 0.0
-        if not self._fine_gathers:  # all that come are read at once
-            return max((sum(sizes[: i + 1]) + read * sum(sizes[i:]) for i in range(len(sizes))), default=0.0)
+        read = 1 / data.degree if data and self._reduces and self._model.parameters_away else 0.0
+        if not self._fine_gathers:
+            most = max((sum(sizes[: i + 1]) + read * sum(sizes[i:]) for i in range(len(sizes))), default=0.0)
+            return read * sum(sizes) if read else most, most, sum(sizes)
         most = 0.0
         for order in (sizes, sizes[::-1]):
-            most = max(most, order[0] + read * sum(order[:2]) if read else 0.0)  # both are read at the beginning
+            most = max(most, sum(order[:1]) + read * sum(order[:2]) if read else 0.0)  # read at the beginning
             for now, ahead, after in zip(order, [*order[1:], 0.0], [*order[2:], 0.0, 0.0], strict=False):
                 most = max(most, now + ahead + read * max(ahead, after))
-        return most
+        return most, most, most
 
     def _moments(self) -> list[dict[str, float]]:
         """What is there beside that in the time of every action."""
@@ -203,6 +203,7 @@ class _Walk:
         stream = self._program.schedule.microbatches_per_update is not None
         activations = 0.0
         gathered: dict[int, float] = {}
+        coming: dict[int, list[float]] = {}  # what is begun of that
         whole: dict[int, float] = {}  # gradients of stages
         reduced: dict[int, float] = {}
         moments = []
@@ -210,8 +211,10 @@ class _Walk:
             sending = again = 0.0
             if op in (Op.F, Op.RELOAD):
                 activations += kept[stage]
-            elif op is Op.UNSHARD:
-                gathered[stage] = self._gathered(stage)
+            if op is Op.UNSHARD:
+                gathered[stage], *coming[stage] = self._gathered(stage)
+            elif op in (Op.F, Op.B, Op.I) and stage in coming:
+                gathered[stage] = coming[stage][0]
             if op in (Op.B, Op.W):
                 sizes = [unit.whole_gradients for unit in self._units[stage]]
                 whole[stage] = max(sizes, default=0.0) if self._fine_reductions else sum(sizes)
@@ -228,6 +231,8 @@ class _Walk:
                     "recomputed": again,
                 }
             )
+            if op in (Op.F, Op.B, Op.I) and stage in coming:
+                gathered[stage] = coming.pop(stage)[1]
             if op is Op.OFFLOAD or op is Op.W or (op is Op.B and (stage, microbatch, piece) not in split):
                 activations -= kept[stage]
             elif op is Op.RESHARD:
