@@ -184,6 +184,9 @@ def measure_parameters(arguments: argparse.Namespace) -> tuple[dict[str, Any], s
                     optimizer.zero_grad()
                     if k:  # the first makes states
                         seconds[name].append(time.perf_counter() - start)
+                for portion in getattr(optimizer, "_portions", ()):  # what is still being written belongs to it
+                    if portion.written is not None:
+                        portion.written.result()
                 moved = pipe.offloaded[0] + getattr(optimizer, "moved_bytes", 0) - moved
                 values.append([value.clone() for value in pipe.state_dict().values()])
                 states = sum(v.nbytes for state in optimizer.state.values() for v in state.values())
