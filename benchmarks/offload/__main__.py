@@ -1,4 +1,4 @@
-"""What less memory costs in time: recomputation, activations in a file, optimizer states in a file."""
+"""What less memory costs in time: recomputation, activations, optimizer states and parameters in a file."""
 
 from __future__ import annotations
 
@@ -157,6 +157,54 @@ def measure_updates(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
     return {"seconds": seconds, "moved": moved, "states": states, "direct": direct}, table(header, rows)
 
 
+def measure_parameters(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Steps and updates of one copy under zero3, layer by layer: what is in a file, and what still is in memory."""
+    schedule = pl.schedules.gpipe(num_ranks=1, num_microbatches=2)
+    batch = torch.randn(4, 1024, generator=torch.Generator().manual_seed(3)), torch.zeros(4, 1024)
+    held: dict[str, list[int]] = {}
+    seconds: dict[str, list[float]] = {}
+    values: list[list[Tensor]] = []
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        place = f"disk:{directory}"
+        ways = {"nothing": (None, False), "states": (None, True), "states and parameters": (place, True)}
+        for name, (offload, wraps) in ways.items():
+            torch.manual_seed(4)
+            model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(arguments.matrices)])
+            data = pl.DataParallel("zero3", "microbatch", offload=offload)
+            options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "data": data, "transport": "loopback"}
+            with pl.Pipeline(model, schedule, **options) as pipe:
+                plain = torch.optim.AdamW(pipe.parameters(), lr=1e-3, fused=True)
+                optimizer: Any = pl.OffloadedOptimizer(plain, place) if wraps else plain
+                seconds[name] = []
+                for k in range(arguments.rounds + 1):
+                    moved = pipe.offloaded[0] + getattr(optimizer, "moved_bytes", 0)
+                    start = time.perf_counter()
+                    pipe.step(*batch)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if k:  # the first makes states
+                        seconds[name].append(time.perf_counter() - start)
+                for portion in getattr(optimizer, "_portions", ()):  # what is still being written belongs to it
+                    if portion.written is not None:
+                        portion.written.result()
+                moved = pipe.offloaded[0] + getattr(optimizer, "moved_bytes", 0) - moved
+                values.append([value.clone() for value in pipe.state_dict().values()])
+                states = sum(v.nbytes for state in optimizer.state.values() for v in state.values())
+                kept = pipe.held_bytes().masters + states - getattr(optimizer, "offloaded_bytes", 0)
+                buffers = sum(buffer.numel() for buffer in getattr(optimizer, "_buffers", ()))
+                held[name] = [kept, pipe.peak_bytes().gathered, buffers, moved]
+                if wraps:
+                    optimizer.close()
+    if not all(torch.equal(a, b) for other in values[1:] for a, b in zip(values[0], other, strict=True)):
+        raise AssertionError("parameters after updates differ from those with everything in memory")
+    rows = [
+        [name, *(f"{size / 2**20:.0f}" for size in sizes), spread(seconds[name]).show("{:.2f}")]
+        for name, sizes in held.items()
+    ]
+    header = ("in a file", "MiB kept", "MiB gathered", "MiB of buffers", "MiB moved a step", "step and update in s")
+    return {"seconds": seconds, "bytes": held}, table(header, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.offload", description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
@@ -169,7 +217,11 @@ def main() -> None:
     machine = environment()
     torch.set_num_threads(1)
     keep_freed_memory()  # as in every rank
-    parts: list[Callable[[argparse.Namespace], tuple[dict[str, Any], str]]] = [measure_steps, measure_updates]
+    parts: list[Callable[[argparse.Namespace], tuple[dict[str, Any], str]]] = [
+        measure_steps,
+        measure_updates,
+        measure_parameters,
+    ]
     results, texts = zip(*(part(arguments) for part in parts), strict=True)
     text = "\n\n".join(texts)
     print(text)

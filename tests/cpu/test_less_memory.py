@@ -73,7 +73,11 @@ def test_with_copies_losses_are_bitwise_those_without(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-OFFLOAD_KEYS = {"offloaded_state_bytes", "offload_moved_bytes", "offload_wait_seconds"}
+OFFLOAD_KEYS = {
+    "offloaded_state_bytes", "offloaded_parameter_bytes", "offload_moved_bytes", "offload_wait_seconds",
+}  # fmt: skip
+ZERO3 = ["--parallel.data_strategy=zero3", "--parallel.data_granularity=microbatch"]
+PARAMETERS = ["--memory.offload_parameters=true", *ZERO3]
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +95,18 @@ def _away(directory: Path) -> list[str]:
 def test_a_run_with_less_memory_is_the_same_run(text: Path, plain: Path, tmp_path: Path) -> None:
     """In processes; its checkpoints are those of the run without, and both go on from either."""
     out, place = tmp_path / "out", tmp_path / "place"
-    done = run(text, out, *_away(place))
+    done = run(text, out, *_away(place), *PARAMETERS)
     assert done.returncode == 0, done.stderr
     assert story(out) == story(plain)
     rows = [row for row in metrics(out) if "loss" in row]
     assert all(set(row) == STEP_KEYS | OFFLOAD_KEYS for row in rows)
     assert rows[-1]["offloaded_state_bytes"] > 0
+    assert rows[-1]["offloaded_parameter_bytes"] == 4 * (4 * (12 * 16**2 + 2 * 16) + 2 * 256 * 16 + 16)
     moved = [row["offload_moved_bytes"] for row in rows]
     assert moved == sorted(moved)
     assert moved[-1] > 0
     one, other = tmp_path / "one", tmp_path / "other"
-    local(text, one, *_away(place), f"--resume_from_checkpoint={plain / 'checkpoint-3'}")
+    local(text, one, *_away(place), *PARAMETERS, f"--resume_from_checkpoint={plain / 'checkpoint-3'}")
     local(text, other, f"--resume_from_checkpoint={out / 'checkpoint-3'}")
     assert story(one) == story(other) == [row for row in story(plain) if row[0] > 3]
     assert not list(place.iterdir())
@@ -125,7 +130,7 @@ def test_a_stream_offloads_states(text: Path, tmp_path: Path) -> None:
 
 def test_a_killed_run_leaves_no_file_and_goes_on(text: Path, tmp_path: Path) -> None:
     out, place = tmp_path / "out", tmp_path / "place"
-    long = ["--steps=100000", "--eval_steps=0", *_away(place)]
+    long = ["--steps=100000", "--eval_steps=0", *_away(place), *PARAMETERS]
     process = subprocess.Popen(
         [sys.executable, "-m", "pipeloom", *words(text, out, *long)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
@@ -151,12 +156,12 @@ def test_a_disk_that_fills_up_is_one_line_and_the_last_checkpoint_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", full)
-        assert main(words(text, out, "--local", *_away(place))) == 1
+        assert main(words(text, out, "--local", *_away(place), *PARAMETERS)) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "No space left on device" in error
     assert not list(place.iterdir())
-    local(text, out, *_away(place), "--resume_from_checkpoint=latest")
+    local(text, out, *_away(place), *PARAMETERS, "--resume_from_checkpoint=latest")
     assert story(out) == story(plain)
 
 
@@ -184,6 +189,13 @@ def test_a_disk_without_room_is_told_before_the_first_step(
         (["--memory.offload=floppy"], "it is cpu, or disk:PATH"),
         (["--memory.offload=disk:/no/such/place"], "No such file or directory"),
         (["--memory.offload_activations=2"], "without memory.offload"),
+        (["--memory.offload_parameters=true"], "parameters need a place to go"),
+        (["--memory.offload_parameters=true", "--memory.offload=cpu"], "with ddp in fp32: forwards read"),
+        (
+            ["--memory.offload=cpu", *PARAMETERS, "--memory.offload_states=false", "--optimizer.barrier=false"],
+            "its parameters at hand",
+        ),
+        (["--memory.offload=cpu", *PARAMETERS, "--schedule=pipedream", "--batch.microbatches=1"], "that flushes"),
         (["--memory.offload=cpu", "--memory.offload_activations=-1"], "raise it"),
         (["--memory.offload=cpu", "--optimizer.barrier=false"], "states at hand"),
         (["--memory.offload=cpu", "--memory.offload_activations=1", "--schedule=zb-h1"], "raise the cap"),

@@ -48,6 +48,14 @@ def test_copies_precision_recomputation_and_optimizers_change_what_they_should(c
     ):
         found = memory(capsys, f"{MODEL} {more}")["ranks"][0]
         assert found[kind] == pytest.approx(base[kind] * factor, rel=1e-3), more
+    away = "--memory.offload cpu --memory.offload_parameters true"
+    alone = memory(capsys, f"{MODEL} {away} --parallel.data_strategy zero3 --parallel.data_granularity microbatch")
+    assert [alone["ranks"][0][kind] for kind in ("parameters", "masters", "optimizer")] == [0, 0, 0]
+    assert alone["ranks"][0]["gathered"] == 4 * 2 * BLOCK
+    halves = memory(capsys, f"{MODEL} {away} {shards} --parallel.data_granularity microbatch --batch.size 16")
+    assert halves["ranks"][0]["gathered"] == 4 * 2.5 * BLOCK  # and half of one that is read
+    assert halves["ranks"][0]["gradients"] < alone["ranks"][0]["gradients"]
+    assert memory(capsys, f"{MODEL} {away} --precision.dtype bf16")["ranks"][0]["masters"] == 0
     moved = memory(capsys, f"{MODEL} --parallel.pipeline 4 --memory.offload cpu --memory.offload_activations 3")
     whole = memory(capsys, f"{MODEL} --parallel.pipeline 4")
     assert moved["ranks"][0]["activations"] * 4 == whole["ranks"][0]["activations"] * 3

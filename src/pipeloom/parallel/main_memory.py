@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import cache, partial
 from typing import Any
 
@@ -65,7 +65,9 @@ class Home:
 
     def write(self, values: Tensor) -> None:
         """Take values, as many as the parameter has."""
-        self.settle()
+        if self.written is not None:
+            wait([self.written])  # whatever came of it
+            self.written = None
         flat = values.detach().to(self.dtype).reshape(-1).contiguous()
         self.store.write(self.region, flat.view(torch.uint8))
 
@@ -91,8 +93,8 @@ def home_of(parameter: Tensor) -> Home | None:
 
 def values_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Main parameters as tensors that may be read and written wherever they are, on the host if they are away."""
-    homes = {name: home_of(parameter) for name, parameter in parameters.items()}
-    return {name: p.detach() if (home := homes[name]) is None else home.live() for name, p in parameters.items()}
+    homes = ((name, parameter, home_of(parameter)) for name, parameter in parameters.items())
+    return {name: home.live() if home is not None else parameter.detach() for name, parameter, home in homes}
 
 
 def open_mover(place: str | None) -> Mover | None:
@@ -175,7 +177,7 @@ class AwayMemory(MainMemory):
         held = [parameter for parameter in parameters if parameter.numel()]
         sizes = [aligned(parameter.numel() * parameter.itemsize) for parameter in held]
         try:
-            self._region, end = mover.store.reserve(sum(sizes)), 0
+            self._region, end = mover.store.reserve(sum(sizes)) if sizes else Region(0, 0), 0
         except RunError as error:
             raise InputError(str(error)) from error
         self._homes: list[Home] = []
@@ -191,9 +193,7 @@ class AwayMemory(MainMemory):
         self._aside = 0  # bytes of what was read before it has its place
 
     def fill(self, place: Tensor) -> Wait:
-        if self._begun is None:
-            return partial(self._mover.wait, self._start_read(place))
-        target, read = self._begun
+        target, read = self._begun = self._begun or (place, self._start_read(place))
 
         def arrive() -> None:
             self._mover.wait(read)
@@ -212,6 +212,8 @@ class AwayMemory(MainMemory):
             self._begun = place, self._start_read(place)
 
     def drop(self) -> None:
+        if self._begun is not None and not self._aside:
+            wait([self._begun[1]])  # its place may be freed next
         self._gathered.add(-self._aside)
         self._begun, self._aside = None, 0
 

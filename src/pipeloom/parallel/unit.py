@@ -132,7 +132,7 @@ class Unit:
         self._make_main_parameters(own)
         self._main_dtype = own.dtype
         self._main: MainMemory = HeldMemory(own)
-        if apart and self._mover is not None and any(main.numel() for main in self.main.values()):
+        if apart and self._mover is not None:  # on all copies alike, also where this one has no element
             self._main = AwayMemory(own, self.main.values(), self._mover, formats.compute, self._gathered)
             self._reads = True
         if self._frees:

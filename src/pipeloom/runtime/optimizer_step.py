@@ -69,11 +69,12 @@ def update_parameters(optimizer: torch.optim.Optimizer) -> None:
     """``optimizer.step()``, also for gradients of 16 bits under masters of 32 (see `pipeloom.Precision`).
 
     torch's optimizers want both in one format. So that gradients never all exist in 32 bits at once, the update goes
-    through the parameters in groups of about `_GROUP_ELEMENTS`; hooks on the optimizer's step run once for each.
+    through the parameters in groups of about `_GROUP_ELEMENTS`; hooks on the optimizer's step run once for each. An
+    optimizer that goes through them in portions of its own (`pipeloom.OffloadedOptimizer`) widens those itself.
     """
     given = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     narrow = [(parameter, gradient) for parameter, gradient in given if gradient.dtype != parameter.dtype]
-    if not narrow:
+    if not narrow or getattr(optimizer, "widens_gradients", False):
         optimizer.step()
         return
     same = [(parameter, gradient) for parameter, gradient in given if gradient.dtype == parameter.dtype]

@@ -27,8 +27,9 @@ from pipeloom.errors import InputError, RunError
 from pipeloom.parallel.main_memory import home_of
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.options import CPU, Place
+from pipeloom.parallel.offload.portions import Portion, make_portions
 from pipeloom.parallel.offload.state_layout import Layouts
-from pipeloom.parallel.offload.states import OffloadedStates, Portion, State
+from pipeloom.parallel.offload.states import OffloadedStates, State
 from pipeloom.parallel.offload.store import HostStore, Ready, Store, open_store, page_buffer
 from pipeloom.runtime.host_memory import give_back_now
 
@@ -85,7 +86,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.wrapped = optimizer
         self._mover = Mover(where)
         try:
-            self._portions = _portions(optimizer, Layouts(optimizer, least_bytes), portion_bytes)
+            self._portions = make_portions(optimizer, Layouts(optimizer, least_bytes), portion_bytes)
             for portion in filter(lambda portion: portion.num_bytes, self._portions):
                 portion.region = where.reserve(portion.num_bytes)
         except RunError as error:
@@ -100,6 +101,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._states = OffloadedStates(self._portions, self._mover)
         self._adopt()
         optimizer.register_step_pre_hook(_refuse_direct_steps)
+
+    widens_gradients = True  # see `pipeloom.update_parameters`
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -206,12 +209,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _update(self, portion: Portion, buffer: Tensor) -> None:
         states = {parameter: self._states.assemble(parameter, buffer) for parameter, _ in portion.parameters}
         before: dict[Tensor, State] = {parameter: state for parameter, state in states.items() if state}
-        with _here(portion, buffer), _only(self.wrapped, portion.parameters, before) as after:
+        with _here(portion, buffer), _widened(portion), _only(self.wrapped, portion.parameters, before) as after:
             self.wrapped.step()
         self._writes[id(buffer)] = self._states.put(portion, after, buffer)
         if len(after) > len(before):  # states were born, and lay between what stays: the heap has holes
             after.clear()
             give_back_now()
+
+
+@contextmanager
+def _widened(portion: Portion) -> Iterator[None]:
+    """Gradients of a portion in the format of its parameters: torch's optimizers want both in one."""
+    narrow = [(p, p.grad) for p, _ in portion.parameters if p.grad is not None and p.grad.dtype != p.dtype]
+    try:
+        for parameter, gradient in narrow:
+            parameter.grad = gradient.to(parameter.dtype)
+        yield
+    finally:
+        for parameter, gradient in narrow:
+            parameter.grad = gradient
 
 
 def _refuse_direct_steps(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -255,36 +271,3 @@ def _only(
         for group, members in zip(groups, lists, strict=True):
             group["params"] = members
         optimizer.param_groups, optimizer.state = groups, whole
-
-
-def _portions(optimizer: torch.optim.Optimizer, layouts: Layouts, portion_bytes: int) -> list[Portion]:
-    """Neighbouring parameters of one device together, as many as a portion takes."""
-    portions: list[Portion] = []
-    size_of: dict[Portion, int] = {}
-    for number, parameter in _in_order(optimizer):
-        entries, size = layouts.of(parameter, number)
-        home, last = home_of(parameter), portions[-1] if portions else None
-        together = size + (home.region.num_bytes if home is not None else 0)
-        if last is None or size_of[last] + together > portion_bytes or last.parameters[0][0].device != parameter.device:
-            last = Portion()
-            portions.append(last)
-            size_of[last] = 0
-        last.parameters.append((parameter, number))
-        last.entries[parameter] = tuple(entry.shifted(last.num_bytes) for entry in entries)
-        last.num_bytes += size
-        size_of[last] += together
-    for portion in portions:
-        portion.close()
-    return portions
-
-
-def _in_order(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]:
-    """Parameters with the number of their group; those that are away as they lie in a store, to be read at once."""
-    pairs = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
-    stores: dict[Store, int] = {}
-
-    def place(pair: tuple[int, nn.Parameter]) -> tuple[int, int]:
-        home = home_of(pair[1])
-        return (-1, 0) if home is None else (stores.setdefault(home.store, len(stores)), home.region.offset)
-
-    return sorted(pairs, key=place)

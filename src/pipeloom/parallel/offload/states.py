@@ -4,75 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeloom.parallel.main_memory import Home, home_of
 from pipeloom.parallel.offload.mover import Mover
+from pipeloom.parallel.offload.portions import Portion
 from pipeloom.parallel.offload.state_layout import Entry
-from pipeloom.parallel.offload.store import Ready, Region, Store, aligned
+from pipeloom.parallel.offload.store import Ready
 
 State = dict[str, Any]
 
 _AWAY = object()  # in place of a tensor that is in the store
-
-
-class Span(NamedTuple):
-    """Pages of parameters, and where a buffer has them."""
-
-    store: Store
-    region: Region
-    offset: int
-
-    def part_of(self, buffer: Tensor) -> Tensor:
-        """Of a buffer, these pages."""
-        return buffer[self.offset : self.offset + self.region.num_bytes]
-
-
-@dataclass(eq=False)
-class Portion:
-    """Parameters that are moved together: their states, and where they are away themselves.
-
-    Attributes:
-        parameters: with the number of the group of each.
-        entries: for each parameter, where its states lie in the region.
-        num_bytes: of the region.
-        region: of the store, once it is reserved.
-        homes: parameters that are away, and where a buffer has their pages: behind the states.
-        spans: the same, as few as can be.
-        buffer_bytes: of states and such parameters.
-        written: the write that was asked for last.
-    """
-
-    parameters: list[tuple[nn.Parameter, int]] = field(default_factory=list)
-    entries: dict[Tensor, tuple[Entry, ...]] = field(default_factory=dict)
-    num_bytes: int = 0
-    region: Region = Region(0, 0)  # noqa: RUF009  # immutable
-    homes: dict[nn.Parameter, tuple[Home, int]] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
-    buffer_bytes: int = 0
-    written: Future[None] | None = None
-
-    def close(self) -> None:
-        """No parameter will be added: states take whole pages, and parameters that are away come behind them."""
-        self.num_bytes = self.buffer_bytes = aligned(self.num_bytes)
-        for parameter, _ in self.parameters:
-            home = home_of(parameter)
-            if home is None:
-                continue
-            last, (store, region) = self.spans[-1:], (home.store, home.region)
-            self.homes[parameter] = home, self.buffer_bytes
-            if last and last[0].store is store and last[0].region.end == region.offset:
-                before = self.spans.pop()
-                region = Region(before.region.offset, before.region.num_bytes + region.num_bytes)
-                self.spans.append(Span(store, region, before.offset))
-            else:
-                self.spans.append(Span(store, region, self.buffer_bytes))
-            self.buffer_bytes += home.region.num_bytes
 
 
 class OffloadedStates(MutableMapping[Tensor, State]):

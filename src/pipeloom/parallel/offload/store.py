@@ -35,10 +35,6 @@ class Region(NamedTuple):
     offset: int
     num_bytes: int
 
-    @property
-    def end(self) -> int:
-        return self.offset + self.num_bytes
-
     def part(self, offset: int, num_bytes: int) -> Region:
         """Some bytes of this region."""
         return Region(self.offset + offset, num_bytes)
@@ -275,8 +271,6 @@ class FileStore(Store):
         return self._mapped(region, mmap.MAP_PRIVATE)
 
     def _mapped(self, region: Region, flags: int) -> Tensor:
-        if not region.num_bytes:
-            return torch.empty(0, dtype=torch.uint8)
         both = mmap.PROT_READ | mmap.PROT_WRITE
         mapped = mmap.mmap(self._plain, region.num_bytes, flags=flags, prot=both, offset=region.offset)
         return torch.frombuffer(mapped, dtype=torch.uint8)

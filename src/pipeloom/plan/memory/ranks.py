@@ -209,16 +209,17 @@ class _Walk:
             held["versions"] = weight_version_bytes(self._program.schedule, of_stages)[self._rank] - held["parameters"]
         return held | dict.fromkeys(self._model.elsewhere, 0.0)
 
-    def _gathered(self, stage: int) -> float:
-        """The most of a stage's parameters that are gathered at once: of a layer and the next one, or of all.
+    def _gathered(self, stage: int) -> tuple[float, float, float]:
+        """The most of a stage's parameters at its UNSHARD, in its first computation, and from then on.
 
-        What is elsewhere is read before it is gathered: a copy's segment of the layer that comes next.
+        What is elsewhere is read, this copy's segment of it, before it is gathered layer by layer.
         """
         data, sizes = self._program.data, [unit.gathered for unit in self._units[stage]]
-        assert data is not None
-        read = 1 / data.degree if "masters" in self._model.elsewhere and data.degree > 1 else 0.0
-        if not self._fine_gathers:  # all that come are read at once
-            return max((sum(sizes[: i + 1]) + read * sum(sizes[i:]) for i in range(len(sizes))), default=0.0)
+        away = "masters" in self._model.elsewhere
+        read = 1 / data.degree if data is not None and self._reduces and away else 0.0
+        if not self._fine_gathers:
+            most = max((sum(sizes[: i + 1]) + read * sum(sizes[i:]) for i in range(len(sizes))), default=0.0)
+            return read * sum(sizes) if read else most, most, sum(sizes)
         needed = list(zip(sizes, self._layers[stage], strict=True))
 
         def of(layers: set[int], but: Collection[int] = ()) -> float:
@@ -233,7 +234,7 @@ class _Walk:
                 ahead, after = now + way, now + 2 * way
                 reading = max(of({ahead}, {now}), of({after}, {now, ahead}))
                 most = max(most, of({now, ahead}) + read * reading)
-        return most
+        return most, most, most
 
     def _moments(self) -> list[dict[str, float]]:
         """What is there beside that in the time of every action."""
@@ -243,6 +244,7 @@ class _Walk:
         stream = self._program.schedule.microbatches_per_update is not None
         activations = 0.0
         gathered: dict[int, float] = {}
+        coming: dict[int, list[float]] = {}  # what is begun of that
         whole: dict[int, float] = {}  # gradients of stages
         reduced: dict[int, float] = {}
         moments = []
@@ -250,8 +252,10 @@ class _Walk:
             sending = again = 0.0
             if op in (Op.F, Op.RELOAD):
                 activations += kept[stage]
-            elif op is Op.UNSHARD:
-                gathered[stage] = self._gathered(stage)
+            if op is Op.UNSHARD:
+                gathered[stage], *coming[stage] = self._gathered(stage)
+            elif op in (Op.F, Op.B, Op.I) and stage in coming:
+                gathered[stage] = coming[stage][0]
             if op in (Op.B, Op.W):
                 sizes = [unit.whole_gradients for unit in self._units[stage]]
                 whole[stage] = max(sizes, default=0.0) if self._fine_reductions else sum(sizes)
@@ -268,6 +272,8 @@ class _Walk:
                     "recomputed": again,
                 }
             )
+            if op in (Op.F, Op.B, Op.I) and stage in coming:
+                gathered[stage] = coming.pop(stage)[1]
             if op is Op.OFFLOAD or op is Op.W or (op is Op.B and (stage, microbatch, piece) not in split):
                 activations -= kept[stage]
             elif op is Op.RESHARD:
