@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import PeerLost
+from pipeloom.ir import Action, Op
+from pipeloom.runtime.beside import BesideTimes
 from pipeloom.runtime.process_mesh import ProcessMesh
 
 Wait = Callable[[], Any]
@@ -31,36 +33,38 @@ class Copies:
     Attributes:
         degree: how many.
         index: which one this process belongs to.
+        times: where gathers and reductions that an action starts are noted; those of one store.
     """
 
     def __init__(self, mesh: ProcessMesh | None, timeout_seconds: float = 1800.0) -> None:
         self._timeout = timedelta(seconds=timeout_seconds)
         self.degree = 1 if mesh is None else mesh.degree("dp")
         self.index = 0 if mesh is None else mesh.coordinate("dp")
+        self.times = BesideTimes()
         self._group = None if mesh is None or self.degree == 1 else mesh.group("dp")
         backend = "gloo" if self._group is None else dist.get_backend(self._group)
         self._small = torch.device("cuda") if "nccl" in backend else torch.device("cpu")
 
     def broadcast(self, values: Tensor) -> Wait:
         """The values of copy 0, in place."""
-        return self._start(dist.broadcast, values, group_src=0)
+        return self._start(dist.broadcast, values, op=Op.UNSHARD, group_src=0)
 
     def reduce(self, values: Tensor) -> Wait:
         """The sum over copies, in place, on copy 0; the others' values are lost."""
-        return self._start(dist.reduce, values, group_dst=0)
+        return self._start(dist.reduce, values, op=Op.REDUCE_GRAD, group_dst=0)
 
     def all_reduce(self, values: Tensor) -> Wait:
         """The sum over copies, in place: the same bits on every copy."""
-        return self._start(dist.all_reduce, values)
+        return self._start(dist.all_reduce, values, op=Op.REDUCE_GRAD)
 
     def all_gather(self, values: Tensor, own: Tensor) -> Wait:
         """Every copy's `own`, one behind the other in `values`; `own` may be its place there."""
-        return self._start(_ALL_GATHER, values, own)
+        return self._start(_ALL_GATHER, values, own, op=Op.UNSHARD)
 
     def reduce_scatter(self, values: Tensor, own: Tensor) -> Wait:
         """In `own`, this copy's of equal pieces of the sum over copies of `values`, which are lost."""
         if values.device.type != "cpu":
-            return self._start(_REDUCE_SCATTER, own, values)
+            return self._start(_REDUCE_SCATTER, own, values, op=Op.REDUCE_GRAD)
         # Over gloo a reduce-scatter takes several times as long as an all-reduce of the same values.
         wait = self.all_reduce(values)
 
@@ -89,16 +93,22 @@ class Copies:
         self._start(dist.all_reduce, values, dist.ReduceOp.MAX)()
         return [bool(value) for value in values.tolist()]
 
-    def _start(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Wait:
-        """Start it; what is returned waits for its end."""
+    def _start(self, collective: Callable[..., Any], *arguments: Any, op: Op | None = None, **options: Any) -> Wait:
+        """Start it; what is returned waits for its end. It is noted as an `op` of the stage that runs."""
         if self._group is None:
             return _nothing
+        action, ended = self.times.action, _nothing
+        if action is not None and op is not None:
+            ended = self.times.started(Action(action.stage, op) if op is Op.UNSHARD else action.with_op(op))
         with _noticing_lost_peers():
             work = collective(*arguments, group=self._group, async_op=True, **options)
+        if ended is not _nothing and self._small.type == "cpu":  # on a GPU it would be called at once
+            work.get_future().add_done_callback(lambda _: ended())
 
         def wait() -> None:
-            with _noticing_lost_peers():
+            with _noticing_lost_peers(), self.times.waiting():
                 work.wait(self._timeout)
+            ended()
 
         return wait
 

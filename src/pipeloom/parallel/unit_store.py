@@ -26,6 +26,7 @@ from pipeloom.parallel.stage_parameters import (
     with_statistics,
 )
 from pipeloom.parallel.unit import Formats, Unit
+from pipeloom.runtime.beside import BesideTimes
 from pipeloom.runtime.held_bytes import Gauge, HeldBytes, PeakBytes
 from pipeloom.runtime.parameter_store import ParameterStore
 from pipeloom.runtime.state import Step
@@ -67,6 +68,7 @@ class UnitStore(ParameterStore):
         refuse_sparse(stages)
         if axis.unshards:
             claim(held)
+        self.times = copies.times = BesideTimes()
         self.gathered, self.reduced = Gauge(), Gauge()
         self._modules = list(stages.values())
         self._wide = with_statistics(self._modules)
@@ -266,6 +268,9 @@ class UnitStore(ParameterStore):
     def _look(self) -> None:
         if self.records_peaks:
             self.reduced.set(self.held_bytes().gradients)
+
+    def unit_bytes(self) -> dict[int, list[tuple[int, int]]]:
+        return {stage: [unit.sent_bytes for unit in units] for stage, units in self._by_stage.items()}
 
     def held_bytes(self) -> HeldBytes:
         tensors = (tensor for unit in self._units for tensor in unit.gradients.tensors())

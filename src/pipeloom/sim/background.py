@@ -191,7 +191,10 @@ def _seconds(
         limited = network.data_bytes_per_second is not None or network.data_sum_bytes_per_second is not None
         if limited and parameters is None:
             raise InputError("the data axis has a bandwidth, but the costs no parameter_bytes of the stages; add them")
-        for op, formula, sizes in ((Op.UNSHARD, gather_seconds, parameters), (Op.REDUCE_GRAD, reduce_seconds, gradients)):
+        for op, formula, sizes in (
+            (Op.UNSHARD, gather_seconds, parameters),
+            (Op.REDUCE_GRAD, reduce_seconds, gradients),
+        ):
             for stage, count in enumerate(counts):
                 size = sizes[stage] / count if sizes else 0.0
                 seconds[op][stage] = seconds[op][stage] / count + formula(data, size, network)

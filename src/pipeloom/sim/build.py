@@ -33,8 +33,8 @@ def build_timeline(
 ) -> Timeline:
     """A timeline from the spans of a run of `schedule`; memory and ideal time follow from them.
 
-    `background` is what ran beside them, and `waits` for how long computations waited inside, rank by rank. `keeps` are, stage by stage, the bytes of one action that are
-    held from F on, and that are left after I.
+    `background` is what ran beside them, and `waits` for how long computations waited inside, rank by rank. `keeps`
+    are, stage by stage, the bytes of one action that are held from F on, and that are left after I.
     """
     beside = tuple(map(tuple, background)) if any(background) else ()
     both = [(*row, *more) for row, more in zip(spans, beside, strict=True)] if beside else spans
