@@ -1,4 +1,4 @@
-"""What collectives of copies take by themselves: a few of each kind, of each size."""
+"""What collectives of copies take by themselves, with the memory and the copies that a unit makes for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeloom.ir import DataStrategy, Op
 from pipeloom.parallel.copies import Copies, Wait
 
-_Start = Callable[[Tensor, Tensor], Wait]
+_Start = Callable[[Tensor, Tensor, Tensor], Wait]  # of parameters or gradients: made before, this copy's part, new
 
 
 def time_collectives(
@@ -51,7 +51,7 @@ def time_collectives(
         meet()
         for _ in range(1 + repeats):
             before, begin = time.process_time(), time.perf_counter()
-            start(whole, own)()
+            start(whole, own, torch.empty_like(whole))()
             if whole.is_cuda:
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - begin)
@@ -65,12 +65,14 @@ def _collective(copies: Copies, strategy: DataStrategy, op: Op) -> _Start | None
         case DataStrategy.DDP, Op.UNSHARD:
             return None
         case DataStrategy.DDP, _:
-            return lambda whole, own: copies.all_reduce(whole)
+            return lambda whole, own, new: copies.all_reduce(new.copy_(whole))
         case DataStrategy.PARAMETER_SERVER, Op.UNSHARD:
-            return lambda whole, own: copies.broadcast(whole)
+            return lambda whole, own, new: copies.broadcast(whole)
         case DataStrategy.PARAMETER_SERVER, _:
-            return lambda whole, own: copies.reduce(whole)
+            return lambda whole, own, new: copies.reduce(new.copy_(whole))
+        case DataStrategy.ZERO3, Op.UNSHARD:
+            return lambda whole, own, new: copies.all_gather(new, own)
         case _, Op.UNSHARD:
-            return copies.all_gather
+            return lambda whole, own, new: copies.all_gather(whole, own)
         case _:
-            return copies.reduce_scatter
+            return lambda whole, own, new: copies.reduce_scatter(new.copy_(whole), own)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from pipeloom.ir import Granularity, Op
+from pipeloom.ir import DataAxis, Granularity, Op
 from pipeloom.parallel.copies import Copies
 from pipeloom.parallel.time_collectives import time_collectives
 from pipeloom.runtime import Pipeline
+from pipeloom.sim import Costs, Network
+from pipeloom.sim.background import gather_seconds, reduce_seconds
 from pipeloom.sim.data_link import DataLink, TimedCollective, fit_data_link, slowdown
 from pipeloom.train.group import Group
 
@@ -29,6 +31,33 @@ class DataCosts:
     gradient_bytes: tuple[float, ...]
     units: tuple[int, ...]
     link: DataLink
+
+    def by_itself(self, data: DataAxis, costs: Costs) -> Costs:
+        """`costs` of computations as measured in runs -> without what they lost to collectives beside them.
+
+        Where collectives run for every micro-batch, all measured times have that loss: of all units but the one that
+        is gathered before the computation, and reduced behind it. At most half of a time is taken for lost.
+        """
+        if data.granularity is not Granularity.MICROBATCH or not self.link.slowdown:
+            return costs
+        network = Network(**self.link.network())
+        gathers, reductions = (
+            [
+                self.link.slowdown * (count - 1) * form(data, size / count, network)
+                for size, count in zip(sizes, self.units, strict=True)
+            ]
+            for form, sizes in ((gather_seconds, self.parameter_bytes), (reduce_seconds, self.gradient_bytes))
+        )
+        if not data.shards_parameters:  # gathered once a step
+            gathers = [0.0] * len(gathers)
+        both = [a + b for a, b in zip(gathers, reductions, strict=True)]
+        less: dict[str, Any] = {
+            "forward": _less(costs.forward, gathers),
+            "backward": _less(costs.backward, both),
+            "backward_input": _less(costs.backward_input, gathers),
+            "backward_weight": _less(costs.backward_weight, reductions),
+        }
+        return replace(costs, **less)
 
 
 def measure_data_costs(pipeline: Pipeline, group: Group) -> DataCosts | None:
@@ -63,6 +92,10 @@ def measure_data_costs(pipeline: Pipeline, group: Group) -> DataCosts | None:
     )
 
 
+def _less(times: Any, lost: list[float]) -> tuple[float, ...]:
+    return tuple(max(time / 2, time - seconds) for time, seconds in zip(times, lost, strict=True))
+
+
 def _answer(stages: dict[int, list[tuple[int, int]]], timed: list[TimedCollective]) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
@@ -75,10 +108,7 @@ def _answer(stages: dict[int, list[tuple[int, int]]], timed: list[TimedCollectiv
 
 
 def _link(pipeline: Pipeline, group: Group, known: list[dict[str, Any]]) -> DataLink:
-    """The mean over processes, and over machines of what computations on CPUs lose.
-
-    Where collectives run beside every computation, their measured times have the loss already.
-    """
+    """The mean over processes, and over machines of what computations on CPUs lose."""
     data = pipeline.program.data
     assert data is not None
     every = [TimedCollective(Op(op), *rest) for each in known for op, *rest in each["timed"]]
@@ -89,7 +119,7 @@ def _link(pipeline: Pipeline, group: Group, known: list[dict[str, Any]]) -> Data
         if (found := [(each.seconds, each.cpu_seconds) for each in every if (each.op, each.num_bytes) == (op, size)])
     ]
     lost = 0.0
-    if group.device.type == "cpu" and data.granularity is not Granularity.MICROBATCH:
+    if group.device.type == "cpu":
         losses = [_loss([each for each in known if each["host"] == host]) for host in {e["host"] for e in known}]
         lost = sum(losses) / len(losses)
     return fit_data_link(data, mean, lost)

@@ -165,6 +165,7 @@ class Predictor:
                 gradient_bytes=self._data.gradient_bytes,
                 units=self._data.units,
             )
+            costs = self._data.by_itself(program.data, costs)
             data = self._data.link.network()
         send, latency, receive = (self._recent_median(kind) for kind in ("send", "arrival", "receive"))
         network = Network(
