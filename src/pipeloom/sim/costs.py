@@ -83,7 +83,7 @@ class Costs:
                 "gain); correct it"
             )
         for stage, count in enumerate(self.units or ()):
-            if not 1 <= count <= MOST_UNITS or count != int(count):
+            if not 1 <= count <= MOST_UNITS or int(count) != count:
                 raise InputError(
                     f"stage {stage} has {count:g} units: it goes over the links in 1 to {MOST_UNITS} pieces; correct it"
                 )
