@@ -73,8 +73,7 @@ class Bound:
         instructions: what it runs.
         num_warm_up: so many of the first can be thrown away and done again: forwards that need no backward.
         program: what was bound.
-        starts, ends: of the last run.
-        beside: what ran beside it.
+        starts, ends, beside: of the last run.
     """
 
     instructions: tuple[_Instruction, ...]
@@ -191,8 +190,8 @@ class Worker:
         if action.op not in _COMPUTE_OPS:
             return [step]
         run, ready = self._store.around(action, step, program)
-        waits = program.data is not None or self.state.mover is not None
-        return [(self.beside.running(action, run) if waits else run, ready)]
+        alone = program.data is None and self.state.mover is None
+        return [(run if alone else self.beside.running(action, run), ready)]
 
     def run(self, bound: Bound, batch: Batch, call: int, speculation: Speculation | None = None) -> Run:
         """Run a bound program; yields whenever it has to wait and the transport does not block.

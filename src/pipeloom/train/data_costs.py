@@ -78,6 +78,7 @@ def measure_data_costs(pipeline: Pipeline, group: Group) -> DataCosts | None:
             (max(1, mean // _SMALL), mean),
             device=group.device,
             meet=lambda: group.all_gather(b""),
+            repeats=9,
         )
         timed += [TimedCollective(op, *each) for each in found]
     known = [json.loads(each) for each in group.all_gather(json.dumps(_answer(stages, timed)).encode())]
