@@ -84,8 +84,9 @@ def measure(workload: GPTWorkload, chosen: dict[str, System], num_rounds: int, n
                 cpu[name].append(spread([sum(s.cpu for s in step) for step in zip(*stamps, strict=True)]).median)
                 if timed[name].kind == "pipeloom":
                     predictions.add_records(name, crew.call("records", name))
+                    predictions.add_units(name, crew.call("units", name))
     predicted = {
-        name: predictions.step_seconds(computing_of(name), *system.pipeline(workload))
+        name: predictions.step_seconds(name, *system.pipeline(workload), computing_of(name))
         for name, system in timed.items()
         if system.kind == "pipeloom" and computing_of(name) in timed
     }
@@ -177,7 +178,9 @@ def tables(results: dict[str, Any]) -> str:
             cpu = ratio(result["cpu"][a], result["cpu"][b]).show("{:.3f}")
             rows.append((f"{a} / {b}", step, with_update, cpu))
         text.append(table(("ratio of times: median (quartiles)", "step", "with the update", "CPU"), rows) + "\n")
-        collectives = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in result["collectives"].items())
+        collectives = ", ".join(
+            f"{name} {1e3 * seconds:.1f}" for name, seconds in result["collectives"].items() if seconds
+        )
         text.append(f"All layers of a rank, by themselves, ms: {collectives}\n")
     return "\n".join(text)
 

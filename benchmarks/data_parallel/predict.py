@@ -1,59 +1,56 @@
-"""What the simulator makes of a step: computing as measured with `ddp`, collectives as by themselves."""
+"""What the simulator makes of a step: computing as measured with `ddp`, collectives as by themselves.
+
+Processes and the threads of gloo share the cores of one machine: computations beside a collective lose what it takes.
+"""
 
 from __future__ import annotations
 
-import time
+import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from benchmarks.common.systems import Record
 from benchmarks.common.workloads import Workload
 
 import pipeloom as pl
-from pipeloom.ir import DataAxis, Schedule
+from pipeloom.ir import DataAxis, DataStrategy, Schedule
 from pipeloom.parallel.copies import Copies
+from pipeloom.parallel.time_collectives import time_collectives
 from pipeloom.passes import lower, merge_backwards, separate_units
 from pipeloom.sim import Timeline
+from pipeloom.sim.data_link import slowdown
 
-NUM_COPIES = 2
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
+NUM_PROCESSES = 4
+_OPS = {pl.Op.UNSHARD: "gather", pl.Op.REDUCE_GRAD: "reduce"}
 
 
-def collective_seconds(mesh: pl.Mesh, workload: Workload, repeats: int = 3) -> dict[str, float]:
-    """What one collective of each kind takes for all layers of this rank, float32, all ranks of the pipeline at once.
+class Taken(NamedTuple):
+    """What collectives take, in seconds: from start to end, and of this process's cores."""
 
-    Layers follow one another without waiting, as in a step. Medians; of each, when the last process is through.
+    seconds: float
+    cpu_seconds: float
+
+
+def collective_seconds(mesh: pl.Mesh, workload: Workload) -> dict[str, Taken]:
+    """What each strategy's gathers and reductions of all layers of this rank take, one after the other, float32.
+
+    All ranks of the pipeline are at it at once, as in a step.
     """
     copies = Copies(mesh)
     rank, num_ranks = mesh.coordinate("pp"), mesh.degree("pp")
     cut = workload.cut(num_ranks)
     start = sum(cut[:rank])
-    layers = workload.model()[start : start + cut[rank]]
-    sizes = [sum(p.numel() for p in layer.parameters()) // copies.degree * copies.degree for layer in layers]
-    values = [torch.zeros(size) for size in sizes]
-    own = [torch.zeros(size // copies.degree) for size in sizes]
-    seconds: dict[str, list[float]] = defaultdict(list)
-    for _ in range(1 + repeats):
-        for name in _COLLECTIVES:
-            collective = getattr(copies, name)
-            dist.barrier()
-            with _timed(seconds[name]):
-                arguments = zip(values, own, strict=True) if name in ("all_gather", "reduce_scatter") else zip(values)
-                for wait in [collective(*given) for given in arguments]:
-                    wait()
-    return {name: median(found[1:]) for name, found in seconds.items()}
-
-
-@contextmanager
-def _timed(seconds: list[float]) -> Iterator[None]:
-    begin = time.monotonic()
-    yield
-    dist.barrier()
-    seconds.append(time.monotonic() - begin)
+    layers = list(workload.model())[start : start + cut[rank]]
+    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
+    found = {}
+    for strategy in DataStrategy:
+        for op in _OPS:
+            timed = time_collectives(copies, strategy, op, sizes, meet=dist.barrier, repeats=3)
+            found[f"{strategy} {_OPS[op]}"] = Taken(sum(each[1] for each in timed), sum(each[2] for each in timed))
+    return found
 
 
 def computing(records: list[list[Record]]) -> dict[tuple[int, pl.Op], list[float]]:
@@ -72,6 +69,8 @@ def simulated(
     message_seconds: float,
     data: DataAxis | None,
     collectives: Mapping[str, float],
+    units: Sequence[int],
+    slowdown: float,
 ) -> Timeline:
     """The program that ran.
 
@@ -80,7 +79,9 @@ def simulated(
         seconds: of each stage's ops.
         message_seconds: from one rank to the next.
         data: None for one copy.
-        collectives: as from `collective_seconds`, each for a whole rank.
+        collectives: seconds of each for a whole rank.
+        units: of each stage, as many as are gathered and reduced.
+        slowdown: what computations lose beside collectives.
     """
     ran = separate_units(merge_backwards(schedule))
     of_op = {op: tuple(seconds.get((s, op), 0.0) for s in range(schedule.num_stages)) for op in "FBIW"}
@@ -88,31 +89,32 @@ def simulated(
     chunks = schedule.num_stages / schedule.num_ranks
     other = {}
     if data is not None:
-        gather, reduce = _used(data)
-        other = {
-            pl.Op.UNSHARD: collectives[gather] / chunks if gather else 0.0,
-            pl.Op.REDUCE_GRAD: collectives[reduce] / chunks,
-        }
+        other = {op: collectives[f"{data.strategy} {name}"] / chunks for op, name in _OPS.items()}
     whole = tuple(b or i + w for b, i, w in zip(of_op["B"], *halves, strict=True))
     costs = pl.Costs(
-        forward=of_op["F"], backward=whole, backward_input=halves[0], backward_weight=halves[1], other=other
+        forward=of_op["F"],
+        backward=whole,
+        backward_input=halves[0],
+        backward_weight=halves[1],
+        other=other,
+        units=tuple(units) or None,
     )
-    return pl.simulate(lower(ran, data=data), costs, pl.Network(latency_seconds=message_seconds))
-
-
-def _used(data: DataAxis) -> tuple[str, str]:
-    """The collectives that gather parameters and reduce gradients."""
-    if data.strategy == "ddp":
-        return "", "all_reduce"
-    return ("broadcast", "reduce") if data.strategy == "parameter-server" else ("all_gather", "reduce_scatter")
+    network = pl.Network(latency_seconds=message_seconds, data_slowdown=slowdown)
+    return pl.simulate(lower(ran, data=data), costs, network)
 
 
 class Predictions:
-    """What is measured for the simulation, over the rounds of a run."""
+    """What is measured for the simulation, over the rounds of a run.
+
+    Attributes:
+        units: of each system's stages.
+    """
 
     def __init__(self) -> None:
+        self.units: dict[str, tuple[int, ...]] = {}
         self._computing: dict[str, dict[tuple[int, pl.Op], list[float]]] = defaultdict(lambda: defaultdict(list))
         self._collectives: dict[str, list[float]] = defaultdict(list)
+        self._cores: dict[str, list[float]] = defaultdict(list)  # that a kind keeps busy, in all processes
         self._message_seconds: list[float] = []
 
     def add_records(self, name: str, records: list[list[Record]]) -> None:
@@ -120,10 +122,16 @@ class Predictions:
         for key, seconds in computing(records).items():
             self._computing[name][key] += seconds
 
-    def add_pings(self, collectives: list[dict[str, float]], message_seconds: list[float]) -> None:
+    def add_units(self, name: str, units: list[dict[int, int]]) -> None:
+        """Of the stages of the system `name`, by process."""
+        known = {stage: count for of_process in units for stage, count in of_process.items()}
+        self.units[name] = tuple(known[stage] for stage in sorted(known))
+
+    def add_pings(self, collectives: list[dict[str, Taken]], message_seconds: list[float]) -> None:
         """Collectives by process, and one-way times of messages."""
-        for name in _COLLECTIVES:
-            self._collectives[name].append(max(of_process[name] for of_process in collectives))
+        for name in collectives[0]:
+            self._collectives[name].append(max(of_process[name].seconds for of_process in collectives))
+            self._cores[name].append(sum(each[name].cpu_seconds / (each[name].seconds or 1.0) for each in collectives))
         self._message_seconds += message_seconds
 
     @property
@@ -131,8 +139,15 @@ class Predictions:
         """Medians of the rounds."""
         return {name: median(seconds) for name, seconds in self._collectives.items()}
 
-    def step_seconds(self, name: str, schedule: Schedule, data: DataAxis | None) -> float:
-        """Of a step of this schedule and data axis, with computations as those of the system `name`."""
-        seconds = {key: median(found) for key, found in self._computing[name].items()}
-        message = median(self._message_seconds)
-        return simulated(schedule, seconds, message, data, self.collectives).makespan
+    def step_seconds(self, name: str, schedule: Schedule, data: DataAxis | None, computing_of: str) -> float:
+        """Of a step of the system `name`, with computations as those of the system `computing_of`."""
+        seconds = {key: median(found) for key, found in self._computing[computing_of].items()}
+        message, units = median(self._message_seconds), self.units.get(name, ())
+        return simulated(schedule, seconds, message, data, self.collectives, units, self._slowdown(data)).makespan
+
+    def _slowdown(self, data: DataAxis | None) -> float:
+        """What computations, one thread a process, lose beside the collectives of a data axis."""
+        if data is None:
+            return 0.0
+        busy = max(median(self._cores[f"{data.strategy} {name}"]) for name in _OPS.values())
+        return slowdown(NUM_PROCESSES, busy, len(os.sched_getaffinity(0)))

@@ -13,7 +13,7 @@ from benchmarks.common.peers import DeepSpeedPipeline, TorchPipelining
 from benchmarks.common.ping_pong import ping_pong
 from benchmarks.common.systems import Record
 from benchmarks.common.workloads import Workload
-from benchmarks.data_parallel.predict import collective_seconds
+from benchmarks.data_parallel.predict import Taken, collective_seconds
 from benchmarks.data_parallel.workload import NUM_UPDATES, Part, compare, make_optimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -92,6 +92,11 @@ class Pipeloom:
         """Every action of this rank's last step with its start and end."""
         ((_, rows),) = self._pipe.records
         return rows
+
+    def units(self) -> dict[int, int]:
+        """Of each stage, how many are gathered and reduced; nothing of one copy."""
+        (store,) = self._pipe.stores.values()
+        return {stage: len(units) for stage, units in store.unit_bytes().items()}
 
     def close(self) -> None:
         self._pipe.close()
@@ -211,7 +216,12 @@ class Copies:
         found: list[Record] = self._systems[name].records()
         return found
 
-    def collectives(self, workload: Workload) -> dict[str, float]:
+    def units(self, name: str) -> dict[int, int]:
+        """Of each stage of this process of a pipeloom system, as many as are gathered and reduced."""
+        found: dict[int, int] = self._systems[name].units()
+        return found
+
+    def collectives(self, workload: Workload) -> dict[str, Taken]:
         """What collectives of two copies of a pipeline of two ranks take by themselves."""
         if self._mesh is None:
             self._mesh = Mesh(pp=2, dp=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import yaml
 import pipeloom as pl
 from pipeloom.cli import main
 from pipeloom.plan.memory import read_memory
+from pipeloom.sim import Timeline
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, tokens
 
@@ -105,6 +107,10 @@ def test_a_run_with_less_memory_is_the_same_run(text: Path, plain: Path, tmp_pat
     moved = [row["offload_moved_bytes"] for row in rows]
     assert moved == sorted(moved)
     assert moved[-1] > 0
+    timelines = json.loads((out / "timelines.json").read_text())
+    for kind in ("measured", "predicted"):  # with the time that moves took
+        rank = Timeline.from_json(json.dumps(timelines[kind])).background[0]
+        assert {span.action.op for span in rank if span.end > span.start} == {pl.Op.OFFLOAD, pl.Op.RELOAD}
     one, other = tmp_path / "one", tmp_path / "other"
     local(text, one, *_away(place), *PARAMETERS, f"--resume_from_checkpoint={plain / 'checkpoint-3'}")
     local(text, other, f"--resume_from_checkpoint={out / 'checkpoint-3'}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 
 from pipeloom.cli import main
+from pipeloom.ir import Op
+from pipeloom.sim import Timeline
 from tests.cpu.test_train import local, metrics, run, story, text, words
 
 __all__ = ["text"]
@@ -35,6 +39,19 @@ def assert_alike(one: Path, other: Path, tolerance: float = 1e-6) -> None:
             assert value is None or math.isclose(value, number, rel_tol=tolerance), (row, twin)
 
 
+def assert_alike_beside(output_dir: Path) -> None:
+    """What was predicted beside the ranks is what ran there: as many units, all of which took time."""
+    found = json.loads((output_dir / "timelines.json").read_text())
+    measured, predicted = (Timeline.from_json(json.dumps(found[kind])) for kind in ("measured", "predicted"))
+    for ran, foreseen in zip(measured.background, predicted.background, strict=True):
+        assert Counter(span.action for span in ran) == Counter(span.action for span in foreseen)
+        assert {span.action.op for span in ran} >= {Op.UNSHARD, Op.REDUCE_GRAD}
+        assert all(span.end > span.start for span in (*ran, *foreseen))
+    assert all(wait >= 0 for timeline in (measured, predicted) for wait in timeline.waits)
+    rows = [row for row in metrics(output_dir) if "loss" in row]
+    assert all(0 < row["predicted_bubble_fraction"] < 1 and 0 < row["bubble_fraction"] < 1 for row in rows)
+
+
 def copies(text: Path, output_dir: Path, *more: str, launcher: tuple[str, ...] = ()) -> str:
     done = run(text, output_dir, *BATCH, *more, launcher=launcher)
     assert done.returncode == 0, done.stderr
@@ -52,6 +69,7 @@ def test_copies_train_as_one_pipeline_and_go_on_as_any_number(text: Path, alone:
     assert all(len(row["peak_memory_bytes"]) == 4 for row in metrics(two) if "loss" in row)
     assert [row["live_activations"] for row in metrics(two) if "loss" in row] == [[2, 1]] * 6
     assert "1 of copy 1" in (two / "report.html").read_text()
+    assert_alike_beside(two)
     # Nothing is repeated or skipped: other copies, other micro-batches, another strategy.
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
     copies(
@@ -64,7 +82,11 @@ def test_copies_train_as_one_pipeline_and_go_on_as_any_number(text: Path, alone:
 
 def test_sharded_parameters_write_the_same_text(text: Path, alone: Path, tmp_path: Path) -> None:
     more = ("--batch.size=13", "--parallel.pipeline=1", "--sample_tokens=8")  # 7 samples and 6
-    copies(text, tmp_path / "zero3", *more, "--parallel.data=2", "--parallel.data_strategy=zero3")
+    copies(
+        text, tmp_path / "zero3", *more, "--parallel.data=2", "--parallel.data_strategy=zero3",
+        "--parallel.data_granularity=microbatch",
+    )  # fmt: skip
+    assert_alike_beside(tmp_path / "zero3")
     local(text, tmp_path / "alone", *BATCH, *more)
     assert_alike(tmp_path / "alone", tmp_path / "zero3")
 

@@ -16,13 +16,15 @@ from torch import nn
 
 from pipeloom import schedules
 from pipeloom.errors import InputError, RunError
-from pipeloom.ir import Action, Op, Placement
+from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Placement
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.passes import lower, merge_backwards
 from pipeloom.runtime import LossScaler, Pipeline
-from pipeloom.sim import Costs, simulate
+from pipeloom.sim import Costs, Network, simulate
+from pipeloom.sim.data_link import DataLink
 from pipeloom.split import split
 from pipeloom.train.config import BatchConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from pipeloom.train.data_costs import DataCosts
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
 from pipeloom.train.metrics import Predictor, StepCost, cost_numbers, message_times, read_cost
@@ -368,3 +370,21 @@ def test_text_repeats_with_its_seed() -> None:
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_times_measured_beside_collectives_come_out_of_the_simulation_again(strategy: str) -> None:
+    """What they lost is taken from them before it is simulated."""
+    data = DataAxis(degree=2, strategy=DataStrategy(strategy), granularity=Granularity.MICROBATCH)
+    link = DataLink(bytes_per_second=4.0, sum_bytes_per_second=4.0, slowdown=1.0)
+    known = DataCosts(parameter_bytes=(24.0,), gradient_bytes=(24.0,), units=(3,), link=link)  # a unit takes 1 s
+    measured = Costs(forward=(9.0,), backward_input=(9.0,), backward_weight=(9.0,), backward=(18.0,))
+    costs = known.by_itself(data, measured)
+    assert costs.forward == ((7.0,) if strategy == "zero3" else (9.0,))
+    assert costs.backward == ((14.0,) if strategy == "zero3" else (16.0,))
+    schedule = schedules.build("gpipe", num_ranks=1, num_microbatches=1)
+    costs = replace(costs, parameter_bytes=known.parameter_bytes, units=known.units)
+    timeline = simulate(lower(schedule, data=data), costs, Network(**link.network()))
+    assert timeline.busy_seconds == (9.0 + 18.0,)
+    once = replace(data, granularity=Granularity.STEP)
+    assert known.by_itself(once, measured) is measured

@@ -360,7 +360,8 @@ def test_the_critical_path_leads_through_what_computations_wait_for(schedule, da
     with contextlib.suppress(InputError):
         program = insert_offload(program, rng.randrange(1, 4), beside=rng.randrange(2))
     network = Network(data_bytes_per_second=2.0, memory_bytes_per_second=rng.choice((0.25, 2.0)))
-    timeline = simulate(program, costs(stages, parameter_bytes=sizes, activation_bytes=moved), network)
+    units = rng.choice((None, tuple(rng.randrange(1, 4) for _ in range(stages))))
+    timeline = simulate(program, costs(stages, parameter_bytes=sizes, activation_bytes=moved, units=units), network)
     path = critical_path(timeline)
     assert path[0][1].start == 0
     assert path[-1][1].end == timeline.makespan

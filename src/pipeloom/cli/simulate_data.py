@@ -6,14 +6,25 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from pipeloom.cli.files import read_json_text
 from pipeloom.cli.parser import Parser
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule
 from pipeloom.passes import insert_offload, lower
+from pipeloom.plan.cluster import links_beside, parse_cluster
 from pipeloom.sim import Costs, Network, Timeline
 from pipeloom.sim.background import LINKS
+from pipeloom.sim.costs import MOST_UNITS
 
-_OF_DATA = ("data_strategy", "data_granularity", "data_bandwidth", "data_latency")
+_OF_DATA = (
+    "data_strategy",
+    "data_granularity",
+    "data_bandwidth",
+    "data_sum_bandwidth",
+    "data_latency",
+    "data_slowdown",
+    "units",
+)
 _SIZES = ("parameter_bytes", "activation_bytes")
 
 
@@ -24,7 +35,11 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--data-strategy", choices=strategies, help="what each copy keeps (ddp)")
     parser.add_argument("--data-granularity", choices=granularities, help="how often zero2 and zero3 share (step)")
     parser.add_argument("--data-bandwidth", type=float, help="bytes a second of a rank to other copies (no limit)")
+    parser.add_argument("--data-sum-bandwidth", type=float, help="the same while gradients are summed (as the other)")
     parser.add_argument("--data-latency", type=float, help="seconds of a message between copies (0)")
+    parser.add_argument("--data-slowdown", type=float, help="what computations lose beside collectives, 0 to 1 (0)")
+    parser.add_argument("--units", type=int, help="pieces of a stage, gathered and reduced one by one (a whole stage)")
+    parser.add_argument("--cluster", type=str, help="JSON file of a cluster, for the links of --data and --offload")
     parser.add_argument("--parameter-bytes", type=float, help="parameters of one rank's share of the model")
     parser.add_argument("--offload", type=float, help="activations that a rank may hold; others are moved away")
     parser.add_argument("--memory-bandwidth", type=float, help="bytes a second to where they are moved (no limit)")
@@ -41,6 +56,8 @@ def check_options(options: Any) -> None:
         given = next((name for name in names if getattr(options, name) is not None), None)
         if given is not None and getattr(options, needed) is None:
             raise InputError(f"{_flag(given)} without --{needed}: it is of {what}; give --{needed}, or leave it out")
+    if options.cluster is not None and options.data is None and options.offload is None:
+        raise InputError("--cluster without --data or --offload: it is for their links; give one, or leave it out")
     for name in _SIZES:
         size = getattr(options, name)
         if size is None:
@@ -49,6 +66,11 @@ def check_options(options: Any) -> None:
             raise InputError(f"{_flag(name)} beside --costs: the file says it of every stage; drop one of the two")
         if not (math.isfinite(size) and size >= 0):
             raise InputError(f"{_flag(name)} {size:g}: a size is a finite number of bytes, 0 or more; correct it")
+    if options.units is not None:
+        if options.costs is not None:
+            raise InputError("--units beside --costs: the file says it of every stage; drop one of the two")
+        if not 1 <= options.units <= MOST_UNITS:
+            raise InputError(f"--units {options.units}: a stage is of 1 to {MOST_UNITS} units; correct it")
     if options.offload is not None and not options.offload > 0:
         raise InputError(f"--offload {options.offload:g}: a rank holds at least the one it computes; raise it")
 
@@ -80,14 +102,27 @@ def costs_of(schedule: Schedule, costs: Costs, options: Any) -> Costs:
         for name in _SIZES
         if getattr(options, name) is not None
     }
+    if options.units is not None:
+        sizes["units"] = (options.units,) * schedule.num_stages
     return replace(costs, **sizes)
 
 
 def network_of(network: Network, options: Any) -> Network:
-    """`network` with the links beside the ranks; what an option says counts more than the costs file."""
+    """`network` with the links beside the ranks; what an option says counts more than the cluster or costs file.
+
+    Raises:
+        InputError: the cluster file is none.
+    """
+    if options.cluster is not None:
+        cluster = parse_cluster(read_json_text("--cluster", options.cluster))
+        found = links_beside(cluster, devices=options.ranks, copies=options.data or 1)
+        used = {"data": options.data is not None, "memory": options.offload is not None}
+        network = replace(network, **{name: value for name, value in found.items() if used[name.split("_")[0]]})
     given = {
         "data_bytes_per_second": options.data_bandwidth,
+        "data_sum_bytes_per_second": options.data_sum_bandwidth,
         "data_latency_seconds": options.data_latency,
+        "data_slowdown": options.data_slowdown,
         "memory_bytes_per_second": options.memory_bandwidth,
     }
     return replace(network, **{name: value for name, value in given.items() if value is not None})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeloom.ir import Action, Op
+from pipeloom.runtime.beside import BesideTimes
 from pipeloom.runtime.collectives import noticing_lost_peers
 from pipeloom.runtime.process_mesh import ProcessMesh
 
@@ -32,6 +34,7 @@ class Copies:
     Attributes:
         degree: how many.
         index: which one this process belongs to.
+        times: where gathers and reductions that an action starts are noted; those of one store.
     """
 
     def __init__(self, mesh: ProcessMesh | None, timeout_seconds: float = 1800.0) -> None:
@@ -39,29 +42,33 @@ class Copies:
         self.degree = 1 if mesh is None else mesh.degree("dp")
         self.index = 0 if mesh is None else mesh.coordinate("dp")
         self._mesh = None if self.degree == 1 else mesh
+        self.times = BesideTimes()
         backend = "gloo" if self._mesh is None else dist.get_backend(self._mesh.group("dp"))
         self._small = torch.device("cuda") if "nccl" in backend else torch.device("cpu")
 
     def broadcast(self, values: Tensor) -> Wait:
         """The values of copy 0, in place."""
-        return self._start(dist.broadcast, values, group_src=0, async_op=True)
+        return self._start(dist.broadcast, values, op=Op.UNSHARD, group_src=0)
 
     def reduce(self, values: Tensor) -> Wait:
         """The sum over copies, in place, on copy 0; the others' values are lost."""
-        return self._start(dist.reduce, values, group_dst=0, async_op=True)
+        return self._start(dist.reduce, values, op=Op.REDUCE_GRAD, group_dst=0)
 
     def all_reduce(self, values: Tensor) -> Wait:
         """The sum over copies, in place: the same bits on every copy."""
-        return self._start(dist.all_reduce, values, async_op=True)
+        return self._start(dist.all_reduce, values, op=Op.REDUCE_GRAD)
 
     def all_gather(self, values: Tensor, own: Tensor) -> Wait:
         """Every copy's `own`, one behind the other in `values`; `own` may be its place there."""
+        return self._all_gather(values, own, Op.UNSHARD)
+
+    def _all_gather(self, values: Tensor, own: Tensor, op: Op | None) -> Wait:
         if values.device.type != "cpu":
-            return self._start(_ALL_GATHER, values, own, async_op=True)
+            return self._start(_ALL_GATHER, values, own, op=op)
         pieces = values.view(self.degree, own.numel())
         if pieces[self.index].data_ptr() != own.data_ptr():
             pieces[self.index].copy_(own)
-        return self._exchange(dict.fromkeys(self._others, own), {peer: pieces[peer] for peer in self._others})
+        return self._exchange(dict.fromkeys(self._others, own), {peer: pieces[peer] for peer in self._others}, op)
 
     def reduce_scatter(self, values: Tensor, own: Tensor) -> Wait:
         """In `own`, this copy's of equal pieces of the sum over copies of `values`, which are lost."""
@@ -69,11 +76,11 @@ class Copies:
             own.copy_(values)
             return _nothing
         if values.device.type != "cpu":
-            return self._start(_REDUCE_SCATTER, own, values, async_op=True)
+            return self._start(_REDUCE_SCATTER, own, values, op=Op.REDUCE_GRAD)
         pieces = values.view(self.degree, own.numel())
         first, *others = self._others
         arriving = {first: own, **{peer: torch.empty_like(own) for peer in others}}
-        wait = self._exchange({peer: pieces[peer] for peer in self._others}, arriving)
+        wait = self._exchange({peer: pieces[peer] for peer in self._others}, arriving, Op.REDUCE_GRAD)
 
         def finish() -> None:
             wait()
@@ -95,7 +102,7 @@ class Copies:
             return [values]
         rows = torch.empty((self.degree, *values.shape), dtype=values.dtype, device=self._small)
         rows[self.index] = values
-        self.all_gather(rows.view(-1), rows[self.index].reshape(-1))()
+        self._all_gather(rows.view(-1), rows[self.index].reshape(-1), None)()
         return list(rows)
 
     def any(self, flags: list[bool]) -> list[bool]:
@@ -109,35 +116,45 @@ class Copies:
     def _others(self) -> list[int]:
         return [peer for peer in range(self.degree) if peer != self.index]
 
-    def _exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Wait:
+    def _exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor], op: Op | None) -> Wait:
         """Send to and receive from other copies, each directly.
 
         What gloo gathers and scatters goes round a ring, with copies of its own, in threads that are woken for it: that
-        takes from one and a half times as long (13 MB, two copies) to four times (4 KB).
+        takes from one and a half times as long (13 MB, two copies) to four times (4 KB). Nobody says when an exchange
+        is over: it is noted to last until it was waited for.
         """
-        starts = [
-            self._start(dist.irecv, tensor, group_src=peer) for peer, tensor in arriving.items() if tensor.numel()
-        ]
-        starts += [
-            self._start(dist.isend, tensor, group_dst=peer) for peer, tensor in leaving.items() if tensor.numel()
-        ]
-
-        def wait() -> None:
-            for wait_for in starts:
-                wait_for()
-
-        return wait
-
-    def _start(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Wait:
-        """Start it; what is returned waits for its end."""
         if self._mesh is None:
             return _nothing
+        group, ended = self._mesh.group("dp"), self._noted(op)
         with noticing_lost_peers(_LOST):
-            work = collective(*arguments, group=self._mesh.group("dp"), **options)
+            works = [dist.irecv(t, group=group, group_src=peer) for peer, t in arriving.items() if t.numel()]
+            works += [dist.isend(t, group=group, group_dst=peer) for peer, t in leaving.items() if t.numel()]
+        return self._waiting(works, ended)
 
+    def _start(self, collective: Callable[..., Any], *arguments: Any, op: Op | None, **options: Any) -> Wait:
+        """Start it; what is returned waits for its end. It is noted as an `op` of the stage that runs."""
+        if self._mesh is None:
+            return _nothing
+        ended = self._noted(op)
+        with noticing_lost_peers(_LOST):
+            work = collective(*arguments, group=self._mesh.group("dp"), async_op=True, **options)
+        if ended is not _nothing and self._small.type == "cpu":  # on a GPU it would be called at once
+            work.get_future().add_done_callback(lambda _: ended())
+        return self._waiting([work], ended)
+
+    def _noted(self, op: Op | None) -> Wait:
+        """Note that an `op` of the stage that runs begins; what is returned notes its end."""
+        action = self.times.action
+        if action is None or op is None:
+            return _nothing
+        return self.times.started(Action(action.stage, op) if op is Op.UNSHARD else action.with_op(op))
+
+    def _waiting(self, works: Sequence[Any], ended: Wait) -> Wait:
         def wait() -> None:
-            with noticing_lost_peers(_LOST):
-                work.wait(self._timeout)
+            with noticing_lost_peers(_LOST), self.times.waiting():
+                for work in works:
+                    work.wait(self._timeout)
+            ended()
 
         return wait
 

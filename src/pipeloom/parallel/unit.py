@@ -263,6 +263,12 @@ class Unit:
             self._main.drop()
 
     @property
+    def sent_bytes(self) -> tuple[int, int]:
+        """Of all parameters when they are gathered, and of their gradients when they are reduced."""
+        elements, formats = self._layout.num_elements, self._formats
+        return elements * formats.compute.itemsize, elements * formats.gradient.itemsize
+
+    @property
     def trains(self) -> bool:
         """Whether there will be gradients."""
         return any(parameter.requires_grad for parameter in self.parameters)

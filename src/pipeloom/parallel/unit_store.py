@@ -28,6 +28,7 @@ from pipeloom.parallel.stage_parameters import (
     with_statistics,
 )
 from pipeloom.parallel.unit import DTYPES, Formats, Unit
+from pipeloom.runtime.beside import BesideTimes
 from pipeloom.runtime.held_bytes import Away, Gauge, HeldBytes, PeakBytes
 from pipeloom.runtime.parameter_store import ParameterStore
 from pipeloom.runtime.state import Step
@@ -67,6 +68,7 @@ class UnitStore(ParameterStore):
         refuse_sparse(stages)
         if axis.unshards:
             claim(held)
+        self.times = copies.times = BesideTimes()
         self.gathered, self.reduced = Gauge(), Gauge()
         self._mover = open_mover(data.offload)
         self._modules = list(stages.values())
@@ -274,6 +276,9 @@ class UnitStore(ParameterStore):
     def _look(self, flat: Tensor | None = None) -> None:
         if self.records_peaks:
             self.reduced.set(self.held_bytes().gradients + (0 if flat is None else flat.nbytes))
+
+    def unit_bytes(self) -> dict[int, list[tuple[int, int]]]:
+        return {stage: [unit.sent_bytes for unit in units] for stage, units in self._by_stage.items()}
 
     def held_bytes(self) -> HeldBytes:
         tensors = (tensor for unit in self._units for tensor in unit.gradients.tensors())

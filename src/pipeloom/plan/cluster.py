@@ -7,6 +7,8 @@
      "between_nodes": {"bytes_per_second": 3.125e9, "latency_seconds": 5e-5, "sum_bytes_per_second": 1.875e9},
      "efficiency": 0.75}
 
+`device` may have `host_bytes_per_second`, to the memory of its host, where activations can go.
+
 All rates are peaks but `sum_bytes_per_second`, which collectives were measured to reach. `efficiency` is the part of
 every peak that programs reach: the one figure that no data sheet has.
 """
@@ -31,12 +33,14 @@ class Device:
         operations_per_second: multiplications and additions of matrices, in the type that is trained in.
         memory_bytes_per_second: of its own memory.
         launch_seconds: what starting one kernel costs the host.
+        host_bytes_per_second: to and from the memory of its host; None where it is not known.
     """
 
     name: str
     operations_per_second: float
     memory_bytes_per_second: float
     launch_seconds: float
+    host_bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,30 @@ class Cluster:
     inside_node: NodeLinks
     between_nodes: Network
     efficiency: float
+
+
+def links_beside(cluster: Cluster, *, devices: int, copies: int) -> dict[str, Any]:
+    """What `pipeloom.sim.Network` has of links beside the ranks, by its names; those that are not known are left out.
+
+    Copies live in different nodes unless all of them fit into one; all devices of a node then share its network.
+
+    Args:
+        cluster: where they run.
+        devices: of one copy.
+        copies: how many.
+    """
+    inside, network, sharing = cluster.inside_node, cluster.between_nodes, min(cluster.devices_per_node, devices)
+    if devices * copies <= cluster.devices_per_node:
+        rate = total = cluster.efficiency * inside.bytes_per_second
+        latency = inside.latency_seconds
+    else:
+        rate = cluster.efficiency * network.bytes_per_second / sharing
+        total = (network.sum_bytes_per_second or network.bytes_per_second) / sharing
+        latency = network.latency_seconds
+    found = {"data_bytes_per_second": rate, "data_sum_bytes_per_second": total, "data_latency_seconds": latency}
+    if cluster.device.host_bytes_per_second is not None:
+        found["memory_bytes_per_second"] = cluster.efficiency * cluster.device.host_bytes_per_second
+    return found
 
 
 Part = TypeVar("Part", Cluster, Device, NodeLinks, Network)

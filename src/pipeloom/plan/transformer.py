@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.cluster import Cluster, links_beside
 from pipeloom.plan.slicing.costs import Array
 
 _VALUE_BYTES = 2
@@ -195,11 +195,7 @@ def step_end_seconds(
     """
     parameters = 12 * width**2 * layers / pipeline / tensor
     count = 2 * (data - 1) / data * _VALUE_BYTES * parameters
-    if pipeline * tensor * data <= cluster.devices_per_node:
-        seconds = count / (cluster.efficiency * cluster.inside_node.bytes_per_second)
-    else:
-        sharing = min(cluster.devices_per_node, pipeline * tensor)
-        network = cluster.between_nodes
-        seconds = count * sharing / (network.sum_bytes_per_second or network.bytes_per_second)
+    links = links_beside(cluster, devices=pipeline * tensor, copies=data)
+    seconds: float = count / links["data_sum_bytes_per_second"]
     update = _OPTIMIZER_BYTES * parameters / cluster.device.memory_bytes_per_second
     return seconds + update / cluster.efficiency

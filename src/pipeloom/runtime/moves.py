@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Op, Program
+from pipeloom.runtime.beside import BesideTimes
 from pipeloom.runtime.state import Key, RankState, Step
 from pipeloom.runtime.values import flatten
 
@@ -28,10 +29,12 @@ class ActivationMover(ABC):
     Attributes:
         moved_bytes: written and read so far.
         wait_seconds: how long the rank has waited for it so far.
+        times: where it notes moves.
     """
 
     moved_bytes: int
     wait_seconds: float
+    times: BesideTimes
 
     @abstractmethod
     def catching(self, key: Key) -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.ir import Action, DataAxis, Program
+from pipeloom.runtime.beside import BesideTimes
 from pipeloom.runtime.held_bytes import Away, HeldBytes, PeakBytes
 from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.ranges import Range
@@ -34,12 +35,14 @@ class ParameterStore(ABC):
         ranges: of those that do not have the parameter's shape.
         loss_scale: by what the loss was multiplied before its backward; main gradients are divided by it.
         records_peaks: whether runs look how many bytes gradients take, which takes some time.
+        times: where it notes its collectives.
     """
 
     parameters: Mapping[str, nn.Parameter]
     ranges: Mapping[str, Range]
     loss_scale: float = 1.0
     records_peaks: bool = False
+    times: BesideTimes
 
     @abstractmethod
     def begin(self, program: Program) -> None:
@@ -64,6 +67,10 @@ class ParameterStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """No run will come."""
+
+    @abstractmethod
+    def unit_bytes(self) -> dict[int, list[tuple[int, int]]]:
+        """For each stage, the bytes of each unit when it is gathered, and when its gradients are reduced."""
 
     @abstractmethod
     def held_bytes(self) -> HeldBytes:
@@ -106,6 +113,7 @@ class PlainStore(ParameterStore):
         self.parameters = parameters
         self._modules = list(modules)
         self.ranges = {}
+        self.times = BesideTimes()
 
     def begin(self, program: Program) -> None:
         pass
@@ -124,6 +132,9 @@ class PlainStore(ParameterStore):
 
     def close(self) -> None:
         pass
+
+    def unit_bytes(self) -> dict[int, list[tuple[int, int]]]:
+        return {}
 
     def held_bytes(self) -> HeldBytes:
         gradients = (p.grad for p in self.parameters.values() if p.grad is not None)

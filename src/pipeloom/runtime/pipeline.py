@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.ir import Program, Schedule, check
+from pipeloom.ir import Action, Program, Schedule, check
 from pipeloom.passes import check_has_backwards, evaluation_schedule, lower, merge_backwards, separate_units
 from pipeloom.runtime.agreement import Terms
 from pipeloom.runtime.calls import call_count, call_number
@@ -281,8 +281,18 @@ class Pipeline(Holdings):
 
     @property
     def records(self) -> list[tuple[int, list[Record]]]:
-        """For each rank of this process, the actions of the last run with start and end (perf_counter seconds)."""
+        """For each rank of this process, the actions of the last run with start and end (perf_counter seconds).
+
+        Gathers, reductions over copies and moves come last, with the times in which they were under way: one record for
+        each of a stage's units.
+        """
         return [(rank, list(records())) for rank, records in self.last_run.items()]
+
+    @property
+    def waits(self) -> dict[int, dict[Action, float]]:
+        """For each rank of this process, the seconds that actions of the last run waited inside for what ran beside
+        them: parameters to be gathered, gradients to be reduced, activations to come back."""
+        return {rank: worker.beside.waits for rank, worker in self.workers.items()}
 
     @property
     def peak_live_activations(self) -> dict[int, int]:

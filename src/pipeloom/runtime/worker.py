@@ -21,6 +21,7 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.ir.walk import meets
 from pipeloom.passes import warm_up_lengths
 from pipeloom.runtime.backward import bind_backward, bind_input_backward, bind_weight_backward
+from pipeloom.runtime.beside import BesideTimes
 from pipeloom.runtime.calls import call_only, cancel_number, next_call
 from pipeloom.runtime.driver import Run
 from pipeloom.runtime.forward import bind_forward
@@ -72,7 +73,7 @@ class Bound:
         instructions: what it runs.
         num_warm_up: so many of the first can be thrown away and done again: forwards that need no backward.
         program: what was bound.
-        starts, ends: of the last run.
+        starts, ends, beside: of the last run.
     """
 
     instructions: tuple[_Instruction, ...]
@@ -80,14 +81,18 @@ class Bound:
     program: Program
     starts: list[float]
     ends: list[float]
+    beside: BesideTimes
 
     @property
     def training(self) -> bool:
         return not self.program.schedule.forward_only
 
     def records(self) -> list[Record]:
-        """The last run: every action with its start and end."""
-        return [(i.action, s, e) for i, s, e in zip(self.instructions, self.starts, self.ends, strict=True)]
+        """The last run: every action with its start and end; of collectives and moves, when they were under way."""
+        beside = self.beside.records()
+        known = {action for action, _, _ in beside}
+        rows = zip(self.instructions, self.starts, self.ends, strict=True)
+        return [(i.action, start, end) for i, start, end in rows if i.action not in known] + beside
 
 
 class Worker:
@@ -129,6 +134,9 @@ class Worker:
         self.stages = stages
         self.state = RankState(rank, stages, loss_fn, transport, sliced, recompute)
         self.state.mover = mover
+        self.beside = store.times
+        if mover is not None:
+            mover.times = self.beside
         self._gradient_sum = gradient_sum
         self._store = store
         self.blackbox = blackbox
@@ -155,7 +163,7 @@ class Worker:
         times = len(instructions)
         warm_up = set(program.orders[self.rank][: warm_up_lengths(program)[self.rank]])
         num_warm_up = sum(1 for _ in takewhile(lambda instruction: instruction.action in warm_up, instructions))
-        return Bound(tuple(instructions), num_warm_up, program, [0.0] * times, [0.0] * times)
+        return Bound(tuple(instructions), num_warm_up, program, [0.0] * times, [0.0] * times, self.beside)
 
     def steps(self, action: Action, program: Program) -> list[Step]:
         """The functions of one action."""
@@ -168,7 +176,8 @@ class Worker:
 
             return [(begin, ready), *rest]
         if action.op in _STORE_OPS:
-            return [self._store.bind(action, program)]
+            run, ready = self._store.bind(action, program)
+            return [(self.beside.running(action, run), ready)]
         binder = _BINDERS.get(action.op)
         if binder is None:
             raise InputError(
@@ -178,7 +187,11 @@ class Worker:
         step = binder(self.state, action, program)
         if self.state.sliced and action.op in (Op.B, Op.I):
             step = in_slice(self.state, action, step)
-        return [self._store.around(action, step, program) if action.op in _COMPUTE_OPS else step]
+        if action.op not in _COMPUTE_OPS:
+            return [step]
+        run, ready = self._store.around(action, step, program)
+        alone = program.data is None and self.state.mover is None
+        return [(run if alone else self.beside.running(action, run), ready)]
 
     def run(self, bound: Bound, batch: Batch, call: int, speculation: Speculation | None = None) -> Run:
         """Run a bound program; yields whenever it has to wait and the transport does not block.
@@ -195,6 +208,7 @@ class Worker:
             PeerLost: a rank it waited for went away.
         """
         self.state.begin(batch, call)
+        self.beside.begin()
         self.state.loss_scale = self._store.loss_scale
         try:
             start = 0

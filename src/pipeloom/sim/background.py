@@ -8,13 +8,24 @@ it needs is back; the sum over ranks that hold the same parameters, for the redu
 With D copies and n bytes of a stage, a ring of D - 1 rounds takes (D - 1) / D * n bytes of each copy's link to gather
 or to reduce and scatter, and twice as many to reduce to all (Patarasuk and Yuan, 2009); a parameter server's link takes
 D - 1 times n. Copies are alike, so they meet without waiting.
+
+Where the costs say of how many units a stage is, each is a transfer of its own, with its own latency:
+
+    F      computes unit after unit, each once it is gathered; so does B at granularity microbatch, last unit first
+    B, W   the last of those that a REDUCE_GRAD covers starts the reduction of each unit that is done
+
+At granularity microbatch a computation gathers one unit ahead of the one that it computes. Where gradients are sharded,
+one unit's reduction is on its way at a time, and the next unit's computation waits for it.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from typing import NamedTuple
+
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.data_axis import DataAxis, DataStrategy
+from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
 from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.ir.walk import meets
 from pipeloom.sim.costs import Costs
@@ -22,7 +33,7 @@ from pipeloom.sim.network import Network
 from pipeloom.sim.rows import Span
 
 LINKS = {Op.UNSHARD: "data", Op.REDUCE_GRAD: "data", Op.OFFLOAD: "memory", Op.RELOAD: "memory"}
-_WAITS_FOR_PARAMETERS = frozenset({Op.F, Op.B, Op.I})
+_READS_PARAMETERS = frozenset({Op.F, Op.B, Op.I})
 _WAITS_FOR_ACTIVATION = frozenset({Op.B, Op.I})
 
 
@@ -49,63 +60,144 @@ def gather_seconds(data: DataAxis, size: float, network: Network) -> float:
 def reduce_seconds(data: DataAxis, size: float, network: Network) -> float:
     """REDUCE_GRAD of `size` bytes of gradients."""
     formula = server_seconds if data.strategy is DataStrategy.PARAMETER_SERVER else ring_seconds
-    seconds = formula(size, data.degree, network.data_bytes_per_second, network.data_latency_seconds)
+    bandwidth = network.data_sum_bytes_per_second or network.data_bytes_per_second
+    seconds = formula(size, data.degree, bandwidth, network.data_latency_seconds)
     return 2 * seconds if data.strategy is DataStrategy.DDP else seconds
+
+
+class Done(NamedTuple):
+    """A computation: when it ends, and how long it waits inside for what its link does."""
+
+    end: float
+    waited: float
 
 
 class Background:
     """The links beside all ranks, while a program is simulated.
 
     Attributes:
-        spans: for each rank, what its links did.
+        spans: for each rank, what its links did; a span is one unit, where stages have units.
     """
 
     def __init__(self, pipeline: Schedule | Program, costs: Costs, network: Network) -> None:
         schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+        data = pipeline.data if isinstance(pipeline, Program) else None
+        counts = costs.unit_counts(schedule) if data is not None else None
         self.spans: list[list[Span]] = [[] for _ in pipeline.orders]
-        self._seconds = _seconds(pipeline, schedule, costs, network)
+        self._in_units = counts is not None
+        self._counts = counts or (1,) * schedule.num_stages
+        self._seconds = _seconds(pipeline, schedule, costs, network, self._counts)  # of one unit
+        self._slowdown = network.data_slowdown if data is not None else 0.0
+        self._one_by_one = data is not None and data.shards_parameters and data.granularity is Granularity.MICROBATCH
+        self._one_reduction = data is not None and data.shards_optimizer
+        reductions = pipeline.data_reductions if isinstance(pipeline, Program) and self._in_units else frozenset()
+        self._last_backwards = frozenset(a.with_op(op) for a in reductions for op in (Op.B, Op.W))
         self._free: dict[tuple[int, str], float] = {}
-        self._gathered: dict[tuple[int, int], float] = {}  # of rank and stage, since when its parameters are there
+        self._reduced: dict[int, float] = {}  # of a rank, the end of its last reduction
+        self._gathered: dict[tuple[int, int], list[float]] = {}  # of rank and stage, since when its units are there
         self._back: dict[Action, float] = {}  # of RELOADs
+        self._busy: list[deque[Span]] = [deque() for _ in pipeline.orders]  # what data links still do
+
+    @property
+    def inside(self) -> bool:
+        """Whether what links do makes computations longer."""
+        return self._in_units or self._slowdown > 0
 
     def begin(self, rank: int, action: Action, now: float) -> None:
         """A rank comes to an action that keeps it not."""
+        if action.op is Op.UNSHARD:
+            count = 1 if self._one_by_one else self._counts[action.stage]
+            self._gathered[rank, action.stage] = [self._transfer(rank, action, now) for _ in range(count)]
+        elif action.op is Op.RELOAD:
+            self._back[action] = self._transfer(rank, action, now)
+        elif action.op is Op.OFFLOAD or not self._in_units:  # else backwards have started it
+            self._transfer(rank, action, now)
+
+    def _transfer(self, rank: int, action: Action, now: float) -> float:
+        """Put one unit, or one move, on its link; when it is through."""
         link = LINKS[action.op]
         start = max(now, self._free.get((rank, link), 0.0))
-        end = start + self._seconds[action.op][action.stage]
-        self._free[rank, link] = end
-        self.spans[rank].append(Span(action, start, end))
-        if action.op is Op.UNSHARD:
-            self._gathered[rank, action.stage] = end
-        elif action.op is Op.RELOAD:
-            self._back[action] = end
+        span = Span(action, start, start + self._seconds[action.op][action.stage])
+        self._free[rank, link] = span.end
+        self.spans[rank].append(span)
+        if self._slowdown and link == "data":
+            self._busy[rank].append(span)
+        return span.end
 
     def there(self, rank: int, action: Action) -> float:
-        """When what an action of a rank needs of its links is there; 0 where it needs nothing."""
+        """When what an action of a rank needs of its links to begin is there; 0 where it needs nothing."""
         there = 0.0
-        if action.op in _WAITS_FOR_PARAMETERS:
-            there = self._gathered.get((rank, action.stage), 0.0)
+        if action.op in _READS_PARAMETERS and (gathered := self._gathered.get((rank, action.stage))):
+            there = gathered[0 if action.op is Op.F else -1]
         if action.op in _WAITS_FOR_ACTIVATION and self._back:
             there = max(there, self._back.get(action.with_op(Op.RELOAD), 0.0))
         return self._free.get((rank, "data"), 0.0) if meets(action) else there
 
+    def compute(self, rank: int, action: Action, start: float, seconds: float) -> Done:
+        """A computation of so many seconds begins, where links make it longer."""
+        stage, count = action.stage, self._counts[action.stage]
+        gathered = self._gathered.get((rank, stage)) if action.op in _READS_PARAMETERS else None
+        reduction = action.with_op(Op.REDUCE_GRAD) if action in self._last_backwards else None
+        now, waited = start, 0.0
+        for unit in range(count):
+            there = max(now, gathered[unit]) if gathered is not None else now
+            if reduction is not None and unit:
+                there = self._reduce(rank, reduction, there)
+            if gathered is not None and self._one_by_one and unit + 1 < count:
+                gathered.append(self._transfer(rank, Action(stage, Op.UNSHARD), there))
+            waited += there - now
+            now = self._slowed(rank, there, seconds / count)
+        there = now if reduction is None else self._reduce(rank, reduction, now)
+        return Done(there, waited + there - now)
 
-def _seconds(pipeline: Schedule | Program, schedule: Schedule, costs: Costs, network: Network) -> dict[Op, list[float]]:
-    """For each of the ops, the seconds of one action on each stage.
+    def _reduce(self, rank: int, reduction: Action, now: float) -> float:
+        """Start the reduction of one unit, which is done; when its rank can go on."""
+        if self._one_reduction:
+            now = max(now, self._reduced.get(rank, 0.0))
+        self._reduced[rank] = self._transfer(rank, reduction, now)
+        return now
+
+    def _slowed(self, rank: int, now: float, seconds: float) -> float:
+        """When a computation of so many seconds ends that loses speed while the link to other copies works."""
+        busy, left = self._busy[rank], 1 - self._slowdown
+        while busy and seconds > 0:
+            if busy[0].end <= now:
+                busy.popleft()
+                continue
+            before = max(0.0, busy[0].start - now)
+            if before >= seconds:
+                break
+            now, seconds = now + before, seconds - before
+            beside = (busy[0].end - now) * left
+            if beside >= seconds:
+                return now + seconds / left
+            now, seconds = busy[0].end, seconds - beside
+        return now + seconds
+
+
+def _seconds(
+    pipeline: Schedule | Program, schedule: Schedule, costs: Costs, network: Network, counts: tuple[int, ...]
+) -> dict[Op, list[float]]:
+    """For each of the ops, the seconds of one action on each stage, or on each of its units.
 
     Raises:
         InputError: a link has a bandwidth, and the costs no bytes of what goes over it.
     """
     stages = range(schedule.num_stages)
-    seconds = {op: [costs.other.get(op, 0.0) for _ in stages] for op in LINKS}
+    seconds = {op: list(costs.others(op, schedule)) for op in LINKS}
     data = pipeline.data if isinstance(pipeline, Program) else None
     if data is not None:
         parameters, gradients = costs.state_bytes(schedule)
-        if network.data_bytes_per_second is not None and parameters is None:
+        limited = network.data_bytes_per_second is not None or network.data_sum_bytes_per_second is not None
+        if limited and parameters is None:
             raise InputError("the data axis has a bandwidth, but the costs no parameter_bytes of the stages; add them")
-        for stage in stages:
-            seconds[Op.UNSHARD][stage] += gather_seconds(data, parameters[stage] if parameters else 0.0, network)
-            seconds[Op.REDUCE_GRAD][stage] += reduce_seconds(data, gradients[stage] if gradients else 0.0, network)
+        for op, formula, sizes in (
+            (Op.UNSHARD, gather_seconds, parameters),
+            (Op.REDUCE_GRAD, reduce_seconds, gradients),
+        ):
+            for stage, count in enumerate(counts):
+                size = sizes[stage] / count if sizes else 0.0
+                seconds[op][stage] = seconds[op][stage] / count + formula(data, size, network)
     bandwidth = network.memory_bytes_per_second
     if bandwidth is not None and any(action.op is Op.OFFLOAD for _, action in pipeline.actions()):
         kept = costs.bytes_kept(schedule)

@@ -25,6 +25,7 @@ def build_timeline(
     name: str,
     kind: Literal["simulated", "measured"],
     background: Sequence[Sequence[Span]] = (),
+    waits: Sequence[float] = (),
     keeps: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
     transfers: tuple[Transfer, ...] = (),
     latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0,
@@ -32,8 +33,8 @@ def build_timeline(
 ) -> Timeline:
     """A timeline from the spans of a run of `schedule`; memory and ideal time follow from them.
 
-    `background` is what ran beside them, rank by rank. `keeps` are, stage by stage, the bytes of one action that are
-    held from F on, and that are left after I.
+    `background` is what ran beside them, and `waits` for how long computations waited inside, rank by rank. `keeps`
+    are, stage by stage, the bytes of one action that are held from F on, and that are left after I.
     """
     beside = tuple(map(tuple, background)) if any(background) else ()
     both = [(*row, *more) for row, more in zip(spans, beside, strict=True)] if beside else spans
@@ -44,7 +45,8 @@ def build_timeline(
         spans=tuple(map(tuple, spans)),
         background=beside,
         memory=tuple(_memory(schedule, row) for row in both),
-        ideal_seconds=busy / schedule.num_ranks,
+        waits=tuple(waits) if any(waits) else (),
+        ideal_seconds=(busy - math.fsum(waits)) / schedule.num_ranks,
         placement=schedule.placement,
         num_microbatches=schedule.num_microbatches,
         num_slices=schedule.num_slices,
@@ -59,7 +61,11 @@ def build_timeline(
 
 
 def measured_timeline(
-    pipeline: Schedule | Program, records: Sequence[Sequence[tuple[Action, float, float]]], *, name: str | None = None
+    pipeline: Schedule | Program,
+    records: Sequence[Sequence[tuple[Action, float, float]]],
+    *,
+    name: str | None = None,
+    waits: Sequence[float] = (),
 ) -> Timeline:
     """The timeline of a step that really ran.
 
@@ -67,8 +73,10 @@ def measured_timeline(
         pipeline: what ran.
         records: for each rank, ``(action, start, end)`` in the order in which it ran them, in seconds of one clock.
         name: the schedule's unless given.
+        waits: for each rank, for how long its computations waited inside.
 
-    Time 0 is the first start of a computation on any rank; what a rank waited before it is cut off.
+    Time 0 is the first start of a computation, or of what runs beside one, on any rank; what a rank waited before it is
+    cut off.
 
     Raises:
         InputError: there are not records of every rank.
@@ -76,14 +84,22 @@ def measured_timeline(
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
     if len(records) != schedule.num_ranks:
         raise InputError(f"records of {len(records)} ranks: {schedule.num_ranks} ranks ran; gather all of them")
-    zero = min((start for row in records for action, start, _ in row if action.op in COMPUTE_OPS), default=0.0)
+    begun = (
+        start
+        for row in records
+        for action, start, _ in row
+        if action.op in COMPUTE_OPS or in_background(action, schedule)
+    )
+    zero = min(begun, default=0.0)
     rows: list[list[Span]] = [[] for _ in records]
     beside: list[list[Span]] = [[] for _ in records]
     for rank, record in enumerate(records):
         for action, start, end in record:
             row = beside[rank] if in_background(action, schedule) else rows[rank]
             row.append(Span(action, max(0.0, start - zero), max(0.0, end - zero)))
-    return build_timeline(schedule, rows, name=name or schedule.name, kind="measured", background=beside)
+    for row in beside:
+        row.sort(key=itemgetter(1, 2))
+    return build_timeline(schedule, rows, name=name or schedule.name, kind="measured", background=beside, waits=waits)
 
 
 def _memory(schedule: Schedule, row: Sequence[Span]) -> tuple[tuple[float, float], ...]:

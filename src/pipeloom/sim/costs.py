@@ -11,6 +11,7 @@ from pipeloom.ir.action import Op
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.versions import weight_version_bytes
 
+MOST_UNITS = 10_000  # of a stage
 MOST = 1e100  # of a time, size or factor: what is added and multiplied up of them stays finite
 SIZES = (
     "activation_bytes",
@@ -35,8 +36,11 @@ class Costs:
         backward_weight: seconds of W.
         backward: seconds of a whole backward B; ``backward_input + backward_weight`` if not given.
         overlap: seconds of an overlapped unit of F and B (`Schedule.overlapped`) as a fraction of the sum of the two.
-        other: seconds of other ops, on any stage (REDUCE_GRAD, STEP, ...); those not named take none. What runs beside
-            computations (`pipeloom.sim.background`) takes them beside what its bytes take.
+        other: seconds of other ops (REDUCE_GRAD, STEP, ...), on any stage or one time for each; those not named take
+            none. What runs beside computations (`pipeloom.sim.background`) takes them beside what its bytes take.
+        units: for each stage, into how many pieces of equal size and computing its parameters are gathered, and its
+            gradients reduced, one behind the other; if not given, a stage is whole: it computes once all of it is
+            gathered, and its gradients go when its backward is done.
         activation_bytes: for each stage, bytes that F of one micro-batch keeps for its backward.
         weight_gradient_bytes: for each stage, bytes of these that are left between I and W; all if not given.
         parameter_bytes: for each stage, bytes of one version of its parameters, frozen ones aside.
@@ -57,7 +61,8 @@ class Costs:
     backward_weight: float | tuple[float, ...]
     backward: float | tuple[float, ...] | None = None
     overlap: float = 1.0
-    other: Mapping[Op, float] = field(default_factory=dict)
+    other: Mapping[Op, float | tuple[float, ...]] = field(default_factory=dict)
+    units: tuple[int, ...] | None = None
     activation_bytes: tuple[float, ...] | None = None
     weight_gradient_bytes: tuple[float, ...] | None = None
     parameter_bytes: tuple[float, ...] | None = None
@@ -68,19 +73,20 @@ class Costs:
     slice_factors: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     def __post_init__(self) -> None:
-        for what in ("forward", "backward_input", "backward_weight", "backward"):
-            value = getattr(self, what)
-            if value is None:
-                continue
-            for seconds in value if isinstance(value, tuple) else (value,):
+        times = {what: getattr(self, what) for what in ("forward", "backward_input", "backward_weight", "backward")}
+        for what, value in (*times.items(), *self.other.items()):
+            for seconds in value if isinstance(value, tuple) else (value or 0.0,):
                 check_seconds(what, seconds)
         if not 0 <= self.overlap <= MOST:
             raise InputError(
                 f"overlap is {self.overlap}: an overlapped F and B take this part of the sum of both, from 0 (1 is no "
                 "gain); correct it"
             )
-        for op, seconds in self.other.items():
-            check_seconds(op.value, seconds)
+        for stage, count in enumerate(self.units or ()):
+            if not 1 <= count <= MOST_UNITS or int(count) != count:
+                raise InputError(
+                    f"stage {stage} has {count:g} units: it goes over the links in 1 to {MOST_UNITS} pieces; correct it"
+                )
         for factor in chain(*self.slice_factors or ()):
             check_seconds("a slice factor", factor)
         for rank, factor in enumerate(self.rank_slowness or ()):
@@ -116,7 +122,7 @@ class Costs:
         backward: float | None = None,
         backward_input: float | None = None,
         backward_weight: float | None = None,
-        other: Mapping[Op, float] | None = None,
+        other: Mapping[Op, float | tuple[float, ...]] | None = None,
     ) -> Costs:
         """Every rank's share costs the same. `backward` (2.0 if nothing is said) splits into equal halves."""
         if backward is not None and (backward_input is not None or backward_weight is not None):
@@ -137,7 +143,7 @@ class Costs:
         backward: Sequence[float] | None = None,
         backward_input: Sequence[float] | None = None,
         backward_weight: Sequence[float] | None = None,
-        other: Mapping[Op, float] | None = None,
+        other: Mapping[Op, float | tuple[float, ...]] | None = None,
     ) -> Costs:
         """One time for each stage. `backward` splits into equal halves unless both parts are given instead."""
         if (backward is None) == (backward_input is None) or (backward_input is None) != (backward_weight is None):
@@ -154,6 +160,18 @@ class Costs:
             backward_weight=tuple(backward_weight),
             other=other or {},
         )
+
+    def others(self, op: Op, schedule: Schedule) -> tuple[float, ...]:
+        """For each stage, the seconds of one `op` of `other`.
+
+        Raises:
+            InputError: there are times for another number of stages.
+        """
+        value = self.other.get(op, 0.0)
+        if not isinstance(value, tuple):
+            return (value,) * schedule.num_stages
+        _check_stages(op.value, value, schedule)
+        return value
 
     def bytes_kept(self, schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
         """For each stage, what one action keeps from F on and from I on; None where that is not known.
@@ -177,6 +195,11 @@ class Costs:
             return None
         _check_stages("parameter_bytes", self.parameter_bytes, schedule)
         return weight_version_bytes(schedule, self.parameter_bytes)
+
+    def unit_counts(self, schedule: Schedule) -> tuple[int, ...] | None:
+        """`units`, checked. Raises InputError where they are of another number of stages."""
+        _check_stages("units", self.units or (1,) * schedule.num_stages, schedule)
+        return self.units
 
     def state_bytes(self, schedule: Schedule) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
         """For each stage, the bytes of its parameters and of their gradients; None where they are not known.
@@ -241,7 +264,7 @@ class Costs:
         forward, backward_input, backward_weight = (
             _by_stage(what, getattr(self, what), schedule) for what in ("forward", "backward_input", "backward_weight")
         )
-        table = {op: (self.other.get(op, 0.0),) * schedule.num_stages for op in Op}
+        table = {op: self.others(op, schedule) for op in Op}
         table[Op.F], table[Op.I], table[Op.W] = forward, backward_input, backward_weight
         if self.backward is None:
             table[Op.B] = tuple(i + w for i, w in zip(backward_input, backward_weight, strict=True))

@@ -16,8 +16,10 @@ source and target rank one after the other; `bytes_per_second` beside `links` is
 none. `overlap_communication` false keeps both ranks of a message busy while it is transferred.
 
 Of a data axis, `data_bytes_per_second` is the bandwidth of a rank to its like in other copies of the pipeline, and
-`data_latency_seconds` what a message between them takes beside that; stages may have `gradient_bytes` beside
-`parameter_bytes`. `memory_bytes_per_second` is the bandwidth to the memory to which activations are moved.
+`data_latency_seconds` what a message between them takes beside that; `data_sum_bytes_per_second` is the bandwidth while
+gradients are summed, and `data_slowdown` the part of their speed that computations lose while collectives run beside
+them. Stages may have `gradient_bytes` beside `parameter_bytes`, and `units`: in so many pieces they are gathered and
+reduced. `memory_bytes_per_second` is the bandwidth to the memory to which activations are moved.
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ from pipeloom.sim.costs import SIZES, Costs
 from pipeloom.sim.network import Link, Network
 
 _TIMES = ("forward", "backward_input", "backward_weight")
-_BESIDE = ("data_bytes_per_second", "data_latency_seconds", "memory_bytes_per_second")
+_BESIDE = (
+    "data_bytes_per_second",
+    "data_sum_bytes_per_second",
+    "data_latency_seconds",
+    "data_slowdown",
+    "memory_bytes_per_second",
+)
+_OPTIONAL = (*SIZES, "units")  # of stages
 _ENTRIES = ("stages", "latency", "memory_cap_bytes", "links", "bytes_per_second", "overlap_communication", *_BESIDE)
 
 
@@ -74,18 +83,20 @@ def parse_costs(text: str) -> CostsFile:
     stages = data["stages"]
     for number, stage in enumerate(stages):
         if not isinstance(stage, dict) or (
-            odd := sorted(set(stage) ^ {*_TIMES, *(k for k in SIZES if k in stages[0])})
+            odd := sorted(set(stage) ^ {*_TIMES, *(k for k in _OPTIONAL if k in stages[0])})
         ):
             what = f"entry {odd[0]!r} is missing or odd" if isinstance(stage, dict) else "it is no object"
             raise InputError(
                 f"stage {number} of the costs: {what}; each stage has {', '.join(_TIMES)}, and all or none have "
-                f"each of {', '.join(SIZES)}"
+                f"each of {', '.join(_OPTIONAL)}"
             )
-    columns = {
+    columns: dict[str, Any] = {
         what: tuple(_number(f"{what} of stage {number}", stage[what]) for number, stage in enumerate(stages))
-        for what in (*_TIMES, *SIZES)
+        for what in (*_TIMES, *_OPTIONAL)
         if what in stages[0]
     }
+    if "units" in columns:
+        columns["units"] = tuple(int(count) if count == int(count) else count for count in columns["units"])
     caps = data.get("memory_cap_bytes")
     if caps is not None:
         if not isinstance(caps, list):
@@ -95,7 +106,7 @@ def parse_costs(text: str) -> CostsFile:
                 "memory_cap_bytes limit nothing without activation_bytes of the stages; add them, or drop it"
             )
         caps = tuple(_number(f"memory_cap_bytes of rank {rank}", cap) for rank, cap in enumerate(caps))
-    return CostsFile(costs=Costs(**columns), network=_network(data, "message_bytes" in columns), memory_caps=caps)  # type: ignore[arg-type]
+    return CostsFile(costs=Costs(**columns), network=_network(data, "message_bytes" in columns), memory_caps=caps)
 
 
 def _network(data: dict[str, Any], sized: bool) -> Network:

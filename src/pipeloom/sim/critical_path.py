@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -21,20 +22,29 @@ def critical_path(timeline: Timeline) -> list[tuple[int, Span]]:
     span of its SEND on the sender's rank; where it had to wait for the link, what went over the link before it follows.
     Where a message keeps its receiver busy later than it came, the path has the span of a RECV on its rank. Both
     members of an overlapped unit are on the path or none. What ran beside the ranks is on it where a computation, or
-    the end of the step, waited for it, with what its link did before.
+    the end of the step, waited for it, with what its link did before; a computation that began it while it ran is on
+    the path until then. What computations wait for inside is not told apart.
     """
     rows = timeline.compute_spans
     if not any(rows):
         return []
     walk = _Back(timeline)
     rank = max((rank for rank, row in enumerate(rows) if row), key=lambda r: rows[r][-1].end)
-    at: tuple[int, int] | None = (rank, len(rows[rank]) - 1)
+    at: _Place | None = _Place(rank, len(rows[rank]) - 1)
     last = max(((s.end, r, s) for r, row in enumerate(timeline.background) for s in row), default=None)
     if last is not None and last[0] > rows[rank][-1].end:
         at = walk.beside(last[1], last[2])
     while at is not None:
         at = walk.before(at)
     return walk.path[::-1]
+
+
+class _Place(NamedTuple):
+    """A computation, or what of it came before `until`."""
+
+    rank: int
+    position: int
+    until: float = math.inf
 
 
 class _Cause(NamedTuple):
@@ -61,13 +71,14 @@ class _Back:
         self.of_rank = {(transfer.source, transfer.end): transfer for transfer in timeline.transfers}
         self.background = timeline.background or ((),) * len(self.rows)
 
-    def before(self, at: tuple[int, int]) -> tuple[int, int] | None:
-        """Put the computation at (rank, position) on the path; the one that it waited for, None at the start."""
-        rank, position = at
+    def before(self, at: _Place) -> _Place | None:
+        """Put a computation on the path; the one that it waited for, None at the start."""
+        rank, position, until = at
         span = self.rows[rank][position]
-        self.path.append((rank, span))
+        if until > span.start:
+            self.path.append((rank, span._replace(end=min(span.end, until))))
         causes = list(self._causes(rank, position, span))
-        awaited = self._awaited(rank, span)
+        awaited = self._awaited(rank, span) if until > span.start else None
         if awaited is not None and all(cause.there < span.start for cause in causes):
             return self.beside(rank, awaited)
         if not causes:
@@ -81,7 +92,7 @@ class _Back:
             self.path.append((transfer.source, Span(transfer.action, transfer.start, transfer.end)))
             source = self._producer(transfer)
             transfer = self._held_up_by(transfer, self.rows[source[0]][source[1]].end)
-        return source
+        return _Place(*source)
 
     def _awaited(self, rank: int, span: Span) -> Span | None:
         """What beside the rank ended when a computation, or the unit that it starts, could start."""
@@ -91,9 +102,9 @@ class _Back:
                 return each
         return None
 
-    def beside(self, rank: int, span: Span) -> tuple[int, int] | None:
-        """Put what ran beside a rank on the path, and what its link did just before; the computation behind which the
-        first of them was begun."""
+    def beside(self, rank: int, span: Span) -> _Place | None:
+        """Put what ran beside a rank on the path, and what its link did just before; the computation behind which, or
+        in which, the first of them was begun."""
         link = [each for each in self.background[rank] if LINKS[each.action.op] == LINKS[span.action.op]]
         at = link.index(span)
         self.path.append((rank, link[at]))
@@ -101,8 +112,12 @@ class _Back:
         while at and link[at - 1].end == link[at].start and link[at].start not in ends:
             at -= 1
             self.path.append((rank, link[at]))
-        before = [position for position, end in enumerate(ends) if end <= link[at].start]
-        return (rank, before[-1]) if before else None
+        begun = link[at].start
+        within = [n for n, each in enumerate(self.rows[rank]) if each.start <= begun < each.end and begun not in ends]
+        if within:
+            return _Place(rank, within[0], begun)
+        before = [position for position, end in enumerate(ends) if end <= begun]
+        return _Place(rank, before[-1]) if before else None
 
     def _causes(self, rank: int, position: int, span: Span) -> Iterable[_Cause]:
         if position:

@@ -53,10 +53,23 @@ class _Result(NamedTuple):
     taking: float = 0.0
 
 
-def spans_by_events(
-    pipeline: Schedule | Program, costs: Costs, network: Network
-) -> tuple[list[list[Span]], list[list[Span]], list[Transfer]]:
-    """For each rank its spans, each action as early as it can, and those beside them; all transfers that took a link.
+class Spans(NamedTuple):
+    """What a simulation found.
+
+    Attributes:
+        spans, background: of each rank, and beside it.
+        waits: for each rank, for how long computations waited inside.
+        transfers: messages that took a link.
+    """
+
+    spans: list[list[Span]]
+    background: list[list[Span]]
+    waits: list[float]
+    transfers: list[Transfer]
+
+
+def spans_by_events(pipeline: Schedule | Program, costs: Costs, network: Network) -> Spans:
+    """Each action as early as it can.
 
     Raises:
         ScheduleError: the actions wait for each other in a circle.
@@ -71,7 +84,7 @@ def spans_by_events(
         for _ in walk(pipeline):  # says who waits for whom
             pass
         raise AssertionError("a walk found an order of actions that the simulation did not")
-    return run.spans, run.background.spans, run.transfers
+    return Spans(run.spans, run.background.spans, run.waits, run.transfers)
 
 
 class _Run:
@@ -94,6 +107,7 @@ class _Run:
         self.clock = [0.0] * len(self.orders)
         self.running: list[tuple[Span, ...]] = [()] * len(self.orders)
         self.spans: list[list[Span]] = [[] for _ in self.orders]
+        self.waits = [0.0] * len(self.orders)  # inside computations
         self.results: dict[Action, _Result] = {}
         self.waiting: dict[Action, list[int]] = {}
         self.moments: list[tuple[float, int]] = []  # ends of what runs: seconds and rank
@@ -135,10 +149,16 @@ class _Run:
         seconds = self._computing(action, rank)
         partner = self.schedule.partners.get(action) if self.schedule.overlapped else None
         if partner is None:
-            return (Span(action, ready, ready + seconds),)
-        middle = ready + self.overlap * seconds
-        end = middle + self.overlap * self._computing(partner, rank)
-        return Span(action, ready, middle), Span(partner, middle, end)
+            return (self._span(rank, action, ready, seconds),)
+        first = self._span(rank, action, ready, self.overlap * seconds)
+        return first, self._span(rank, partner, first.end, self.overlap * self._computing(partner, rank))
+
+    def _span(self, rank: int, action: Action, start: float, seconds: float) -> Span:
+        if not self.background.inside or action.op not in COMPUTE_OPS:
+            return Span(action, start, start + seconds)
+        done = self.background.compute(rank, action, start, seconds)
+        self.waits[rank] += done.waited
+        return Span(action, start, done.end)
 
     def _computing(self, action: Action, rank: int) -> float:
         seconds = self.seconds[action.op][action.stage]

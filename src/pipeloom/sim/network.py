@@ -55,7 +55,10 @@ class Network:
         bytes_per_second: bandwidth of each directed pair of ranks that is in none of `links`; None for no limit.
         links: links that several pairs share.
         data_bytes_per_second: bandwidth of each rank to the same rank of other copies; None for no limit.
+        data_sum_bytes_per_second: the same, while gradients are summed; as `data_bytes_per_second` if None.
         data_latency_seconds: of one message between them.
+        data_slowdown: what a computation loses of its speed while its rank's link to other copies works: nothing (0)
+            where the network does it all, up to everything (1) where collectives need the cores that compute.
         memory_bytes_per_second: between each rank's memory and the slower one to which it moves activations; None for
             no limit. See `pipeloom.sim.background` for what goes over these two.
         overlap_communication: whether links work while ranks compute. If not, the sender is busy until its message is
@@ -74,7 +77,9 @@ class Network:
     links: tuple[Link, ...] = ()
     overlap_communication: bool = True
     data_bytes_per_second: float | None = None
+    data_sum_bytes_per_second: float | None = None
     data_latency_seconds: float = 0.0
+    data_slowdown: float = 0.0
     memory_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
@@ -85,7 +90,13 @@ class Network:
             for seconds in row:
                 check_seconds("latency_seconds", seconds)
         check_seconds("data_latency_seconds", self.data_latency_seconds)
-        for bandwidth in (self.bytes_per_second, self.data_bytes_per_second, self.memory_bytes_per_second):
+        if not 0 <= self.data_slowdown <= 1:
+            raise InputError(
+                f"data_slowdown is {self.data_slowdown}: it is the part of their speed that computations lose, from 0 "
+                "to 1; correct it"
+            )
+        beside = (self.data_bytes_per_second, self.data_sum_bytes_per_second, self.memory_bytes_per_second)
+        for bandwidth in (self.bytes_per_second, *beside):
             if bandwidth is not None:
                 _check_bandwidth(bandwidth)
         seen: set[Pair] = set()

@@ -42,15 +42,16 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     has_columns = pipeline is schedule and schedule.large and schedule.proof is not None
     if has_columns and not network.limited and costs.slice_factors is None:
         return _timed_by_rounds(schedule, costs, network)
-    spans, background, transfers = spans_by_events(pipeline, costs, network)
+    found = spans_by_events(pipeline, costs, network)
     return build_timeline(
         schedule,
-        spans,
+        found.spans,
         name=pipeline.name,
         kind="simulated",
         keeps=costs.bytes_kept(schedule),
-        background=background,
-        transfers=tuple(transfers),
+        background=found.background,
+        waits=found.waits,
+        transfers=tuple(found.transfers),
         latency_seconds=network.latency_seconds,
         weight_version_bytes=costs.version_bytes(schedule),
     )

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import sub
 from typing import Literal
 
 from pipeloom.errors import InputError
@@ -32,6 +33,7 @@ class Timeline:
         spans: for each rank, its spans in the order in which it ran them: computations, and where they are known the
             sends, waits for receives and gradient reductions.
         background: for each rank, what ran beside them (`pipeloom.sim.background`); empty where nothing did.
+        waits: for each rank, for how many seconds of their spans its computations waited for that; empty where none.
         memory: for each rank, ``(seconds, live)`` at every change of the number of live activations, in units of one
             rank-share of one micro-batch (a chunk counts 1/V, a slice 1/K). `live` holds until the next point.
         ideal_seconds: what the step would take without any bubble: the computing of all ranks, evenly shared.
@@ -60,6 +62,7 @@ class Timeline:
     num_slices: int = 1
     memory_bytes: tuple[Sequence[Point], ...] | None = None
     background: tuple[Sequence[Span], ...] = ()
+    waits: tuple[float, ...] = ()
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
     transfers: tuple[Transfer, ...] = ()
     latency_seconds: float | tuple[tuple[float, ...], ...] = field(default=0.0, compare=False)
@@ -103,10 +106,11 @@ class Timeline:
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
         """For each rank, the seconds it computes."""
-        return tuple(
+        spans = (
             row.busy if isinstance(row, SpanRow) else math.fsum(span.end - span.start for span in row)
             for row in self.compute_spans
         )
+        return tuple(map(sub, spans, self.waits)) if self.waits else tuple(spans)
 
     @property
     def is_stream(self) -> bool:
@@ -191,6 +195,7 @@ class Timeline:
                 "placement": self.placement.replicas,
                 "spans": _rows(self.spans),
                 "background": _rows(self.background),
+                "waits": self.waits,
                 "memory": [*map(list, self.memory)],
                 "memory_bytes": None if self.memory_bytes is None else [*map(list, self.memory_bytes)],
                 "overlapped": sorted([str(first), str(second)] for first, second in self.overlapped),
@@ -220,6 +225,7 @@ class Timeline:
                 placement=Placement(tuple(tuple(map(int, ranks)) for ranks in data["placement"])),
                 spans=_spans(data["spans"]),
                 background=_spans(data.get("background", ())),
+                waits=tuple(map(float, data.get("waits", ()))),
                 memory=_curves(data["memory"]),
                 memory_bytes=None if data.get("memory_bytes") is None else _curves(data["memory_bytes"]),
                 overlapped=frozenset((parse_action(a), parse_action(b)) for a, b in data.get("overlapped", ())),

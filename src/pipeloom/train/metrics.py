@@ -8,22 +8,26 @@ import resource
 import statistics
 import sys
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeloom.ir import Action, Op, Program, Schedule
 from pipeloom.ir.text import parse_action
+from pipeloom.ir.walk import in_background
 from pipeloom.runtime import Pipeline
 from pipeloom.sim import Costs, Network, Timeline, simulate
+from pipeloom.train.data_costs import DataCosts
 from pipeloom.train.group import Group
 
 Records = Sequence[tuple[int, Sequence[tuple[Action, float, float]]]]
+Waits = Mapping[int, Mapping[Action, float]]
 
 _OPS = (Op.F, Op.B, Op.I, Op.W)
+_MOVES = (Op.OFFLOAD, Op.RELOAD)
 _SENT_BY = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
 _RECENT_STEPS = 20  # medians are taken over so many steps
 _RECENT_MESSAGES = 5  # and over the messages of so many
@@ -35,7 +39,8 @@ class StepCost:
 
     Attributes:
         bubble_fraction: 1 - mean computing time of the ranks / longest time from a rank's first to its last
-            computation. Each rank takes it by its own clock, so it holds across machines.
+            computation, or what runs beside computations. Each rank takes it by its own clock, so it holds across
+            machines.
         peak_memory_bytes: for each process, its peak so far; copy after copy, the ranks of each in order.
         live_activations: for each rank, the most held at once; all copies hold as many.
         stage_seconds: [stages, 4]: median seconds of F, B, I, W of one micro-batch (of its slices, added up), averaged
@@ -67,12 +72,14 @@ def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_process
     memory[process] = peak_memory_bytes()
     for rank, rows in records:
         durations: dict[tuple[int, int, int], list[float]] = {}
-        computed = [row for row in rows if row[0].op in _OPS]
-        for action, start, end in computed:
-            key = (action.stage, _OPS.index(action.op), action.slice or 0)
-            durations.setdefault(key, []).append(end - start)
+        waits = pipeline.waits[rank]
+        for action, start, end in rows:
+            if action.op in _OPS:
+                key = (action.stage, _OPS.index(action.op), action.slice or 0)
+                durations.setdefault(key, []).append(end - start - waits.get(action, 0.0))
+        counted = [row for row in rows if row[0].op in _OPS or in_background(row[0], pipeline.schedule)]
         by_rank[rank, 0] = sum(map(sum, durations.values()))
-        by_rank[rank, 1] = computed[-1][2] - computed[0][1] if computed else 0.0
+        by_rank[rank, 1] = max((end for _, _, end in counted), default=0) - min((s for _, s, _ in counted), default=0)
         by_rank[rank, 2] = pipeline.peak_live_activations[rank]
         for key, found in durations.items():
             by_stage[0][key] += statistics.median(found)
@@ -112,9 +119,14 @@ def peak_memory_bytes() -> int:
 
 
 class Predictor:
-    """Simulates programs with the times that recent steps measured."""
+    """Simulates programs with the times that recent steps measured.
 
-    def __init__(self) -> None:
+    Args:
+        data: of the link to other copies.
+    """
+
+    def __init__(self, data: DataCosts | None = None) -> None:
+        self._data = data
         self._recent: deque[Tensor] = deque(maxlen=_RECENT_STEPS)
         self._factors: deque[Tensor] = deque(maxlen=_RECENT_STEPS)
         self._messages: deque[MessageTimes] = deque(maxlen=_RECENT_MESSAGES)
@@ -143,11 +155,33 @@ class Predictor:
             backward_weight=tuple(torch.where(w > 0, w, b / 2).tolist()),
             backward=tuple(torch.where(b > 0, b, i + w).tolist()),
             slice_factors=self._slice_factors(),
-            other={Op.STEP: self._recent_median("update")},
+            other={Op.STEP: self._recent_median("update"), **self._moves(program.schedule.num_stages)},
         )
+        data: dict[str, Any] = {}
+        if self._data is not None and program.data is not None:
+            costs = replace(
+                costs,
+                parameter_bytes=self._data.parameter_bytes,
+                gradient_bytes=self._data.gradient_bytes,
+                units=self._data.units,
+            )
+            costs = self._data.by_itself(program.data, costs)
+            data = self._data.link.network()
         send, latency, receive = (self._recent_median(kind) for kind in ("send", "arrival", "receive"))
-        network = Network(latency_seconds=max(0.0, latency - receive), send_seconds=send, receive_seconds=receive)
+        network = Network(
+            latency_seconds=max(0.0, latency - receive), send_seconds=send, receive_seconds=receive, **data
+        )
         return simulate(program, costs, network)
+
+    def _moves(self, num_stages: int) -> dict[Op, tuple[float, ...]]:
+        """For each stage, the seconds of an OFFLOAD and of a RELOAD."""
+        found: dict[tuple[Op, int], list[float]] = {}
+        for times in self._messages:
+            for key, seconds in times.moves.items():
+                found.setdefault(key, []).extend(seconds)
+        return {
+            op: tuple(statistics.median(found.get((op, stage), (0.0,))) for stage in range(num_stages)) for op in _MOVES
+        }
 
     def _recent_median(self, kind: str) -> float:
         found = [value for times in self._messages for value in getattr(times, kind)]
@@ -168,24 +202,28 @@ class MessageTimes(NamedTuple):
         arrival: from the end of a SEND to the end of the RECV that already waited for it.
         receive: every RECV whose message had been sent before.
         update: every STEP inside the program.
+        moves: by op and stage, every OFFLOAD and RELOAD.
     """
 
     send: list[float]
     arrival: list[float]
     receive: list[float]
     update: list[float]
+    moves: dict[tuple[Op, int], list[float]]
 
 
 def message_times(records: Records) -> MessageTimes:
     """Read from the records of all ranks. Negative differences (clocks of two machines) count as 0."""
     ends = {action: end for _, rows in records for action, _, end in rows if action.op in _SENT_BY.values()}
-    times = MessageTimes([], [], [], [])
+    times = MessageTimes([], [], [], [], {})
     for _, rows in records:
         for action, start, end in rows:
             if action.op in _SENT_BY.values():
                 times.send.append(end - start)
             elif action.op is Op.STEP:
                 times.update.append(end - start)
+            elif action.op in _MOVES:
+                times.moves.setdefault((action.op, action.stage), []).append(end - start)
             elif action.op in _SENT_BY:
                 source = action.stage + (-1 if action.op is Op.RECV_F else 1)
                 sent = ends.get(action._replace(stage=source, op=_SENT_BY[action.op]))
@@ -196,6 +234,19 @@ def message_times(records: Records) -> MessageTimes:
                 else:
                     times.receive.append(end - start)
     return times
+
+
+def gathered_waits(group: Group, waits: Waits, num_ranks: int) -> list[float]:
+    """For each rank of the first copy, how long computations waited inside; every process calls it with its own."""
+    own = {
+        rank: math.fsum(seconds for action, seconds in found.items() if action.op in _OPS)
+        for rank, found in waits.items()
+        if group.copy == 0
+    }
+    gathered: dict[str, float] = {}
+    for payload in group.all_gather(json.dumps(own).encode()):
+        gathered |= json.loads(payload)
+    return [gathered.get(str(rank), 0.0) for rank in range(num_ranks)]
 
 
 def gathered_records(group: Group, records: Records) -> Records:

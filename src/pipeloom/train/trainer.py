@@ -27,6 +27,7 @@ from pipeloom.train.build import build_stages, model_config, with_known_cut
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.copies import share
 from pipeloom.train.data import Sampler
+from pipeloom.train.data_costs import measure_data_costs
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
 from pipeloom.train.less_memory import (
@@ -39,7 +40,16 @@ from pipeloom.train.less_memory import (
     states_away,
 )
 from pipeloom.train.measured_memory import MemoryProbe
-from pipeloom.train.metrics import Predictor, Records, StepCost, cost_numbers, gathered_records, read_cost
+from pipeloom.train.metrics import (
+    Predictor,
+    Records,
+    StepCost,
+    Waits,
+    cost_numbers,
+    gathered_records,
+    gathered_waits,
+    read_cost,
+)
 from pipeloom.train.notices import skipped_notice
 from pipeloom.train.optimizer import (
     learning_rate,
@@ -114,7 +124,7 @@ class Trainer:
         self.scaler = LossScaler(precision.loss_scale, growth_steps=precision.loss_scale_steps) if scales else None
         self._begun: deque[_Begun] = deque()  # steps whose updates are not final yet
         self.program = self.pipe.program
-        self.predictor = Predictor()
+        self.predictor = Predictor(measure_data_costs(self.pipe, group))
         streams = self.schedule.microbatches_per_update is not None
         self.stream = StreamSteps(self.pipe, self.stepped, self.predictor, config, group) if streams else None
         self.stepper = None if streams else make_stepper(self.pipe, self.stepped, config.optimizer, group, self.scaler)
@@ -122,6 +132,7 @@ class Trainer:
             self.pipe, self.stepped, with_known_cut(config, self.stages), group, self.corpus.vocabulary_size
         )
         self.records: Records = []  # of the last training step on this process's ranks
+        self.waits: Waits = {}  # inside its computations
         self.steps_here = 0
         self.notices = skipped_notice(self.corpus.skipped) + offload_notices(config, group.device.type)
         self.resumed: Path | None = None
@@ -216,7 +227,7 @@ class Trainer:
         return [self._finish(update) for update in updates]
 
     def _cost_numbers(self, step: int) -> Tensor:
-        self.records = self.pipe.records
+        self.records, self.waits = self.pipe.records, self.pipe.waits
         self._enter(f"step {step}, update")
         self.probe.look(self.steps_here)
         cost = cost_numbers(self.pipe, self.records, self.group.place, self.group.size)
@@ -268,11 +279,12 @@ class Trainer:
             return
         self.probe.write(self.output_dir)
         records = gathered_records(self.group, self.records) if self.stream is None else []
+        waits = gathered_waits(self.group, self.waits, self.pipe.num_ranks)
         if self.group.rank == 0:
             if self.stream is not None:
                 measured, predicted = self.stream.timelines()
             else:
-                measured = measured_timeline(self.pipe.schedule, [rows for _, rows in records])
+                measured = measured_timeline(self.pipe.schedule, [rows for _, rows in records], waits=waits)
                 predicted = self.predictor.predict(self.program)
             write_timelines(self.output_dir, measured=measured, predicted=predicted)
             shown.say(f"report: {write_report(self.output_dir)}")

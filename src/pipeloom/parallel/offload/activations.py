@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.errors import RunError
+from pipeloom.ir import Action, Op
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.store import Ready, Region, Store, aligned
+from pipeloom.runtime.beside import BesideTimes
 from pipeloom.runtime.moves import ActivationMover
 from pipeloom.runtime.split_backward import Repeatable
 from pipeloom.runtime.state import Key
@@ -136,6 +138,7 @@ class MovedActivations(ActivationMover):
         self._least_bytes = least_bytes
         self._entries: dict[Key, _Entry] = {}
         self._writes: deque[Future[None]] = deque()
+        self.times = BesideTimes()
         self.moved_bytes = 0
 
     @property
@@ -179,20 +182,23 @@ class MovedActivations(ActivationMover):
                 one.watched.check()
                 one.watched = None  # it would hold the storage
         while len(self._writes) >= _MOST_WRITES:
-            self._mover.wait(self._writes.popleft())
+            self._wait(self._writes.popleft())
         entry.region = self._mover.store.reserve(sum(aligned(piece.num_bytes) for piece in pieces))
         for leaf, _ in entry.leaves:
             leaf.data = leaf.new_empty(0)
         self.moved_bytes += 2 * sum(piece.num_bytes for piece in pieces)
         entry.pieces = dict(enumerate(pieces))
-        entry.written = self._mover.write(partial(self._write, entry, Ready(pieces[0].device)))
+        action = Action(key[0], Op.OFFLOAD, *key[1:])
+        entry.written = self._mover.write(partial(self._write, action, entry, Ready(pieces[0].device)))
         self._writes.append(entry.written)
 
-    def _write(self, entry: _Entry, ready: Ready) -> None:
+    def _write(self, action: Action, entry: _Entry, ready: Ready) -> None:
+        ended = self.times.started(action)
         ready.wait()
         for piece, region in _placed(entry):
             self._mover.store.write(region, piece.as_bytes())
             piece.storage = None
+        ended()
 
     def reload(self, key: Key) -> None:
         entry = self._entries[key]
@@ -202,15 +208,22 @@ class MovedActivations(ActivationMover):
         rooms = [
             torch.empty(piece.num_bytes, dtype=torch.uint8, device=piece.device) for piece in entry.pieces.values()
         ]
-        entry.back = self._mover.read(partial(self._read, entry, rooms, Ready(rooms[0].device)))
+        action = Action(key[0], Op.RELOAD, *key[1:])
+        entry.back = self._mover.read(partial(self._read, action, entry, rooms, Ready(rooms[0].device)))
 
-    def _read(self, entry: _Entry, rooms: list[Tensor], ready: Ready) -> None:
+    def _read(self, action: Action, entry: _Entry, rooms: list[Tensor], ready: Ready) -> None:
         assert entry.written is not None
         entry.written.result()
         ready.wait()
+        ended = self.times.started(action)
         for (piece, region), room in zip(_placed(entry), rooms, strict=True):
             self._mover.store.read(region, room)
             piece.storage = room.untyped_storage()
+        ended()
+
+    def _wait(self, move: Future[None]) -> None:
+        with self.times.waiting():
+            self._mover.wait(move)
 
     def arrive(self, key: Key) -> None:
         entry = self._entries.pop(key)
@@ -218,7 +231,7 @@ class MovedActivations(ActivationMover):
             return
         if entry.back is None:
             raise RunError(f"what {key} saved is away at its backward: a RELOAD has to come before; check the program")
-        self._mover.wait(entry.back)
+        self._wait(entry.back)
         for leaf, noted in entry.leaves:
             leaf.data = noted.tensor()
         self._mover.store.release(entry.region)

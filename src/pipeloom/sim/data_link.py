@@ -1,0 +1,106 @@
+"""The link between copies of a pipeline, from a few collectives that were timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from pipeloom.ir.action import Op
+from pipeloom.ir.data_axis import DataAxis
+from pipeloom.sim.background import gather_seconds, reduce_seconds
+from pipeloom.sim.network import Network
+
+
+class TimedCollective(NamedTuple):
+    """One collective by itself.
+
+    Attributes:
+        op: UNSHARD or REDUCE_GRAD.
+        num_bytes: of whole parameters or gradients.
+        seconds: from its start to its end.
+        cpu_seconds: what it took of this process's cores.
+    """
+
+    op: Op
+    num_bytes: int
+    seconds: float
+    cpu_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataLink:
+    """Figures of `pipeloom.sim.Network`, of the same names without ``data_``.
+
+    Attributes:
+        bytes_per_second: of gathers; None where they took no time, or there are none.
+        sum_bytes_per_second: of reductions.
+        latency_seconds: of one message.
+        slowdown: what computations lose while it works.
+    """
+
+    bytes_per_second: float | None = None
+    sum_bytes_per_second: float | None = None
+    latency_seconds: float = 0.0
+    slowdown: float = 0.0
+
+    def network(self) -> dict[str, Any]:
+        """The arguments of `Network`."""
+        return {f"data_{name}": value for name, value in vars(self).items()}
+
+
+def fit_data_link(data: DataAxis, timed: Iterable[TimedCollective], slowdown: float = 0.0) -> DataLink:
+    """The link on which the closed forms of `pipeloom.sim.background` give the seconds of the largest collectives.
+
+    The latency is the mean over ops of what two sizes tell, and not below 0.
+
+    Args:
+        data: the copies and their strategy.
+        timed: for each op some collectives, of two sizes or more.
+        slowdown: see `DataLink`.
+    """
+    timed = list(timed)
+    forms = {Op.UNSHARD: gather_seconds, Op.REDUCE_GRAD: reduce_seconds}
+    latencies, largest = [], {}
+    for op, form in forms.items():
+        found = sorted((each.num_bytes, each.seconds) for each in timed if each.op is op)
+        messages = form(data, 0.0, Network(data_latency_seconds=1.0))  # that follow each other
+        if not found or not messages:
+            continue
+        (small, least), (large, most) = found[0], found[-1]
+        largest[op] = (large, most, messages)
+        if large > small:
+            latencies.append(max(0.0, least - (most - least) / (large - small) * small) / messages)
+    latency = fmean(latencies) if latencies else 0.0
+    rates: dict[Op, float | None] = {}
+    for op, (size, seconds, messages) in largest.items():
+        through = form_bytes(data, op, size)
+        left = seconds - messages * latency
+        rates[op] = through / left if left > 0 and through else None
+    return DataLink(
+        bytes_per_second=rates.get(Op.UNSHARD),
+        sum_bytes_per_second=rates.get(Op.REDUCE_GRAD),
+        latency_seconds=latency,
+        slowdown=slowdown,
+    )
+
+
+def form_bytes(data: DataAxis, op: Op, size: float) -> float:
+    """What an `op` of `size` bytes sends over each copy's link."""
+    form = gather_seconds if op is Op.UNSHARD else reduce_seconds
+    return form(data, size, Network(data_bytes_per_second=1.0))
+
+
+def slowdown(computing: float, collectives: float, cores: float) -> float:
+    """What computations on a machine lose of their speed while collectives run beside them.
+
+    Args:
+        computing: how many cores computations keep busy where there are as many.
+        collectives: how many cores the collectives of all processes of the machine need at once.
+        cores: of the machine.
+    """
+    if not computing or not cores:
+        return 0.0
+    left = min(computing, max(0.0, cores - collectives))
+    return 1 - left / min(computing, cores)
