@@ -21,18 +21,14 @@ class Driver:
         rank: of this process; None where it holds all ranks.
         num_ranks: of the pipeline.
         transport: of the pipeline; closed after an error.
-        after_run: called after every run.
 
     Attributes:
         num_calls: so far, all ranks counting alike.
         ended: why nothing can run any more.
     """
 
-    def __init__(
-        self, rank: int | None, num_ranks: int, transport: Transport, after_run: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, rank: int | None, num_ranks: int, transport: Transport) -> None:
         self._transport = transport
-        self._after_run = after_run
         in_threads = rank is None and transport.blocking and num_ranks > 1
         self._threads = RankThreads(num_ranks, transport) if in_threads else None  # type: ignore[arg-type]
         self._running = False
@@ -59,8 +55,6 @@ class Driver:
                 _take_turns(list(runs.values()))
             finish()
             self._transport.end_step()
-            if self._after_run is not None:
-                self._after_run()
 
     @contextmanager
     def ended_by_errors(self, runs: Iterable[Run] = ()) -> Generator[None]:

@@ -23,7 +23,7 @@ from pipeloom.runtime.connect import Connection, connect
 from pipeloom.runtime.driver import Driver
 from pipeloom.runtime.gradient_sum import GradientSum
 from pipeloom.runtime.holdings import Holdings
-from pipeloom.runtime.host_memory import HugeHeap, give_back_freed_memory, keep_freed_memory
+from pipeloom.runtime.host_memory import give_back_freed_memory, keep_freed_memory
 from pipeloom.runtime.moves import OffloadOptions
 from pipeloom.runtime.parameter_store import Sharing, sharing_of
 from pipeloom.runtime.process_mesh import ProcessMesh
@@ -74,8 +74,8 @@ class Pipeline(Holdings):
     The model stays as it is, and its parameters are the ones that train; but with shards or masters (`data`,
     `precision`), which every run puts into the model's parameters anew. And where all ranks share this process, of
     parameters that several ranks hold each higher rank has a copy, as in a process of its own: make the optimizer from
-    `parameters`. Where this process is one rank, the C library is told to keep freed memory, in huge pages where there
-    are any, with zero3 to give it back (see `pipeloom.runtime.host_memory`).
+    `parameters`. Where this process is one rank, the C library is told to keep freed memory, with zero3 to give it back
+    (see `pipeloom.runtime.host_memory`).
 
     Raises:
         InputError: illegal schedule, a model that cannot be cut so, a process group of another size, ranks that are
@@ -145,10 +145,9 @@ class Pipeline(Holdings):
     def _join(self, cut_model: Stages, connection: Connection, sharing: Sharing, blackbox: Any) -> None:
         """Take this process's stages of the model, and get ready to run them."""
         self.rank, self.process_group, self.transport = connection.rank, connection.process_group, connection.transport
-        frees = sharing.axis is not None and sharing.axis.shards_parameters
-        kept = self.rank is not None and not frees and keep_freed_memory()
-        if self.rank is not None and frees:
-            give_back_freed_memory()
+        if self.rank is not None:
+            frees = sharing.axis is not None and sharing.axis.shards_parameters
+            give_back_freed_memory() if frees else keep_freed_memory()
         self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
         super().__init__(cut_model, self._train_program, self.local_ranks, sharing)
         self._results = ResultExchange(self.rank, self._forward_program.schedule, self.transport)
@@ -176,7 +175,7 @@ class Pipeline(Holdings):
         self.last_run: dict[int, Callable[[], Iterable[Record]]] = {}
         self._has_update_channels = False
         self._speculation: Speculation | None = None  # while parameters wait to be validated
-        self.driver = Driver(self.rank, self.num_ranks, self.transport, HugeHeap().follow if kept else None)
+        self.driver = Driver(self.rank, self.num_ranks, self.transport)
 
     @property
     def program(self) -> Program:
