@@ -69,7 +69,7 @@ def _train(case: Case, mesh: pl.Mesh | None, directory: str | None) -> tuple[lis
     model.blocks[1].qkv.weight.requires_grad_(False)
     schedule = pl.schedules.build(case.schedule, num_ranks=2, num_microbatches=4)
     where = f"disk:{directory}" if directory else None
-    data = pl.DataParallel(case.strategy, case.granularity, case.layout, where)
+    data = pl.DataParallel(case.strategy, case.granularity, case.layout, bucket_bytes=0, offload=where)
     precision = pl.Precision(case.precision, gradients=case.gradients)
     half = slice(None) if mesh is None else slice(0, 8) if mesh.coordinate("dp") == 0 else slice(8, 16)
     with pl.Pipeline(model, schedule, loss_fn=language_loss, mesh=mesh, data=data, precision=precision) as pipe:
@@ -150,7 +150,7 @@ def _order(rank: int, directory: str) -> list[str]:
         log.append(f"gather {layers[values.numel()]}")
         return gather(self, values, own)
 
-    data = pl.DataParallel("zero3", "microbatch", offload=f"disk:{directory}")
+    data = pl.DataParallel("zero3", "microbatch", bucket_bytes=0, offload=f"disk:{directory}")
     with pl.Pipeline(model, ONE, layers=["0", "1", "2", "3"], loss_fn=mse, mesh=mesh, data=data) as pipe:
         main_memory.AwayMemory._start_read, Copies.all_gather = logged_read, logged_gather
         pipe.evaluate(torch.randn(2, 8), torch.randn(2, 40))
@@ -202,7 +202,7 @@ def test_they_go_out_and_in_whole_and_in_parts(tmp_path: Path) -> None:
 
 
 def _pipe(directory: Path, **options: Any) -> pl.Pipeline:
-    data = pl.DataParallel("zero3", "microbatch", offload=f"disk:{directory}")
+    data = pl.DataParallel("zero3", "microbatch", bucket_bytes=0, offload=f"disk:{directory}")
     return pl.Pipeline(make_mlp(), ONE, **{"loss_fn": mse, "data": data, "transport": "loopback", **options})
 
 
