@@ -157,6 +157,14 @@ def measure_updates(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
     return {"seconds": seconds, "moved": moved, "states": states, "direct": direct}, table(header, rows)
 
 
+def moved_bytes(pipe: pl.Pipeline, optimizer: Any) -> int:
+    """Until now, with what is still being written."""
+    for portion in getattr(optimizer, "_portions", ()):
+        if portion.written is not None:
+            portion.written.result()
+    return pipe.offloaded[0] + int(getattr(optimizer, "moved_bytes", 0))
+
+
 def measure_parameters(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Steps and updates of one copy under zero3, layer by layer: what is in a file, and what still is in memory."""
     schedule = pl.schedules.gpipe(num_ranks=1, num_microbatches=2)
@@ -177,17 +185,14 @@ def measure_parameters(arguments: argparse.Namespace) -> tuple[dict[str, Any], s
                 optimizer: Any = pl.OffloadedOptimizer(plain, place) if wraps else plain
                 seconds[name] = []
                 for k in range(arguments.rounds + 1):
-                    moved = pipe.offloaded[0] + getattr(optimizer, "moved_bytes", 0)
+                    before = moved_bytes(pipe, optimizer)
                     start = time.perf_counter()
                     pipe.step(*batch)
                     optimizer.step()
                     optimizer.zero_grad()
                     if k:  # the first makes states
                         seconds[name].append(time.perf_counter() - start)
-                for portion in getattr(optimizer, "_portions", ()):  # what is still being written belongs to it
-                    if portion.written is not None:
-                        portion.written.result()
-                moved = pipe.offloaded[0] + getattr(optimizer, "moved_bytes", 0) - moved
+                moved = moved_bytes(pipe, optimizer) - before
                 values.append([value.clone() for value in pipe.state_dict().values()])
                 states = sum(v.nbytes for state in optimizer.state.values() for v in state.values())
                 kept = pipe.held_bytes().masters + states - getattr(optimizer, "offloaded_bytes", 0)

@@ -54,7 +54,6 @@ def test_copies_precision_recomputation_and_optimizers_change_what_they_should(c
     assert alone["ranks"][0]["gathered"] == 4 * 2 * BLOCK
     halves = memory(capsys, f"{MODEL} {away} {shards} --parallel.data_granularity microbatch --batch.size 16")
     assert halves["ranks"][0]["gathered"] == 4 * 2.5 * BLOCK  # and half of one that is read
-    assert halves["ranks"][0]["gradients"] < alone["ranks"][0]["gradients"]
     assert memory(capsys, f"{MODEL} {away} --precision.dtype bf16")["ranks"][0]["masters"] == 0
     moved = memory(capsys, f"{MODEL} --parallel.pipeline 4 --memory.offload cpu --memory.offload_activations 3")
     whole = memory(capsys, f"{MODEL} --parallel.pipeline 4")
