@@ -319,7 +319,7 @@ MESSAGES = [  # rank 1 waits for a forward, which comes 0.5 late; rank 0 comes l
 
 
 def test_messages_take_a_send_a_latency_and_a_receive() -> None:
-    assert message_times(MESSAGES) == ([0.25, 0.25], [0.5], [0.125], [])
+    assert message_times(MESSAGES) == ([0.25, 0.25], [0.5], [0.125], [], {})
     schedule = schedules.one_f_one_b(num_ranks=2, num_microbatches=1)
     predictor = Predictor()
     times = torch.tensor([[1.0, 2.0, 0, 0]] * 2, dtype=torch.float64)
