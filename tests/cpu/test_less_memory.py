@@ -94,6 +94,15 @@ def _away(directory: Path) -> list[str]:
     return ["--memory.recompute=full,none", f"--memory.offload=disk:{directory}", "--memory.offload_activations=0"]
 
 
+def test_what_moves_take_is_measured_and_predicted(text: Path, tmp_path: Path) -> None:
+    few = ["--steps=3", "--save_steps=0", "--eval_steps=0", "--sample_tokens=0", "--schedule=gpipe"]
+    local(text, tmp_path / "out", *few, *_away(tmp_path / "place"))
+    timelines = json.loads((tmp_path / "out" / "timelines.json").read_text())
+    for kind in ("measured", "predicted"):
+        rank = Timeline.from_json(json.dumps(timelines[kind])).background[0]
+        assert {span.action.op for span in rank if span.end > span.start} == {pl.Op.OFFLOAD, pl.Op.RELOAD}
+
+
 def test_a_run_with_less_memory_is_the_same_run(text: Path, plain: Path, tmp_path: Path) -> None:
     """In processes; its checkpoints are those of the run without, and both go on from either."""
     out, place = tmp_path / "out", tmp_path / "place"
@@ -107,10 +116,6 @@ def test_a_run_with_less_memory_is_the_same_run(text: Path, plain: Path, tmp_pat
     moved = [row["offload_moved_bytes"] for row in rows]
     assert moved == sorted(moved)
     assert moved[-1] > 0
-    timelines = json.loads((out / "timelines.json").read_text())
-    for kind in ("measured", "predicted"):  # with the time that moves took
-        rank = Timeline.from_json(json.dumps(timelines[kind])).background[0]
-        assert {span.action.op for span in rank if span.end > span.start} == {pl.Op.OFFLOAD, pl.Op.RELOAD}
     one, other = tmp_path / "one", tmp_path / "other"
     local(text, one, *_away(place), *PARAMETERS, f"--resume_from_checkpoint={plain / 'checkpoint-3'}")
     local(text, other, f"--resume_from_checkpoint={out / 'checkpoint-3'}")
