@@ -48,7 +48,7 @@ def test_copies_precision_recomputation_and_optimizers_change_what_they_should(c
     ):
         found = memory(capsys, f"{MODEL} {more}")["ranks"][0]
         assert found[kind] == pytest.approx(base[kind] * factor, rel=1e-3), more
-    away = "--memory.offload cpu --memory.offload_parameters true"
+    away = "--memory.offload cpu --memory.offload_parameters true --parallel.data_bucket_bytes 0"
     alone = memory(capsys, f"{MODEL} {away} --parallel.data_strategy zero3 --parallel.data_granularity microbatch")
     assert [alone["ranks"][0][kind] for kind in ("parameters", "masters", "optimizer")] == [0, 0, 0]
     assert alone["ranks"][0]["gathered"] == 4 * 2 * BLOCK

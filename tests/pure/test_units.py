@@ -117,8 +117,10 @@ def test_units_are_never_slower_than_whole_stages_nor_quicker_than_what_has_to_b
     gathered_whole = simulate(program, replace(whole, units=(1,) * stages), network)
     counts = tuple(rng.randrange(1, 5) for _ in range(stages))
     timeline = simulate(program, replace(whole, units=counts), network)
-    # Where reductions are one at a time, backwards wait for them inside, and other ranks for those backwards.
-    if not schedule.overlapped and (schedule.forward_only or not data.shards_optimizer):
+    # Where reductions are one at a time, backwards wait for them inside, and other ranks for those backwards. And one
+    # unit ahead is less than the whole stage that a rank could gather while it waits for a message.
+    waits = data.shards_parameters and data.granularity is MICROBATCH and schedule.num_ranks > 1
+    if not (schedule.overlapped or waits) and (schedule.forward_only or not data.shards_optimizer):
         assert timeline.makespan <= gathered_whole.makespan * (1 + 1e-9)
     assert timeline.makespan >= plain.makespan * (1 - 1e-9)
     busy = [sum(end - start for _, start, end in row) for row in timeline.background]
