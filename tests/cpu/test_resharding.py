@@ -190,7 +190,7 @@ def die_in_save(rank: int, setting: Setting, steps: Steps, victim: int, num_writ
 
 @pytest.mark.parametrize(("victim", "num_writes"), [(0, 19), (1, 1), (3, 9)])
 def test_a_process_killed_in_a_save_leaves_the_last_good_one(victim: int, num_writes: int, tmp_path: Path) -> None:
-    setting = Setting(2, 2, "zero3")
+    setting = Setting(2, 2, pl.DataParallel("zero3", bucket_bytes=0))
     with pytest.raises(AssertionError, match=f"rank {victim} ended without an answer"):
         run_ranks(die_in_save, 4, setting, Steps(tmp_path, 1, 2, (1, 2)), victim, num_writes)
     assert any(entry.path.name.startswith(".") for entry in ck.list_checkpoints(tmp_path)) == (victim == 0)
