@@ -18,9 +18,10 @@ from pipeloom.cli.parser import did_you_mean
 from pipeloom.cli.train import parse
 from pipeloom.runtime import launcher
 from pipeloom.train.config import TrainConfig, options
+from pipeloom.train.layout import parse_cut
 from pipeloom.train.output import in_use
 from pipeloom.train.repeat import repeatable, to_yaml
-from pipeloom.train.validate import parse_cut, validate
+from pipeloom.train.validate import validate
 from pipeloom.version import __version__
 
 Refused = Callable[..., str]

@@ -13,7 +13,7 @@ from pipeloom.split import Stages, split
 from pipeloom.train.checkpoint.exchange import Exchange
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.data import Corpus
-from pipeloom.train.validate import parse_cut
+from pipeloom.train.layout import parse_cut
 
 
 def model_config(config: TrainConfig, vocabulary_size: int) -> GPTConfig:

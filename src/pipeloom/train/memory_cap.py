@@ -9,10 +9,10 @@ from pipeloom.errors import InputError
 from pipeloom.plan.memory import Choice, choose_memory, choose_recompute
 from pipeloom.sim import CostsFile
 from pipeloom.train.config import TrainConfig
+from pipeloom.train.layout import make_schedule
 from pipeloom.train.memory import likely_device
 from pipeloom.train.planned_memory import data_axis, planned_model, planned_program
 from pipeloom.train.tokenize import load_tokenizer
-from pipeloom.train.validate import make_schedule
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 

@@ -21,8 +21,8 @@ from pipeloom.plan.memory import (
     memory_of_ranks,
 )
 from pipeloom.train.config import TrainConfig
+from pipeloom.train.layout import make_schedule, parse_cut
 from pipeloom.train.less_memory import activations_away, moves
-from pipeloom.train.validate import make_schedule, parse_cut
 
 if TYPE_CHECKING:
     import torch

@@ -30,6 +30,7 @@ from pipeloom.train.data import Sampler
 from pipeloom.train.data_costs import measure_data_costs
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
+from pipeloom.train.layout import make_schedule
 from pipeloom.train.less_memory import (
     NUM_NUMBERS,
     activations_away,
@@ -62,7 +63,7 @@ from pipeloom.train.output import append_metrics, in_use, prepare_output, write_
 from pipeloom.train.progress import Display
 from pipeloom.train.slices import slice_lengths
 from pipeloom.train.stream_steps import StreamSteps
-from pipeloom.train.validate import make_schedule, open_corpus, resume_path
+from pipeloom.train.validate import open_corpus, resume_path
 from pipeloom.words import counted
 
 
