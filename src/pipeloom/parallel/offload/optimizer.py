@@ -144,6 +144,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters that have a gradient."""
+        if self._mover.closed:
+            raise InputError("step() of an OffloadedOptimizer after its close(): states are gone; close it last")
         loss = None
         if closure is not None:
             with torch.enable_grad():
