@@ -151,5 +151,6 @@ def test_formats_that_take_turns_change_no_bit() -> None:
 
 
 def test_negative_bytes_are_refused() -> None:
-    with pytest.raises(InputError, match="bucket_bytes is -1: buckets have 0 bytes or more"):
-        pl.DataParallel(bucket_bytes=-1)
+    for wrong in (-1, 1.5, "4MiB"):
+        with pytest.raises(InputError, match="bucket_bytes is .*: a whole number of bytes, 0 or more"):
+            pl.DataParallel(bucket_bytes=wrong)
