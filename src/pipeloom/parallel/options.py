@@ -52,7 +52,7 @@ class DataParallel:
             _one_of("granularity", self.granularity, [granularity.value for granularity in Granularity])
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 0:
             raise InputError(
-                f"bucket_bytes is {self.bucket_bytes!r}: a whole number of bytes, 0 or more; correct it, or leave it out"
+                f"bucket_bytes is {self.bucket_bytes!r}: a whole number of bytes, 0 or more; correct or omit it"
             )
         self.axis(1)
         if self.offload is not None:
