@@ -150,6 +150,7 @@ def test_formats_that_take_turns_change_no_bit() -> None:
     run_ranks(_statistics, 2)
 
 
-def test_negative_bytes_are_refused() -> None:
-    with pytest.raises(InputError, match="bucket_bytes is -1: buckets have 0 bytes or more"):
-        pl.DataParallel(bucket_bytes=-1)
+def test_what_is_no_number_of_bytes_is_refused() -> None:
+    for wrong in (-1, 1.5, "4MiB"):
+        with pytest.raises(InputError, match=r"bucket_bytes is .*: a whole number of bytes, 0 or more"):
+            pl.DataParallel(bucket_bytes=wrong)

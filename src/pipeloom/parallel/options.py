@@ -50,8 +50,10 @@ class DataParallel:
         _one_of("layout", self.layout, get_args(Layout))
         if self.granularity is not None:
             _one_of("granularity", self.granularity, [granularity.value for granularity in Granularity])
-        if self.bucket_bytes < 0:
-            raise InputError(f"bucket_bytes is {self.bucket_bytes}: buckets have 0 bytes or more; leave it out")
+        if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 0:
+            raise InputError(
+                f"bucket_bytes is {self.bucket_bytes!r}: a whole number of bytes, 0 or more; correct or omit it"
+            )
         self.axis(1)
         if self.offload is not None:
             Place.parse(self.offload)

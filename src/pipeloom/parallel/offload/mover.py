@@ -17,11 +17,13 @@ class Mover:
 
     Attributes:
         wait_seconds: how long callers have waited so far.
+        closed: after `close`.
     """
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.wait_seconds = 0.0
+        self.closed = False
         self._reader = ThreadPoolExecutor(1, "pipeloom-reload")
         self._writer = ThreadPoolExecutor(1, "pipeloom-offload")
 
@@ -48,5 +50,6 @@ class Mover:
 
     def close(self) -> None:
         """Let go of threads and store."""
+        self.closed = True
         self.stop()
         self.store.close()

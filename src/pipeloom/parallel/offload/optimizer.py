@@ -77,7 +77,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 )
             where = open_store(place)
         if where is None:
-            if not any(home_of(p) for g in optimizer.param_groups for p in g["params"]):
+            held = [home_of(p) for g in optimizer.param_groups for p in g["params"] if p.numel()]
+            if held and not any(held):  # a copy of which all pieces are empty has nothing to move
                 raise InputError(
                     "OffloadedOptimizer without a place, of parameters that are in memory: nothing would move; name a "
                     "place for states, such as disk:PATH, or pass data=pipeloom.DataParallel(..., offload=...)"
@@ -143,6 +144,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters that have a gradient."""
+        if self._mover.closed:
+            raise InputError("step() of an OffloadedOptimizer after its close(): states are gone; close it last")
         loss = None
         if closure is not None:
             with torch.enable_grad():
