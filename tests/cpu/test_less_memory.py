@@ -117,7 +117,8 @@ def test_a_run_with_less_memory_is_the_same_run(text: Path, plain: Path, tmp_pat
     assert moved == sorted(moved)
     assert moved[-1] > 0
     one, other = tmp_path / "one", tmp_path / "other"
-    local(text, one, *_away(place), *PARAMETERS, f"--resume_from_checkpoint={plain / 'checkpoint-3'}")
+    parameters_alone = [f"--memory.offload=disk:{place}", "--memory.offload_states=false", *PARAMETERS]
+    local(text, one, *parameters_alone, f"--resume_from_checkpoint={plain / 'checkpoint-3'}")
     local(text, other, f"--resume_from_checkpoint={out / 'checkpoint-3'}")
     assert story(one) == story(other) == [row for row in story(plain) if row[0] > 3]
     assert not list(place.iterdir())
@@ -193,7 +194,7 @@ def test_a_disk_without_room_is_told_before_the_first_step(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--memory.cap=1KiB"], "a rank may hold 1024 bytes: rank 1 takes at least"),
+        (["--memory.cap=1KiB"], "a rank may hold 1 KiB: rank 1 takes at least"),
         (["--memory.cap=1QB"], "write bytes of a rank"),
         (["--memory.recompute=most"], "it is none, selective, full"),
         (["--memory.recompute=full,none,none"], "names 3 stages of 2"),

@@ -61,7 +61,10 @@ class Mesh:
             tuple(self.degree(axis) for axis in used),
             mesh_dim_names=tuple(used),
         )
-        self._groups.update((axis, self.device_mesh.get_group(axis)) for axis in used)
+        for axis in used:
+            group = self.device_mesh.get_group(axis)
+            # Not the user's own group: a collective that times out leaves a group of gloo closed.
+            self._groups[axis] = dist.new_group() if group is dist.group.WORLD and self.degree(axis) > 1 else group
         self._made += tuple(group for group in self._groups.values() if group is not dist.group.WORLD)
 
     def _agree(self) -> None:

@@ -184,7 +184,7 @@ class Unit:
             return
         self.allocate()
         own = self._place
-        arrive = self._main.fill(own) if own is not None else _nothing
+        arrive = self._awaited(self._main.fill(own)) if own is not None else _nothing
         if not self._collects:
             self._gathering = arrive
             return
@@ -194,6 +194,17 @@ class Unit:
         else:
             assert own is not None
             self._gathering = self._copies.all_gather(self._compute, own)
+
+    def _awaited(self, arrive: Wait) -> Wait:
+        """A wait for a read counts as one."""
+        if not self._reads:
+            return arrive
+
+        def wait() -> None:
+            with self._copies.times.waiting():
+                arrive()
+
+        return wait
 
     @property
     def _place(self) -> Tensor | None:

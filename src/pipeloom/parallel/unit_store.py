@@ -239,6 +239,7 @@ class UnitStore(ParameterStore):
             self._look()
             for unit in self._units:
                 unit.gradients.start(self._look)
+        self._finish_reductions()  # before others are waited for: it is known when they are done
         known = [unit.gradients for unit in self._units]
         flags = iter(self._copies.any([flag for g in known for flag in (g.late, *g.present)]))
         present = {}
@@ -246,10 +247,13 @@ class UnitStore(ParameterStore):
             if next(flags):  # on some copy gradients came after its reduction had started
                 self._start_reduce(unit)
             present[unit] = [next(flags) for _ in unit.gradients.present]
-        while self._reducing:
-            self._reducing.popleft().gradients.finish_first()
+        self._finish_reductions()
         for unit in self._units:
             unit.gradients.deposit(present[unit], self.loss_scale)
+
+    def _finish_reductions(self) -> None:
+        while self._reducing:
+            self._reducing.popleft().gradients.finish_first()
 
     def end(self) -> None:
         self._open = False

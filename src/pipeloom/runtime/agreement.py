@@ -52,15 +52,15 @@ class Terms(NamedTuple):
         sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
         return cls(f"{schedule.name!r} of {sizes}{cut}", digest)
 
-    def agree(self, group: dist.ProcessGroup) -> None:
+    def agree(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
         """Every process of `group` calls it.
 
         Raises:
             InputError: on all of them, where two differ.
-            PeerLost: one of them ended.
+            PeerLost: one of them ended, or did not come in time.
         """
-        lost = "another rank ended before all had made their Pipeline; see what it said"
-        told = all_gather_bytes(json.dumps(self).encode(), group, lost=lost)
+        lost = "another rank ended, or did not come in time, before all had made their Pipeline; see what it said"
+        told = all_gather_bytes(json.dumps(self).encode(), group, lost=lost, timeout_seconds=timeout_seconds)
         first, *others = [Terms(*json.loads(terms)) for terms in told]
         for rank, other in enumerate(others, 1):
             if other.summary != first.summary:

@@ -88,24 +88,26 @@ def all_gather_bytes(
     device: torch.device | str = "cpu",
     *,
     lost: str = _LOST,
+    timeout_seconds: float | None = None,
 ) -> list[bytes]:
     """Every rank's bytes, in order of rank, on every rank.
 
     Two all-gathers: the lengths, then the bytes padded to the longest. `device` is where the group's backend wants its
-    tensors.
+    tensors. Others are waited for as long as the group does, or `timeout_seconds`.
 
     Raises:
         PeerLost: one of them went away, or did not come in time; in the words `lost`.
     """
+    timeout = () if timeout_seconds is None else (timedelta(seconds=timeout_seconds),)
     with noticing_lost_peers(lost):
         length = torch.tensor([len(payload)], device=device)
         lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(lengths, length, group=group)
+        dist.all_gather(lengths, length, group=group, async_op=True).wait(*timeout)
         sizes = [int(size) for size in lengths]
         padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         if payload:
             padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         padded = padded.to(device)
         gathered = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(gathered, padded, group=group)
+        dist.all_gather(gathered, padded, group=group, async_op=True).wait(*timeout)
     return [row[:size].cpu().numpy().tobytes() for row, size in zip(gathered, sizes, strict=True)]

@@ -85,7 +85,7 @@ def connect(
     # Small numbers on the CPU go around beside the pipeline's messages.
     group, made = (mesh.cpu_group, ()) if mesh is not None else cpu_group()
     try:
-        terms.agree(group)
+        terms.agree(group, timeout_seconds)
         _check_size(num_ranks, mesh)
         copies = (tuple(range(num_ranks)),) if mesh is None else mesh.lines("pp")
         rank = dist.get_rank() if mesh is None else mesh.coordinate("pp")

@@ -81,7 +81,7 @@ def _with(config: TrainConfig, choice: Choice) -> TrainConfig:
     kinds = [str(kind) for kind in choice.model.recompute]
     recompute = kinds[0] if len(set(kinds)) == 1 else ",".join(kinds)
     data, parallel = choice.program.data, config.parallel
-    if data is not None and data.shards_gradients:
+    if data is not None and data.shards_gradients and (data.degree > 1 or data.shards_parameters):
         parallel = replace(parallel, data_granularity=data.granularity.value)
     return replace(config, parallel=parallel, memory=replace(config.memory, recompute=recompute))
 

@@ -36,8 +36,8 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, Any, str, str]]:
     memory, parallel = config.memory, config.parallel
     if not memory.offload_states and memory.offload is None:
         yield "memory.offload_states", "false", "without memory.offload", "give --memory.offload cpu or disk:PATH"
-    elif not memory.offload_states and memory.offload_activations is None:
-        needed = "give --memory.offload_activations, or let states go there"
+    elif memory.offload_activations is None and not (memory.offload_states or memory.offload_parameters):
+        needed = "give --memory.offload_activations, or let states or parameters go there"
         yield "memory.offload", memory.offload, "with memory.offload_states false, and activations stay", needed
     # zero3 gathers and frees also where it shares with nobody.
     if parallel.data_granularity is not None and parallel.data == 1 and parallel.data_strategy != "zero3":
