@@ -158,13 +158,13 @@ def _memory_goes_back(rank: int) -> None:
         all_gather_bytes(b"")
         transport.end_step()
 
-    step(16, 5000, True)
+    step(16, 50_000, True)
     descriptors = len(os.listdir("/proc/self/fd"))
     assert _maps() == 16  # sixteen messages alive at once need sixteen blocks
-    step(16, 5000, False)
-    step(16, 5000, False)  # the receiver unmaps what it hears of with the next step's messages
+    step(16, 50_000, False)
+    step(16, 50_000, False)  # the receiver unmaps what it hears of with the next step's messages
     assert _maps() <= 2, "blocks that a step did not need are kept"
-    for size in (10, 7000, 20, 50_000):
+    for size in (10, 70_000, 20, 500_000):
         step(4, size, False)
     step(4, 10, False)
     assert _maps() <= 3

@@ -19,7 +19,6 @@ from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.passes import lower
 from pipeloom.plan.memory.ranks import Model, RankMemory, memory_of_rank, memory_of_ranks
 from pipeloom.sim import Costs, Network, simulate
-from pipeloom.words import bytes_text
 
 _F, _B, _I, _W = Op.F, Op.B, Op.I, Op.W
 _MOST_COMBINATIONS = 3**7  # of one rank's stages; with more stages, all of them recompute alike
@@ -110,8 +109,8 @@ def _best(choices: Sequence[Choice], cap: float) -> Choice:
         least = min(choices, key=lambda choice: choice.peak)
         rank = max(least.memory, key=lambda each: each.peak)
         raise InputError(
-            f"a rank may hold {bytes_text(cap)}: rank {rank.rank} takes at least {bytes_text(rank.peak)}; raise the "
-            "cap, take more ranks or copies, or smaller micro-batches"
+            f"a rank may hold {cap:.0f} bytes: rank {rank.rank} takes at least {rank.peak:.0f}; raise the cap, take "
+            "more ranks or copies, or smaller micro-batches"
         )
     return min(fitting, key=lambda choice: choice.seconds)
 
