@@ -205,7 +205,7 @@ def test_a_disk_without_room_is_told_before_the_first_step(
         (["--memory.offload_parameters=true", "--memory.offload=cpu"], "with ddp in fp32: forwards read"),
         (
             ["--memory.offload=cpu", *PARAMETERS, "--memory.offload_states=false", "--optimizer.barrier=false"],
-            "its parameters at hand",
+            "float32 and in memory; drop one",
         ),
         (["--memory.offload=cpu", *PARAMETERS, "--schedule=pipedream", "--batch.microbatches=1"], "that flushes"),
         (["--memory.offload=cpu", "--memory.offload_activations=-1"], "raise it"),

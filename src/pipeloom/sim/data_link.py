@@ -75,7 +75,7 @@ def fit_data_link(data: DataAxis, timed: Iterable[TimedCollective], slowdown: fl
     latency = fmean(latencies) if latencies else 0.0
     rates: dict[Op, float | None] = {}
     for op, (size, seconds, messages) in largest.items():
-        through = form_bytes(data, op, size)
+        through = _form_bytes(data, op, size)
         left = seconds - messages * latency
         rates[op] = through / left if left > 0 and through else None
     return DataLink(
@@ -86,7 +86,7 @@ def fit_data_link(data: DataAxis, timed: Iterable[TimedCollective], slowdown: fl
     )
 
 
-def form_bytes(data: DataAxis, op: Op, size: float) -> float:
+def _form_bytes(data: DataAxis, op: Op, size: float) -> float:
     """What an `op` of `size` bytes sends over each copy's link."""
     form = gather_seconds if op is Op.UNSHARD else reduce_seconds
     return form(data, size, Network(data_bytes_per_second=1.0))

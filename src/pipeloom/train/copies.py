@@ -75,7 +75,7 @@ def check_processes(config: TrainConfig, world_size: int | None) -> None:
 
 
 def check_copies(config: TrainConfig, schedule: Schedule) -> None:
-    """Refuse what several copies, or formats other than float32, cannot be combined with.
+    """Refuse what several copies, formats other than float32, or parameters in a file cannot be combined with.
 
     Raises:
         InputError: what was seen, the rule, the fix; in one line.
@@ -84,23 +84,25 @@ def check_copies(config: TrainConfig, schedule: Schedule) -> None:
     config.data_parallel  # noqa: B018  # a granularity that the strategy does not have
     config.number_format  # noqa: B018  # gradients that the format does not have
     config.mesh_shape(config.num_ranks * copies if config.parallel.data == -1 else None)
-    unusual = f"parallel.data {copies}" if copies > 1 else f"precision.dtype {config.precision.dtype}"
+    unusual = f"precision.dtype {config.precision.dtype}"
+    if config.shared is not None:
+        unusual = f"parallel.data {copies}" if copies > 1 else "memory.offload_parameters"
     if copies > 1 and config.local:
         raise InputError(f"--local with {unusual}: each rank of each copy is a process of its own; drop one")
     scale = config.precision.loss_scale
     if not (math.isfinite(scale) and scale >= 1):
         raise InputError(f"precision.loss_scale is {scale}: it is a finite factor from 1; correct it")
-    if copies == 1 and config.precision.dtype == "fp32":
+    if config.shared is None and config.precision.dtype == "fp32":
         return
     if schedule.microbatches_per_update is not None:
         raise InputError(
-            f"schedule {schedule.name!r} with {unusual}: its stages update by themselves, one copy in float32; take a "
-            "schedule that flushes, such as 1f1b, or parallel.replicas for more processes"
+            f"schedule {schedule.name!r} with {unusual}: its stages update by themselves, one copy in float32 "
+            "and in memory; take a schedule that flushes, such as 1f1b, or parallel.replicas for more processes"
         )
     if not config.optimizer.barrier:
         raise InputError(
             f"optimizer.barrier false with {unusual}: updates that are validated later are those of one copy in "
-            "float32; drop one"
+            "float32 and in memory; drop one"
         )
 
 

@@ -40,7 +40,7 @@ def check_less_memory(config: TrainConfig, schedule: Schedule) -> None:
         return
     Place.parse(memory.offload)
     if memory.offload_parameters:
-        _check_parameters(config, schedule)
+        axis_of(replace(config.data_parallel, offload=memory.offload), config.number_format, config.num_copies)
     if memory.offload_states and not config.optimizer.barrier:
         raise InputError(
             "memory.offload with optimizer.barrier false: an update that may be taken back needs its states at hand; "
@@ -53,21 +53,6 @@ def check_less_memory(config: TrainConfig, schedule: Schedule) -> None:
                 "few as moves can keep; raise it"
             )
         _activations(config).insert(lower(schedule))
-
-
-def _check_parameters(config: TrainConfig, schedule: Schedule) -> None:
-    """Raises InputError where parameters cannot move."""
-    axis_of(replace(config.data_parallel, offload=config.memory.offload), config.number_format, config.num_copies)
-    if schedule.microbatches_per_update is not None:
-        raise InputError(
-            f"memory.offload_parameters with schedule {schedule.name!r}, whose stages update while others compute: "
-            "take a schedule that flushes, such as 1f1b, or leave it out"
-        )
-    if not config.optimizer.barrier:
-        raise InputError(
-            "memory.offload_parameters with optimizer.barrier false: an update that may be taken back needs its "
-            "parameters at hand; leave one of them out"
-        )
 
 
 def shared(config: TrainConfig, device: str) -> DataParallel | None:

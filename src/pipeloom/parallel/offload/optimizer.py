@@ -32,6 +32,7 @@ from pipeloom.parallel.offload.state_layout import Layouts
 from pipeloom.parallel.offload.states import OffloadedStates, State
 from pipeloom.parallel.offload.store import HostStore, Ready, Store, open_store, page_buffer
 from pipeloom.runtime.host_memory import give_back_now
+from pipeloom.runtime.optimizer_step import update_parameters
 
 _NUM_BUFFERS = 3
 
@@ -212,25 +213,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _update(self, portion: Portion, buffer: Tensor) -> None:
         states = {parameter: self._states.assemble(parameter, buffer) for parameter, _ in portion.parameters}
         before: dict[Tensor, State] = {parameter: state for parameter, state in states.items() if state}
-        with _here(portion, buffer), _widened(portion), _only(self.wrapped, portion.parameters, before) as after:
-            self.wrapped.step()
+        with _here(portion, buffer), _only(self.wrapped, portion.parameters, before) as after:
+            update_parameters(self.wrapped)
         self._writes[id(buffer)] = self._states.put(portion, after, buffer)
         if len(after) > len(before):  # states were born, and lay between what stays: the heap has holes
             after.clear()
             give_back_now()
-
-
-@contextmanager
-def _widened(portion: Portion) -> Iterator[None]:
-    """Gradients of a portion in the format of its parameters: torch's optimizers want both in one."""
-    narrow = [(p, p.grad) for p, _ in portion.parameters if p.grad is not None and p.grad.dtype != p.dtype]
-    try:
-        for parameter, gradient in narrow:
-            parameter.grad = gradient.to(parameter.dtype)
-        yield
-    finally:
-        for parameter, gradient in narrow:
-            parameter.grad = gradient
 
 
 def _refuse_direct_steps(optimizer: torch.optim.Optimizer, *_: object) -> None:
