@@ -47,7 +47,6 @@ def assert_alike_beside(output_dir: Path) -> None:
         assert Counter(span.action for span in ran) == Counter(span.action for span in foreseen)
         assert {span.action.op for span in ran} >= {Op.UNSHARD, Op.REDUCE_GRAD}
         assert all(span.end > span.start for span in (*ran, *foreseen))
-    assert all(wait >= 0 for timeline in (measured, predicted) for wait in timeline.waits)
     rows = [row for row in metrics(output_dir) if "loss" in row]
     assert all(0 < row["predicted_bubble_fraction"] < 1 and 0 < row["bubble_fraction"] < 1 for row in rows)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.ir import Action, Program, Schedule, check
-from pipeloom.passes import check_has_backwards, evaluation_schedule, lower, merge_backwards, separate_units
+from pipeloom.ir import Action, Program, Schedule
+from pipeloom.passes import check_has_backwards, merge_backwards, separate_units
 from pipeloom.runtime.agreement import Terms
 from pipeloom.runtime.calls import call_count, call_number
 from pipeloom.runtime.collectives import all_reduce
@@ -27,6 +27,7 @@ from pipeloom.runtime.host_memory import give_back_freed_memory, keep_freed_memo
 from pipeloom.runtime.moves import OffloadOptions
 from pipeloom.runtime.parameter_store import Sharing, sharing_of
 from pipeloom.runtime.process_mesh import ProcessMesh
+from pipeloom.runtime.programs import Programs
 from pipeloom.runtime.results import ResultExchange, total
 from pipeloom.runtime.runnable import check_attention, check_loss, check_recompute, check_runnable, check_slices
 from pipeloom.runtime.slices import cut_sequences
@@ -116,20 +117,9 @@ class Pipeline(Holdings):
         if self._sliced:
             for module in cut_model.modules:
                 make_sliceable(module)
-        tied = tuple(parameter.stages for parameter in cut_model.tied)
         sharing = sharing_of(mesh, data, precision, timeout_seconds)
-        if sharing.axis is not None and schedule.microbatches_per_update is not None:
-            raise InputError(
-                f"schedule {schedule.name!r} updates while it runs: copies of a pipeline, masters and shards are for "
-                "schedules that flush; give stages replicas of their own, or take a schedule such as 1f1b"
-            )
-        self._train_program = lower(schedule, tied_stages=tied, data=sharing.axis)
-        if offload is not None and not schedule.forward_only:
-            self._train_program = offload.insert(self._train_program)
-        self._forward_program = lower(evaluation_schedule(schedule), data=sharing.axis)
-        check(self._train_program)
-        check(self._forward_program)
-
+        tied_stages = [parameter.stages for parameter in cut_model.tied]
+        self._train_program, self._forward_program = Programs.of(schedule, tied_stages, sharing, offload)
         given = not isinstance(model, nn.Module | Stages)  # a list of stages may hold a dummy for those of other ranks
         if not given:
             check_attention(cut_model.modules, self._recompute)
