@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import select
 import socket
@@ -28,7 +29,7 @@ _MAX_LAYOUT_BYTES = 1 << 14  # a longer one goes into the block
 _MAX_DROPPED = 1 << 12  # blocks named in one datagram
 _NO_BLOCK = 0xFFFFFFFF
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-_RECEIVE_FLAGS = int(socket.MSG_DONTWAIT)
+_NO_WAIT = int(socket.MSG_DONTWAIT)
 
 
 class Waiting(Protocol):
@@ -144,7 +145,13 @@ class SharedOutgoing(Outgoing):
 
 
 class SharedIncoming(Incoming):
-    """Makes tensors of the blocks that datagrams name."""
+    """Makes tensors of the blocks that datagrams name.
+
+    Args:
+        connection: a socket that blocks.
+        channel: whose end it is.
+        transport: of this process.
+    """
 
     def __init__(self, connection: socket.socket, channel: Channel, transport: Waiting) -> None:
         self._socket = connection
@@ -153,6 +160,7 @@ class SharedIncoming(Incoming):
         self._blocks: dict[int, SharedBlock] = {}
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
+        self._longest_ms = 0
 
     def ready(self) -> bool:
         return bool(self._poll.poll(0))
@@ -175,16 +183,16 @@ class SharedIncoming(Incoming):
 
     def _next_datagram(self) -> tuple[bytes, int | None]:
         spin_until = time.perf_counter() + self._transport.spin_seconds
-        give_up = None
+        give_up, flags = None, _NO_WAIT
         while True:
             try:
-                data, ancillary, _, _ = self._socket.recvmsg(_MAX_DATAGRAM_BYTES, 32, _RECEIVE_FLAGS)
+                data, ancillary, _, _ = self._socket.recvmsg(_MAX_DATAGRAM_BYTES, 32, flags)
             except BlockingIOError:
                 now = time.perf_counter()
                 if now < spin_until:
                     continue
                 give_up = give_up or now + self._transport.timeout_seconds
-                self._sleep(give_up - now)
+                flags = self._prepare_wait(give_up - now)
                 continue
             except ConnectionResetError:
                 data, ancillary = b"", []
@@ -194,13 +202,19 @@ class SharedIncoming(Incoming):
                 return data, struct.unpack("i", ancillary[0][2][:4])[0]
             return data, None
 
-    def _sleep(self, seconds: float) -> None:
+    def _prepare_wait(self, seconds: float) -> int:
+        """The flags of a receive that sleeps at most so long: one that is woken has its message, by one system call."""
         if seconds <= 0:
             raise PeerLost(
                 f"rank {self._channel.target} waited {self._transport.timeout_seconds:g} s for rank "
                 f"{self._channel.source}: it runs but sends nothing"
             )
-        if self._transport.flush():
-            self._poll.poll(min(seconds, 3600.0) * 1000)
-        else:  # somebody may be waiting for what this rank could not send yet
+        if not self._transport.flush():  # somebody may be waiting for what this rank could not send yet
             self._poll.poll(1)
+            return _NO_WAIT
+        longest_ms = math.ceil(min(seconds, 3600.0) * 1000)
+        if longest_ms != self._longest_ms:
+            limit = struct.pack("@ll", longest_ms // 1000, longest_ms % 1000 * 1000)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._longest_ms = longest_ms
+        return 0

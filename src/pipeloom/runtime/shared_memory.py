@@ -105,7 +105,6 @@ class SharedMemoryTransport(Transport):
         while expected:
             connection = self._new_socket(self._accept())
             source, target, lane = json.loads(connection.recv(4096))
-            connection.setblocking(False)
             channel = Channel(source, target, Lane(lane))
             self._incoming[channel] = SharedIncoming(connection, channel, self)
             expected.discard(channel)
