@@ -5,12 +5,14 @@
 #
 #   make train ARGS="--steps 50 --parallel.pipeline 4"     options for `pipeloom train`
 #   make test ARGS="tests/pure -k golden"                  options for pytest
+#   make test WORKERS=0                                    tests one after another, in one process
 #   make PIP_FLAGS="--index-url URL" train                 where pip takes torch from (the CPU build is enough)
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_FLAGS ?=
 ARGS ?=
+WORKERS ?= 2
 # 3.11 first: the constraints are tested with it.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -21,7 +23,7 @@ train: $(VENV)/.ready-run
 	$(BIN)/pipeloom train $(ARGS)
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
