@@ -53,6 +53,7 @@ ENTRIES = {
     "pipeloom 1f1b threads": Entry(1, 2, System(kind="pipeloom", schedule="1f1b", options={"transport": "threads"})),
 }
 ONE_THREAD = "1 process, 1 thread, micro-batches"
+SIDE_BY_SIDE = "two of these side by side"
 COMPARISONS = [
     ("pipeloom 1f1b", "torch 1f1b"),
     ("pipeloom 1f1b", "deepspeed 1f1b"),
@@ -98,12 +99,13 @@ def tables(results: dict[str, Any]) -> str:
         share = ideal_share(CONFIGURATIONS[label].num_microbatches)
         rows = []
         for name, values in seconds.items():
-            efficiency = ""
-            if ONE_THREAD in seconds:
-                efficiency = ratio([share * t for t in seconds[ONE_THREAD]], values).show("{:.3f}")
-            rows.append((name, spread(values).show("{:.1f}", 1e3), efficiency, f"{result['errors'][name]:.0e}"))
+            efficiencies = [
+                ratio([share * t for t in seconds[limit]], values).show("{:.3f}") if limit in seconds else ""
+                for limit in (ONE_THREAD, SIDE_BY_SIDE)
+            ]
+            rows.append((name, spread(values).show("{:.1f}", 1e3), *efficiencies, f"{result['errors'][name]:.0e}"))
         text.append(f"### {label}\n")
-        text.append(table(("system", "ms a step", "efficiency", "largest error"), rows) + "\n")
+        text.append(table(("system", "ms a step", "efficiency", "of two beside", "largest error"), rows) + "\n")
         pairs = [(a, b) for a, b in COMPARISONS if a in seconds and b in seconds]
         rows = [(f"{a} / {b}", ratio(seconds[a], seconds[b]).show("{:.3f}")) for a, b in pairs]
         if rows:
