@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import main
+from pipeloom.cli.train import parse
+from pipeloom.errors import InputError
+from pipeloom.train.stream_command import stream_command
+from pipeloom.train.validate import validate_settings
 
 KEYS = ("name", "forward_seconds", "backward_seconds", "activation_bytes", "parameter_bytes")
 # A front that computes, and a tail with the weights.
@@ -53,9 +57,11 @@ def test_levels(capsys, profile):
     assert code == 0
     assert sum(stage["replicas"] for stage in answer["stages"]) == 6
     assert [inner * outer for inner, outer in answer["replicas_by_level"]] == [s["replicas"] for s in answer["stages"]]
-    alone = json.loads(run(capsys, "--profile", profile, "--levels", "4@100", "--json")[1])
-    flat = json.loads(run(capsys, "--profile", profile, "--ranks", "4", "--bandwidth", "100", "--json")[1])
-    assert alone == flat
+    for form in ("summed", "published"):
+        rest = ["--form", form, "--json"]
+        flat = json.loads(run(capsys, "--profile", profile, "--ranks", "4", "--bandwidth", "100", *rest)[1])
+        for levels in ("4@100", "4@100,1@1", "1@1,4@100"):
+            assert json.loads(run(capsys, "--profile", profile, "--levels", levels, *rest)[1]) == flat
 
 
 def test_why(capsys, profile):
@@ -88,24 +94,84 @@ def test_more_in_flight_than_noam_is_said_and_the_command_trains_the_cut(capsys,
     path = tmp_path / "profile.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"layers": gpt_1_3_1()}).encode())  # an editor's byte order mark
     words = ["--profile", str(path), "--ranks", "5", "--bandwidth", "1e6"]
-    *_, flight, train = run(capsys, *words, "--memory-cap", "6e9")[1].splitlines()
-    assert flight == (
-        "with NOAM in flight (5, 2, 1) the period may not be reached; take --in-flight full (7, 2, 1): "
-        "6.519 GiB on the fullest rank, more than the cap"
-    )
+    *_, flight, train = run(capsys, *words, "--memory-cap", "7e9")[1].splitlines()
+    assert flight.endswith("--in-flight full (7, 2, 1) gives the period: 6.519 GiB on the fullest rank")
     assert train == (
         "train it: pipeloom train --schedule pipedream --parallel.pipeline 3 --parallel.replicas 1,3,1 "
         "--parallel.cut 1,1,1 --model.layers 3 --parallel.in_flight full --steps 201 --eval_steps 51 --save_steps 102"
     )
-    answer = json.loads(run(capsys, *words, "--json")[1])
-    assert (answer["in_flight"], answer["noam_in_flight"]) == ([7, 2, 1], [5, 2, 1])
-    assert (answer["memory_bytes"][0], answer["noam_memory_bytes"][0]) == (7e9, 5e9)
+    path.write_text(json.dumps({"layers": gpt_1_3_1(work=2.0)}))
+    *_, flight, train = run(capsys, *words)[1].splitlines()
+    assert "--parallel.in_flight" not in train  # three ranks with little to do: NOAM reaches the period
+    assert "NOAM" not in flight
     path.write_text(json.dumps({"layers": [{**gpt_1_3_1()[0], "parameter_bytes": 1e9}, *gpt_1_3_1()[2:]]}))
     *_, train = run(capsys, *words)[1].splitlines()
     assert "--parallel.cut" not in train  # blocks.0 is missing: no GPT of ours
     path.write_text(json.dumps({"layers": [{**gpt_1_3_1()[0], "forward_seconds": 9}, *gpt_1_3_1(0.0)[1:]]}))
     *_, train = run(capsys, "--profile", str(path), "--ranks", "2", "--bandwidth", "1e6")[1].splitlines()
-    assert train == "stage 0 has no block: pipeloom train cannot cut so, pipeloom.Stream can"
+    assert train.startswith("pipeloom train cannot run this: parallel.cut is 0,3: stage 0 has no block, and each needs")
+
+
+def test_a_plan_under_a_cap_keeps_it_in_all_that_is_said(capsys, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"layers": gpt_1_3_1()}))
+    words = ["--profile", str(path), "--ranks", "5", "--bandwidth", "1e6", "--memory-cap", "6e9"]
+    answer = json.loads(run(capsys, *words, "--json")[1])
+    assert (answer["in_flight"], answer["full_in_flight"]) == ([5, 2, 1], [7, 2, 1])
+    assert (answer["memory_bytes"], answer["full_memory_bytes"]) == ([5e9, 0, 1e9], [7e9, 0, 1e9])
+    assert answer["noam_period_seconds"] == pytest.approx(6.0, rel=0.005)  # 3 s and 9 s in turn, not 3 s
+    *_, flight, train = run(capsys, *words)[1].splitlines()
+    assert flight == (
+        "a minibatch takes 6.01 s with NOAM in flight (5, 2, 1), which keeps the cap; --in-flight full (7, 2, 1) gives "
+        "the period and breaks it: 6.519 GiB on the fullest rank"
+    )
+    assert train.endswith("--model.layers 3 --steps 201 --eval_steps 51 --save_steps 102")
+
+
+def test_fewer_ranks_are_in_the_numbers_too(capsys, profile):
+    words = ["--profile", profile, "--bandwidth", "1", "--json", "--ranks"]
+    fewer = json.loads(run(capsys, *words, "8")[1])["fewer_ranks"]
+    alone = json.loads(run(capsys, *words, str(fewer["ranks"]))[1])
+    assert (alone["period_seconds"], alone["fewer_ranks"]) == (fewer["period_seconds"], None)
+
+
+def in_turn(replicas: tuple[int, ...]) -> list[dict[str, object]]:
+    """Layers that are best as stages with these replicas: those of several ranks have no weights, others forbid it."""
+    rows = ((f"layer {k}", r, 2 * r, 0, 0 if r > 1 else 1e12) for k, r in enumerate(replicas))
+    return [dict(zip(KEYS, row, strict=True)) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "refused"),
+    [
+        ((2, 1, 3, 1), None),
+        ((1, 7, 1, 11, 1, 13, 1), None),  # all have updated after 1001 steps, and the model has a block for each stage
+        ((7, 1, 11, 1, 13, 1, 16, 1), "after every 16016 steps, their least common multiple, and 10000 are the most"),
+    ],
+)
+def test_train_accepts_the_command_or_why_there_is_none_is_said(capsys, tmp_path, replicas, refused):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"layers": in_turn(replicas)}))
+    words = ["--profile", str(path), "--ranks", str(sum(replicas)), "--bandwidth", "1"]
+    answer = json.loads(run(capsys, *words, "--json")[1])
+    assert [stage["replicas"] for stage in answer["stages"]] == list(replicas)
+    *_, train = run(capsys, *words)[1].splitlines()
+    if refused:
+        assert train.startswith("pipeloom train cannot run this: ")
+        assert refused in train
+        return
+    config = parse(train.removeprefix("train it: pipeloom train ").split())
+    assert config.replicas == replicas
+    validate_settings(config)
+
+
+def test_a_tied_gpt_is_no_stream_of_several_stages():
+    stages = [["embedding", "blocks.0"], ["blocks.1", "norm", "head"]]
+    options = {"model.tie_embeddings": True}
+    with pytest.raises(InputError, match=r"model\.tie_embeddings with schedule 'pipedream'"):
+        stream_command([1, 1], stages, full=False, options=options)
+    command = stream_command([2], [[*stages[0], *stages[1]]], full=False, options=options)
+    validate_settings(parse(command.split()[2:]))
 
 
 def test_names_are_printed_on_one_line(capsys, tmp_path):

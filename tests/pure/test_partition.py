@@ -160,9 +160,16 @@ def test_only_what_fits_is_chosen_and_equal_layers_make_few_stages():
     assert [stage.replicas for stage in partition_layers(shared, [(6, 1.0)]).stages] == [1] * 6
 
 
-def test_levels_of_one_component_change_nothing():
-    profile = draw(random.Random(0), 6)
-    assert partition_layers(profile, [(4, 1.0)]) == partition_layers(profile, [(4, 1.0), (1, 0.1)])
+@pytest.mark.parametrize("form", ["published", "summed"])
+def test_levels_of_one_component_change_nothing(form):
+    one = (1, 0.1)
+    for seed in range(5):
+        profile = draw(random.Random(seed), 6)
+        for levels in ([(4, 1.0)], [(2, 3.0), (2, 1.0)]):
+            alone = partition_layers(profile, levels, form=form)
+            for more in ([one, *levels], [*levels, one], [levels[0], one, *levels[1:]]):
+                assert partition_layers(profile, more, form=form) == alone
+                assert data_parallel(profile, more, form=form) == data_parallel(profile, levels, form=form)
 
 
 def test_fewer_ranks_are_named_where_they_are_faster():

@@ -137,5 +137,5 @@ def _run(given: dict[str, Any]) -> dict[str, Any]:
     """Options of a training run on what was measured here; of what a file holds, nothing is known."""
     if given["profile"] is not None:
         return {}
-    model = {f"model.{name}": str(value).lower() for name, value in given_model(given).items()}
+    model = {f"model.{name}": value for name, value in given_model(given).items()}
     return {**model, "batch.size": 1 if given["batch"] is None else given["batch"]}

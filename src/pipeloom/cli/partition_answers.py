@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,17 +11,18 @@ from pipeloom.plan.partition import (
     Partition,
     Profile,
     data_parallel,
+    noam_period,
     partition_layers,
     plan_synchronous,
 )
 from pipeloom.report.drawing import seconds_text
 from pipeloom.schedules import find
-from pipeloom.schedules.pipedream import full_in_flight
-from pipeloom.train.config import TrainConfig
+from pipeloom.train.stream_command import stream_command
 from pipeloom.words import bytes_text, counted
 
 _TIMES = ("compute", "sync", "transfer")
 _MOST_SIMULATED = 50_000  # forwards of a step; more take longer than they tell
+_NEARLY = 1.001  # a period so much longer is as good as the same
 
 Answer = tuple[dict[str, Any], list[str]]
 
@@ -48,20 +48,22 @@ def asynchronous(
         )
     except InputError as error:
         reason = str(error).split(":")[0]
-    full = full_in_flight([stage.replicas for stage in found.stages])
-    full_bytes = _full_memory_bytes(profile, found, full)
+    noam_seconds = noam_period(profile, found)
+    fewer = found.fewer_ranks
     answer = {
         "stages": [{"layers": [stage.first, stage.last], "replicas": stage.replicas} for stage in found.stages],
         "period_seconds": found.period_seconds,
         "form": form,
         "bottleneck": {"kind": found.bottleneck.kind, "stage": found.bottleneck.stage},
-        "in_flight": full,
-        "noam_in_flight": [stage.in_flight for stage in found.stages],
-        "memory_bytes": full_bytes,
-        "noam_memory_bytes": [stage.memory_bytes for stage in found.stages],
+        "in_flight": [stage.in_flight for stage in found.stages],
+        "memory_bytes": [stage.memory_bytes for stage in found.stages],
+        "noam_period_seconds": noam_seconds,
+        "full_in_flight": [stage.full_in_flight for stage in found.stages],
+        "full_memory_bytes": [stage.full_memory_bytes for stage in found.stages],
         "replicas_by_level": [list(stage.replicas_by_level) for stage in found.stages],
         "data_parallel_seconds": together and together.period_seconds,
         "straight_pipeline_seconds": straight and straight.period_seconds,
+        "fewer_ranks": fewer and {"ranks": fewer[0], "period_seconds": fewer[1]},
     }
     ranks = sum(stage.replicas for stage in found.stages)
     lines = [
@@ -71,12 +73,12 @@ def asynchronous(
         _beside("data parallelism alone", together, found, form) or "data parallelism alone holds more than the cap",
         _beside("one stage a rank", straight, found, form) or f"one stage a rank is not possible ({reason})",
     ]
-    if found.fewer_ranks is not None:
-        count, seconds = found.fewer_ranks
+    if fewer is not None:
         lines.append(
-            f"{counted(count, 'rank')} alone would take {seconds_text(seconds)}: more cost more than they give"
+            f"{counted(fewer[0], 'rank')} alone would take {seconds_text(fewer[1])}: more cost more than they give"
         )
-    return answer, [*lines, *_in_flight(found, full, max(full_bytes), memory_cap), _train(profile, found, full, run)]
+    full, said = _in_flight(found, noam_seconds, memory_cap)
+    return answer, [*lines, *said, _train(profile, found, full, run)]
 
 
 def synchronous(profile: Profile, ranks: int, bandwidth: float, *, num_microbatches: int, published: bool) -> Answer:
@@ -121,50 +123,33 @@ def _stages(profile: Profile, found: Partition) -> list[str]:
     return _table(rows)
 
 
-def _full_memory_bytes(profile: Profile, found: Partition, full: Sequence[int]) -> list[float]:
-    """Of a rank of each stage, with so many minibatches in flight: each more has its weights and outputs."""
-    return [
-        stage.memory_bytes
-        + (count - stage.in_flight)
-        * sum(layer.parameter_bytes + layer.activation_bytes for layer in profile.layers[stage.first : stage.last + 1])
-        for stage, count in zip(found.stages, full, strict=True)
+def _in_flight(found: Partition, noam_seconds: float | None, memory_cap: float | None) -> tuple[bool, list[str]]:
+    """Whether to train with `full` in flight, and a line that says why; none where NOAM reaches the period."""
+    if noam_seconds is not None and noam_seconds <= found.period_seconds * _NEARLY:
+        return False, []
+    noam = ", ".join(str(stage.in_flight) for stage in found.stages)
+    full = ", ".join(str(stage.full_in_flight) for stage in found.stages)
+    size = bytes_text(found.full_memory_bytes)
+    slower = "may take longer" if noam_seconds is None else f"takes {seconds_text(noam_seconds)}"
+    if memory_cap is not None and found.full_memory_bytes > memory_cap:
+        return False, [
+            f"a minibatch {slower} with NOAM in flight ({noam}), which keeps the cap; --in-flight full ({full}) gives "
+            f"the period and breaks it: {size} on the fullest rank"
+        ]
+    return True, [
+        f"a minibatch {slower} with NOAM in flight ({noam}); --in-flight full ({full}) gives the period: {size} on the "
+        "fullest rank"
     ]
 
 
-def _in_flight(found: Partition, full: Sequence[int], full_bytes: float, memory_cap: float | None) -> list[str]:
-    """That the schedule's own number in flight may be too few; nothing where it is not."""
-    noam = [stage.in_flight for stage in found.stages]
-    if list(full) == noam:
-        return []
-    said, other = (", ".join(map(str, numbers)) for numbers in (noam, full))
-    over = ", more than the cap" if memory_cap is not None and full_bytes > memory_cap else ""
-    return [
-        f"with NOAM in flight ({said}) the period may not be reached; take --in-flight full ({other}): "
-        f"{bytes_text(full_bytes)} on the fullest rank{over}"
-    ]
-
-
-def _train(profile: Profile, found: Partition, full: Sequence[int], run: Mapping[str, Any]) -> str:
-    """The command that trains so; where the layers are those of pipeloom's GPT, cut as found."""
-    replicas = [stage.replicas for stage in found.stages]
-    options: dict[str, Any] = {
-        "schedule": "pipedream",
-        "parallel.pipeline": len(replicas),
-        "parallel.replicas": ",".join(map(str, replicas)),
-    }
-    names = [layer.name for layer in profile.layers]
-    if names == ["embedding", *(f"blocks.{k}" for k in range(len(names) - 3)), "norm", "head"]:
-        counts = [sum(n.startswith("blocks.") for n in names[s.first : s.last + 1]) for s in found.stages]
-        if not all(counts):
-            return f"stage {counts.index(0)} has no block: pipeloom train cannot cut so, pipeloom.Stream can"
-        options |= {"parallel.cut": ",".join(map(str, counts)), "model.layers": sum(counts)}
-    if list(full) != [stage.in_flight for stage in found.stages]:
-        options["parallel.in_flight"] = "full"
-    default, each = TrainConfig(), math.lcm(*replicas)
-    for key in ("steps", "eval_steps", "save_steps"):  # the stream drains there, when all stages have updated
-        if getattr(default, key) % each:
-            options[key] = -(-getattr(default, key) // each) * each
-    return " ".join(["train it: pipeloom train", *(f"--{key} {value}" for key, value in {**options, **run}.items())])
+def _train(profile: Profile, found: Partition, full: bool, run: Mapping[str, Any]) -> str:
+    """The command that trains so, or why there is none."""
+    layers = [[layer.name for layer in profile.layers[stage.first : stage.last + 1]] for stage in found.stages]
+    try:
+        command = stream_command([stage.replicas for stage in found.stages], layers, full=full, options=run)
+    except InputError as error:
+        return f"pipeloom train cannot run this: {error}"
+    return f"train it: {command}"
 
 
 def _cells(profile: Profile, number: int, first: int, last: int) -> tuple[str, str, str]:

@@ -13,6 +13,7 @@ from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.config import TrainConfig
 
 _MOST_STEPS = 10_000  # between drains
+DRAINS = ("steps", "eval_steps", "save_steps")  # the stream drains there, so all stages have to have updated
 STALENESS = ("none", "inverse", "pipemare")
 
 
@@ -85,17 +86,27 @@ def check_stream(config: TrainConfig, schedule: Schedule) -> None:
                 "stage has more replicas than others; leave it out, or use pipedream"
             )
         return
+    check_streamed(config)
+
+
+def check_streamed(config: TrainConfig) -> None:
+    """What `check_stream` refuses of a stream; no schedule has to be made for it.
+
+    Raises:
+        InputError: what was seen, the rule, the fix; in one line.
+    """
+    name = config.schedule
     if not config.optimizer.barrier:
         raise InputError(
-            f"optimizer.barrier false with schedule {schedule.name!r}: a stream has no barrier to leave out; drop it"
+            f"optimizer.barrier false with schedule {name!r}: a stream has no barrier to leave out; drop it"
         )
-    if config.model.tie_embeddings and schedule.num_stages > 1:
+    if config.model.tie_embeddings and config.parallel.pipeline > 1:
         raise InputError(
-            f"model.tie_embeddings with schedule {schedule.name!r}: the first and the last stage hold the same "
+            f"model.tie_embeddings with schedule {name!r}: the first and the last stage hold the same "
             "parameters and update at different times; leave it out, or take a schedule that flushes, such as 1f1b"
         )
-    each = steps_between_drains(schedule)
-    for key in ("steps", "eval_steps", "save_steps"):
+    each = math.lcm(config.num_microbatches, *config.replicas) // config.num_microbatches
+    for key in DRAINS:
         if getattr(config, key) % each:
             raise InputError(
                 f"{key} is {getattr(config, key)} with replicas {config.parallel.replicas}: the stream drains there, "

@@ -4,6 +4,7 @@
 """
 
 from pipeloom.plan.partition.dapple import SynchronousPlan, pivot_seconds, plan_synchronous
+from pipeloom.plan.partition.in_flight import noam_period
 from pipeloom.plan.partition.partition import (
     Bottleneck,
     Partition,
@@ -26,6 +27,7 @@ __all__ = [
     "SynchronousPlan",
     "check_levels",
     "data_parallel",
+    "noam_period",
     "parse_profile",
     "partition_layers",
     "pivot_seconds",

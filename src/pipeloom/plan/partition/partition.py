@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -14,7 +13,7 @@ from pipeloom.errors import InputError
 from pipeloom.plan.partition.pipeline import Node, Pipelines
 from pipeloom.plan.partition.problem import Form, Problem
 from pipeloom.plan.partition.profile import Profile
-from pipeloom.schedules.pipedream import noam_in_flight
+from pipeloom.schedules.pipedream import full_in_flight, noam_in_flight
 from pipeloom.words import counted
 
 
@@ -29,8 +28,10 @@ class Stage:
         compute_seconds: computing.
         sync_seconds: sums of gradients over replicas, on all levels (the longest of them in the published form).
         transfer_seconds: its output to the next stage and the gradient back; 0 behind the last.
+        period_seconds: of a minibatch, of computing and synchronising as the form adds them up.
         in_flight: minibatches that await their backward, and versions of the weights, with PipeDream's NOAM.
-        memory_bytes: of each of its ranks, with as many in flight.
+        memory_bytes: of each of its ranks, with as many in flight; this is what a memory cap limits.
+        full_in_flight, full_memory_bytes: the same with as many in flight as make no stage wait, which may be more.
     """
 
     first: int
@@ -40,8 +41,11 @@ class Stage:
     compute_seconds: float
     sync_seconds: float
     transfer_seconds: float
+    period_seconds: float
     in_flight: int
     memory_bytes: float
+    full_in_flight: int
+    full_memory_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,11 @@ class Partition:
     def memory_bytes(self) -> float:
         """Of the fullest rank."""
         return max(stage.memory_bytes for stage in self.stages)
+
+    @property
+    def full_memory_bytes(self) -> float:
+        """Of the fullest rank, with as many in flight as make no stage wait."""
+        return max(stage.full_memory_bytes for stage in self.stages)
 
 
 def partition_layers(
@@ -136,13 +145,13 @@ def _judge(problem: Problem, nodes: Sequence[Node], fewer_ranks: tuple[int, floa
     """What a pipeline takes, and why, computed from its stages alone."""
     leaves = list(_leaves(problem, nodes, len(problem.levels) - 1, (), ()))
     replicas = [math.prod(leaf.by_level) for leaf in leaves]
-    behind = list(accumulate(replicas[::-1], initial=0))[-2::-1]
-    in_flight = noam_in_flight(replicas)
+    noam, full = noam_in_flight(replicas), full_in_flight(replicas)
     worst = Bottleneck(kind="compute", stage=0, seconds=-1.0)
     stages = []
     for number, leaf in enumerate(leaves):
         node, count = leaf.node, replicas[number]
-        held = problem.memory_bytes(node.first, count, np.array([behind[number]]))[0, node.last - node.first]
+        sizes = problem.weights[node.first, node.last], problem.kept[node.first, node.last]
+        held = problem.held_bytes(*sizes, np.array([noam[number], full[number]]))
         kind: Literal["compute", "sync"] = "compute" if leaf.compute >= leaf.sync else "sync"
         own = float(problem.both(leaf.compute, leaf.sync))  # type: ignore[arg-type]
         if own > worst.seconds:
@@ -159,8 +168,11 @@ def _judge(problem: Problem, nodes: Sequence[Node], fewer_ranks: tuple[int, floa
                 compute_seconds=leaf.compute,
                 sync_seconds=leaf.sync,
                 transfer_seconds=leaf.transfer,
-                in_flight=in_flight[number],
-                memory_bytes=float(held),
+                period_seconds=own,
+                in_flight=noam[number],
+                memory_bytes=float(held[0]),
+                full_in_flight=full[number],
+                full_memory_bytes=float(held[1]),
             )
         )
     return Partition(stages=tuple(stages), period_seconds=worst.seconds, bottleneck=worst, fewer_ranks=fewer_ranks)

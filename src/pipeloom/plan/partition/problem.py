@@ -9,7 +9,10 @@ A stage of layers i..j with r replicas on components that are joined by bandwidt
 takes once: with W bytes of weights
 
     4 (r - 1) W / (r B)     of the first paper, and always of `summed`: each replica sends and receives 2 (r - 1) / r W
-    2 (r - 1) W / B         of the second paper, for `published` on several levels
+    2 (r - 1) W / B         of the second paper, for `published` on several levels (of more than one component each)
+
+The two differ where one level stands alone, so one of them has to be taken: a cluster in which only one level has more
+than one component is flat, however it is written, and the first paper's, which is about flat clusters, holds for it.
 
 **What is corrected.** `published` lets a stage compute and synchronise at the same time, to the end. But a gradient is
 there when the backward has made it, that of the first layer last, and the next minibatch must find the new weights: the
@@ -104,9 +107,9 @@ class Problem:
             raise InputError(f"state copies {state_copies}: it is a finite number, 0 or more; correct it")
         self.profile, self.form, self.memory_cap, self.state_copies = profile, form, memory_cap, state_copies
         self.num_layers = len(profile.layers)
-        self.hierarchical = len(levels) > 1
         # A level of one component changes nothing.
         self.levels = [Level(*level) for level in levels if level[0] > 1] or [Level(*levels[0])]
+        self.hierarchical = len(self.levels) > 1
         self.num_ranks = math.prod(level.components for level in self.levels)
         powers = [3] * (len(self.levels) - 1) + [2]
         steps = sum(
@@ -148,9 +151,12 @@ class Problem:
 
     def memory_bytes(self, first: int, replicas: int, behind: NDArray[np.int64]) -> Array:
         """Of a rank whose stage begins with layer `first`, with so many ranks behind it: shape (behind, last layer)."""
-        weights, kept = self.weights[first, first:], self.kept[first, first:]
         in_flight = -(-(replicas + behind) // replicas)
-        return in_flight[:, None] * (weights + kept) + self.state_copies * weights
+        return self.held_bytes(self.weights[first, first:], self.kept[first, first:], in_flight[:, None])
+
+    def held_bytes(self, weights: Array, kept: Array, in_flight: NDArray[np.int64]) -> Array:
+        """Of a rank with so many minibatches in flight, whose stage has these bytes of weights and of outputs."""
+        return in_flight * (weights + kept) + self.state_copies * weights
 
 
 def _range_sums(values: Sequence[float]) -> Array:
