@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import random
+import re
 from itertools import product
 
 import pytest
@@ -11,7 +14,8 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir import Placement, Schedule, WeightPolicy, check
 from pipeloom.ir.text import parse_orders
 from pipeloom.passes import stretch
-from pipeloom.schedules import pipedream
+from pipeloom.schedules import pipedream, steady_length
+from pipeloom.schedules.pipedream import noam_in_flight
 
 
 @pytest.mark.parametrize("replicas", [(1,), (1, 1), (1, 1, 1, 1), (2, 1), (1, 2), (2, 1, 1), (3, 2, 1)])
@@ -32,10 +36,33 @@ def test_a_stream_without_steady_state_is_refused() -> None:
     short = pipedream(num_ranks=4, num_microbatches=4)
     with pytest.raises(ScheduleError, match=r"rank 0 does not repeat itself after 1 .*; build it with more") as caught:
         stretch(short, 5)
-    enough = int(str(caught.value).split("such as ")[1].split(",")[0])
+    call = re.search(r"steady_length\((.*), microbatches_per_update=(\d+)\)", str(caught.value))
+    enough = steady_length(json.loads(call[1]), microbatches_per_update=int(call[2]))
     check(stretch(pipedream(num_ranks=4, num_microbatches=enough), 50))
     with pytest.raises(ScheduleError, match="take a multiple of 2 micro-batches"):
         stretch(pipedream(num_ranks=3, num_microbatches=8, replicas=(2, 1)), 11)
+
+
+def test_the_steady_length_is_the_shortest_that_goes_on() -> None:
+    """Any replicas, any number in flight."""
+    rng = random.Random(0)
+    for _ in range(40):
+        replicas, each = rng.choices(range(1, 4), k=rng.randint(1, 4)), rng.randint(1, 4)
+        options = {
+            "replicas": replicas,
+            "microbatches_per_update": each,
+            "in_flight": rng.choice((None, "full", noam_in_flight(replicas)[0] + rng.randint(0, 12))),
+        }
+        period, enough = math.lcm(each, *replicas), steady_length(**options)
+
+        def build(length: int, options: dict = options) -> Schedule:
+            return pipedream(num_ranks=sum(options["replicas"]), num_microbatches=length, **options)
+
+        longer = build(enough + 5 * period)
+        assert stretch(build(enough), enough + 5 * period) == longer
+        assert stretch(build(enough + period), enough + 5 * period) == longer
+        with pytest.raises(ScheduleError, match="no steady state"):
+            stretch(build(enough - period), enough + 5 * period)
 
 
 def test_an_irregular_order_has_its_own_length_alone() -> None:

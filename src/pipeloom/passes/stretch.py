@@ -49,10 +49,12 @@ def _longer(schedule: Schedule, rank: int, period: int, times: int) -> Sequence[
     head, body, drain = _parts(order, length, period)
     _, earlier, _ = _parts(before(order, length - period), length - period, period)
     if tuple(_shifted(earlier, period)) != body:
+        counts, each = [len(ranks) for ranks in schedule.placement.replicas], schedule.microbatches_per_update
         raise ScheduleError(
             f"schedule {schedule.name!r} of {length} micro-batches has no steady state that could go on: rank {rank} "
-            f"does not repeat itself after {period} micro-batches; build it with more, such as "
-            f"{length + (schedule.num_ranks // period + 2) * period}, or run as many batches as it has"
+            f"does not repeat itself after {period} micro-batches; build it with more, for pipedream "
+            f"pipeloom.schedules.steady_length({counts}, microbatches_per_update={each}) with "
+            "its in_flight, or run as many batches as it has"
         )
     result = list(head)
     for repeat in range(times + 1):

@@ -23,7 +23,7 @@ from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
 from pipeloom.schedules.own import from_file, from_function, from_orders, is_file
-from pipeloom.schedules.pipedream import StreamOptions, pipedream, pipedream_2bw
+from pipeloom.schedules.pipedream import StreamOptions, pipedream, pipedream_2bw, steady_length
 from pipeloom.schedules.search import EFFORT, Found, search, search_loop
 from pipeloom.schedules.search_prove import prove
 from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
@@ -62,6 +62,7 @@ __all__ = [
     "search",
     "seq1f1b",
     "seq1f1b_interleaved",
+    "steady_length",
     "terapipe",
     "v_half",
     "v_min",

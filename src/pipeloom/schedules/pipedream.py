@@ -170,6 +170,29 @@ def full_in_flight(counts: Sequence[int]) -> list[int]:
     return found[::-1]
 
 
+def steady_length(
+    replicas: Sequence[int], *, microbatches_per_update: int = 1, in_flight: int | str | None = None
+) -> int:
+    """The fewest micro-batches with which `pipedream` and `pipedream_2bw` show their steady state.
+
+    A stream of so many, or more, can be repeated for any length, which `pipeloom.Stream` does. A stage on r ranks with
+    n in flight is full when (n - 1) r micro-batches have entered. Two updates of all stages follow: that they are alike
+    is what shows that they repeat.
+
+    Args:
+        replicas: ranks of each stage.
+        microbatches_per_update, in_flight: as for `pipedream`.
+
+    Raises:
+        ScheduleError: what `pipedream` refuses of them.
+    """
+    counts = _replicas(sum(replicas), replicas)
+    check_size("micro-batches an update", microbatches_per_update)
+    period = lcm(microbatches_per_update, *counts)
+    most = max(forwards * ranks for forwards, ranks in zip(_warmups(counts, in_flight), counts, strict=True))
+    return period * (-(-most // period) + 2)
+
+
 def _stream(
     name: str,
     num_microbatches: int,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
-from pipeloom.schedules import FAMILIES
-from pipeloom.schedules.pipedream import full_in_flight
+from pipeloom.schedules import FAMILIES, steady_length
 from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.config import TrainConfig
 
@@ -25,9 +24,8 @@ def is_stream(name: str) -> bool:
 
 def stream_length(config: TrainConfig) -> int:
     """Micro-batches of a stream that is long enough to show its steady state, from which any length follows."""
-    period = math.lcm(config.num_microbatches, *config.replicas)
-    most = max(held * ranks for held, ranks in zip(full_in_flight(config.replicas), config.replicas, strict=True))
-    return period * (most // period + 3)
+    each, in_flight = config.num_microbatches, config.parallel.in_flight
+    return steady_length(config.replicas, microbatches_per_update=each, in_flight=in_flight)
 
 
 def steps_between_drains(schedule: Schedule) -> int:

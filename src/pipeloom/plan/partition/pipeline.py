@@ -123,18 +123,18 @@ class Pipelines:
         """Of stages from layer `first` on: shape (components of the level behind them, or 1; last layer)."""
         problem = self._problem
         weights = problem.weights[first, first:]
-        others = range(problem.levels[level].components - replicas + 1)
+        others = np.arange(problem.levels[level].components - replicas + 1)
         if level:
             inside = np.stack(
                 [
-                    self._table(level - 1, self._behind(level, behind, replicas, count))[first, first:]
+                    self._table(level - 1, self._behind(level, behind, replicas, int(count)))[first, first:]
                     for count in (others if self._counts_behind else others[:1])
                 ]
             )
             return inside if self._memory else problem.stage_seconds(inside, weights, replicas, level)
         if not self._counts_behind:
             return problem.stage_seconds(problem.compute[first, first:], weights, replicas, level)[None]
-        held = problem.memory_bytes(first, replicas, behind + np.array(others))
+        held = problem.memory_bytes(first, replicas, behind + others)
         if self._memory:
             return held
         seconds = problem.stage_seconds(problem.compute[first, first:], weights, replicas, level)

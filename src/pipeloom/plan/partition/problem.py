@@ -46,7 +46,7 @@ from pipeloom.words import counted
 
 Array = NDArray[np.float64]
 Form = Literal["summed", "published"]
-_MOST_STEPS = 10**12  # of the dynamic programme: about an hour
+_MOST_STEPS = 10**12  # of the dynamic programme: one to six hours on one core, measured at 1e8 to 4e8 of them
 
 
 class Level(NamedTuple):
@@ -111,11 +111,7 @@ class Problem:
         self.levels = [Level(*level) for level in levels if level[0] > 1] or [Level(*levels[0])]
         self.hierarchical = len(self.levels) > 1
         self.num_ranks = math.prod(level.components for level in self.levels)
-        powers = [3] * (len(self.levels) - 1) + [2]
-        steps = sum(
-            level.components**2 * self.num_layers**power for level, power in zip(self.levels, powers, strict=True)
-        )
-        if steps > _MOST_STEPS:
+        if self._num_steps() > _MOST_STEPS:
             raise InputError(
                 f"{counted(self.num_layers, 'layer')} on {reprlib.repr(self.num_ranks)} ranks: finding their partition "
                 "would take hours; take layers together, or plan for a part of the ranks"
@@ -124,6 +120,20 @@ class Problem:
         self.weights = _range_sums([layer.parameter_bytes for layer in profile.layers])
         self.kept = _range_sums([layer.activation_bytes for layer in profile.layers])
         self.outputs = np.array([layer.activation_bytes for layer in profile.layers], dtype=np.float64)
+
+    def _num_steps(self) -> int:
+        """Of the dynamic programme, at most: see `pipeline`.
+
+        A cap needs the tables inside of a component once for each number of ranks behind it: one for every pair of
+        replicas and components behind them, and no more than there are ranks.
+        """
+        steps, tables, power = 0, 1, 2
+        for level in reversed(self.levels):
+            steps += tables * level.components**2 * self.num_layers**power
+            if self.memory_cap is not None:
+                tables = min(tables * level.components * (level.components + 1) // 2, self.num_ranks + 1)
+            power = 3
+        return steps
 
     def sync_seconds(self, weights: Array, replicas: int, level: int) -> Array:
         """Of one sum of gradients over the replicas of a stage."""
