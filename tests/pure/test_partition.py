@@ -12,7 +12,7 @@ import pytest
 from benchmarks.partition.networks import read_cluster, resnet50, vgg16
 
 from pipeloom.errors import InputError
-from pipeloom.plan.partition import Profile, data_parallel, parse_profile, partition_layers
+from pipeloom.plan.partition import Problem, Profile, data_parallel, parse_profile, partition_layers
 from pipeloom.schedules.pipedream import full_in_flight
 
 # --- brute force ----------------------------------------------------------------------------------------------------
@@ -170,6 +170,16 @@ def test_levels_of_one_component_change_nothing(form):
             for more in ([one, *levels], [*levels, one], [levels[0], one, *levels[1:]]):
                 assert partition_layers(profile, more, form=form) == alone
                 assert data_parallel(profile, more, form=form) == data_parallel(profile, levels, form=form)
+
+
+def test_what_would_take_hours_is_refused_with_a_cap_earlier():
+    """A cap needs the tables inside of a component once for each number of ranks behind it."""
+    profile, levels = draw(random.Random(0), 20), [(1000, 10.0), (1000, 1.0)]
+    Problem(profile, levels)
+    with pytest.raises(InputError, match="20 layers on 1000000 ranks: finding their partition would take hours"):
+        Problem(profile, levels, memory_cap=1.0)
+    with pytest.raises(InputError, match="would take hours"):
+        Problem(profile, [(100_000, 1.0)])
 
 
 def test_fewer_ranks_are_named_where_they_are_faster():

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import tracemalloc
 from itertools import product
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Placement, Schedule, WeightPolicy, check
 from pipeloom.ir.text import parse_orders
-from pipeloom.passes import stretch
+from pipeloom.passes import lower, stretch
 from pipeloom.schedules import pipedream, steady_length
 from pipeloom.schedules.pipedream import noam_in_flight
 
@@ -80,3 +81,15 @@ def test_an_irregular_order_has_its_own_length_alone() -> None:
     assert [str(a) for a in stretch(schedule, 2).orders[0]] == ["0F0", "0B0", "0F1", "0B1"]
     with pytest.raises(ScheduleError, match="no steady state"):
         stretch(schedule, 6)
+
+
+def test_a_planned_run_takes_about_a_kilobyte_for_each_micro_batch_and_stage() -> None:
+    schedule, count = pipedream(num_ranks=4, num_microbatches=steady_length([1] * 4)), 250
+    tracemalloc.start()
+    try:
+        longer = stretch(schedule, count)
+        planned = lower(longer), longer.versions_used
+        assert len(planned[1]) == 4 * count
+        assert 500 < tracemalloc.get_traced_memory()[0] / (4 * count) < 1500
+    finally:
+        tracemalloc.stop()

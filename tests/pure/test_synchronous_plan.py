@@ -168,8 +168,8 @@ def test_plans_are_near_the_best_of_all(published):
         )
         off.append(found.step_seconds / best - 1)
         assert off[-1] > -1e-9
-    assert sum(each < 1e-9 for each in off) >= 55
-    assert max(off) < 0.1
+    assert sum(each < 1e-9 for each in off) >= 59
+    assert max(off) < 0.041
 
 
 def test_what_plans_look_like():

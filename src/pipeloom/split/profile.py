@@ -26,7 +26,7 @@ class LayerTime(NamedTuple):
         forward_seconds: median.
         backward_seconds: median of the full backward, of input and weights.
         activation_bytes: of all tensors of its output, as they are sent to the next layer.
-        parameter_bytes: of its weights; what is tied to another layer's counts in both.
+        parameter_bytes: of its weights; what is tied to another layer's counts in both, as in stages of their own.
     """
 
     name: str

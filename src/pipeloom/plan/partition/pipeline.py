@@ -14,7 +14,8 @@ of the component, rounded up: behind a stage of r components there may be b more
 behind all of these; then each component of that stage has ceil((x + b u) / r) behind it. Rounding in between is no
 error, as ceil((ceil(x) + n) / r) = ceil((x + n) / r) for whole n and r.
 
-Time: (layers r)**2 for the outermost level, layers**3 components**2 for those inside.
+Time: (layers r)**2 for the outermost level, layers**3 components**2 for those inside; with a memory cap, this once for
+each `behind`.
 """
 
 from __future__ import annotations
