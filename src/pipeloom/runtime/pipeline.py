@@ -151,7 +151,11 @@ class Pipeline(Holdings):
                 loss_fn=sharing.loss_fn(self._loss_fn),
                 transport=self.transport,
                 gradient_sum=GradientSum(
-                    rank, self.ownership.shared(rank), self.ownership.shared_buffers(rank), self.transport
+                    rank,
+                    self.ownership.shared(rank),
+                    self.ownership.shared_buffers(rank),
+                    self.transport,
+                    self.stores[rank].value,
                 ),
                 store=self.stores[rank],
                 sliced=self._sliced,
@@ -231,7 +235,7 @@ class Pipeline(Holdings):
         if not torch.is_grad_enabled():
             raise InputError("step() where gradients are switched off: it computes them; leave torch.no_grad() first")
         if self._speculation is None:  # else ranks of this process may disagree for a while
-            self.ownership.check_equal()
+            self.check_equal()
         return self._run(self._train_program, inputs, targets, with_loss=True, share_losses=share_losses).losses
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
