@@ -3,7 +3,7 @@
 A rank's program is walked once. Parameters, masters, optimizer states, buffers and old versions of a stream are there
 all the time; activations come with F and go with B or W, or to slower memory; whole gradients of a stage are there from
 its first backward to the reduction that covers it; gathered parameters from UNSHARD to RESHARD. At granularity
-microbatch layers are gathered one ahead, so that two neighbours are there at once, and reduced one by one.
+microbatch buckets are gathered one ahead, so that two neighbours are there at once, and reduced one by one.
 
 Not counted: messages on their way, what a single operation needs for itself, and what torch itself takes.
 """
@@ -182,7 +182,7 @@ class _Walk:
     def _gathered(self, stage: int) -> tuple[float, float, float]:
         """The most of a stage's parameters at its UNSHARD, in its first computation, and from then on.
 
-        What is elsewhere is read, this copy's segment of it, before it is gathered layer by layer.
+        What is elsewhere is read, this copy's segment of it, before it is gathered bucket by bucket.
         """
         data, sizes = self._program.data, [unit.gathered for unit in self._units[stage]]
         away = "masters" in self._model.elsewhere
