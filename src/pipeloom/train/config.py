@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from pipeloom.errors import InputError
 from pipeloom.parallel import DataParallel, MeshShape, Precision
 from pipeloom.parallel.options import BUCKET_BYTES
+from pipeloom.words import Bytes
 
 
 def _option(default: Any, text: str) -> Any:
@@ -69,8 +70,8 @@ class ParallelConfig:
         "how often zero3 gathers parameters, and zero2 and zero3 share gradients: each needs less memory than the one "
         "before, and communicates more; left out: once a step",
     )
-    data_bucket_bytes: int = _option(
-        BUCKET_BYTES,
+    data_bucket_bytes: Bytes = _option(  # noqa: RUF009  # it makes a field, of an immutable default
+        Bytes(BUCKET_BYTES),
         "parameters of so many bytes are gathered and summed together: more is fewer messages, less is more of them "
         "beside computations",
     )
@@ -136,7 +137,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
-    cap: str | None = _option(
+    cap: Bytes | None = _option(  # noqa: RUF009
         None,
         "most bytes that a rank may hold, such as 16GiB, as `pipeloom memory` counts them: recompute and "
         "parallel.data_granularity are then chosen",
@@ -217,7 +218,7 @@ class TrainConfig:
             self.parallel.data_strategy,
             self.parallel.data_granularity,
             "parameters" if whole else "elements",
-            self.parallel.data_bucket_bytes,
+            int(self.parallel.data_bucket_bytes),
         )
 
     @property
@@ -272,17 +273,24 @@ class TrainConfig:
 
     def to_mapping(self) -> dict[str, Any]:
         """Nested plain values, for YAML and JSON."""
-        return _as_utf8(dataclasses.asdict(self))
+        return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> TrainConfig:
         """The inverse of `to_mapping`; missing keys take their defaults."""
-        hints = get_type_hints(cls)
-        values = {
-            key: hints[key](**value) if dataclasses.is_dataclass(hints[key]) else value
-            for key, value in mapping.items()
-        }
-        return cls(**values)
+        made: TrainConfig = _from_mapping(cls, mapping)
+        return made
+
+
+def _from_mapping(kind: Any, mapping: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(kind)
+
+    def value_of(hint: Any, value: Any) -> Any:
+        if dataclasses.is_dataclass(hint):
+            return _from_mapping(hint, value)
+        return Bytes.parse(value) if value is not None and Bytes in (hint, *get_args(hint)) else value
+
+    return kind(**{key: value_of(hints[key], value) for key, value in mapping.items()})
 
 
 def as_utf8(text: str) -> str:
@@ -290,11 +298,10 @@ def as_utf8(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _as_utf8(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _as_utf8(value) if isinstance(value, Mapping) else as_utf8(value) if isinstance(value, str) else value
-        for key, value in mapping.items()
-    }
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return value.written if isinstance(value, Bytes) else as_utf8(value) if isinstance(value, str) else value
 
 
 def options() -> Iterator[tuple[str, Any, Any, str]]:
