@@ -79,7 +79,11 @@ class Executor(Holdings):
                 loss_fn=sharing.loss_fn(loss_fn),
                 transport=self.transport,
                 gradient_sum=GradientSum(
-                    rank, self.ownership.shared(rank), self.ownership.shared_buffers(rank), self.transport
+                    rank,
+                    self.ownership.shared(rank),
+                    self.ownership.shared_buffers(rank),
+                    self.transport,
+                    self.stores[rank].value,
                 ),
                 store=self.stores[rank],
                 sliced=sliced,

@@ -189,7 +189,7 @@ class Pipeline(Executor):
         if not torch.is_grad_enabled():
             raise InputError("step() where gradients are switched off: it computes them; leave torch.no_grad() first")
         if self._speculation is None:  # else ranks of this process may disagree for a while
-            self.ownership.check_equal()
+            self.check_equal()
         return self._call(self._programs.train, inputs, targets, with_loss=True, share_losses=share_losses).losses
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
