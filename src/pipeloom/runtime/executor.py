@@ -97,7 +97,7 @@ class Executor(Holdings):
         self.last_run: dict[int, Callable[[], Iterable[Record]]] = {}
         self._has_update_channels = False
         self._speculation: Speculation | None = None  # while parameters wait to be validated
-        self.driver = Driver(self.rank, self.num_ranks, self.transport)
+        self.driver = Driver(self.rank, self.num_ranks, self.transport, sharing.leave)
 
     @property
     def program(self) -> Program:

@@ -212,6 +212,9 @@ class Sharing:
         """The sum over copies; every copy calls it."""
         return loss
 
+    def leave(self) -> None:
+        """This copy takes part in nothing more: have the others, who may wait for it, know."""
+
     def inputs(self, value: Value) -> Value:
         """The model's inputs in the format of its parameters."""
         return value
