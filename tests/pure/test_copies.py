@@ -8,8 +8,9 @@ from itertools import chain
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.train.config import BatchConfig, MemoryConfig, ParallelConfig, TrainConfig
+from pipeloom.train.config import TrainConfig
 from pipeloom.train.copies import process_names, settled, share
+from pipeloom.train.sections import BatchConfig, MemoryConfig, ParallelConfig
 from pipeloom.train.unused import check_unused
 from pipeloom.words import Bytes
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from pipeloom.errors import DataError, InputError
 from pipeloom.ir import Schedule
-from pipeloom.train.config import ParallelConfig, TrainConfig
+from pipeloom.train.config import TrainConfig
+from pipeloom.train.sections import ParallelConfig
 
 
 def settled(config: TrainConfig, world_size: int | None) -> TrainConfig:
