@@ -124,9 +124,7 @@ class Copies:
     def leave(self) -> None:
         """This copy failed: have the others, who may wait for it, know at once."""
         self._has_left = True
-        for (
-            works
-        ) in self._begun.values():  # they keep connections open, and whatever keeps them may be kept by an error
+        for works in self._begun.values():  # they keep connections open, and an error may keep whoever holds them
             works.clear()
         self._begun.clear()
         if self._mesh is not None:
