@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from functools import cache, partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipeloom.errors import InputError, RunError
-from pipeloom.parallel.copies import Wait
+from pipeloom.parallel.copies import Wait, no_wait
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.options import Place
 from pipeloom.parallel.offload.store import PIECE_BYTES, Ready, Region, Store, aligned, copy_across, open_store
@@ -91,10 +91,10 @@ def home_of(parameter: Tensor) -> Home | None:
     return home
 
 
-def values_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Main parameters as tensors that may be read and written wherever they are, on the host if they are away."""
-    homes = ((name, parameter, home_of(parameter)) for name, parameter in parameters.items())
-    return {name: home.live() if home is not None else parameter.detach() for name, parameter, home in homes}
+def value_of(parameter: nn.Parameter) -> Tensor:
+    """A main parameter as a tensor that may be read and written wherever it is, on the host if it is away."""
+    home = home_of(parameter)
+    return home.live() if home is not None else parameter.detach()
 
 
 def open_mover(place: str | None) -> Mover | None:
@@ -139,7 +139,7 @@ class HeldMemory(MainMemory):
     def fill(self, place: Tensor) -> Wait:
         if place.data_ptr() != self._own.data_ptr():
             place.copy_(self._own)
-        return _nothing
+        return no_wait
 
     def prefetch(self, place: Tensor | None) -> None:
         pass
@@ -246,10 +246,6 @@ class AwayMemory(MainMemory):
                 values = room[begin - start : end - start].view(home.dtype)
                 first = home.first + (begin - offset) // home.dtype.itemsize
                 copy_across(target[first : first + values.numel()], values)
-
-
-def _nothing() -> None:
-    pass
 
 
 @cache
