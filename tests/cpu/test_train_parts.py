@@ -23,7 +23,7 @@ from pipeloom.runtime import LossScaler, Pipeline
 from pipeloom.sim import Costs, Network, simulate
 from pipeloom.sim.data_link import DataLink
 from pipeloom.split import split
-from pipeloom.train.config import BatchConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from pipeloom.train.config import TrainConfig
 from pipeloom.train.data_costs import DataCosts
 from pipeloom.train.generate import generate
 from pipeloom.train.group import Group
@@ -39,6 +39,7 @@ from pipeloom.train.optimizer import (
 )
 from pipeloom.train.output import append_metrics, prepare_output
 from pipeloom.train.progress import describe, display
+from pipeloom.train.sections import BatchConfig, OptimizerConfig, ParallelConfig
 from pipeloom.train.tokenize import ByteTokenizer
 
 ROW = {

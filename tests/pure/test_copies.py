@@ -8,8 +8,9 @@ from itertools import chain
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.train.config import BatchConfig, ParallelConfig, TrainConfig
+from pipeloom.train.config import TrainConfig
 from pipeloom.train.copies import process_names, settled, share
+from pipeloom.train.sections import BatchConfig, ParallelConfig
 
 
 @pytest.mark.parametrize("count", [1, 5, 12, 13])

@@ -7,7 +7,8 @@ from typing import Any
 
 from pipeloom.cli.parser import Parser
 from pipeloom.errors import InputError
-from pipeloom.train.config import ModelConfig, options
+from pipeloom.train.config import options
+from pipeloom.train.sections import ModelConfig
 
 
 def add_model_options(parser: Parser, *, but: Sequence[str] = ()) -> None:

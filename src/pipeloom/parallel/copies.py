@@ -17,6 +17,11 @@ from pipeloom.runtime.process_mesh import ProcessMesh
 
 Wait = Callable[[], Any]
 
+
+def no_wait() -> None:
+    """The `Wait` of what is there already."""
+
+
 _LOST = "another copy of this pipeline went away, or did not come in time, during a collective"
 
 # Their names before torch 2.13.
@@ -74,7 +79,7 @@ class Copies:
         """In `own`, this copy's of equal pieces of the sum over copies of `values`, which are lost."""
         if self._mesh is None:
             own.copy_(values)
-            return _nothing
+            return no_wait
         if values.device.type != "cpu":
             return self._start(_REDUCE_SCATTER, own, values, op=Op.REDUCE_GRAD)
         pieces = values.view(self.degree, own.numel())
@@ -124,7 +129,7 @@ class Copies:
         is over: it is noted to last until it was waited for.
         """
         if self._mesh is None:
-            return _nothing
+            return no_wait
         group, ended = self._mesh.group("dp"), self._noted(op)
         with noticing_lost_peers(_LOST):
             works = [dist.irecv(t, group=group, group_src=peer) for peer, t in arriving.items() if t.numel()]
@@ -134,11 +139,11 @@ class Copies:
     def _start(self, collective: Callable[..., Any], *arguments: Any, op: Op | None, **options: Any) -> Wait:
         """Start it; what is returned waits for its end. It is noted as an `op` of the stage that runs."""
         if self._mesh is None:
-            return _nothing
+            return no_wait
         ended = self._noted(op)
         with noticing_lost_peers(_LOST):
             work = collective(*arguments, group=self._mesh.group("dp"), async_op=True, **options)
-        if ended is not _nothing and self._small.type == "cpu":  # on a GPU it would be called at once
+        if ended is not no_wait and self._small.type == "cpu":  # on a GPU it would be called at once
             work.get_future().add_done_callback(lambda _: ended())
         return self._waiting([work], ended)
 
@@ -146,7 +151,7 @@ class Copies:
         """Note that an `op` of the stage that runs begins; what is returned notes its end."""
         action = self.times.action
         if action is None or op is None:
-            return _nothing
+            return no_wait
         return self.times.started(Action(action.stage, op) if op is Op.UNSHARD else action.with_op(op))
 
     def _waiting(self, works: Sequence[Any], ended: Wait) -> Wait:
@@ -157,7 +162,3 @@ class Copies:
             ended()
 
         return wait
-
-
-def _nothing() -> None:
-    pass

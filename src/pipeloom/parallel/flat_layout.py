@@ -60,6 +60,15 @@ class FlatLayout:
         """Of all segments."""
         return self.num_segments * self.segment_elements
 
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether no parameter is cut into pieces."""
+        return all(
+            self.piece(parameter, segment) in ((0, 0), (0, size))
+            for parameter, size in enumerate(self.sizes)
+            for segment in range(self.num_segments)
+        )
+
     def segment(self, index: int) -> slice:
         """Where a segment lies."""
         return slice(index * self.segment_elements, (index + 1) * self.segment_elements)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipeloom.errors import InputError, RunError
-from pipeloom.parallel.copies import Wait
+from pipeloom.parallel.copies import Wait, no_wait
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.options import Place
 from pipeloom.parallel.offload.store import PIECE_BYTES, Ready, Region, Store, aligned, copy_across, open_store
@@ -139,7 +139,7 @@ class HeldMemory(MainMemory):
     def fill(self, place: Tensor) -> Wait:
         if place.data_ptr() != self._own.data_ptr():
             place.copy_(self._own)
-        return _nothing
+        return no_wait
 
     def prefetch(self, place: Tensor | None) -> None:
         pass
@@ -246,10 +246,6 @@ class AwayMemory(MainMemory):
                 values = room[begin - start : end - start].view(home.dtype)
                 first = home.first + (begin - offset) // home.dtype.itemsize
                 copy_across(target[first : first + values.numel()], values)
-
-
-def _nothing() -> None:
-    pass
 
 
 @cache

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis
 from pipeloom.parallel.copies import Copies
+from pipeloom.parallel.formats import DTYPES
 from pipeloom.parallel.offload.options import Place
 from pipeloom.parallel.options import DataParallel, Precision, axis_of
-from pipeloom.parallel.unit import DTYPES
 from pipeloom.parallel.unit_store import UnitStore
 from pipeloom.runtime.parameter_store import LossFn, ParameterStore, Sharing
 from pipeloom.runtime.process_mesh import ProcessMesh

@@ -1,61 +1,31 @@
 """`Unit`: parameters that are gathered, freed and reduced together, such as those of one layer or of several.
 
-    module parameters      views of `_compute`, in the format of forwards; zero3 frees it between uses
-    main parameters        views of `_main`, this copy's segment of it, in the format of updates
+    module parameters      whole, in the format of forwards: see `module_memory`; zero3 frees them between uses
+    main parameters        this copy's segment, in the format of updates: see `main_memory`
     gradients              see `unit_gradients`
 
-Main parameters share the memory of `_compute` where formats are equal and nothing is freed. Under ddp without masters
+Main parameters share the memory of the module's where formats are equal and nothing is freed. Under ddp without masters
 they are the module's parameters themselves, and there is no other memory. Where they have memory of their own, that may
-be a store (`main_memory`): a gather then is a read of this copy's segment, and the collective.
-
-A module parameter stays one object, and `_compute` one storage that is resized: graphs that saved a parameter or a
-view of it find its values again when it is gathered anew. What is not gathered reads as NaN, in the right shape.
+be a store: a gather then is a read of this copy's segment, and the collective.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.ir import DataStrategy
-from pipeloom.parallel.copies import Copies, Wait
+from pipeloom.parallel.copies import Copies, Wait, no_wait
 from pipeloom.parallel.flat_layout import FlatLayout
+from pipeloom.parallel.formats import Formats
 from pipeloom.parallel.main_memory import AwayMemory, HeldMemory, MainMemory, home_of
+from pipeloom.parallel.module_memory import ModuleMemory
 from pipeloom.parallel.offload.mover import Mover
-from pipeloom.parallel.options import Precision
 from pipeloom.parallel.unit_gradients import UnitGradients, pieces, views
 from pipeloom.runtime.held_bytes import Gauge
 from pipeloom.runtime.ranges import Range
-
-# The names of formats that need masters.
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Formats:
-    """Number formats of one unit.
-
-    Attributes:
-        compute: of forwards.
-        main: of updates.
-        gradient: in which micro-batches and copies add up.
-    """
-
-    compute: torch.dtype
-    main: torch.dtype
-    gradient: torch.dtype
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, precision: Precision, *, stays: bool) -> Formats:
-        """Of parameters that the model has in `dtype`, where it `stays` in all of them."""
-        if stays or not precision.has_masters or not dtype.is_floating_point:
-            return cls(dtype, dtype, dtype)
-        compute, main = DTYPES[precision.dtype], torch.promote_types(dtype, torch.float32)
-        return cls(compute, main, compute if precision.gradients == "same" else main)
 
 
 class Unit:
@@ -91,12 +61,11 @@ class Unit:
         self.parameters = list(parameters.values())
         self._names = list(parameters)
         self._layout, self._formats, self._copies, self._strategy = layout, formats, copies, strategy
-        self._frees = strategy is DataStrategy.ZERO3
         self._segment = _own_segment(strategy, copies)
         self.main: dict[str, nn.Parameter] = dict(parameters)
         self.ranges: dict[str, Range] = {}
         self._shapes = [parameter.shape for parameter in self.parameters]
-        self._compute: Tensor | None = None
+        self._memory: ModuleMemory | None = None
         self._gathering: Wait | None = None
         self._reads = False
         self.filled = False
@@ -115,40 +84,36 @@ class Unit:
         for view, parameter in zip(views, self.parameters, strict=True):
             view.copy_(parameter)
         self._copies.broadcast(flat)()
-        formats = self._formats
+        formats, frees = self._formats, self._strategy is DataStrategy.ZERO3
         if self._strategy is DataStrategy.DDP and formats.compute == formats.main:
             for view, parameter in zip(views, self.parameters, strict=True):
                 parameter.copy_(view)
             return
-        self._compute = flat.to(formats.compute)
         own = flat[self._layout.segment(self._segment or 0)] if self._segment is not None else flat[:0]
-        apart = formats.compute != formats.main or self._frees
+        apart = formats.compute != formats.main or frees
         if apart:
             own = own.to(formats.main, copy=True)
-        self._module_views = self._views(self._compute)
-        missing = self._compute.new_full((), math.nan if self._compute.is_floating_point() else 0)
-        self._missing = [missing.expand(shape) for shape in self._shapes]
-        self._set_module_parameters(self._module_views)
+        self._memory = ModuleMemory(
+            self.parameters, self._layout, flat.to(formats.compute), frees=frees, gathered=self._gathered
+        )
         self._make_main_parameters(own)
         self._main_dtype = own.dtype
         self._main: MainMemory = HeldMemory(own)
         if apart and self._mover is not None:  # on all copies alike, also where this one has no element
             self._main = AwayMemory(own, self.main.values(), self._mover, formats.compute, self._gathered)
             self._reads = True
-        if self._frees:
-            self._gathered.add(self._compute.nbytes)
-            self.free()
+        self.free()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return views(flat, self._layout, self._shapes)
 
     def _make_main_parameters(self, own: Tensor) -> None:
         formats = self._formats
-        own_pieces = pieces(own, self._layout, self._segment)
+        own_pieces, keeps_whole = pieces(own, self._layout, self._segment), self._layout.keeps_whole
         for index, (name, piece) in enumerate(zip(self._names, own_pieces, strict=True)):
             module_parameter, shape = self.parameters[index], self._shapes[index]
             start, stop = self._layout.piece(index, self._segment)
-            if self._keeps_whole and stop - start == shape.numel():
+            if keeps_whole and stop - start == shape.numel():
                 piece = piece.view(shape)
             else:
                 self.ranges[name] = Range(start, stop, tuple(shape))
@@ -160,40 +125,27 @@ class Unit:
                     main.grad_dtype = None  # any: updates widen them, see `pipeloom.runtime.optimizer_step`
             self.main[name] = main
 
-    @property
-    def _keeps_whole(self) -> bool:
-        """Whether parameters are not cut into pieces."""
-        return self._layout.num_segments == 1 or all(
-            self._layout.piece(i, s) in ((0, 0), (0, size))
-            for i, size in enumerate(self._layout.sizes)
-            for s in range(self._layout.num_segments)
-        )
-
-    def _set_module_parameters(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.data = value
-
     # Parameters
 
     def start_gather(self) -> None:
         """Begin to give module parameters the values of the main ones; does not wait."""
         if self.filled or self._gathering is not None:
             return
-        if self._compute is None:
+        if self._memory is None:
             self.filled = True
             return
-        self.allocate()
+        self._memory.allocate()
         own = self._place
-        arrive = self._awaited(self._main.fill(own)) if own is not None else _nothing
+        arrive = self._awaited(self._main.fill(own)) if own is not None else no_wait
         if not self._collects:
             self._gathering = arrive
             return
         arrive()
         if self._strategy is DataStrategy.PARAMETER_SERVER:
-            self._gathering = self._copies.broadcast(self._compute)
+            self._gathering = self._copies.broadcast(self._memory.flat)
         else:
             assert own is not None
-            self._gathering = self._copies.all_gather(self._compute, own)
+            self._gathering = self._copies.all_gather(self._memory.flat, own)
 
     def _awaited(self, arrive: Wait) -> Wait:
         """A wait for a read counts as one."""
@@ -209,9 +161,9 @@ class Unit:
     @property
     def _place(self) -> Tensor | None:
         """This copy's segment of gathered memory."""
-        if self._compute is None or self._segment is None:
+        if self._memory is None or self._segment is None:
             return None
-        return self._compute[self._layout.segment(self._segment)]
+        return self._memory.flat[self._layout.segment(self._segment)]
 
     @property
     def _collects(self) -> bool:
@@ -226,8 +178,8 @@ class Unit:
     def prefetch(self) -> None:
         """Begin with what a gather has to wait for before it can start; does not wait."""
         if self.waits_for_reads and not self.filled and self._gathering is None:
-            assert self._compute is not None
-            self._main.prefetch(self._place if self._compute.untyped_storage().nbytes() else None)
+            assert self._memory is not None
+            self._main.prefetch(self._place if self._memory.is_there else None)
 
     def wait(self) -> None:
         """Module parameters have their values when it returns."""
@@ -237,23 +189,19 @@ class Unit:
         if self._gathering is not None:
             self._gathering()
             self._gathering = None
-            self.show()
+            assert self._memory is not None
+            self._memory.show()
             self.filled = True
 
-    def allocate(self) -> None:
-        """Memory for module parameters, where zero3 freed it."""
-        if self._compute is not None and self._frees and not self._compute.untyped_storage().nbytes():
-            self._compute.untyped_storage().resize_(self._compute.nbytes)
-            self._gathered.add(self._compute.nbytes)
-
-    def show(self) -> None:
-        """Have module parameters read what is in that memory."""
-        if self._compute is not None and self._frees:
-            self._set_module_parameters(self._module_views)
+    def make_writable(self) -> None:
+        """Until they are freed, values may be written into module parameters."""
+        if self._memory is not None:
+            self._memory.allocate()
+            self._memory.show()
 
     def free(self) -> None:
         """Let go of what was gathered (zero3); waits for a gather on its way."""
-        if self._compute is None or not self._frees:
+        if self._memory is None or not self._memory.frees:
             return
         gathering, self._gathering = self._gathering, None
         self._main.drop()
@@ -261,16 +209,13 @@ class Unit:
             if gathering is not None:
                 gathering()
         finally:
-            self._set_module_parameters(self._missing)
-            if self._compute.untyped_storage().nbytes():
-                self._compute.untyped_storage().resize_(0)
-                self._gathered.add(-self._compute.nbytes)
+            self._memory.free()
             self.filled = False
 
     def stale(self) -> None:
         """Main parameters may have changed."""
         self.filled = False
-        if self._compute is not None:
+        if self._memory is not None:
             self._main.drop()
 
     @property
@@ -289,9 +234,9 @@ class Unit:
     @torch.no_grad()
     def whole(self) -> dict[str, Tensor]:
         """Values of whole parameters in the format of updates, in new memory; every copy calls it."""
-        if self._compute is None:
+        if self._memory is None:
             return {}
-        flat = self._compute.new_empty(self._layout.num_elements, dtype=self._main_dtype)
+        flat = self._memory.flat.new_empty(self._layout.num_elements, dtype=self._main_dtype)
         own = flat[self._layout.segment(self._segment)] if self._segment is not None else flat[:0]
         self._main.copy_to(own)
         if self._strategy is DataStrategy.PARAMETER_SERVER:
@@ -303,7 +248,7 @@ class Unit:
     @torch.no_grad()
     def assign(self, values: Mapping[str, Tensor]) -> None:
         """Copy values of whole parameters into the main ones."""
-        if self._compute is None:
+        if self._memory is None:
             return
         for index, (name, main) in enumerate(self.main.items()):
             start, stop = self._layout.piece(index, self._segment)
@@ -320,7 +265,3 @@ def _own_segment(strategy: DataStrategy, copies: Copies) -> int | None:
             return 0 if copies.index == 0 else None
         case _:
             return copies.index
-
-
-def _nothing() -> None:
-    pass

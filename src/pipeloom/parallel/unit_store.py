@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -14,9 +13,11 @@ from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program
 from pipeloom.parallel.buckets import BucketRule
 from pipeloom.parallel.copies import Copies
 from pipeloom.parallel.flat_layout import FlatLayout
-from pipeloom.parallel.layer_hooks import Completion, LayerGathers
+from pipeloom.parallel.formats import DTYPES, Formats
+from pipeloom.parallel.layer_hooks import LayerGathers
 from pipeloom.parallel.main_memory import away, open_mover, values_of
 from pipeloom.parallel.options import DataParallel, Precision
+from pipeloom.parallel.reductions import Reductions
 from pipeloom.parallel.stage_parameters import (
     cast_tables,
     claim,
@@ -27,15 +28,12 @@ from pipeloom.parallel.stage_parameters import (
     units_of_layers,
     with_statistics,
 )
-from pipeloom.parallel.unit import DTYPES, Formats, Unit
+from pipeloom.parallel.unit import Unit
 from pipeloom.runtime.beside import BesideTimes
 from pipeloom.runtime.held_bytes import Away, Gauge, HeldBytes, PeakBytes
 from pipeloom.runtime.parameter_store import ParameterStore
 from pipeloom.runtime.state import Step
 from pipeloom.split.module import StageModule
-
-# How many reductions may be on their way where gradients are to be sharded: each holds a whole bucket's.
-_MAX_REDUCING = 1
 
 
 class UnitStore(ParameterStore):
@@ -76,7 +74,6 @@ class UnitStore(ParameterStore):
         self._units: list[Unit] = []
         self._by_stage: dict[int, list[Unit]] = {}
         self._gathers: dict[int, LayerGathers] = {}
-        self._completions: dict[Action, Completion] = {}
         self._unbound: dict[int, list[Unit]] = {}  # what the last UNSHARD that was bound starts, where that is open
         unit_of: dict[nn.Parameter, Unit] = {}
         rule = BucketRule.of(axis.granularity, data.bucket_bytes, whole_parameters=data.layout == "parameters")
@@ -100,7 +97,7 @@ class UnitStore(ParameterStore):
         if precision.has_masters:
             cast_tables(stages.values(), DTYPES[precision.dtype])
         self._users: dict[Unit, set[int]] = {unit: set() for unit in self._units}  # stages that hold it gathered
-        self._reducing: deque[Unit] = deque()
+        self._reductions = Reductions(self._units, self._by_stage, axis, copies, self._look)
         self._open = False
 
     def _make_unit(self, parameters: Mapping[str, nn.Parameter], loads: list[int]) -> Unit:
@@ -142,29 +139,7 @@ class UnitStore(ParameterStore):
             return (lambda: self._unshard(stage, first)), None
         if op is Op.RESHARD:
             return (lambda: self._reshard(stage)), None
-        return self._completion(action, program).flush, None
-
-    def _completion(self, action: Action, program: Program) -> Completion:
-        """Of a REDUCE_GRAD."""
-        if action not in self._completions:
-            self._completions[action] = Completion(self._reduced_at(action, program), self._start_reduce)
-        return self._completions[action]
-
-    def _reduced_at(self, action: Action, program: Program) -> list[Unit]:
-        """The units of a REDUCE_GRAD: the last layer first, as backwards complete them."""
-        if self._granularity_of_reductions is not Granularity.STEP:
-            return self._by_stage[action.stage][::-1]
-        own = {other for stage in self._by_stage if stage != action.stage for other in self._by_stage[stage]}
-        shared = [unit for unit in self._by_stage[action.stage] if unit in own]
-        order = next(order for order in program.orders if action in order)
-        behind = order[order.index(action) + 1 :]
-        later = {a.stage for a in behind if a.op is Op.REDUCE_GRAD and a.microbatch is not None}
-        waiting = {unit for unit in shared if any(unit in self._by_stage[stage] for stage in later)}
-        return [unit for unit in reversed(self._by_stage[action.stage]) if unit not in waiting]
-
-    @property
-    def _granularity_of_reductions(self) -> Granularity:
-        return self._axis.granularity if self._axis.shards_gradients else Granularity.STEP
+        return self._reductions.completion(action, program).flush, None
 
     def around(self, action: Action, step: Step, program: Program) -> Step:
         if action.op is not Op.W and self._axis.unshards:
@@ -173,7 +148,7 @@ class UnitStore(ParameterStore):
         backward = action.op in (Op.B, Op.W) and self._copies.degree > 1
         if not backward or reduction not in program.data_reductions:
             return step
-        (run, ready), completion = step, self._completion(reduction, program)
+        (run, ready), completion = step, self._reductions.completion(reduction, program)
         armed, gathers = completion.armed, self._gathers.get(action.stage)
         if action.op is Op.B and gathers is not None and gathers.one_by_one:
             armed = partial(gathers.completing, completion)
@@ -223,45 +198,16 @@ class UnitStore(ParameterStore):
             if not users:
                 unit.free()
 
-    def _start_reduce(self, unit: Unit) -> None:
-        if self._copies.degree == 1:  # nobody to sum with: until the end autograd goes on adding up, in one place
-            return
-        while self._axis.shards_optimizer and len(self._reducing) >= _MAX_REDUCING:
-            self._reducing.popleft().gradients.finish_first()
-        unit.gradients.start(self._look)
-        self._reducing.append(unit)
-
     def finish(self) -> None:
         if not self._open:
             return
         self._open = False
-        if self._copies.degree == 1:
-            self._look()
-            for unit in self._units:
-                unit.gradients.start(self._look)
-        self._finish_reductions()  # before others are waited for: it is known when they are done
-        known = [unit.gradients for unit in self._units]
-        flags = iter(self._copies.any([flag for g in known for flag in (g.late, *g.present)]))
-        present = {}
-        for unit in self._units:
-            if next(flags):  # on some copy gradients came after its reduction had started
-                self._start_reduce(unit)
-            present[unit] = [next(flags) for _ in unit.gradients.present]
-        self._finish_reductions()
-        for unit in self._units:
-            unit.gradients.deposit(present[unit], self.loss_scale)
-
-    def _finish_reductions(self) -> None:
-        while self._reducing:
-            self._reducing.popleft().gradients.finish_first()
+        self._reductions.finish(self.loss_scale)
 
     def end(self) -> None:
         self._open = False
-        self._reducing.clear()
-        for completion in self._completions.values():
-            completion.drop()
+        self._reductions.drop()
         for unit in self._units:
-            unit.gradients.drop()
             self._users[unit].clear()
             with suppress(RunError):  # of a gather that nobody needs; it would hide the error that ended the run
                 unit.free()
@@ -277,7 +223,7 @@ class UnitStore(ParameterStore):
 
     # Values
 
-    def _look(self, flat: Tensor | None = None) -> None:
+    def _look(self, flat: Tensor | None) -> None:
         if self.records_peaks:
             self.reduced.set(self.held_bytes().gradients + (0 if flat is None else flat.nbytes))
 
@@ -304,8 +250,7 @@ class UnitStore(ParameterStore):
     @contextmanager
     def writable(self) -> Iterator[None]:
         for unit in self._units:
-            unit.allocate()
-            unit.show()
+            unit.make_writable()
         try:
             yield
         finally:

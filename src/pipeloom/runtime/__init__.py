@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipeloom.runtime.black_box import BLACKBOX_BYTES
     from pipeloom.runtime.collectives import all_gather_bytes
     from pipeloom.runtime.gradients import clip_by_norms, clip_grad_norm, gradient_norms
     from pipeloom.runtime.loopback import LoopbackTransport
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from pipeloom.runtime.stream_results import StreamUpdate
     from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport
     from pipeloom.runtime.values import Layout
-    from pipeloom.runtime.worker import BLACKBOX_BYTES, RUNNABLE_OPS
+    from pipeloom.runtime.worker import RUNNABLE_OPS
 
 # Public names, and the module each lives in.
 _HOMES = {
-    "BLACKBOX_BYTES": "pipeloom.runtime.worker",
+    "BLACKBOX_BYTES": "pipeloom.runtime.black_box",
     "BarrierStep": "pipeloom.runtime.optimizer_step",
     "Channel": "pipeloom.runtime.transport",
     "Incoming": "pipeloom.runtime.transport",

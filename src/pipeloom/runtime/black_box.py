@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import mmap
 
+from pipeloom.ir import Action
+
+BLACKBOX_BYTES = 64  # how much of a blackbox the label of the running action takes
+
+
+def label_of(action: Action) -> bytes:
+    """What stands in a blackbox while `action` runs."""
+    return f"{action}".encode().ljust(BLACKBOX_BYTES, b"\0")[:BLACKBOX_BYTES]
+
 
 class BlackBox:
     """What a rank was doing, in memory that outlives it: a page shared with the launcher."""
 
-    _ACTION, _PHASE, _WORDS, SIZE = slice(0, 64), slice(64, 192), slice(192, 4096), 4096
+    _ACTION, _PHASE, _WORDS, SIZE = slice(0, BLACKBOX_BYTES), slice(BLACKBOX_BYTES, 192), slice(192, 4096), 4096
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, self.SIZE)
 
     @property
     def action_buffer(self) -> memoryview:
-        """64 bytes into which the executor writes the action that it runs, padded with NULs."""
+        """`BLACKBOX_BYTES` into which the executor writes the action that it runs, padded with NULs."""
         return memoryview(self._map)[self._ACTION]
 
     def _get(self, place: slice) -> str:

@@ -5,42 +5,35 @@ every rank:   split -> own stages -> bind programs (step, evaluate, forward) -> 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.ir import Action, Program, Schedule
+from pipeloom.ir import Program, Schedule
 from pipeloom.passes import check_has_backwards, merge_backwards, separate_units
 from pipeloom.runtime.agreement import Terms
-from pipeloom.runtime.calls import call_count, call_number
 from pipeloom.runtime.collectives import all_reduce
-from pipeloom.runtime.connect import Connection, connect
-from pipeloom.runtime.driver import Driver
-from pipeloom.runtime.gradient_sum import GradientSum
-from pipeloom.runtime.holdings import Holdings
-from pipeloom.runtime.host_memory import give_back_freed_memory, keep_freed_memory
+from pipeloom.runtime.connect import connect
+from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.moves import OffloadOptions
-from pipeloom.runtime.parameter_store import Sharing, sharing_of
+from pipeloom.runtime.parameter_store import sharing_of
 from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.programs import Programs
-from pipeloom.runtime.results import ResultExchange, total
+from pipeloom.runtime.results import total
 from pipeloom.runtime.runnable import check_attention, check_loss, check_recompute, check_runnable, check_slices
 from pipeloom.runtime.slices import cut_sequences
-from pipeloom.runtime.speculation import Speculation
 from pipeloom.runtime.state import Batch, LossFn
-from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport, program_channels
+from pipeloom.runtime.transport import Transport
 from pipeloom.runtime.values import Value, join_batch
-from pipeloom.runtime.worker import Bound, Record, Worker
 from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
 
 
-class Pipeline(Holdings):
+class Pipeline(Executor):
     """A model that trains through a pipeline.
 
     Args:
@@ -112,69 +105,34 @@ class Pipeline(Holdings):
                 f"must be equal; cut the model into {schedule.num_stages}"
             )
         self.schedule = schedule
-        self._recompute = check_recompute(recompute, schedule.num_stages, transport)
+        kinds = check_recompute(recompute, schedule.num_stages, transport)
         self._sliced, self._slice_lengths = schedule.num_slices > 1 or slices is not None, slices
         if self._sliced:
             for module in cut_model.modules:
                 make_sliceable(module)
         sharing = sharing_of(mesh, data, precision, timeout_seconds)
         tied_stages = [parameter.stages for parameter in cut_model.tied]
-        self._train_program, self._forward_program = Programs.of(schedule, tied_stages, sharing, offload)
+        programs = Programs.of(schedule, tied_stages, sharing, offload)
         given = not isinstance(model, nn.Module | Stages)  # a list of stages may hold a dummy for those of other ranks
         if not given:
-            check_attention(cut_model.modules, self._recompute)
-        terms = Terms.of(self._train_program, () if given else cut_model.layers, slices, sharing.terms)
+            check_attention(cut_model.modules, kinds)
+        terms = Terms.of(programs.train, () if given else cut_model.layers, slices, sharing.terms)
         self._loss_fn, self._timeout_seconds = loss_fn, timeout_seconds
         device = next((p.device for module in cut_model.modules for p in module.parameters()), torch.device("cpu"))
         sharing.check_device(device)
-        self._open_mover = offload.open(device) if offload is not None else lambda: None
+        open_mover = offload.open(device) if offload is not None else lambda: None
         self.mesh = mesh
-        self._connection = connect(schedule.num_ranks, transport, timeout_seconds, terms, mesh)
-        self._join(cut_model, self._connection, sharing, blackbox)
-
-    def _join(self, cut_model: Stages, connection: Connection, sharing: Sharing, blackbox: Any) -> None:
-        """Take this process's stages of the model, and get ready to run them."""
-        self.rank, self.process_group, self.transport = connection.rank, connection.process_group, connection.transport
-        if self.rank is not None:
-            frees = sharing.axis is not None and sharing.axis.shards_parameters
-            give_back_freed_memory() if frees else keep_freed_memory()
-        self.local_ranks: tuple[int, ...] = tuple(range(self.num_ranks)) if self.rank is None else (self.rank,)
-        super().__init__(cut_model, self._train_program, self.local_ranks, sharing)
-        self._results = ResultExchange(self.rank, self._forward_program.schedule, self.transport)
-        # In an order that every rank agrees on.
-        self.transport.open(sorted({*program_channels(self._train_program), *self._results.channels()}))
-
-        self.workers = {
-            rank: Worker(
-                rank,
-                stages,
-                loss_fn=sharing.loss_fn(self._loss_fn),
-                transport=self.transport,
-                gradient_sum=GradientSum(
-                    rank, self.ownership.shared(rank), self.ownership.shared_buffers(rank), self.transport
-                ),
-                store=self.stores[rank],
-                sliced=self._sliced,
-                recompute=self._recompute,
-                mover=self._open_mover(),
-                blackbox=blackbox,
-            )
-            for rank, stages in self._by_rank.items()
-        }
-        self._bound: dict[tuple[int, bool], Bound] = {}
-        self.last_run: dict[int, Callable[[], Iterable[Record]]] = {}
-        self._has_update_channels = False
-        self._speculation: Speculation | None = None  # while parameters wait to be validated
-        self.driver = Driver(self.rank, self.num_ranks, self.transport)
-
-    @property
-    def program(self) -> Program:
-        """What `step` runs."""
-        return self._train_program
-
-    @property
-    def num_ranks(self) -> int:
-        return self.schedule.num_ranks
+        super().__init__(
+            cut_model,
+            programs,
+            connect(schedule.num_ranks, transport, timeout_seconds, terms, mesh),
+            sharing,
+            loss_fn=loss_fn,
+            sliced=self._sliced,
+            recompute=kinds,
+            open_mover=open_mover,
+            blackbox=blackbox,
+        )
 
     @property
     def has_loss(self) -> bool:
@@ -232,7 +190,7 @@ class Pipeline(Holdings):
             raise InputError("step() where gradients are switched off: it computes them; leave torch.no_grad() first")
         if self._speculation is None:  # else ranks of this process may disagree for a while
             self.ownership.check_equal()
-        return self._run(self._train_program, inputs, targets, with_loss=True, share_losses=share_losses).losses
+        return self._call(self._programs.train, inputs, targets, with_loss=True, share_losses=share_losses).losses
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
         """The loss of one batch in evaluation mode, on every rank; gradients and modes stay as they are."""
@@ -242,9 +200,8 @@ class Pipeline(Holdings):
         self.eval()
         try:
             with torch.no_grad():
-                return self.sharing.sum_losses(
-                    total(self._run(self._forward_program, inputs, targets, with_loss=True).losses)
-                )
+                batch = self._call(self._programs.forward, inputs, targets, with_loss=True)
+                return self.sharing.sum_losses(total(batch.losses))
         finally:
             for module, training in modes:  # parents first; a module may do more in train() than set the flag
                 if module.training != training:
@@ -255,7 +212,7 @@ class Pipeline(Holdings):
     def forward(self, inputs: Value = None) -> Value:
         """The model's output for a batch, on the ranks with the last stage; None elsewhere. Modes stay as set."""
         with torch.no_grad():
-            batch = self._run(self._forward_program, inputs, None, with_loss=False)
+            batch = self._call(self._programs.forward, inputs, None, with_loss=False)
         return join_batch([batch.outputs[b] for b in sorted(batch.outputs)]) if batch.outputs else None
 
     def sum_over_processes(self, values: Tensor) -> Tensor:
@@ -268,90 +225,15 @@ class Pipeline(Holdings):
             return values
         return all_reduce(values, self.process_group, self._timeout_seconds)
 
-    @property
-    def records(self) -> list[tuple[int, list[Record]]]:
-        """For each rank of this process, the actions of the last run with start and end (perf_counter seconds).
-
-        Gathers, reductions over copies and moves come last, with the times in which they were under way: one record for
-        each of a stage's units.
-        """
-        return [(rank, list(records())) for rank, records in self.last_run.items()]
-
-    @property
-    def waits(self) -> dict[int, dict[Action, float]]:
-        """For each rank of this process, the seconds that actions of the last run waited inside for what ran beside
-        them: parameters to be gathered, gradients to be reduced, activations to come back."""
-        return {rank: worker.beside.waits for rank, worker in self.workers.items()}
-
-    @property
-    def peak_live_activations(self) -> dict[int, int]:
-        """For each rank of this process, the most activations held at once in the last run."""
-        return {rank: worker.peak_live_activations for rank, worker in self.workers.items()}
-
-    @property
-    def live_activations(self) -> dict[int, int]:
-        """For each rank of this process, the activations held now; zero between steps."""
-        return {rank: worker.live_activations for rank, worker in self.workers.items()}
-
-    @property
-    def offloaded(self) -> tuple[int, float]:
-        """Bytes of activations and main parameters that were moved by ranks of this process, and seconds they waited.
-
-        What an optimizer moves of parameters counts too; how long it waits it says itself.
-        """
-        movers = [worker.state.mover for worker in self.workers.values() if worker.state.mover is not None]
-        parameters = self.parameters_away
-        moved = sum(mover.moved_bytes for mover in movers) + parameters.moved_bytes
-        return moved, sum(mover.wait_seconds for mover in movers) + parameters.wait_seconds
-
-    def close(self) -> None:
-        """Close the channels. Closing twice does nothing.
-
-        The parameters stay usable, but those under zero3: these are whole in `state_dict` alone, which still works.
-        """
-        self.driver.close()
-        for store in self.stores.values():
-            store.close()
-        for worker in self.workers.values():
-            if worker.state.mover is not None:
-                worker.state.mover.close()
-        self._connection.close()
-
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None and self.driver.ended is None:
-            self.settle()
-        self.close()
-
-    def _run(
+    def _call(
         self, program: Program, inputs: Value, targets: Value, *, with_loss: bool, share_losses: bool = True
     ) -> Batch:
-        """Run `program` on all ranks of this process."""
+        """Run `program` on a batch, and return that with the results."""
         self.driver.check_free()
         batch = self._cut(program, inputs, targets, needs_targets=self.needs_targets and with_loss)
         if self._sliced:
             batch.seed = None if program.schedule.forward_only else int(torch.randint(2**63 - 1, ()))
-        bound = {rank: self._bind(rank, program) for rank in self.local_ranks}
-        speculation = self._speculation
-        if speculation is not None and (program.schedule.forward_only or not self.transport.blocking):
-            self.settle()  # an evaluation is not done twice, and ranks that take turns have nothing to win
-            speculation = None
-        self._speculation = None
-        self.driver.num_calls += 1
-        call = call_number(self.driver.num_calls, not program.schedule.forward_only, batch.num_samples)
-        runs = {rank: self.workers[rank].run(bound[rank], batch, call, speculation) for rank in self.local_ranks}
-        self.last_run = {rank: bound[rank].records for rank in self.local_ranks}
-
-        def share() -> None:
-            if share_losses:
-                self._results.share(batch.losses if with_loss else batch.outputs, everywhere=with_loss)
-
-        self.driver.run(runs, share)
-        self.driver.num_calls = call_count(self.workers[self.local_ranks[0]].state.call)
+        self._run(program, batch, with_loss=with_loss, share=share_losses)
         return batch
 
     def _cut(self, program: Program, inputs: Value, targets: Value, *, needs_targets: bool) -> Batch:
@@ -379,42 +261,3 @@ class Pipeline(Holdings):
             with self.driver.ended_by_errors() if apart else nullcontext():
                 batch.weigh(self.sharing.sum_samples(batch.num_samples, refusal))
         return batch
-
-    # Updates that are validated later
-
-    def neighbours(self, rank: int) -> dict[int, tuple[Outgoing, Incoming]]:
-        """The channels of updates between a rank of this process and the ranks before and behind it, by their number.
-
-        The first call opens them, on all ranks.
-        """
-        pairs = [(a, b) for low in range(self.num_ranks - 1) for a, b in ((low, low + 1), (low + 1, low))]
-        if not self._has_update_channels:
-            self.transport.open([Channel(a, b, Lane.UPDATE) for a, b in pairs])
-            self._has_update_channels = True
-        return {
-            peer: (
-                self.transport.outgoing(Channel(rank, peer, Lane.UPDATE)),
-                self.transport.incoming(Channel(peer, rank, Lane.UPDATE)),
-            )
-            for source, peer in pairs
-            if source == rank
-        }
-
-    def speculate(self, speculation: Speculation) -> None:
-        """The parameters may be wrong: `speculation` is asked in the next training run, or before anything else."""
-        self._speculation = speculation
-
-    def settle(self) -> None:
-        """Make sure that the parameters are the right ones. Every rank calls it, as `step`; free where they are."""
-        speculation, self._speculation = self._speculation, None
-        if speculation is not None:
-            with self.driver.ended_by_errors():
-                for rank in reversed(self.local_ranks):  # the last rank knows first
-                    speculation.validate(rank)
-                self.transport.end_step()
-
-    def _bind(self, rank: int, program: Program) -> Bound:
-        key = (rank, program.schedule.forward_only)
-        if key not in self._bound:
-            self._bound[key] = self.workers[rank].bind(program)
-        return self._bound[key]

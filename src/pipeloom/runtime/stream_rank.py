@@ -25,6 +25,7 @@ import torch
 from pipeloom.errors import CallerError, RunError
 from pipeloom.ir import Action, Op, Program
 from pipeloom.ir.versions import num_updates
+from pipeloom.runtime.black_box import BLACKBOX_BYTES, label_of
 from pipeloom.runtime.calls import call_number, num_samples_of
 from pipeloom.runtime.driver import Run
 from pipeloom.runtime.ownership import Ownership
@@ -33,7 +34,7 @@ from pipeloom.runtime.state import Step, unequal_lengths
 from pipeloom.runtime.stream_batches import StreamBatches
 from pipeloom.runtime.stream_updates import StageUpdate, StreamOptimizer
 from pipeloom.runtime.weight_versions import WeightVersions
-from pipeloom.runtime.worker import BLACKBOX_BYTES, Record, Worker, label_of
+from pipeloom.runtime.worker import Record, Worker
 
 _NUM_RECORDS = 1 << 16  # the last so many are kept
 _MOST_BOUND = 1 << 13  # actions: a kilobyte or two each

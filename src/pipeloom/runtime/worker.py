@@ -22,6 +22,7 @@ from pipeloom.ir.walk import meets
 from pipeloom.passes import warm_up_lengths
 from pipeloom.runtime.backward import bind_backward, bind_input_backward, bind_weight_backward
 from pipeloom.runtime.beside import BesideTimes
+from pipeloom.runtime.black_box import BLACKBOX_BYTES, label_of
 from pipeloom.runtime.calls import call_only, cancel_number, next_call
 from pipeloom.runtime.driver import Run
 from pipeloom.runtime.forward import bind_forward
@@ -36,7 +37,6 @@ from pipeloom.runtime.transport import Transport
 from pipeloom.runtime.values import flatten
 
 Record = tuple[Action, float, float]  # what ran, and when it started and ended (time.perf_counter, seconds)
-BLACKBOX_BYTES = 64  # how much of a blackbox the label of the running action takes
 
 _BINDERS: dict[Op, Binder] = {
     Op.F: bind_forward,
@@ -293,8 +293,3 @@ class Worker:
         if isinstance(error, RunError):
             return RunError(f"{where}: {text}")
         return StageError(f"{where}: {type(error).__name__}: {text}")
-
-
-def label_of(action: Action) -> bytes:
-    """What stands in a blackbox while `action` runs."""
-    return f"{action}".encode().ljust(BLACKBOX_BYTES, b"\0")[:BLACKBOX_BYTES]

@@ -14,149 +14,16 @@ from typing import Any, Literal, get_type_hints
 
 from pipeloom.errors import InputError
 from pipeloom.parallel import DataParallel, MeshShape, Precision
-from pipeloom.parallel.options import BUCKET_BYTES
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    path: str | None = _option(None, "directory, file or glob of text; left out: the .py files of Python's library")
-    tokenizer: str | None = _option(None, "tokenizer.json of the tokenizers library; left out: bytes, vocabulary 256")
-    validation_fraction: float = _option(0.05, "share of the files that is held out for evaluation")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    layers: int = _option(6, "number of transformer blocks")
-    width: int = _option(192, "size of the residual stream")
-    heads: int = _option(6, "number of attention heads; divides the width")
-    sequence_length: int = _option(128, "tokens a sample")
-    tie_embeddings: bool = _option(False, "one matrix for the embedding and the output head")
-    positions: Literal["rotary", "learned"] = _option("rotary", "how positions enter")
-    dropout: float = _option(0.0, "dropout probability")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelConfig:
-    pipeline: int = _option(2, "number of ranks of the pipeline; of stages where parallel.replicas is given")
-    replicas: str | None = _option(
-        None, "ranks of each stage, such as 2,1, for pipedream and pipedream-2bw; left out: one each"
-    )
-    in_flight: Literal["noam", "full"] = _option(
-        "noam", "micro-batches in flight with replicas: as PipeDream has it, or what the full period needs"
-    )
-    chunks: int | None = _option(None, "stages a rank; left out: the schedule's own number")
-    cut: str = _option("layers", "where stages begin: layers, parameters, time, or blocks a stage such as 5,3")
-    slices: int | str | None = _option(
-        None, "cut every sequence: a number, lengths such as 1600,1344,1152, or auto: measured here; left out: whole"
-    )
-    transport: Literal["auto", "shared-memory", "torch"] = _option("auto", "how messages travel between ranks")
-    data: int = _option(
-        1,
-        "copies of the pipeline, each with samples of its own; each has parallel.pipeline processes; -1 under "
-        "torchrun: as many as its processes make",
-    )
-    data_strategy: Literal["ddp", "parameter-server", "zero1", "zero2", "zero3"] = _option(
-        "ddp",
-        "what a copy keeps: ddp all, parameter-server and zero1 all but optimizer states, zero2 a share of gradients "
-        "too, zero3 a share of parameters too",
-    )
-    data_granularity: Literal["step", "chunk", "microbatch"] | None = _option(
-        None,
-        "how often zero3 gathers parameters, and zero2 and zero3 share gradients: each needs less memory than the one "
-        "before, and communicates more; left out: once a step",
-    )
-    data_bucket_bytes: int = _option(
-        BUCKET_BYTES,
-        "parameters of so many bytes are gathered and summed together: more is fewer messages, less is more of them "
-        "beside computations",
-    )
-    order: str = _option("dp,pp", "axis whose neighbours stand farthest apart, then the others: dp,pp or pp,dp")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchConfig:
-    size: int = _option(32, "samples a step, over all micro-batches of all copies")
-    microbatches: int | None = _option(
-        None,
-        "micro-batches a step of each copy of the pipeline; left out: 8, or one a sample where there are fewer; "
-        "pipedream: 1",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrecisionConfig:
-    dtype: Literal["fp32", "bf16", "fp16"] = _option(
-        "fp32", "format of parameters in forwards and backwards, and of messages; updates are of float32 numbers"
-    )
-    gradients: Literal["float32", "same"] = _option(
-        "float32", "format in which gradients of micro-batches add up; same: that of the parameters"
-    )
-    loss_scale: float = _option(65536.0, "fp16: factor of the first step's loss; overflows halve it")
-    loss_scale_steps: int = _option(2000, "fp16: after so many steps without overflow the factor doubles")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    name: Literal["adamw", "adam", "sgd", "momentum", "muon"] = _option(
-        "adamw", "muon: matrices of the blocks by Muon, all else by AdamW"
-    )
-    learning_rate: float = _option(2e-3, "largest learning rate; of muon that of AdamW, and see muon_learning_rate")
-    warmup_steps: int = _option(20, "steps of linear warm-up")
-    min_learning_rate_fraction: float = _option(0.1, "learning rate at the last step, as a fraction of the largest")
-    weight_decay: float = _option(
-        0.1, "weight decay of matrices; vectors have none; adam, sgd and momentum add it to the gradient"
-    )
-    beta1: float = _option(0.9, "adamw, adam, muon: decay of the first moment")
-    beta2: float = _option(0.95, "adamw, adam, muon: decay of the second moment")
-    momentum: float = _option(0.95, "momentum, muon: decay of the sum of gradients")
-    nesterov: bool = _option(True, "momentum, muon: look ahead by one step")
-    muon_learning_rate: float = _option(0.02, "muon: largest learning rate of the matrices that it updates")
-    clip_norm: float = _option(
-        1.0,
-        "largest gradient norm over all stages; in a stream (pipedream) of each stage by itself, over the root of "
-        "their number; 0: no clipping",
-    )
-    barrier: bool = _option(
-        True, "ranks wait for the norm of all before they update; false: they go on at once and validate later"
-    )
-    staleness: str = _option(
-        "none",
-        "what pipedream and pipedream-2bw do to the learning rate of gradients that are late: none, inverse, "
-        "or pipemare:K over the first K steps",
-    )
-    replica_scaling: bool = _option(
-        False,
-        "pipedream with replicas: learning rate of a stage times the batches of its update over the first stage's",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryConfig:
-    cap: str | None = _option(
-        None,
-        "most bytes that a rank may hold, such as 16GiB, as `pipeloom memory` counts them: recompute and "
-        "parallel.data_granularity are then chosen",
-    )
-    recompute: str = _option(
-        "none",
-        "what backwards compute again instead of keeping it: none, selective (attention), full (every block), or one "
-        "word a stage such as full,none",
-    )
-    offload: str | None = _option(None, "where to what is not needed at once: cpu, or disk:PATH; left out: nowhere")
-    offload_states: bool = _option(True, "with offload: optimizer states go there")
-    offload_parameters: bool = _option(
-        False,
-        "with offload: parameters of zero3, also of one copy, and float32 masters of bf16 and fp16 go there between "
-        "updates",
-    )
-    offload_activations: int | None = _option(
-        None,
-        "with offload: how many activations a rank keeps, others go there; 0: as few as moves can keep; left out: all",
-    )
+from pipeloom.train.sections import (
+    BatchConfig,
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    option,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,27 +37,27 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
-    schedule: str = _option(
+    schedule: str = option(
         "auto", "auto: 1f1b, or seq1f1b with slices; see `pipeloom schedules`; or mine.csv, mine.json, mine.py:function"
     )
-    weights: Literal["stash", "vertical"] | None = _option(
+    weights: Literal["stash", "vertical"] | None = option(
         None,
         "pipedream: which weights a micro-batch sees; stash (the default): each stage's newest; vertical: those of the "
         "input stage's version when it entered",
     )
-    steps: int = _option(200, "optimizer steps")
-    seed: int = _option(0, "seed of weights, order of samples, dropout and sampling")
-    output_dir: str = _option("runs/train", "where metrics, report and checkpoints go")
-    save_steps: int = _option(100, "steps between checkpoints, one at the end too; 0: none")
-    save_total_limit: int | None = _option(3, "how many checkpoints are kept; null: all")
-    resume_from_checkpoint: str | None = _option(None, "checkpoint directory, or latest: that of output_dir")
-    eval_steps: int = _option(50, "steps between evaluations, one at the end too; 0: none")
-    eval_batches: int = _option(4, "batches an evaluation")
-    log_steps: int = _option(10, "steps between lines where the output is no terminal")
-    sample_tokens: int = _option(200, "length of the text generated at the end; 0: none")
-    sample_prompt: str = _option("def ", "how the generated text begins")
-    sample_temperature: float = _option(0.8, "temperature of the generated text; 0: the likeliest token")
-    local: bool = _option(False, "all ranks in this one process, one after another")
+    steps: int = option(200, "optimizer steps")
+    seed: int = option(0, "seed of weights, order of samples, dropout and sampling")
+    output_dir: str = option("runs/train", "where metrics, report and checkpoints go")
+    save_steps: int = option(100, "steps between checkpoints, one at the end too; 0: none")
+    save_total_limit: int | None = option(3, "how many checkpoints are kept; null: all")
+    resume_from_checkpoint: str | None = option(None, "checkpoint directory, or latest: that of output_dir")
+    eval_steps: int = option(50, "steps between evaluations, one at the end too; 0: none")
+    eval_batches: int = option(4, "batches an evaluation")
+    log_steps: int = option(10, "steps between lines where the output is no terminal")
+    sample_tokens: int = option(200, "length of the text generated at the end; 0: none")
+    sample_prompt: str = option("def ", "how the generated text begins")
+    sample_temperature: float = option(0.8, "temperature of the generated text; 0: the likeliest token")
+    local: bool = option(False, "all ranks in this one process, one after another")
 
     @property
     def num_microbatches(self) -> int:

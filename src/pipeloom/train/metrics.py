@@ -194,6 +194,16 @@ class Predictor:
         return tuple(forward), tuple(backward)
 
 
+def cost_metrics(cost: StepCost, predictor: Predictor, program: Program, group: Group) -> dict[str, Any]:
+    """What a row of metrics has of a cost; process 0 also predicts."""
+    return {
+        "bubble_fraction": cost.bubble_fraction,
+        "predicted_bubble_fraction": predictor.predict(program).bubble_fraction if group.rank == 0 else math.nan,
+        "peak_memory_bytes": cost.peak_memory_bytes,
+        "live_activations": cost.live_activations,
+    }
+
+
 class MessageTimes(NamedTuple):
     """What the messages of one step took, in seconds.
 

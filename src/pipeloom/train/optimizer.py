@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pipeloom.runtime import BarrierStep, LossScaler, OptimizerStep, Pipeline, PostValidatedStep
-from pipeloom.train.config import OptimizerConfig
 from pipeloom.train.group import Group
+from pipeloom.train.sections import OptimizerConfig
 
 _HIDDEN = "blocks."  # how the names of a GPT's blocks begin: embedding, last norm and head are outside
 

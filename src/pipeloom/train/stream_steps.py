@@ -19,7 +19,8 @@ from pipeloom.runtime.stream_updates import Discount
 from pipeloom.sim import Timeline, measured_timeline
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.group import Group
-from pipeloom.train.metrics import Predictor, Records, cost_numbers, read_cost
+from pipeloom.train.journal import Journal
+from pipeloom.train.metrics import Predictor, Records, cost_metrics, cost_numbers, gathered_records, read_cost
 from pipeloom.train.optimizer import learning_rate
 from pipeloom.train.streams import staleness
 
@@ -35,10 +36,15 @@ class StreamSteps:
     A step is one batch. Its loss is known while the stream runs; the norm of its gradient, the bubble and the memory
     at the drain.
 
+    Args:
+        pipeline, optimizer: of this process.
+        predictor: takes in what streams cost.
+        config: of the run.
+        group: its processes.
+        journal: of this process.
+
     Attributes:
         done: how many steps have been made, over all runs.
-        records: of the last run, of all ranks.
-        known: step, loss and learning rate of the steps of a run that has not ended, on process 0.
     """
 
     def __init__(
@@ -48,15 +54,18 @@ class StreamSteps:
         predictor: Predictor,
         config: TrainConfig,
         group: Group,
+        journal: Journal,
     ) -> None:
         kind, num_updates = staleness(config)
         self._pipeline, self._predictor, self._config, self._group = pipeline, predictor, config, group
+        self._journal = journal
         self._tokens = config.batch.size * config.model.sequence_length
         self._live: Live | None = None
         self._first = self._last = 0
         self._begun = 0.0
-        self.known: list[dict[str, Any]] = []
-        self.records: Records = []
+        # Step, loss and learning rate of the steps of a run that has not ended, on process 0.
+        self._known: list[dict[str, Any]] = []
+        self._records: Records = []  # of the last run, of all ranks
         self._stream = Stream(
             pipeline,
             optimizer,
@@ -76,20 +85,28 @@ class StreamSteps:
     def done(self, steps: int) -> None:
         self._stream.num_batches = steps
 
-    def run(
-        self, batches: Batches, count: int, live: Live, gather: Callable[[Records], Records]
-    ) -> list[dict[str, Any]]:
-        """Stream over `count` batches and drain; returns the metrics of each, all on process 0.
+    def run(self, batches: Batches, count: int, live: Live) -> Iterator[dict[str, Any]]:
+        """Stream over `count` batches and drain; the metrics of each afterwards.
 
         Args:
             batches: inputs and targets, where this process reads them.
             count: how many.
             live: told of each loss as it comes, on process 0; not of the last.
-            gather: makes of the records of this process those of all ranks, on every process.
         """
+        self._journal.enter(f"steps {self.done + 1} to {self.done + count}")
+        try:
+            rows = self._run(batches, count, live)
+        finally:
+            for row in self._known:  # of a run that failed
+                self._journal.write(row)
+        for row in rows:
+            self._journal.write(row)
+            yield row
+
+    def _run(self, batches: Batches, count: int, live: Live) -> list[dict[str, Any]]:
         first = self.done + 1
         self._live, self._first, self._last = live, first, first + count - 1
-        self._begun, self.known = time.perf_counter(), []
+        self._begun, self._known = time.perf_counter(), []
         updates = self._stream.run(batches, count)
         ended = time.perf_counter()
         program = self._stream.program(count)
@@ -99,37 +116,34 @@ class StreamSteps:
             held[rank] = versions
         summed = self._group.sum(torch.cat([held, numbers]))
         cost = read_cost(summed[len(held) :], program.schedule, self._group.size)
-        self.records = gather(self._pipeline.records)
+        self._records = gathered_records(self._group, self._pipeline.records)
         self._predictor.observe(cost)
-        self._predictor.observe_messages(self.records)
+        self._predictor.observe_messages(self._records)
         timing = {
-            "bubble_fraction": cost.bubble_fraction,
-            "predicted_bubble_fraction": self._predictor.predict(program).bubble_fraction
-            if self._group.rank == 0
-            else math.nan,
-            "peak_memory_bytes": cost.peak_memory_bytes,
-            "live_activations": cost.live_activations,
+            **cost_metrics(cost, self._predictor, program, self._group),
             "weight_versions": [int(value) for value in summed[: len(held)].tolist()],
         }
         rows = []
-        moments = _moments(self.records, program.schedule, count, self._begun, ended)
+        moments = _moments(self._records, program.schedule, count, self._begun, ended)
         for step, (update, (begin, end)) in enumerate(zip(updates, pairwise(moments), strict=True), first):
             seconds = max(end - begin, 1e-9)
             row = {"step": step, "loss": update.loss, "grad_norm": update.grad_norm, "lr": self._rate(step - 1)}
             rows.append(row | {"tokens_per_second": self._tokens / seconds, "step_seconds": seconds} | timing)
-        self.known = []
+        self._known = []
         return rows
 
-    def timelines(self) -> tuple[Timeline, Timeline]:
-        """The end of the last run as it went, and how a stream of that length should go."""
-        schedule, records = _window(self.records, self._stream.program(self._last + 1 - self._first).schedule)
+    def timelines(self) -> tuple[Timeline, Timeline] | None:
+        """The end of the last run as it went, and how a stream of that length should go, on process 0."""
+        if self._group.rank != 0:
+            return None
+        schedule, records = _window(self._records, self._stream.program(self._last + 1 - self._first).schedule)
         return measured_timeline(schedule, records), self._predictor.predict(lower(schedule))
 
     def _rate(self, batch: int) -> float:
         return learning_rate(batch, self._config.steps, self._config.optimizer)
 
     def _came(self, batch: int, loss: float) -> None:
-        self.known.append({"step": batch + 1, "loss": loss, "lr": self._rate(batch)})
+        self._known.append({"step": batch + 1, "loss": loss, "lr": self._rate(batch)})
         if self._live is not None and batch + 1 < self._last:  # that one comes with all its numbers
             seconds = max(time.perf_counter() - self._begun, 1e-9)
             self._live(batch + 1, loss, self._tokens * (batch + 2 - self._first) / seconds)
