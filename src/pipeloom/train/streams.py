@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
+from pipeloom.ir.versions import batches_between_drains, check_drained
 from pipeloom.schedules import FAMILIES
 from pipeloom.schedules.pipedream import full_in_flight
 from pipeloom.train.checkpoint.manifest import read_manifest
@@ -27,12 +28,6 @@ def stream_length(config: TrainConfig) -> int:
     period = math.lcm(config.num_microbatches, *config.replicas)
     most = max(held * ranks for held, ranks in zip(full_in_flight(config.replicas), config.replicas, strict=True))
     return period * (most // period + 3)
-
-
-def steps_between_drains(schedule: Schedule) -> int:
-    """A run can drain after so many steps and multiples of it: then every stage has updated."""
-    assert schedule.microbatches_per_update is not None
-    return schedule.update_period // schedule.microbatches_per_update
 
 
 def staleness(config: TrainConfig) -> tuple[str, int | None]:
@@ -94,7 +89,7 @@ def check_stream(config: TrainConfig, schedule: Schedule) -> None:
             f"model.tie_embeddings with schedule {schedule.name!r}: the first and the last stage hold the same "
             "parameters and update at different times; leave it out, or take a schedule that flushes, such as 1f1b"
         )
-    each = steps_between_drains(schedule)
+    each = batches_between_drains(schedule)
     for key in ("steps", "eval_steps", "save_steps"):
         if getattr(config, key) % each:
             raise InputError(
@@ -111,9 +106,5 @@ def check_resumed_stream(config: TrainConfig, schedule: Schedule, checkpoint: Pa
     """
     if schedule.microbatches_per_update is None:
         return
-    step, each = read_manifest(checkpoint).step, steps_between_drains(schedule)
-    if step % each:
-        raise InputError(
-            f"{checkpoint} is after step {step}: with replicas {config.parallel.replicas} all stages update after "
-            f"every {each} steps together; go on from a multiple of {each}, or with other replicas"
-        )
+    step = read_manifest(checkpoint).step
+    check_drained(schedule, step, f"{checkpoint} is after step {step}")
