@@ -244,8 +244,8 @@ class StreamOptimizer:
         rates = list(given) if isinstance(given, list | tuple) else [given] * len(self._groups)
         if len(rates) != len(self._groups):
             raise InputError(
-                f"learning_rate gave {len(rates)} rates for {len(self._groups)} parameter groups: it gives one for all, "
-                "or one for each"
+                f"learning_rate gave {len(rates)} rates for {len(self._groups)} parameter groups: it gives one for "
+                "all, or one for each"
             )
         try:
             numbers = [math.nan if isinstance(rate, str) else float(rate) for rate in rates]
