@@ -1,8 +1,45 @@
-"""Numbers and their nouns, as messages and reports say them."""
+"""Numbers and their nouns, as messages and reports say them, and sizes as options are given them."""
 
 from __future__ import annotations
 
 import math
+import re
+from decimal import Decimal
+
+from pipeloom.errors import InputError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+class Bytes(int):
+    """A number of bytes as options have it: ``Bytes.parse("1.5GiB")`` is 1610612736, written ``1536MiB``."""
+
+    __slots__ = ()
+
+    @classmethod
+    def parse(cls, given: object) -> Bytes:
+        """From a number (``8e9``) or a text with a unit (``16GB``, ``16GiB``); parts of a byte are left out.
+
+        Raises:
+            InputError: it is no number of bytes.
+        """
+        plain = str(given).strip().upper().replace("E+", "E")
+        match = re.fullmatch(r"(\d{1,30}(?:\.\d{0,30})?(?:E\d{1,2})?)\s*([KMGT]?I?)B?", plain, re.ASCII)
+        if match is None or match[2] not in _UNITS:
+            raise InputError(f"{given} is no number of bytes: write bytes, such as 8e9, 16GB or 16GiB")
+        return cls(Decimal(match[1]) * _UNITS[match[2]])
+
+    @property
+    def written(self) -> str | int:
+        """The same in YAML, with a unit of which it is a small multiple, where there is one; `parse` reads it back."""
+        for unit in ("TI", "GI", "MI", "KI"):
+            count, rest = divmod(int(self), _UNITS[unit])
+            if 0 < count < 10_000 and not rest:
+                return f"{count}{unit[0]}iB"
+        return int(self)
+
+    def __str__(self) -> str:
+        return str(self.written)
 
 
 def plural(word: str, count: int) -> str:

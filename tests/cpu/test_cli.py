@@ -155,7 +155,16 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ("--precision.loss_scale_steps 2", "loss_scale_steps 2 with precision.dtype fp32"),
         ("--memory.offload cpu --memory.offload_states false", "offload cpu with memory.offload_states false"),
         ("--memory.offload_states false", "offload_states false without memory.offload"),
-        ("--parallel.data_granularity chunk --parallel.data_strategy zero2", "chunk with one copy, which shares no"),
+        ("--parallel.data_granularity chunk --parallel.data_strategy zero2", "zero2 with one copy, which shares no"),
+        ("--parallel.data_strategy zero3", "zero3 with one copy.*change nothing.*or --memory.offload_parameters true"),
+        ("--parallel.data_strategy zero1 --precision.dtype bf16", "zero1 with one copy, which shares nothing"),
+        ("--parallel.data_bucket_bytes 1MiB --precision.dtype bf16", "data_bucket_bytes 1MiB with one copy"),
+        ("--parallel.order pp,dp", "order pp,dp with one copy"),
+        (
+            "--parallel.data_strategy parameter-server --precision.dtype bf16 --memory.offload cpu "
+            "--memory.offload_parameters true",
+            "parameter-server with one copy",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(refused: Refused, words: str, expected: str) -> None:

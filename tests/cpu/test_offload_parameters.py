@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.errors import InputError, RunError
+from pipeloom.errors import InputError, PeerLost, RunError
 from pipeloom.parallel import main_memory
 from pipeloom.parallel.copies import Copies
 from pipeloom.parallel.offload.store import FileStore
@@ -202,6 +202,29 @@ def _round_trip(rank: int, directory: str) -> None:
 
 def test_they_go_out_and_in_whole_and_in_parts(tmp_path: Path) -> None:
     run_ranks(_round_trip, 2, str(tmp_path))
+
+
+def _tied_apart(rank: int, directory: str) -> None:
+    schedule, batch = pl.schedules.gpipe(num_ranks=2, num_microbatches=2), tokens(4)
+    for offload, wrong in ((f"disk:{directory}", 2.0), (None, 2.0), (None, float("nan"))):
+        data = pl.DataParallel("zero3", "microbatch", offload=offload)
+        with pl.Pipeline(make_gpt(tied=True), schedule, loss_fn=language_loss, data=data) as pipe:
+            pipe.step(*batch)
+            if rank == 1:
+                pipe.main_state()["embedding.weight"].mul_(wrong)
+            with pytest.raises((RunError, PeerLost), match=r"'embedding\.weight' is not the same on this rank|ended"):
+                pipe.step(*batch)
+
+
+def test_tied_parameters_that_differ_are_noticed_also_in_files(tmp_path: Path) -> None:
+    run_ranks(_tied_apart, 2, str(tmp_path))
+    data = pl.DataParallel("zero3", "microbatch", offload=f"disk:{tmp_path}")
+    schedule, batch = pl.schedules.gpipe(num_ranks=2, num_microbatches=2), tokens(4)
+    with pl.Pipeline(make_gpt(tied=True), schedule, loss_fn=language_loss, data=data, transport="loopback") as pipe:
+        pipe.step(*batch)
+        pipe.stores[1].value("embedding.weight").mul_(2)
+        with pytest.raises(InputError, match=r"'embedding\.weight' differs on ranks 0 and 1"):
+            pipe.step(*batch)
 
 
 def _pipe(directory: Path, **options: Any) -> pl.Pipeline:

@@ -445,19 +445,23 @@ def test_backwards_in_halves_read_no_parameters_that_were_freed(granularity: str
 
 
 class Fragile(nn.Module):
-    """Raises in the third forward of the second copy."""
+    """Raises in the third forward, where that is this process's to do."""
 
     calls = 0
 
+    def __init__(self, here: bool) -> None:
+        super().__init__()
+        self.here = here
+
     def forward(self, x):
         self.calls += 1
-        if self.calls == 3 and torch.distributed.get_rank() == 1:
+        if self.calls == 3 and self.here:
             raise ValueError("third time")
         return x
 
 
 def _one_copy_fails(rank: int, strategy: str) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), Fragile(), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), Fragile(rank == 1), nn.Linear(8, 8))
     pipe = pl.Pipeline(model, ONE, loss_fn=mse, mesh=pl.Mesh(dp=2), data=strategy)
     pipe.step(torch.randn(4, 8), torch.randn(4, 8))
     with pytest.raises((PeerLost, StageError)[rank], match=("another copy", "third time")[rank]):
@@ -469,6 +473,34 @@ def _one_copy_fails(rank: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_copy_that_fails_ends_the_others(strategy: str) -> None:
     run_ranks(_one_copy_fails, 2, strategy, timeout_seconds=60)
+
+
+def _one_copy_fails_and_lives_on(rank: int, pp: int, strategy: str) -> None:
+    """The second copy raises in its third forward, or its first stage alone refuses its inputs, and nobody ends."""
+    for bad_inputs in (False, True)[: 2 if pp > 1 else 1]:
+        with pl.Mesh(pp=pp, dp=3) as mesh:
+            copy, stage = mesh.coordinate("dp"), mesh.coordinate("pp")
+            fragile = Fragile(copy == 1 and not bad_inputs)
+            model = nn.Sequential(nn.Linear(8, 8), fragile, nn.Linear(8, 8), nn.Linear(8, 8))
+            schedule = pl.schedules.one_f_one_b(num_ranks=pp, num_microbatches=2)
+            pipe = pl.Pipeline(model, schedule, loss_fn=mse, mesh=mesh, data=strategy)
+            x, y = torch.randn(4, 8), torch.randn(4, 8)
+            pipe.step(x, y)
+            fails = copy == 1 and stage == 0
+            with pytest.raises((PeerLost, (StageError, InputError)[bad_inputs])[fails]):
+                pipe.step(None if fails and bad_inputs else x, y)
+            with pytest.raises(RunError, match="cannot run any more"):
+                pipe.step(x, y)
+            if stage == 0:
+                with pytest.raises(InputError, match="after a pipeline on it failed: make a new mesh"):
+                    mesh.group("dp")
+            torch.distributed.barrier()  # of a group of its own, which nothing happened to
+
+
+@pytest.mark.parametrize(("pp", "strategy"), [(1, "ddp"), (1, "zero3"), (2, "zero2")])
+def test_others_are_told_at_once_of_a_copy_that_fails(pp: int, strategy: str) -> None:
+    """Nobody waits for the half hour of `timeout_seconds`, and what is made anew works."""
+    run_ranks(_one_copy_fails_and_lives_on, 3 * pp, pp, strategy, timeout_seconds=60)
 
 
 def _wait_for_a_copy_that_does_not_come(rank: int, done: Path) -> str:

@@ -6,9 +6,16 @@ import json
 import math
 
 import pytest
+import yaml
 
 from pipeloom.cli import main
+from pipeloom.cli.train import parse
+from pipeloom.errors import InputError
 from pipeloom.plan.memory import KINDS, MemoryRow, write_memory
+from pipeloom.train.config import TrainConfig
+from pipeloom.train.memory_cap import under_cap
+from pipeloom.train.repeat import to_yaml
+from pipeloom.words import Bytes
 
 # Width 64, 2 blocks a stage of 12 * 64**2 + 2 * 64 parameters, 256 tokens, sequences of 32: one sample a micro-batch.
 MODEL = "--model.layers 4 --model.width 64 --model.heads 4 --model.sequence_length 32 --batch.size 8"
@@ -79,7 +86,51 @@ def test_a_cap_chooses_the_options_that_keep_it(capsys):
     words = printed.splitlines()[-1].partition("with ")[2]
     assert max(r["peak"] for r in memory(capsys, f"{MODEL} {words}")["ranks"]) <= alone * 0.9
     assert main(["memory", *MODEL.split(), "--memory.cap", "1KiB"]) == 2
-    assert "a rank may hold 1024 bytes: rank 1 takes at least" in capsys.readouterr().err
+    assert "a rank may hold 1024 bytes (1 KiB): rank 1 takes at least" in capsys.readouterr().err
+
+
+def test_a_cap_weighs_the_program_that_runs():
+    """Whatever the strategy: with the sum over the stages that hold the tied matrix."""
+    words = f"{MODEL} --model.tie_embeddings --parallel.data 2 --memory.cap 1GB --parallel.data_strategy"
+    for strategy in ("ddp", "zero1", "zero2", "zero3"):
+        _, choice = under_cap(parse([*words.split(), strategy]), 256)
+        assert choice.program.gradient_groups == ((0, 1),), strategy
+
+
+def test_sizes_are_read_and_written_with_their_units(tmp_path, capsys):
+    for given, number, written in (
+        ("1536", 1536, 1536),
+        ("8e9", 8 * 10**9, 8 * 10**9),
+        ("1.5GiB", 3 << 29, "1536MiB"),
+        ("16 gb", 16 * 10**9, 16 * 10**9),
+        ("2T", 2 * 10**12, 2 * 10**12),
+        ("1536KiB", 3 << 19, "1536KiB"),
+        ("0", 0, 0),
+        (26214400, 25 << 20, "25MiB"),
+        (2e6, 2 * 10**6, 2 * 10**6),
+        ("9007199254740993", 2**53 + 1, 2**53 + 1),
+    ):
+        size = Bytes.parse(given)
+        assert (int(size), size.written, Bytes.parse(str(size))) == (number, written, size)
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump({"memory": {"cap": given}, "parallel": {"data_bucket_bytes": given}}))
+        words = ["--parallel.data_bucket_bytes", str(given), "--memory.cap", str(given)]
+        config = parse(["--config", str(file)])
+        assert config == parse(words)
+        assert config.memory.cap == config.parallel.data_bucket_bytes == number
+        assert config.data_parallel.bucket_bytes == number
+        file.write_text(to_yaml(config))
+        assert parse(["--config", str(file)]) == config == TrainConfig.from_mapping(yaml.safe_load(to_yaml(config)))
+    for wrong in ("lots", "-1", "1.5.GiB", "1XB", "1e999", "nan", True, None):
+        with pytest.raises(InputError, match="write bytes, such as 8e9, 16GB or 16GiB"):
+            Bytes.parse(wrong)
+    with pytest.raises(SystemExit):
+        parse(
+            ["--parallel.data", "2", "--parallel.data_bucket_bytes", "4MiB", "--memory.cap", "1GiB", "--print_config"]
+        )
+    printed = capsys.readouterr().out
+    assert "  data_bucket_bytes: 4MiB\n" in printed
+    assert "  cap: 1GiB\n" in printed
 
 
 def test_the_table_has_what_is_there_and_the_largest_rank(capsys):
@@ -112,7 +163,8 @@ def test_a_run_shows_predicted_beside_measured(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--memory.cap lots", "memory.cap is lots: write bytes"),
+        ("--memory.cap lots", "memory.cap is lots: it must be bytes, such as"),
+        ("--parallel.data_bucket_bytes 1MB/s", "parallel.data_bucket_bytes is 1MB/s: it must be bytes, such as"),
         ("--costs x.json", "--costs without --memory.cap"),
         ("--vocabulary_size 0", "a model has at least one token id"),
         ("--parallel.data -1", "give a number"),

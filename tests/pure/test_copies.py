@@ -10,7 +10,9 @@ import pytest
 from pipeloom.errors import InputError
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.copies import process_names, settled, share
-from pipeloom.train.sections import BatchConfig, ParallelConfig
+from pipeloom.train.sections import BatchConfig, MemoryConfig, ParallelConfig
+from pipeloom.train.unused import check_unused
+from pipeloom.words import Bytes
 
 
 @pytest.mark.parametrize("count", [1, 5, 12, 13])
@@ -36,3 +38,16 @@ def test_the_rest_of_the_processes_are_copies() -> None:
     assert settled(config, 8).num_microbatches == 4
     with pytest.raises(InputError, match="start 4"):
         settled(config, 3)
+
+
+def test_what_was_for_more_copies_than_there_are_is_left_out() -> None:
+    asked = ParallelConfig(
+        data=-1, data_strategy="zero3", data_granularity="chunk", data_bucket_bytes=Bytes(4), order="pp,dp"
+    )
+    config = TrainConfig(parallel=asked)
+    assert settled(config, 4).parallel == replace(asked, data=2)
+    assert settled(config, 2).parallel == ParallelConfig(data=1)
+    away = replace(config, memory=MemoryConfig(offload="cpu", offload_parameters=True))
+    assert settled(away, 2).parallel == replace(asked, data=1, order="dp,pp")
+    for each in (config, away):
+        check_unused(settled(each, 2))

@@ -9,7 +9,7 @@ import pytest
 
 from pipeloom import schedules as families
 from pipeloom.errors import InputError
-from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program
+from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel import Precision
 from pipeloom.passes import insert_offload, lower
@@ -19,9 +19,7 @@ from pipeloom.plan.memory import (
     Layer,
     MemoryRow,
     Model,
-    choose_granularity,
     choose_memory,
-    choose_recompute,
     even_blocks,
     gpt_layers,
     in_stages,
@@ -30,7 +28,7 @@ from pipeloom.plan.memory import (
     write_memory,
 )
 from pipeloom.plan.memory.states import Formats, state_elements, unit_bytes
-from pipeloom.sim import Costs, Network
+from pipeloom.sim import Costs, Network, simulate
 
 BF16_SAME = Precision("bf16", "same")
 STRATEGIES = list(DataStrategy)
@@ -226,23 +224,23 @@ SCHEDULE = families.build("interleaved", num_ranks=2, num_microbatches=4)
 ZERO3 = DataAxis(degree=4, strategy=DataStrategy.ZERO3)
 
 
+def ways(schedule: Schedule) -> list[Program]:
+    return [lower(schedule, data=replace(ZERO3, granularity=granularity)) for granularity in Granularity]
+
+
 def test_the_coarsest_granularity_that_fits_is_chosen_where_the_network_is_slow():
     schedule = families.build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=4)
-    small = model(8, parameters=16000, kept=10.0)
+    small = model(8, parameters=16000, kept=0.0)
     costs = replace(Costs.uniform(), parameter_bytes=(64000.0,) * 8)
     slow = Network(data_bytes_per_second=64000.0)
-    peaks = {}
-    for granularity in Granularity:
-        program = lower(schedule, data=replace(ZERO3, granularity=granularity))
-        peaks[granularity] = max(rank.peak for rank in memory_of_ranks(program, small))
-    step, chunk, fine = peaks.values()
+    step, chunk, fine = (max(rank.peak for rank in memory_of_ranks(way, small)) for way in ways(schedule))
     assert fine < chunk < step
     for granularity, cap in zip(Granularity, (step, step - 1, chunk - 1), strict=True):
-        choice = choose_granularity(schedule, small, ZERO3, cap, costs=costs, network=slow)
+        choice = choose_memory(ways(schedule), small, cap, costs=costs, network=slow)
         assert choice.program.data.granularity is granularity
         assert choice.peak <= cap
-    with pytest.raises(InputError, match=rf"takes at least {fine:.0f}; raise the cap"):
-        choose_granularity(schedule, small, ZERO3, fine - 1)
+    with pytest.raises(InputError, match=rf"takes at least {fine:.0f} \(.*\); raise the cap"):
+        choose_memory(ways(schedule), small, fine - 1)
 
 
 def test_the_least_recomputation_is_chosen_stage_by_stage():
@@ -254,7 +252,7 @@ def test_the_least_recomputation_is_chosen_stage_by_stage():
         peak = max(rank.peak for rank in memory_of_ranks(program, replace(big, recompute=kinds)))
         tried[kinds] = peak
     for cap in sorted(set(tried.values())):
-        choice = choose_recompute(program, big, cap)
+        choice = choose_memory([program], big, cap)
         assert choice.peak <= cap
 
         def cost(kinds: tuple[Recompute, ...]) -> float:
@@ -262,7 +260,7 @@ def test_the_least_recomputation_is_chosen_stage_by_stage():
 
         assert cost(tuple(choice.model.recompute)) == min(cost(kinds) for kinds, peak in tried.items() if peak <= cap)
     with pytest.raises(InputError, match=rf"at least {min(tried.values()):.0f}"):
-        choose_recompute(program, big, min(tried.values()) - 1)
+        choose_memory([program], big, min(tried.values()) - 1)
 
 
 def test_both_are_weighed_by_the_clock():
@@ -270,14 +268,29 @@ def test_both_are_weighed_by_the_clock():
     big = model(4, parameters=1600, kept=2000.0)
     program = lower(SCHEDULE, data=ZERO3)
     cap = max(rank.peak for rank in memory_of_ranks(program, big)) - 1
-    free = choose_memory(SCHEDULE, big, ZERO3, cap)
+    free = choose_memory(ways(SCHEDULE), big, cap)
     assert free.program.data.granularity is not Granularity.STEP
     assert set(free.model.recompute) == {Recompute.NONE}
     costs = replace(Costs.uniform(), parameter_bytes=(6400.0,) * 4)
-    slow = choose_memory(SCHEDULE, big, ZERO3, cap, costs=costs, network=Network(data_bytes_per_second=200.0))
+    slow = choose_memory(ways(SCHEDULE), big, cap, costs=costs, network=Network(data_bytes_per_second=200.0))
     assert slow.program.data.granularity is Granularity.STEP
     assert slow.peak <= cap
     assert set(slow.model.recompute) != {Recompute.NONE}
+
+
+def test_the_time_of_a_way_counts_the_pieces_in_which_it_gathers():
+    """As `pipeloom simulate --units` counts them: by the model, unless the costs say it."""
+    deep = model(4, layers=3, parameters=1600)
+    costs = Costs.uniform()
+    slow = Network(data_bytes_per_second=4000.0, data_latency_seconds=0.01)
+    sizes = {"parameter_bytes": (3 * 6400.0,) * 4}
+    for fine, bucket_bytes, units in ((True, 0, 3), (True, 6401, 2), (False, 2**20, 1), (False, 6400, 3)):
+        program = ways(SCHEDULE)[2 if fine else 0]
+        choice = choose_memory([program], replace(deep, bucket_bytes=bucket_bytes), 1e12, costs=costs, network=slow)
+        assert choice.seconds == simulate(program, replace(costs, units=(units,) * 4, **sizes), slow).makespan
+        said = choose_memory([program], deep, 1e12, costs=replace(costs, units=(5,) * 4), network=slow)
+        assert said.seconds == simulate(program, replace(costs, units=(5,) * 4, **sizes), slow).makespan
+        assert said.seconds != choice.seconds
 
 
 def test_memory_of_a_run_reads_back(tmp_path):

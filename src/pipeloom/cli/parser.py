@@ -10,8 +10,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse.typing import register_type
 
-_KINDS = {"int": "a whole number", "float": "a finite number", "bool": "true or false", "str": "text"}
+from pipeloom.words import Bytes
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a finite number",
+    "bool": "true or false",
+    "str": "text",
+    "Bytes": "bytes, such as 8e9, 16GB or 16GiB",
+}
+register_type(Bytes, serializer=lambda size: Bytes(size).written, deserializer=Bytes.parse)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
@@ -69,11 +79,14 @@ class Parser(ArgumentParser):
             )
         if found := re.match(r"argument (--\S+?)(?:/\S+)?: expected one argument", message):
             return f"option {found[1]} has no value: it needs one; give it"
-        if found := re.match(r'Parser key "([^"]+)": (.*) (?:Got value|Given value): (.*)$', message):
+        if found := (
+            re.match(r'Parser key "([^"]+)": (.*) (?:Got value|Given value): (.*)$', message)
+            or re.match(r'Parser key "([^"]+)": (Not of type \w+): (.*) is no number', message)
+        ):
             key, text, value = found.groups()
             choices = re.search(r"Literal\[([^]]*)\]", text)
             kinds = [
-                _KINDS[name] for name in re.findall(r"\b(int|float|bool|str)\b", text) if name != "str" or not choices
+                _KINDS[name] for name in re.findall(rf"\b({'|'.join(_KINDS)})\b", text) if name != "str" or not choices
             ]
             kind = f"one of {choices[1]}" if choices else " or ".join(dict.fromkeys(kinds[:1])) or "of another kind"
             hint = _nearest_number(value, kind)

@@ -39,7 +39,7 @@ class Granularity(StrEnum):
 
     STEP = "step"  # from the start of a step to the stage's last computation; gradients are reduced once
     CHUNK = "chunk"  # for a run of computations of one stage that stand one behind the other in the rank's order
-    MICROBATCH = "microbatch"  # for every computation, layer after layer inside it
+    MICROBATCH = "microbatch"  # for every computation, bucket after bucket inside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeloom.errors import PeerLost
 from pipeloom.ir import Action, Op
 from pipeloom.runtime.beside import BesideTimes
 from pipeloom.runtime.collectives import noticing_lost_peers
@@ -48,6 +50,8 @@ class Copies:
         self.index = 0 if mesh is None else mesh.coordinate("dp")
         self._mesh = None if self.degree == 1 else mesh
         self.times = BesideTimes()
+        self._begun: dict[int, deque[Any]] = {}  # what collectives on their way wait for
+        self._has_left = False
         backend = "gloo" if self._mesh is None else dist.get_backend(self._mesh.group("dp"))
         self._small = torch.device("cuda") if "nccl" in backend else torch.device("cpu")
 
@@ -117,6 +121,15 @@ class Copies:
         found: list[bool] = torch.stack(self.gather(torch.tensor(flags, dtype=torch.uint8))).any(dim=0).tolist()
         return found
 
+    def leave(self) -> None:
+        """This copy failed: have the others, who may wait for it, know at once."""
+        self._has_left = True
+        for works in self._begun.values():  # they keep connections open, and an error may keep whoever holds them
+            works.clear()
+        self._begun.clear()
+        if self._mesh is not None:
+            self._mesh.leave("dp")
+
     @property
     def _others(self) -> list[int]:
         return [peer for peer in range(self.degree) if peer != self.index]
@@ -131,21 +144,23 @@ class Copies:
         if self._mesh is None:
             return no_wait
         group, ended = self._mesh.group("dp"), self._noted(op)
+        works = self._works()
         with noticing_lost_peers(_LOST):
-            works = [dist.irecv(t, group=group, group_src=peer) for peer, t in arriving.items() if t.numel()]
-            works += [dist.isend(t, group=group, group_dst=peer) for peer, t in leaving.items() if t.numel()]
+            works.extend(dist.irecv(t, group=group, group_src=peer) for peer, t in arriving.items() if t.numel())
+            works.extend(dist.isend(t, group=group, group_dst=peer) for peer, t in leaving.items() if t.numel())
         return self._waiting(works, ended)
 
     def _start(self, collective: Callable[..., Any], *arguments: Any, op: Op | None, **options: Any) -> Wait:
         """Start it; what is returned waits for its end. It is noted as an `op` of the stage that runs."""
         if self._mesh is None:
             return no_wait
-        ended = self._noted(op)
+        ended, works = self._noted(op), self._works()
         with noticing_lost_peers(_LOST):
             work = collective(*arguments, group=self._mesh.group("dp"), async_op=True, **options)
         if ended is not no_wait and self._small.type == "cpu":  # on a GPU it would be called at once
             work.get_future().add_done_callback(lambda _: ended())
-        return self._waiting([work], ended)
+        works.append(work)
+        return self._waiting(works, ended)
 
     def _noted(self, op: Op | None) -> Wait:
         """Note that an `op` of the stage that runs begins; what is returned notes its end."""
@@ -154,11 +169,21 @@ class Copies:
             return no_wait
         return self.times.started(Action(action.stage, op) if op is Op.UNSHARD else action.with_op(op))
 
-    def _waiting(self, works: Sequence[Any], ended: Wait) -> Wait:
+    def _works(self) -> deque[Any]:
+        """Room for what a collective waits for, which `leave` clears."""
+        works: deque[Any] = deque()
+        self._begun[id(works)] = works
+        return works
+
+    def _waiting(self, works: deque[Any], ended: Wait) -> Wait:
         def wait() -> None:
+            if self._has_left:
+                raise PeerLost(_LOST)
             with noticing_lost_peers(_LOST), self.times.waiting():
-                for work in works:
-                    work.wait(self._timeout)
+                while works:
+                    works[0].wait(self._timeout)
+                    works.popleft()
+            self._begun.pop(id(works), None)
             ended()
 
         return wait

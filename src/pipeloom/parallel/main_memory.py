@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from functools import cache, partial
 from typing import Any
@@ -91,10 +91,10 @@ def home_of(parameter: Tensor) -> Home | None:
     return home
 
 
-def values_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Main parameters as tensors that may be read and written wherever they are, on the host if they are away."""
-    homes = ((name, parameter, home_of(parameter)) for name, parameter in parameters.items())
-    return {name: home.live() if home is not None else parameter.detach() for name, parameter, home in homes}
+def value_of(parameter: nn.Parameter) -> Tensor:
+    """A main parameter as a tensor that may be read and written wherever it is, on the host if it is away."""
+    home = home_of(parameter)
+    return home.live() if home is not None else parameter.detach()
 
 
 def open_mover(place: str | None) -> Mover | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -95,7 +96,29 @@ class Mesh:
             return self._groups[axis]
         if self._is_closed:
             raise InputError(f"a mesh of {self} after its close(): its groups are gone; close it last")
+        if axis in self.shape.axes and self.degree(axis) > 1:
+            raise InputError(f"a mesh of {self} after a pipeline on it failed: make a new mesh, and pipelines on that")
         raise InputError(f"mesh axis {axis!r} has one place here: it has no group; give it a degree above 1")
+
+    def leave(self, axis: str) -> None:
+        """This process failed, and those along an axis may wait for it: let them know. The axis has no group then.
+
+        They are told by connections of gloo that close; NCCL tells nobody, and waits there end after their timeout.
+        """
+        if self._is_closed or axis not in self._groups or "nccl" in dist.get_backend_config(self._groups[axis]):
+            return
+        group = self._groups.pop(axis)
+        if group is dist.group.WORLD:
+            return
+        self._made = tuple(made for made in self._made if made is not group)
+        registry = getattr(self.device_mesh, "_pg_registry", {})
+        for name in [name for name, registered in registry.items() if registered is group]:
+            del registry[name]
+        destroy_groups((group,))
+        # Connections close with the last reference, which waits for collectives of gloo's threads that were begun.
+        held = [group]
+        del group
+        threading.Thread(target=held.clear, name="pipeloom-leave", daemon=True).start()
 
     def lines(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Ranks in the default group: all processes, in groups along an axis."""

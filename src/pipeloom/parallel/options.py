@@ -26,7 +26,7 @@ class DataParallel:
         strategy: ddp, parameter-server, zero1, zero2 or zero3.
         granularity: step, chunk or microbatch: how often zero3 gathers parameters, and zero2 and zero3 share
             gradients. None: step.
-        layout: of what a copy keeps of a layer's parameters: "elements", an equal piece of all of them one behind the
+        layout: of what a copy keeps of a bucket's parameters: "elements", an equal piece of all of them one behind the
             other, or "parameters", whole ones, for optimizers that need whole matrices.
         bucket_bytes: neighbouring parameters of a stage are gathered and reduced together until they have so many
             bytes in the format of forwards; 0: each by itself, or each layer where layers are not cut (granularity

@@ -83,6 +83,9 @@ class _Shared(Sharing):
     def sum_losses(self, loss: Tensor) -> Tensor:
         return self._copies.sum_in_order(loss)
 
+    def leave(self) -> None:
+        self._copies.leave()
+
     def inputs(self, value: Value) -> Value:
         return (
             value if not self._precision.has_masters or value is None else _cast(value, DTYPES[self._precision.dtype])

@@ -15,7 +15,7 @@ from pipeloom.parallel.copies import Copies
 from pipeloom.parallel.flat_layout import FlatLayout
 from pipeloom.parallel.formats import DTYPES, Formats
 from pipeloom.parallel.layer_hooks import LayerGathers
-from pipeloom.parallel.main_memory import away, open_mover, values_of
+from pipeloom.parallel.main_memory import away, open_mover, value_of
 from pipeloom.parallel.options import DataParallel, Precision
 from pipeloom.parallel.reductions import Reductions
 from pipeloom.parallel.stage_parameters import (
@@ -241,8 +241,8 @@ class UnitStore(ParameterStore):
     def away(self) -> Away:
         return away(self.parameters.values(), self._mover)
 
-    def main_values(self) -> dict[str, Tensor]:
-        return values_of(self.parameters)
+    def value(self, name: str) -> Tensor:
+        return value_of(self.parameters[name])
 
     def whole(self) -> dict[str, Tensor]:
         return {name: value for unit in self._units for name, value in unit.whole().items()}

@@ -21,14 +21,15 @@ class Driver:
         rank: of this process; None where it holds all ranks.
         num_ranks: of the pipeline.
         transport: of the pipeline; closed after an error.
+        leave: called after an error, for copies of the pipeline that may wait for this one.
 
     Attributes:
         num_calls: so far, all ranks counting alike.
         ended: why nothing can run any more.
     """
 
-    def __init__(self, rank: int | None, num_ranks: int, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, rank: int | None, num_ranks: int, transport: Transport, leave: Callable[[], None]) -> None:
+        self._transport, self._leave = transport, leave
         in_threads = rank is None and transport.blocking and num_ranks > 1
         self._threads = RankThreads(num_ranks, transport) if in_threads else None  # type: ignore[arg-type]
         self._running = False
@@ -67,6 +68,7 @@ class Driver:
                 with suppress(Exception):  # what one of them says to that would hide the error
                     run.close()
             self.close()
+            self._leave()
             raise
         finally:
             self._running = False

@@ -79,7 +79,11 @@ class Executor(Holdings):
                 loss_fn=sharing.loss_fn(loss_fn),
                 transport=self.transport,
                 gradient_sum=GradientSum(
-                    rank, self.ownership.shared(rank), self.ownership.shared_buffers(rank), self.transport
+                    rank,
+                    self.ownership.shared(rank),
+                    self.ownership.shared_buffers(rank),
+                    self.transport,
+                    self.stores[rank].value,
                 ),
                 store=self.stores[rank],
                 sliced=sliced,
@@ -93,7 +97,7 @@ class Executor(Holdings):
         self.last_run: dict[int, Callable[[], Iterable[Record]]] = {}
         self._has_update_channels = False
         self._speculation: Speculation | None = None  # while parameters wait to be validated
-        self.driver = Driver(self.rank, self.num_ranks, self.transport)
+        self.driver = Driver(self.rank, self.num_ranks, self.transport, sharing.leave)
 
     @property
     def program(self) -> Program:

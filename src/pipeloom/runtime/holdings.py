@@ -98,6 +98,10 @@ class Holdings:
         for stages in self._by_rank.values():
             yield from stages.values()
 
+    def check_equal(self) -> None:
+        """Raises InputError where a parameter is not the same on all ranks of this process that hold it."""
+        self.ownership.check_equal(lambda rank, name: self.stores[rank].value(name))
+
     def train(self, mode: bool = True) -> Self:
         """Set the training mode of all stages held here."""
         for module in self.modules():
@@ -139,12 +143,11 @@ class Holdings:
         Values may be written into the parameters; `refresh` puts them into the modules. Parameters that are in a file
         (`pipeloom.DataParallel.offload`) are read and written there, on the host, page by page.
         """
-        held = {rank: store.main_values() for rank, store in self.stores.items()}
         state: dict[str, Tensor] = {}
         for name in self.parameter_names:
-            for values in held.values():  # the lowest rank's first
-                if name in values:
-                    state.setdefault(name, values[name])
+            store = next((store for store in self.stores.values() if name in store.parameters), None)  # the lowest rank
+            if store is not None:
+                state[name] = store.value(name)
         aliases = {alias for module in self.modules() for alias, _ in module.named_parameters(remove_duplicate=False)}
         for module in self.modules():
             for name, value in module.state_dict().items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,13 +122,17 @@ class Ownership:
         """All ranks that hold a parameter, ascending."""
         return self._program.ranks_of_group(self.homes[name])
 
-    def check_equal(self) -> None:
-        """Raises InputError where a parameter is not the same on all ranks of this process that hold it."""
+    def check_equal(self, value: Callable[[int, str], Tensor]) -> None:
+        """Raises InputError where a parameter is not the same on all ranks of this process that hold it.
+
+        Args:
+            value: of a rank's parameter, wherever it is.
+        """
         names = {name: rank for rank, held in reversed(self.held.items()) for name in held}  # the lowest rank
         for rank, held in self.held.items():
             for name, parameter in held.items():
                 first = self.held[names[name]][name]
-                if first is not parameter and not _equal(first, parameter):
+                if first is not parameter and not _equal(value(names[name], name), value(rank, name)):
                     raise InputError(
                         f"parameter {name!r} differs on ranks {names[name]} and {rank}: every rank has a copy, and all "
                         "are to be updated alike; make the optimizer from the Pipeline's parameters(), zero gradients "

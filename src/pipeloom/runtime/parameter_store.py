@@ -86,8 +86,8 @@ class ParameterStore(ABC):
         return Away(0, 0, 0.0)
 
     @abstractmethod
-    def main_values(self) -> Mapping[str, Tensor]:
-        """Main parameters by canonical name, as tensors that may be read and written, also of those in a store."""
+    def value(self, name: str) -> Tensor:
+        """A main parameter as a tensor that may be read and written, on the host where it is in a store."""
 
     @abstractmethod
     def whole(self) -> dict[str, Tensor]:
@@ -143,8 +143,8 @@ class PlainStore(ParameterStore):
     def peak_bytes(self) -> PeakBytes:  # gradients are only ever added to
         return PeakBytes(0, self.held_bytes().gradients if self.records_peaks else 0)
 
-    def main_values(self) -> Mapping[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+    def value(self, name: str) -> Tensor:
+        return self.parameters[name].detach()
 
     def whole(self) -> dict[str, Tensor]:
         return {}
@@ -211,6 +211,9 @@ class Sharing:
     def sum_losses(self, loss: Tensor) -> Tensor:
         """The sum over copies; every copy calls it."""
         return loss
+
+    def leave(self) -> None:
+        """This copy takes part in nothing more: have the others, who may wait for it, know."""
 
     def inputs(self, value: Value) -> Value:
         """The model's inputs in the format of its parameters."""

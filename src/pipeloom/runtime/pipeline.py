@@ -189,7 +189,7 @@ class Pipeline(Executor):
         if not torch.is_grad_enabled():
             raise InputError("step() where gradients are switched off: it computes them; leave torch.no_grad() first")
         if self._speculation is None:  # else ranks of this process may disagree for a while
-            self.ownership.check_equal()
+            self.check_equal()
         return self._call(self._programs.train, inputs, targets, with_loss=True, share_losses=share_losses).losses
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
@@ -251,13 +251,14 @@ class Pipeline(Executor):
             if self._sliced:
                 cut_sequences(batch, self.schedule.num_slices, self._slice_lengths)
         except Exception as error:
-            if not needs_targets:
-                raise
             refusal = error
-        if needs_targets:
-            # Other ranks of a copy that is fine are at work when its last one hears of it: closing tells them.
-            axis = self.sharing.axis
-            apart = self.num_ranks > len(self.local_ranks) and axis is not None and axis.degree > 1
-            with self.driver.ended_by_errors() if apart else nullcontext():
+        # Of several copies the last ranks tell each other. Other ranks are at work when one hears of it, or when one
+        # before the last refuses: closing tells them. Of one copy, a rank that refused may be called again.
+        axis = self.sharing.axis
+        apart = self.num_ranks > len(self.local_ranks) and axis is not None and axis.degree > 1
+        with self.driver.ended_by_errors() if apart else nullcontext():
+            if needs_targets:
                 batch.weigh(self.sharing.sum_samples(batch.num_samples, refusal))
+            elif refusal is not None:
+                raise refusal
         return batch

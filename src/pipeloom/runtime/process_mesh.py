@@ -25,5 +25,8 @@ class ProcessMesh(Protocol):
     def group(self, axis: str) -> dist.ProcessGroup:
         """The processes along an axis through this one, in its order."""
 
+    def leave(self, axis: str) -> None:
+        """This process failed, and those along an axis may wait for it: let them know. The axis has no group then."""
+
     def lines(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Ranks in the default group: all processes, in groups along an axis."""

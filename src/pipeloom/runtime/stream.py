@@ -226,7 +226,7 @@ class Stream:
                     f"parameter {name!r} has a hook behind the accumulation of its gradient: here gradients accumulate "
                     "on versions of it; remove the hook"
                 )
-        pipeline.ownership.check_equal()
+        pipeline.check_equal()
         return rates
 
     def program(self, num_batches: int) -> Program:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from pipeloom.errors import InputError
 from pipeloom.parallel import DataParallel, MeshShape, Precision
@@ -24,6 +24,7 @@ from pipeloom.train.sections import (
     PrecisionConfig,
     option,
 )
+from pipeloom.words import Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ class TrainConfig:
             self.parallel.data_strategy,
             self.parallel.data_granularity,
             "parameters" if whole else "elements",
-            self.parallel.data_bucket_bytes,
+            int(self.parallel.data_bucket_bytes),
         )
 
     @property
@@ -139,17 +140,24 @@ class TrainConfig:
 
     def to_mapping(self) -> dict[str, Any]:
         """Nested plain values, for YAML and JSON."""
-        return _as_utf8(dataclasses.asdict(self))
+        return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> TrainConfig:
         """The inverse of `to_mapping`; missing keys take their defaults."""
-        hints = get_type_hints(cls)
-        values = {
-            key: hints[key](**value) if dataclasses.is_dataclass(hints[key]) else value
-            for key, value in mapping.items()
-        }
-        return cls(**values)
+        made: TrainConfig = _from_mapping(cls, mapping)
+        return made
+
+
+def _from_mapping(kind: Any, mapping: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(kind)
+
+    def value_of(hint: Any, value: Any) -> Any:
+        if dataclasses.is_dataclass(hint):
+            return _from_mapping(hint, value)
+        return Bytes.parse(value) if value is not None and Bytes in (hint, *get_args(hint)) else value
+
+    return kind(**{key: value_of(hints[key], value) for key, value in mapping.items()})
 
 
 def as_utf8(text: str) -> str:
@@ -157,11 +165,10 @@ def as_utf8(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _as_utf8(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _as_utf8(value) if isinstance(value, Mapping) else as_utf8(value) if isinstance(value, str) else value
-        for key, value in mapping.items()
-    }
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return value.written if isinstance(value, Bytes) else as_utf8(value) if isinstance(value, str) else value
 
 
 def options() -> Iterator[tuple[str, Any, Any, str]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from pipeloom.errors import DataError, InputError
 from pipeloom.ir import Schedule
 from pipeloom.train.config import TrainConfig
+from pipeloom.train.sections import ParallelConfig
 
 
 def settled(config: TrainConfig, world_size: int | None) -> TrainConfig:
@@ -27,10 +29,23 @@ def settled(config: TrainConfig, world_size: int | None) -> TrainConfig:
             "parallel.data is -1 without torchrun: it is what is left of the processes, and here their number follows "
             "from it; give a number"
         )
-    parallel = replace(config.parallel, data=config.mesh_shape(world_size).degree("dp"))
-    if parallel.data == 1 and parallel.data_strategy != "zero3":  # it was for more, and means nothing now
-        parallel = replace(parallel, data_granularity=None)
-    return replace(config, parallel=parallel)
+    config = replace(config, parallel=replace(config.parallel, data=config.mesh_shape(world_size).degree("dp")))
+    default = ParallelConfig()  # what was for more copies than there are
+    idle: dict[str, Any] = {name: getattr(default, name) for name in idle_options(config)}
+    return replace(config, parallel=replace(config.parallel, **idle))
+
+
+def idle_options(config: TrainConfig) -> list[str]:
+    """The options of ``parallel`` that mean nothing for as many copies as `config` has.
+
+    Of one copy whose parameters are in memory they are the model's own, whatever the strategy. Where they are offloaded
+    zero3 gathers and frees them, bucket by bucket, and masters of 16-bit formats come in buckets.
+    """
+    if config.parallel.data != 1:
+        return []
+    away = config.memory.offload_parameters
+    idle = [] if away and config.parallel.data_strategy == "zero3" else ["data_strategy", "data_granularity"]
+    return [*idle, *([] if away else ["data_bucket_bytes"]), "order"]
 
 
 def process_names(config: TrainConfig) -> list[str]:

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
-from pipeloom.errors import InputError
-from pipeloom.plan.memory import Choice, choose_memory, choose_recompute
+from pipeloom.ir import Granularity
+from pipeloom.plan.memory import Choice, choose_memory
 from pipeloom.sim import CostsFile
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.layout import make_schedule
 from pipeloom.train.memory import likely_device
 from pipeloom.train.planned_memory import data_axis, planned_model, planned_program
 from pipeloom.train.tokenize import load_tokenizer
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-
-def cap_bytes(config: TrainConfig) -> float | None:
-    """What a rank may hold: ``"1.5GiB"`` is 1610612736. None where nothing limits it.
-
-    Raises:
-        InputError: that is no number of bytes.
-    """
-    text = config.memory.cap
-    if text is None:
-        return None
-    plain = text.strip().upper().replace("E+", "E")
-    match = re.fullmatch(r"(\d+\.?\d*(?:E\d+)?)\s*([KMGT]?I?)B?", plain, re.ASCII)
-    if match is None or match[2] not in _UNITS:
-        raise InputError(f"memory.cap is {text}: write bytes of a rank, such as 8e9, 16GB or 16GiB")
-    return float(match[1]) * _UNITS[match[2]]
 
 
 def under_cap(
@@ -49,25 +30,27 @@ def under_cap(
     Raises:
         InputError: no way keeps the cap; the message has the least that a rank takes.
     """
-    cap = cap_bytes(config)
+    cap = config.memory.cap
     if cap is None:
         return config, None
     config = replace(config, memory=replace(config.memory, cap=None, recompute="none"))
     schedule = make_schedule(config)
     model = planned_model(config, vocabulary_size, schedule.num_stages, device=device)
-    costs = network = None
-    if file is not None:
-        size = 2 if config.number_format.has_masters else 4
-        parameters = tuple(float(size * sum(layer.num_parameters for layer in stage)) for stage in model.stages)
-        network = file.network
-        costs = file.costs if file.costs.parameter_bytes else replace(file.costs, parameter_bytes=parameters)
-    data = data_axis(config)
-    if data is None or config.memory.offload_activations is not None or not data.shards_gradients:
-        program = planned_program(config, schedule, device=device)
-        choice = choose_recompute(program, model, cap, costs=costs, network=network)
-    else:
-        choice = choose_memory(schedule, model, data, cap, costs=costs, network=network)
+    programs = [planned_program(way, schedule, device=device) for way in _ways(config)]
+    costs, network = (None, None) if file is None else (file.costs, file.network)
+    choice = choose_memory(programs, model, cap, costs=costs, network=network)
     return _with(config, choice), choice
+
+
+def _ways(config: TrainConfig) -> list[TrainConfig]:
+    """`config` with every granularity that its strategy has."""
+    data = data_axis(config)
+    if data is None or not data.shards_gradients:
+        return [config]
+    return [
+        replace(config, parallel=replace(config.parallel, data_granularity=granularity.value))
+        for granularity in Granularity
+    ]
 
 
 def check_cap(config: TrainConfig) -> None:

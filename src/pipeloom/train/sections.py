@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeloom.parallel.options import BUCKET_BYTES
+from pipeloom.words import Bytes
 
 
 def option(default: Any, text: str) -> Any:
@@ -61,8 +62,8 @@ class ParallelConfig:
         "how often zero3 gathers parameters, and zero2 and zero3 share gradients: each needs less memory than the one "
         "before, and communicates more; left out: once a step",
     )
-    data_bucket_bytes: int = option(
-        BUCKET_BYTES,
+    data_bucket_bytes: Bytes = option(  # noqa: RUF009  # it makes a field, of an immutable default
+        Bytes(BUCKET_BYTES),
         "parameters of so many bytes are gathered and summed together: more is fewer messages, less is more of them "
         "beside computations",
     )
@@ -128,7 +129,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
-    cap: str | None = option(
+    cap: Bytes | None = option(  # noqa: RUF009
         None,
         "most bytes that a rank may hold, such as 16GiB, as `pipeloom memory` counts them: recompute and "
         "parallel.data_granularity are then chosen",

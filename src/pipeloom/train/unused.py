@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeloom.errors import InputError
 from pipeloom.train.config import TrainConfig
+from pipeloom.train.copies import idle_options
 
 _BETAS, _SUMS = ("adamw", "adam", "muon"), ("momentum", "muon")
 _OPTIMIZERS = {"beta1": _BETAS, "beta2": _BETAS, "momentum": _SUMS, "nesterov": _SUMS, "muon_learning_rate": ("muon",)}
@@ -39,10 +40,12 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, Any, str, str]]:
     elif memory.offload_activations is None and not (memory.offload_states or memory.offload_parameters):
         needed = "give --memory.offload_activations, or let states or parameters go there"
         yield "memory.offload", memory.offload, "with memory.offload_states false, and activations stay", needed
-    # zero3 gathers and frees also where it shares with nobody.
-    if parallel.data_granularity is not None and parallel.data == 1 and parallel.data_strategy != "zero3":
-        needed = "give --parallel.data for more, or zero3"
-        yield "parallel.data_granularity", parallel.data_granularity, "with one copy, which shares no gradient", needed
+    for name in idle_options(config):
+        if _given(parallel, name):
+            needed = "give --parallel.data for more"
+            if parallel.data_strategy == "zero3" and name != "order":
+                needed += ", or --memory.offload_parameters true"
+            yield f"parallel.{name}", getattr(parallel, name), "with one copy, which shares nothing", needed
 
 
 def _given(part: Any, name: str) -> bool:

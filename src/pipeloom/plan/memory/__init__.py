@@ -1,6 +1,6 @@
 """How much memory every rank takes, before anything runs; and the cheapest way to stay under a cap. No torch here."""
 
-from pipeloom.plan.memory.choose import Choice, choose_granularity, choose_memory, choose_recompute
+from pipeloom.plan.memory.choose import Choice, choose_memory
 from pipeloom.plan.memory.file import MemoryRow, read_memory, write_memory
 from pipeloom.plan.memory.layers import GPTSizes, Layer, even_blocks, gpt_layers, in_stages
 from pipeloom.plan.memory.ranks import KINDS, Model, RankMemory, memory_of_rank, memory_of_ranks
@@ -15,9 +15,7 @@ __all__ = [
     "MemoryRow",
     "Model",
     "RankMemory",
-    "choose_granularity",
     "choose_memory",
-    "choose_recompute",
     "even_blocks",
     "gpt_layers",
     "in_stages",

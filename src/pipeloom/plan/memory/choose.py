@@ -13,12 +13,12 @@ from operator import add
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
-from pipeloom.ir.data_axis import DataAxis, Granularity
 from pipeloom.ir.recompute import Recompute
 from pipeloom.ir.schedule import Program, Schedule
-from pipeloom.passes import lower
 from pipeloom.plan.memory.ranks import Model, RankMemory, memory_of_rank, memory_of_ranks
+from pipeloom.plan.memory.units import stage_bytes, unit_counts
 from pipeloom.sim import Costs, Network, simulate
+from pipeloom.words import bytes_text
 
 _F, _B, _I, _W = Op.F, Op.B, Op.I, Op.W
 _MOST_COMBINATIONS = 3**7  # of one rank's stages; with more stages, all of them recompute alike
@@ -45,61 +45,26 @@ class Choice:
         return max(rank.peak for rank in self.memory)
 
 
-def choose_granularity(
-    schedule: Schedule,
-    model: Model,
-    data: DataAxis,
-    cap: float,
-    *,
-    costs: Costs | None = None,
-    network: Network | None = None,
+def choose_memory(
+    programs: Sequence[Program], model: Model, cap: float, *, costs: Costs | None = None, network: Network | None = None
 ) -> Choice:
-    """The quickest granularity of `data`'s strategy with which every rank stays under `cap` bytes.
-
-    Args:
-        schedule: of one copy.
-        model: its layers.
-        data: the copies; its own granularity counts for nothing.
-        cap: bytes of a rank.
-        costs: seconds of computations; by default a backward takes two forwards.
-        network: between ranks, and between copies.
-
-    Raises:
-        InputError: none does; the message has the least that a rank takes.
-    """
-    return _best(_granularities(schedule, model, data, costs, network), cap)
-
-
-def choose_recompute(
-    program: Program, model: Model, cap: float, *, costs: Costs | None = None, network: Network | None = None
-) -> Choice:
-    """The least recomputation, stage by stage, with which every rank stays under `cap` bytes.
+    """The quickest of `programs`, each with the least recomputation, with which every rank stays under `cap` bytes.
 
     Of each rank's stages, those are recomputed that cost least; selective recomputation costs the share that attention
     has of a forward.
 
-    Raises:
-        InputError: even with all forwards computed again some rank takes more; the message has how much.
-    """
-    return _best([_least_recompute(program, model, cap, costs, network)], cap)
-
-
-def choose_memory(
-    schedule: Schedule,
-    model: Model,
-    data: DataAxis,
-    cap: float,
-    *,
-    costs: Costs | None = None,
-    network: Network | None = None,
-) -> Choice:
-    """The quickest of all granularities, each with the least recomputation that it needs.
+    Args:
+        programs: ways to run one schedule, such as one for each granularity; those that communicate least first.
+        model: its layers.
+        cap: bytes of a rank.
+        costs: seconds of computations; by default a backward takes two forwards. Bytes of parameters and gradients,
+            and in how many pieces they go to other copies, are the model's where the costs do not say it.
+        network: between ranks, and between copies.
 
     Raises:
-        InputError: none stays under `cap`; the message has the least that a rank takes.
+        InputError: even with all forwards computed again some rank takes more; the message has the least that it takes.
     """
-    plain = _granularities(schedule, model, data, costs, network)
-    return _best([_least_recompute(choice.program, model, cap, costs, network) for choice in plain], cap)
+    return _best([_least_recompute(program, model, cap, costs, network) for program in programs], cap)
 
 
 def _best(choices: Sequence[Choice], cap: float) -> Choice:
@@ -109,27 +74,30 @@ def _best(choices: Sequence[Choice], cap: float) -> Choice:
         least = min(choices, key=lambda choice: choice.peak)
         rank = max(least.memory, key=lambda each: each.peak)
         raise InputError(
-            f"a rank may hold {cap:.0f} bytes: rank {rank.rank} takes at least {rank.peak:.0f}; raise the cap, take "
-            "more ranks or copies, or smaller micro-batches"
+            f"a rank may hold {cap:.0f} bytes ({bytes_text(cap)}): rank {rank.rank} takes at least {rank.peak:.0f} "
+            f"({bytes_text(rank.peak)}); raise the cap, take more ranks or copies, or smaller micro-batches"
         )
     return min(fitting, key=lambda choice: choice.seconds)
 
 
-def _granularities(
-    schedule: Schedule, model: Model, data: DataAxis, costs: Costs | None, network: Network | None
-) -> list[Choice]:
-    possible = Granularity if data.shards_gradients else (Granularity.STEP,)
-    programs = [lower(schedule, data=replace(data, granularity=granularity)) for granularity in possible]
-    return [_choice(program, model, costs, network) for program in programs]
-
-
 def _choice(program: Program, model: Model, costs: Costs | None, network: Network | None) -> Choice:
+    costs = with_recompute(program.schedule, model, costs or Costs.uniform())
+    if network is not None and program.data is not None:
+        costs = _with_sizes(program, model, costs)
     return Choice(
         program=program,
         model=model,
         memory=memory_of_ranks(program, model),
-        seconds=simulate(program, with_recompute(program.schedule, model, costs or Costs.uniform()), network).makespan,
+        seconds=simulate(program, costs, network).makespan,
     )
+
+
+def _with_sizes(program: Program, model: Model, costs: Costs) -> Costs:
+    """`costs` with what goes to other copies, and in how many pieces, where they do not say it."""
+    if costs.parameter_bytes is None:
+        parameters, gradients = stage_bytes(model)
+        costs = replace(costs, parameter_bytes=parameters, gradient_bytes=gradients)
+    return costs if costs.units is not None else replace(costs, units=unit_counts(program, model))
 
 
 def with_recompute(schedule: Schedule, model: Model, costs: Costs) -> Costs:

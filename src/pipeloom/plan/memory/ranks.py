@@ -3,17 +3,15 @@
 A rank's program is walked once. Parameters, masters, optimizer states, buffers and old versions of a stream are there
 all the time; activations come with F and go with B or W, or to slower memory; whole gradients of a stage are there from
 its first backward to the reduction that covers it; gathered parameters from UNSHARD to RESHARD. At granularity
-microbatch layers are gathered one ahead, so that two neighbours are there at once, and reduced one by one.
+microbatch buckets are gathered one ahead, so that two neighbours are there at once, and reduced one by one.
 
 Not counted: messages on their way, what a single operation needs for itself, and what torch itself takes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
@@ -22,10 +20,10 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.ir.schedule import Program
 from pipeloom.ir.versions import weight_version_bytes
 from pipeloom.parallel import Precision
-from pipeloom.parallel.buckets import BucketRule, Item
 from pipeloom.parallel.options import BUCKET_BYTES
 from pipeloom.plan.memory.layers import Layer
 from pipeloom.plan.memory.states import Formats, UnitBytes, unit_bytes
+from pipeloom.plan.memory.units import Held, units_of_rank
 
 KINDS = {
     "parameters": "as forwards read them, all the time",
@@ -120,14 +118,6 @@ def memory_of_rank(program: Program, model: Model, rank: int, *, copy: int = 0) 
     return _Walk(program, model, rank, copy).memory()
 
 
-class _Held(NamedTuple):
-    """A parameter of a stage."""
-
-    name: str
-    shape: tuple[int, ...]
-    layer: int
-
-
 class _Walk:
     """One rank, from the first action of its program to the last."""
 
@@ -145,38 +135,18 @@ class _Walk:
         self._fine_reductions = fine and self._reduces
 
     def _make_units(self) -> None:
-        """As `pipeloom.parallel.stage_parameters.group_parameters` does, of a model in one format."""
-        homes: dict[str, set[int]] = {}
-        for stage, layers in enumerate(self._model.stages):
-            for layer in layers:
-                for name in layer.parameters:
-                    homes.setdefault(name, set()).add(stage)
-        data, whole = self._program.data, self._model.whole_parameters
-        granularity = data.granularity if data else Granularity.STEP
-        rule = BucketRule.of(granularity, self._model.bucket_bytes, whole_parameters=whole)
-        seen: set[str] = set()
-        for stage in self._held:
+        whole = self._model.whole_parameters
+        for stage, (own, tied) in units_of_rank(self._program, self._model, self._rank).items():
             layers = self._model.stages[stage]
-            loads = [0] * (data.degree if data else 1)
-            tied: dict[tuple[int, ...], list[_Held]] = {}
-            row: list[_Held] = []
-            for index, layer in enumerate(layers):
-                for name, shape in layer.parameters.items():
-                    if name in seen:
-                        continue
-                    seen.add(name)
-                    alike = row if len(homes[name]) == 1 else tied.setdefault(tuple(sorted(homes[name])), [])
-                    alike.append(_Held(name, shape, index))
-            items = [Item(held.layer, self._formats.compute * math.prod(held.shape)) for held in row]
-            groups = [[row[index] for index in bucket] for bucket in rule.cut(items)]
-            apart = [sorted(group) for group in tied.values()]
-            own = [self._unit(group, layers, loads if whole else None) for group in groups]
-            others = [self._unit(group, layers, [0] * len(loads) if whole else None) for group in apart]
-            self._units[stage] = own + others
-            runs = [set(range(group[0].layer, group[-1].layer + 1)) for group in groups]
-            self._layers[stage] = runs + [{held.layer for held in group} for group in apart]
+            size = self._program.data.degree if self._program.data else 1
+            loads = [0] * size if whole else None
+            units = [self._unit(group, layers, loads) for group in own]
+            units += [self._unit(group, layers, [0] * size if whole else None) for group in tied]
+            self._units[stage] = units
+            runs = [set(range(group[0].layer, group[-1].layer + 1)) for group in own]
+            self._layers[stage] = runs + [{held.layer for held in group} for group in tied]
 
-    def _unit(self, group: Sequence[_Held], layers: Sequence[Layer], loads: list[int] | None) -> UnitBytes:
+    def _unit(self, group: Sequence[Held], layers: Sequence[Layer], loads: list[int] | None) -> UnitBytes:
         return unit_bytes(
             {held.name: held.shape for held in group},
             data=self._program.data,
@@ -212,7 +182,7 @@ class _Walk:
     def _gathered(self, stage: int) -> tuple[float, float, float]:
         """The most of a stage's parameters at its UNSHARD, in its first computation, and from then on.
 
-        What is elsewhere is read, this copy's segment of it, before it is gathered layer by layer.
+        What is elsewhere is read, this copy's segment of it, before it is gathered bucket by bucket.
         """
         data, sizes = self._program.data, [unit.gathered for unit in self._units[stage]]
         away = "masters" in self._model.elsewhere
