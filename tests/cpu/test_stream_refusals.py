@@ -12,7 +12,9 @@ from torch import nn
 import pipeloom as pl
 from pipeloom.errors import CallerError, InputError, RunError
 from pipeloom.schedules import pipedream
-from tests.cpu.test_streams import make_batches, make_stages
+from tests.cpu.ranks import run_ranks
+from tests.cpu.stream_reference import Rule
+from tests.cpu.test_streams import make_batches, make_schedule, make_stages
 
 mse = nn.functional.mse_loss
 
@@ -62,6 +64,7 @@ def test_an_optimizer_that_counts_in_its_groups_has_one_stage(count) -> None:
         ({"on_update": 3}, "on_update is 3: .* pass a function"),
         ({"max_norm": "1"}, "max_norm is '1'"),
         ({"max_norm": None}, "max_norm is None"),
+        ({"max_norm": True}, "max_norm is True"),
         ({"num_batches": -1}, "num_batches is -1"),
         ({"num_batches": 2.5}, "num_batches is 2.5: .* whole number"),
     ],
@@ -69,6 +72,18 @@ def test_an_optimizer_that_counts_in_its_groups_has_one_stage(count) -> None:
 def test_options_are_checked_when_a_stream_is_made(options, text: str) -> None:
     with make_pipe() as pipe, pytest.raises(InputError, match=text):
         pl.Stream(pipe, sgd(pipe), **options)
+
+
+def test_a_stream_goes_on_from_where_one_can_have_drained() -> None:
+    schedule = make_schedule(Rule("stash", (2, 3)), 12)
+    with pl.Pipeline(make_stages(2), schedule, loss_fn=mse) as pipe:
+        text = "num_batches is 9: with replicas 2,3 all stages have updated after every 6 .* take a multiple of 6"
+        with pytest.raises(InputError, match=text):
+            pl.Stream(pipe, sgd(pipe), num_batches=9)
+        stream = pl.Stream(pipe, sgd(pipe), num_batches=12)
+        with pytest.raises(InputError, match=text):
+            stream.num_batches = 9
+        assert [update.batch for update in stream.run(make_batches(6))] == list(range(12, 18))
 
 
 class NoRate(torch.optim.Optimizer):
@@ -200,3 +215,63 @@ def test_on_update_that_raises_is_named() -> None:
         with pytest.raises(CallerError, match=r"^on_update\(2, .*\) raised KeyError: 'metrics'") as caught:
             stream.run(make_batches(8))
         assert isinstance(caught.value.__cause__, KeyError)
+
+
+def _replicas_with_other_optimizers(rank: int) -> None:
+    """Ranks 0 and 1 hold stage 0; rank 2 holds stage 1 and has another optimizer with another rate all along."""
+    odd, adam = rank == 1, torch.optim.Adam
+    with pl.Pipeline(make_stages(2), make_schedule(Rule("stash", (2, 1)), 6), loss_fn=mse) as pipe:
+        parameters = list(pipe.parameters())
+
+        def run(optimizer: torch.optim.Optimizer, rate: float | None = None) -> None:
+            if rank == 2:
+                optimizer = torch.optim.SGD(parameters, lr=0.5)
+            asked = None if rate is None or rank == 2 else lambda batch: rate + batch
+            pl.Stream(pipe, optimizer, learning_rate=asked).run(make_batches(6))
+
+        for optimizer, rate, text in (
+            (adam(parameters, lr=0.2 if odd else 0.1), None, "lr of group 0 0.1 on rank 0 and 0.2 on rank 1"),
+            (adam(parameters, lr=0.2 if odd else 0.1), 0.3 if odd else 0.4, "lr of group 0 0.4 on rank 0 and 0.3"),
+            (adam(parameters), 0.001 if odd else None, "learning_rate as groups have it on rank 0 and from a function"),
+            (adam(parameters, betas=(0.8, 0.99 if odd else 0.9)), None, r"betas of group 0 \(0.8, 0.9\) on rank 0 and"),
+            (adam(parameters, amsgrad=odd), None, "amsgrad of group 0 False on rank 0 and True on rank 1"),
+            ((torch.optim.AdamW if odd else adam)(parameters), None, "optimizer Adam on rank 0 and AdamW on rank 1"),
+            (adam(parameters[odd:]), None, r"parameters by group \[\[0, 1, 2, 3\]\] on rank 0 and \[\[1, 2, 3\]\] on"),
+        ):
+            with pytest.raises(InputError, match=f"^replicas of stage 0 have {text}"):
+                run(optimizer, rate)
+        run(adam(parameters, lr=torch.tensor(0.5) if odd else 0.5, eps=1 if odd else 1.0), 0.125)
+
+
+def test_replicas_that_would_update_in_other_ways_are_told() -> None:
+    run_ranks(_replicas_with_other_optimizers, 3)
+    with pl.Pipeline(make_stages(1), make_schedule(Rule("stash", (2,)), 6), loss_fn=mse) as pipe:
+        first, second = (list(stage.parameters()) for stage in pipe.modules())
+        optimizer = torch.optim.SGD([{"params": first}, {"params": second, "lr": 0.2}], lr=0.1)
+        with pytest.raises(InputError, match=r"lr of group 0 0\.1 on rank 0 and 0\.2 on rank 1"):
+            pl.Stream(pipe, optimizer).run(make_batches(6))
+
+
+def with_nothing_to_train(which: int) -> list[nn.Module]:
+    """The first has no parameters, others frozen ones."""
+    stages = make_stages(3)
+    stages[which] = stages[which].requires_grad_(False) if which else nn.Tanh()
+    return stages
+
+
+def _no_optimizer(rank: int) -> None:
+    schedule, batches = make_schedule(Rule("stash", (1, 1, 1)), 8), make_batches(8)
+    for which in range(3):
+        with pl.Pipeline(with_nothing_to_train(which), schedule, loss_fn=mse, transport="loopback") as pipe:
+            expected = pl.Stream(pipe, sgd(pipe), max_norm=1.0).run(batches)
+        with pl.Pipeline(with_nothing_to_train(which), schedule, loss_fn=mse) as pipe:
+            optimizer = None if rank == which else torch.optim.SGD(pipe.parameters(), lr=0.5)
+            stream = pl.Stream(pipe, optimizer, max_norm=1.0, learning_rate=lambda batch: 0.05)
+            assert stream.run(batches) == expected
+            if rank != which:
+                with pytest.raises(InputError, match=r"optimizer is None and parameter '.*' of this process wants a"):
+                    pl.Stream(pipe, None)
+
+
+def test_a_process_without_anything_to_train_has_no_optimizer() -> None:
+    run_ranks(_no_optimizer, 3)

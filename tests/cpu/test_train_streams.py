@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 from pipeloom.cli import main
 from pipeloom.sim import Timeline
+from pipeloom.train.config import TrainConfig
+from pipeloom.train.group import meet
+from pipeloom.train.optimizer import make_optimizer
+from pipeloom.train.progress import display
+from pipeloom.train.trainer import Trainer
 from pipeloom.words import counted
 
+from . import stream_reference
+from .stream_reference import Made, Rule
 from .test_train import STEP_KEYS, local, metrics, metrics_so_far, run, story, text, wait_for_steps, words
 
 __all__ = ["text"]  # a fixture
@@ -85,20 +98,109 @@ def test_a_killed_stream_goes_on_to_the_last_bit(text: Path, tmp_path: Path) -> 
     assert [row[:4] for row in story(killed)] == [row[:4] for row in story(whole)]
 
 
-def test_staleness_changes_the_learning_rate_of_late_gradients(text: Path, tmp_path: Path) -> None:
-    losses = []
-    for number, staleness in enumerate(("none", "inverse", "pipemare:4")):
-        local(
-            text,
-            tmp_path / str(number),
-            "--schedule=pipedream",
-            "--batch.microbatches=1",
-            "--parallel.pipeline=3",
-            f"--optimizer.staleness={staleness}",
-        )
-        losses.append([row[1] for row in story(tmp_path / str(number)) if row[1] is not None])
-    assert losses[0][0] == losses[1][0] == losses[2][0]
-    assert len({tuple(values) for values in losses}) == 3
+def asked_rate(batch: int, largest: float, num_steps: int = 12, warmup_steps: int = 3, least: float = 0.1) -> float:
+    """Linear warm-up, then half a cosine from the largest rate to a tenth of it."""
+    if batch < warmup_steps:
+        return largest * (batch + 1) / warmup_steps
+    progress = (batch - warmup_steps) / (num_steps - 1 - warmup_steps)
+    return largest * (least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def factor(rule: Rule, made: Made, staleness: str, scaled: bool) -> float:
+    """What the papers multiply the rate by: PipeDream for replicas, 1511.05950 and 1910.05124 for late gradients."""
+    factor = made.num_batches / rule.interval(0) if scaled else 1.0
+    if staleness == "inverse":
+        return factor / max(made.delay, 1)
+    if made.delay and staleness != "none":
+        return factor / made.delay ** (1 - min(made.update / int(staleness.removeprefix("pipemare:")), 1))
+    return factor
+
+
+def updates_of(rule: Rule, stage: int, num_batches: int, drained: tuple[int, ...]) -> list[Made]:
+    """All updates of a stage in a training that drains behind so many batches; micro-batches are batches."""
+    found, interval = [], rule.interval(stage)
+    for first, end in pairwise((0, *drained, num_batches)):
+        for update in range((end - first) // interval):
+            held = range(update * interval, (update + 1) * interval)
+            delay = update - min(rule.version(stage, b) for b in held)
+            found.append(Made(stage, first // interval + update, first + held.stop - 1, interval, delay))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("weights", "replicas", "staleness", "scaled"),
+    [("stash", (1, 1, 1), "inverse", False), ("vertical", (1, 2), "pipemare:7", True), ("stash", (2, 1), "none", True)],
+)
+def test_every_group_has_its_own_rate_at_every_update(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, replicas: tuple[int, ...],
+    staleness: str, scaled: bool,
+) -> None:  # fmt: skip
+    """Of Muon's parameters and of AdamW's: warm-up and cosine of the batch, over the delay, times the replicas."""
+    names: dict[nn.Parameter, str] = {}
+    met: dict[nn.Parameter, list[float]] = {}
+
+    def make(parameters: Iterable[tuple[str, nn.Parameter]], *options: Any) -> torch.optim.Optimizer:
+        names.update({parameter: name for name, parameter in parameters})
+        optimizer = make_optimizer(((name, parameter) for parameter, name in names.items()), *options)
+
+        def note(made: torch.optim.Optimizer, *_: Any) -> None:
+            for group in made.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        met.setdefault(parameter, []).append(group["lr"])
+
+        optimizer.register_step_pre_hook(note)
+        return optimizer
+
+    monkeypatch.setattr("pipeloom.train.trainer.make_optimizer", make)
+    local(
+        text, tmp_path, "--schedule=pipedream", "--batch.microbatches=1", f"--weights={weights}",
+        f"--model.layers={len(replicas)}", f"--parallel.pipeline={len(replicas)}", "--steps=12",
+        f"--parallel.replicas={','.join(map(str, replicas))}",
+        "--eval_steps=0", "--save_steps=8", "--sample_tokens=0", "--optimizer.name=muon", "--optimizer.warmup_steps=3",
+        "--optimizer.learning_rate=0.003", "--optimizer.muon_learning_rate=0.04", f"--optimizer.staleness={staleness}",
+        f"--optimizer.replica_scaling={str(scaled).lower()}",
+    )  # fmt: skip
+    rule = Rule(weights, replicas)
+    assert met.keys() == names.keys()
+    for parameter, name in names.items():
+        hidden = name.startswith("blocks.") and parameter.ndim == 2
+        block = name.split(".")[1] if name.startswith("blocks.") else 0 if name.startswith("embedding") else -1
+        stage = range(len(replicas))[int(block)]
+        expected = [
+            asked_rate(made.batch, 0.04 if hidden else 0.003) * factor(rule, made, staleness, scaled)
+            for made in updates_of(rule, stage, 12, drained=(8,))
+        ]
+        assert met[parameter] == pytest.approx(expected, rel=1e-12), name
+
+
+def test_a_gpt_trains_as_one_process_does_with_late_gradients(text: Path, tmp_path: Path) -> None:
+    """To the last bit: losses and weights, with rates that follow the batch and the delay, and gradients clipped."""
+    config = TrainConfig.from_mapping({
+        "schedule": "pipedream", "steps": 12, "output_dir": str(tmp_path), "local": True, "batch": {"size": 3},
+        "data": {"path": str(text)}, "model": {"layers": 3, "width": 16, "heads": 2, "sequence_length": 16},
+        "parallel": {"pipeline": 3}, "optimizer": {"warmup_steps": 3, "clip_norm": 0.5, "staleness": "inverse"},
+    })  # fmt: skip
+    rule = Rule("stash", (1, 1, 1))
+
+    def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        decay, without = ([p for p in parameters if (p.ndim == 2) is matrices] for matrices in (True, False))
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": without, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+
+    with meet(None, config) as group, Trainer(config, group, None) as trainer:
+        windows = [trainer.sampler.batch(3 * batch, 3) for batch in range(12)]
+        expected = stream_reference.train(
+            trainer.stages.modules, rule, [trainer.corpus.windows(found, 16) for found in windows],
+            lambda output, targets: nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten().long()),
+            adamw, max_norm=0.5 / math.sqrt(3),
+            learning_rate=lambda made: asked_rate(made.batch, 0.002) * factor(rule, made, "inverse", scaled=False),
+        )  # fmt: skip
+        with display(shown=False, num_steps=12, done=0, log_steps=1) as shown:
+            assert [row["loss"] for row in trainer.steps(1, 12, shown)] == expected.losses
+        found = [parameter for stage in trainer.stages.modules for parameter in stage.parameters()]
+    for parameter, wanted in zip(found, expected.parameters.values(), strict=True):
+        assert torch.equal(parameter, wanted)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ import pytest
 from benchmarks.partition.networks import read_cluster, resnet50, vgg16
 
 from pipeloom.errors import InputError
+from pipeloom.ir import check
 from pipeloom.plan.partition import Problem, Profile, data_parallel, parse_profile, partition_layers
+from pipeloom.schedules import pipedream
 from pipeloom.schedules.pipedream import full_in_flight
 
 # --- brute force ----------------------------------------------------------------------------------------------------
@@ -192,11 +194,12 @@ def test_fewer_ranks_are_named_where_they_are_faster():
 
 
 def test_in_flight_is_what_the_schedule_of_replicas_admits():
-    """NOAM of the paper for the first stage: ceil(ranks / ranks of the first stage)."""
-    profile = draw(random.Random(3), 9)
-    found = partition_layers(profile, [(7, 0.5)])
-    assert found.stages[0].in_flight == math.ceil(7 / found.stages[0].replicas)
-    assert found.stages[-1].in_flight == 1
+    found = partition_layers(draw(random.Random(10), 9), [(7, 0.5)])
+    replicas = [stage.replicas for stage in found.stages]
+    assert replicas == [2, 1, 3, 1]
+    sizes = {"num_ranks": sum(replicas), "num_microbatches": 4 * math.lcm(*replicas)}
+    admitted = [stage.in_flight for stage in found.stages for _ in range(stage.replicas)]
+    assert list(check(pipedream(**sizes, replicas=replicas)).live_activations) == admitted
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.schedule import Schedule, Uses, WeightPolicy
 
@@ -36,6 +36,32 @@ _LAST_BACKWARDS = (Op.B, Op.W)
 def num_updates(schedule: Schedule, stage: int) -> int:
     """How many updates `stage` makes in the whole stream."""
     return schedule.num_microbatches // schedule.update_interval(stage)
+
+
+def batches_between_drains(schedule: Schedule) -> int:
+    """A stream can end after so many batches, and after multiples of it: then every stage has updated."""
+    assert schedule.microbatches_per_update is not None
+    return schedule.update_period // schedule.microbatches_per_update
+
+
+def check_drained(schedule: Schedule, num_batches: int, seen: str) -> None:
+    """Refuse to go on from where a stream of this schedule cannot have ended.
+
+    Args:
+        schedule: of a stream.
+        num_batches: that were run before.
+        seen: words that say so, with which the error begins.
+
+    Raises:
+        InputError: not every stage has updated after so many.
+    """
+    each = batches_between_drains(schedule)
+    if num_batches % each:
+        replicas = ",".join(str(len(ranks)) for ranks in schedule.placement.replicas)
+        raise InputError(
+            f"{seen}: with replicas {replicas} all stages have updated after every {each} batches, and a stream goes "
+            f"on from there; take a multiple of {each}, or other replicas"
+        )
 
 
 def with_updates(schedule: Schedule, rank: int) -> Iterator[Action]:

@@ -5,7 +5,6 @@ run:   start-up, then every stage alternates F and B, updating by itself behind 
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 from collections.abc import Iterable, Mapping
@@ -15,10 +14,11 @@ import torch
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Program, check
+from pipeloom.ir.versions import check_drained
 from pipeloom.passes import lower, stretch
 from pipeloom.runtime.calls import call_number
-from pipeloom.runtime.collectives import all_gather_bytes
 from pipeloom.runtime.pipeline import Pipeline
+from pipeloom.runtime.stream_agreement import agree
 from pipeloom.runtime.stream_batches import StreamBatches, length_of
 from pipeloom.runtime.stream_rank import StreamPlan, StreamRank
 from pipeloom.runtime.stream_results import OnUpdate, StreamResults, StreamUpdate
@@ -38,7 +38,7 @@ class Stream:
     Args:
         pipeline: with a schedule that has a weight policy other than "flush", and a loss.
         optimizer: over parameters of `pipeline`, all that this process holds or some; any that leaves parameters
-            without a gradient alone, as torch's do.
+            without a gradient alone, as torch's do. None where this process holds no parameter that wants a gradient.
         max_norm: largest 2-norm of all gradients together. No stage waits for another: each clips its own gradient to
             ``max_norm / sqrt(num_stages)``.
         learning_rate: called before every update of a stage with the number of its last batch, from 0 over all runs;
@@ -54,7 +54,6 @@ class Stream:
         num_batches: how many batches have been run before, such as before the checkpoint that training goes on from.
 
     Attributes:
-        num_batches: how many batches have been run, in runs that came to their end.
         num_updates: for each rank of this process, of each of its stages: how many updates the last run made, also one
             that failed.
         peak_weight_versions: for each rank of this process, how many versions of a stage's parameters existed at once
@@ -68,7 +67,7 @@ class Stream:
     def __init__(
         self,
         pipeline: Pipeline,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         *,
         max_norm: float = math.inf,
         learning_rate: LearningRate | None = None,
@@ -98,12 +97,23 @@ class Stream:
         self._on_update = on_update
         self._microbatches = schedule.microbatches_per_update
         self._last_length: tuple[Program, Mapping[tuple[int, int], int]] | None = None
-        self.num_batches = _whole(num_batches)
-        if self.num_batches < 0:
-            raise InputError(f"num_batches is {num_batches}: so many batches were run before; pass 0 or more")
+        self.num_batches = num_batches
         self.num_updates: dict[int, dict[int, int]] = {}
         self.peak_weight_versions: dict[int, int] = {}
         self.peak_weight_bytes: dict[int, int] = {}
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches have been run, in runs that came to their end; to go on from elsewhere, set it."""
+        return self._num_batches
+
+    @num_batches.setter
+    def num_batches(self, count: int) -> None:
+        count = _whole(count)
+        if count < 0:
+            raise InputError(f"num_batches is {count}: so many batches were run before; pass 0 or more")
+        check_drained(self._pipeline.schedule, count, f"num_batches is {count}")
+        self._num_batches = count
 
     def run(self, batches: Iterable[Any] | None, num_batches: int | None = None) -> list[StreamUpdate]:
         """Train on `batches`: start up, stream, drain. Every rank calls it alike.
@@ -134,10 +144,10 @@ class Stream:
         self._check_length(batches, count)
         pipeline = self._pipeline
         pipeline.driver.check_free()
-        self._check_ready()
+        rates = self._check_ready()
         program, used = self._prepared(count)
         taken = StreamBatches(batches, count, program.schedule, pipeline.local_ranks)
-        live = self._agree(count)
+        live = self._agree(count, rates)
         call = call_number(pipeline.driver.num_calls + 1, True)
         plan = StreamPlan(program, used, call, self.num_batches)
         results = StreamResults(pipeline.rank, pipeline.transport, pipeline.process_group, plan, self._on_update, live)
@@ -196,9 +206,11 @@ class Stream:
                 "pass a smaller num_batches"
             )
 
-    def _check_ready(self) -> None:
+    def _check_ready(self) -> list[float] | None:
+        """Refuse what cannot run; returns the learning rates that are asked for the first batch."""
         pipeline = self._pipeline
-        self._optimizer.check(self.num_batches)
+        self._optimizer.check()
+        rates = self._optimizer.asked_rates(self.num_batches)
         if not pipeline.has_loss:
             raise InputError("run() on a Pipeline without loss_fn: updates need a loss; pass loss_fn to Pipeline")
         if not torch.is_grad_enabled():
@@ -215,6 +227,7 @@ class Stream:
                     "on versions of it; remove the hook"
                 )
         pipeline.check_equal()
+        return rates
 
     def program(self, num_batches: int) -> Program:
         """What `run` runs for so many batches."""
@@ -229,9 +242,9 @@ class Stream:
             self._last_length = lower(schedule), schedule.versions_used
         return self._last_length
 
-    def _agree(self, count: int) -> bool:
+    def _agree(self, count: int, rates: list[float] | None) -> bool:
         """Make sure that all processes ask for the same; returns whether rank 0 wants losses as they come."""
-        group, options = self._pipeline.process_group, self._options
+        options = self._options
         own = {
             "batches": count,
             "batches before": self.num_batches,
@@ -239,21 +252,9 @@ class Stream:
             "discount": options.discount,
             "discount_updates": options.discount_updates,
             "scale_by_replicas": options.scale_by_replicas,
-            "learning_rate": "set" if options.learning_rate else "not set",
         }
-        if group is None:
-            return self._on_update is not None
-        lost = "another rank ended before all began their run; see what it said"
-        told = all_gather_bytes(json.dumps([own, self._on_update is not None]).encode(), group, lost=lost)
-        first, *others = [json.loads(answer) for answer in told]
-        for rank, other in enumerate(others, 1):
-            name = next((name for name in own if other[0][name] != first[0][name]), None)
-            if name is not None:
-                raise InputError(
-                    f"rank 0 runs with {name} {first[0][name]} and rank {rank} with {other[0][name]}: all ranks run "
-                    "one stream; pass the same on each"
-                )
-        return bool(first[1])
+        rules = {rank: self._optimizer.rules(rank, rates) for rank in self._pipeline.local_ranks}
+        return agree(self._pipeline, own, rules, self._on_update is not None)
 
 
 def _whole(value: Any) -> int:

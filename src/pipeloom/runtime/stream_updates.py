@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pipeloom.errors import CallerError, InputError, RunError, one_line
 from pipeloom.runtime.optimizer_step import check_optimizer
 from pipeloom.runtime.pipeline import Pipeline
+from pipeloom.runtime.stream_agreement import Rules, update_rules
 from pipeloom.runtime.weight_versions import Gradients, WeightVersions
 
 LearningRate = Callable[[int], float | Sequence[float]]
@@ -61,7 +62,7 @@ class UpdateOptions:
     scale_by_replicas: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_norm, int | float) or not self.max_norm > 0:
+        if isinstance(self.max_norm, bool) or not isinstance(self.max_norm, int | float) or not self.max_norm > 0:
             raise InputError(
                 f"max_norm is {self.max_norm!r}: a norm to clip to is a number above 0; leave it out for no clipping"
             )
@@ -101,7 +102,7 @@ class StreamOptimizer:
     """Makes the updates of all stages of this process.
 
     Args:
-        optimizer: of this process.
+        optimizer: of this process; None where it has nothing to update.
         options: of the stream.
         pipeline: that it trains.
 
@@ -112,8 +113,9 @@ class StreamOptimizer:
         InputError: an optimizer that a stream cannot step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: UpdateOptions, pipeline: Pipeline) -> None:
-        _check_kind(optimizer)
+    def __init__(self, optimizer: torch.optim.Optimizer | None, options: UpdateOptions, pipeline: Pipeline) -> None:
+        if optimizer is not None:
+            _check_kind(optimizer)
         self._optimizer, self._pipeline = optimizer, pipeline
         self._num_held = sum(len(pipeline.workers[rank].stages) for rank in pipeline.local_ranks)
         self.trained: set[nn.Parameter] = set()
@@ -124,24 +126,37 @@ class StreamOptimizer:
         self._devices: set[str] = set()
         self.check()
 
-    def check(self, batch: int | None = None) -> None:
-        """Raises InputError where its groups do not fit, or the learning rate for `batch` is none."""
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups if self._optimizer is not None else []
+
+    def check(self) -> None:
+        """Raises InputError where its groups do not fit."""
+        if self._optimizer is None:
+            name = next((name for name, p in self._pipeline.named_parameters() if p.requires_grad), None)
+            if name is not None:
+                raise InputError(
+                    f"optimizer is None and parameter {name!r} of this process wants a gradient: only a process that "
+                    "holds none has nothing to update; pass an optimizer, or freeze what it holds"
+                )
+            return
         check_optimizer(self._pipeline, self._optimizer)
-        groups = self._optimizer.param_groups
-        if self._options.sets_rates and any("lr" not in group for group in groups):
+        if self._options.sets_rates and any("lr" not in group for group in self._groups):
             raise InputError(
                 f"{type(self._optimizer).__name__} has parameter groups without 'lr': learning_rate, discount and "
                 "scale_by_replicas set that; leave them out, or take an optimizer with a learning rate"
             )
-        if batch is not None:
-            self._asked_rates(batch)
+
+    def rules(self, rank: int, rates: list[float] | None) -> Rules:
+        """How it updates the stages of a rank that have replicas, with these as `asked_rates` of the first batch."""
+        return update_rules(self._pipeline, rank, type(self._optimizer).__name__, self._groups, rates)
 
     def begin(self) -> None:
         """Note parameters as they are, and learning rates where they are going to be set."""
-        self.trained = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
+        self.trained = {parameter for group in self._groups for parameter in group["params"]}
         self._devices = {parameter.device.type for parameter in self.trained}
         if self._options.sets_rates:
-            self._base = [float(group["lr"]) for group in self._optimizer.param_groups]
+            self._base = [float(group["lr"]) for group in self._groups]
 
     def end(self) -> None:
         """Put the learning rates back."""
@@ -180,7 +195,7 @@ class StreamOptimizer:
         with self._lock:
             if self._options.sets_rates:
                 try:
-                    rates = self._asked_rates(update.batch) or self._base
+                    rates = self.asked_rates(update.batch) or self._base
                 except InputError as error:
                     raise CallerError(str(error)) from error
                 self._set_rates(rates, self._options.factor(update))
@@ -188,10 +203,12 @@ class StreamOptimizer:
         return number
 
     def _step(self) -> None:
+        if self._optimizer is None:
+            return
         if self._num_held == 1:
             self._optimizer.step()
             return
-        before = _group_values(self._optimizer)
+        before = _group_values(self._groups)
         self._optimizer.step()
         self._check_written(before)
 
@@ -199,7 +216,7 @@ class StreamOptimizer:
         """Stages that share an optimizer share the options of its groups: what a step writes there counts them all."""
         written = {
             key
-            for old, new in zip(before, _group_values(self._optimizer), strict=True)
+            for old, new in zip(before, _group_values(self._groups), strict=True)
             for key in new
             if key not in old or new[key] != old[key]
         }
@@ -210,9 +227,13 @@ class StreamOptimizer:
                 "parameter; run a process for each stage, or take another optimizer"
             )
 
-    def _asked_rates(self, batch: int) -> list[float] | None:
-        """What `learning_rate` gives, one for each parameter group; None where there is none."""
-        if self._options.learning_rate is None:
+    def asked_rates(self, batch: int) -> list[float] | None:
+        """What `learning_rate` gives, one for each parameter group; None where there is none.
+
+        Raises:
+            InputError: it raised, or gave no rates.
+        """
+        if self._options.learning_rate is None or self._optimizer is None:
             return None
         try:
             given: Any = self._options.learning_rate(batch)
@@ -220,12 +241,11 @@ class StreamOptimizer:
             raise InputError(
                 f"learning_rate({batch}) raised {one_line(error)}: it gives the rate for every batch; correct it"
             ) from error
-        num_groups = len(self._optimizer.param_groups)
-        rates = list(given) if isinstance(given, list | tuple) else [given] * num_groups
-        if len(rates) != num_groups:
+        rates = list(given) if isinstance(given, list | tuple) else [given] * len(self._groups)
+        if len(rates) != len(self._groups):
             raise InputError(
-                f"learning_rate gave {len(rates)} rates for {num_groups} parameter groups: it gives one for all, or "
-                "one for each"
+                f"learning_rate gave {len(rates)} rates for {len(self._groups)} parameter groups: it gives one for "
+                "all, or one for each"
             )
         try:
             numbers = [math.nan if isinstance(rate, str) else float(rate) for rate in rates]
@@ -239,7 +259,7 @@ class StreamOptimizer:
         return numbers
 
     def _set_rates(self, rates: Sequence[float], factor: float) -> None:
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+        for group, rate in zip(self._groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):  # as optimizers that are captured in graphs keep it
                 group["lr"].fill_(rate * factor)
             else:
@@ -262,11 +282,11 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
         raise InputError("SparseAdam takes sparse gradients: those of a stream are dense; take Adam or AdamW")
 
 
-def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+def _group_values(groups: list[dict[str, Any]]) -> list[dict[str, object]]:
     """The options of every group, so that they can be compared after some were written in place."""
     return [
         {key: (id(v), v._version) if isinstance(v, Tensor) else repr(v) for key, v in group.items() if key != "params"}
-        for group in optimizer.param_groups
+        for group in groups
     ]
 
 

@@ -21,7 +21,7 @@ from pipeloom.train.config import TrainConfig
 from pipeloom.train.group import Group
 from pipeloom.train.journal import Journal
 from pipeloom.train.metrics import Predictor, Records, cost_metrics, cost_numbers, gathered_records, read_cost
-from pipeloom.train.optimizer import learning_rate
+from pipeloom.train.optimizer import learning_rate, learning_rates
 from pipeloom.train.streams import staleness
 
 _MOST_SHOWN = 256  # micro-batches of a run in its report
@@ -70,7 +70,7 @@ class StreamSteps:
             pipeline,
             optimizer,
             max_norm=config.optimizer.clip_norm or math.inf,
-            learning_rate=self._rate,
+            learning_rate=lambda batch: learning_rates(optimizer, batch, config.steps, config.optimizer),
             discount=cast(Discount, kind),
             discount_updates=num_updates,
             scale_by_replicas=config.optimizer.replica_scaling,

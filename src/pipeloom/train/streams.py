@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
+from pipeloom.ir.versions import check_drained
 from pipeloom.schedules import FAMILIES, steady_length
 from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.config import TrainConfig
@@ -26,12 +27,6 @@ def stream_length(config: TrainConfig) -> int:
     """Micro-batches of a stream that is long enough to show its steady state, from which any length follows."""
     each, in_flight = config.num_microbatches, config.parallel.in_flight
     return steady_length(config.replicas, microbatches_per_update=each, in_flight=in_flight)
-
-
-def steps_between_drains(schedule: Schedule) -> int:
-    """A run can drain after so many steps and multiples of it: then every stage has updated."""
-    assert schedule.microbatches_per_update is not None
-    return schedule.update_period // schedule.microbatches_per_update
 
 
 def staleness(config: TrainConfig) -> tuple[str, int | None]:
@@ -120,9 +115,5 @@ def check_resumed_stream(config: TrainConfig, schedule: Schedule, checkpoint: Pa
     """
     if schedule.microbatches_per_update is None:
         return
-    step, each = read_manifest(checkpoint).step, steps_between_drains(schedule)
-    if step % each:
-        raise InputError(
-            f"{checkpoint} is after step {step}: with replicas {config.parallel.replicas} all stages update after "
-            f"every {each} steps together; go on from a multiple of {each}, or with other replicas"
-        )
+    step = read_manifest(checkpoint).step
+    check_drained(schedule, step, f"{checkpoint} is after step {step}")
