@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.train.config import TrainConfig
+from pipeloom.train.corpus import Corpus
 from pipeloom.train.streams import is_stream
 
 _MATTERS = ("data", "batch", "optimizer", "precision", "seed", "model")  # what changes the losses of a run that goes on
@@ -14,7 +15,18 @@ _MATTERS_IN_STREAMS = (  # what else does where one is a stream: how late gradie
     *("schedule", "weights", "eval_steps", "save_steps"),
     *(f"parallel.{name}" for name in ("pipeline", "replicas", "cut", "in_flight")),
 )
+_MOST_NAMED = 3  # directories in one line
 _PATHS = ("data.path", "data.tokenizer")
+
+
+def found_text(corpus: Corpus) -> str:
+    """``12,345 tokens of 3 files``, and what lies between them but is no text: what runs wrote."""
+    text = f"{len(corpus.train):,} tokens of {corpus.num_files} files"
+    if not corpus.left_out:
+        return text
+    named = ", ".join(map(str, corpus.left_out[:_MOST_NAMED]))
+    more = len(corpus.left_out) - _MOST_NAMED
+    return f"{text} (left out, for runs wrote it: {named}{f' and {more} more' if more > 0 else ''})"
 
 
 def skipped_notice(skipped: Mapping[str, int]) -> list[str]:

@@ -51,7 +51,7 @@ from pipeloom.train.metrics import (
     gathered_waits,
     read_cost,
 )
-from pipeloom.train.notices import skipped_notice
+from pipeloom.train.notices import found_text, skipped_notice
 from pipeloom.train.optimizer import (
     learning_rate,
     learning_rates,
@@ -176,7 +176,7 @@ class Trainer:
         shown.say(
             f"{sizes.num_parameters:,} parameters in {self.schedule.num_stages} stages, schedule {self.schedule.name}, "
             f"{self._ranks_text()}, {counted(self.config.num_microbatches, 'micro-batch')} a step; "
-            f"{len(self.corpus.train):,} tokens of {self.corpus.num_files} files{start}"
+            f"{found_text(self.corpus)}{start}"
         )
         for line in self.notices:
             shown.say(line)
