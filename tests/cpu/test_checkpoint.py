@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -712,6 +713,19 @@ def test_latest_is_the_highest_number(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-x").mkdir()
     assert ck.latest(tmp_path) == tmp_path / "checkpoint-10"
     assert ck.load(tmp_path).step == 10
+
+
+@pytest.mark.parametrize("lost", [SEAL_NAME, MANIFEST_NAME])
+def test_the_latest_is_not_passed_over_when_it_is_damaged(
+    saved: Path, lost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ck.save(saved.parent, 3, model={})
+    (saved / lost).unlink()
+    assert ck.latest(saved.parent) == saved
+    with pytest.raises(CheckpointError, match=rf"checkpoint-7/{lost} cannot be read .*: the checkpoint is damaged"):
+        cli.main(["verify", str(saved.parent)])
+    assert cli.main(["ls", str(saved.parent)]) == 0
+    assert re.search(r"\n3 .* ok .*\n7 .* damaged", capsys.readouterr().out)
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from typing import Any
 from pipeloom.cli.parser import Parser, did_you_mean
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.convert import convert, model_tensors
-from pipeloom.train.checkpoint.directory import Listed, list_checkpoints, resolve
-from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, missing_or_cut, read_manifest, verify
+from pipeloom.train.checkpoint.directory import Listed, is_ours, list_checkpoints, resolve
+from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, missing_or_cut, read_manifest, verify
 from pipeloom.words import bytes_text
 
 _EXAMPLES = """\
@@ -108,7 +108,9 @@ def _describe(entry: Listed) -> dict[str, Any]:
     try:
         manifest = read_manifest(entry.path)
     except CheckpointError:
-        return row | {"status": "damaged" if entry.complete else "foreign"}
+        if not is_ours(entry.path):
+            return row | {"status": "foreign"}
+        return row | {"status": "damaged" if entry.complete else f"damaged: {SEAL_NAME}"}
     bad = missing_or_cut(entry.path, manifest)
     status = "ok" if bad is None else f"damaged: {bad}"
     return row | {"ranks": len(manifest.parts), "layout": manifest.layout, "status": status}

@@ -10,7 +10,8 @@ from pipeloom.train.config import TrainConfig
 from pipeloom.train.corpus import Corpus
 from pipeloom.train.streams import is_stream
 
-_MATTERS = ("data", "batch", "optimizer", "precision", "seed", "model")  # what changes the losses of a run that goes on
+# What changes the losses of a run that goes on, or which checkpoints it leaves.
+_MATTERS = ("data", "batch", "optimizer", "precision", "seed", "model", "save_total_limit")
 _MATTERS_IN_STREAMS = (  # what else does where one is a stream: how late gradients are, and when it drains
     *("schedule", "weights", "eval_steps", "save_steps"),
     *(f"parallel.{name}" for name in ("pipeline", "replicas", "cut", "in_flight")),
@@ -43,7 +44,7 @@ def resume_notices(
     before, now = dict(_flat(saved)), dict(_flat(config.to_mapping()))
     streams = is_stream(config.schedule) or is_stream(str(before.get("schedule")))
     changed = [
-        f"{key} {_shown(before[key])} -> {_shown(value)}"
+        f"{key} {_shown(key, before[key])} -> {_shown(key, value)}"
         for key, value in now.items()
         if key.split(".")[0] in _MATTERS or (streams and key in _MATTERS_IN_STREAMS)
         if key in before and _plain(key, before[key]) != _plain(key, value)
@@ -71,5 +72,7 @@ def _plain(key: str, value: Any) -> Any:
     return str(Path(value).absolute()) if key in _PATHS and value is not None else value
 
 
-def _shown(value: Any) -> str:
+def _shown(key: str, value: Any) -> str:
+    if key == "save_total_limit":
+        return "all" if value is None else str(value)
     return "the default" if value is None else str(value)

@@ -138,6 +138,7 @@ class Trainer:
         self.notices = skipped_notice(self.corpus.skipped) + offload_notices(config, group.device.type)
         self.resumed: Path | None = None
         self.first_step = 1
+        self.kept_up_to = 0  # checkpoints up to this step are not deleted
 
     def __enter__(self) -> Trainer:
         return self
