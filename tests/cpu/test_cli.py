@@ -94,6 +94,7 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ("--data.validation_fraction 2", "data.validation_fraction is 2.0"),
         ("--data.tokenizer nowhere.json", "tokenizer nowhere.json"),
         ("--model.sequence_length 100000", "one window takes 100001"),
+        ("--data.validation_fraction 0", "0 tokens.*; raise data.validation_fraction, give --eval_steps 0, add"),
         ("--batch.size 5000 --batch.microbatches 5000", "validation data has .* samples"),
         ("--output_dir /proc/nowhere/out", "output_dir /proc/nowhere/out cannot be written"),
         ("--resume_from_checkpoint latest", "holds no finished checkpoint"),
@@ -185,6 +186,10 @@ def test_bad_input_is_refused_in_one_line(refused: Refused, words: str, expected
         ("", "holds no keys"),
         ("steps: 3\nsteps: 4\n", "key steps stands twice, again in line 2"),
         ("model: {width: 3, width: 4}\n", "key width stands twice"),
+        ("model.layers: 3\nmodel: {layers: 4}\n", "key model.layers stands twice"),
+        ("? [a, b]\n: 3\n", "the key in line 1 is no word"),
+        ("steps: 2026-13-41\n", "cannot be read"),
+        ("model: &m {more: *m}\n", "cannot be read"),
         ("data: {path: ''}\n", "data.path has an empty value"),
         ("output_dir: null\n", "output_dir is null: it needs a value"),
         ("steps:\n", "steps is null"),
@@ -213,6 +218,9 @@ def test_data_without_text_is_refused(refused: Refused, tmp_path: Path, content:
 def test_an_unknown_environment_variable_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPELOOM_STESP", "3")
     assert "PIPELOOM_STESP is unknown: did you mean PIPELOOM_STEPS" in refused()
+    monkeypatch.delenv("PIPELOOM_STESP")
+    monkeypatch.setenv("PIPELOOM_MODEL__LAYERS", "")
+    assert "variable PIPELOOM_MODEL__LAYERS has an empty value" in refused()
 
 
 def test_a_group_of_another_size_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:

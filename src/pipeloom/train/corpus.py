@@ -66,9 +66,10 @@ class Corpus:
         tokens = self._part(part)
         count = (len(tokens) - 1) // sequence_length
         if count < 1:
+            fix = "raise data.validation_fraction, give --eval_steps 0, " if part == "validation" else ""
             raise DataError(
                 f"the {part} data has {len(tokens)} tokens: one window takes {sequence_length + 1} (sequence_length + "
-                "1); add text or lower sequence_length"
+                f"1); {fix}add text or lower sequence_length"
             )
         return count
 
