@@ -805,6 +805,11 @@ def test_ls_lists_checkpoints_and_tensors(saved: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "2 ranks" in out
     assert "2.num_batches_tracked  I64    scalar" in out
+    renamed = saved.rename(saved.with_name("checkpoint-12"))
+    for command, said in (("ls", "12 .* renamed: of step 7 "), ("verify", "ok, step 7 in spite of its name, ")):
+        assert cli.main([command, str(saved.parent)]) == 0
+        assert re.search(said, capsys.readouterr().out)
+    renamed.rename(saved)
     (saved / "model-00001-of-00002.safetensors").unlink()
     assert cli.main(["ls", str(saved.parent)]) == 0
     assert "damaged: model-00001-of-00002.safetensors" in capsys.readouterr().out

@@ -176,6 +176,12 @@ def _hidden(output_dir: Path, step: int, kind: str) -> Path:
     return output_dir / f".checkpoint-{step}.{kind}-{secrets.token_hex(4)}"
 
 
+def is_misnamed(path: Path, step: int) -> bool:
+    """Whether a checkpoint after `step` has a name for another step."""
+    match = _VISIBLE.fullmatch(path.name)
+    return match is not None and int(match[1]) != step
+
+
 def is_ours(path: Path) -> bool:
     """Whether pipeloom wrote this checkpoint, to its end: a rename made it visible, so what it lacks is lost."""
     return (path / SEAL_NAME).is_file() or (path / MANIFEST_NAME).is_file()
