@@ -105,3 +105,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")
     module = importlib.import_module(home)
     return module if home == f"pipeloom.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
