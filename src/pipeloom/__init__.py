@@ -6,13 +6,16 @@ Importing this package imports no torch; what needs torch is loaded when it is f
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
-from pipeloom import ir, passes, schedules
 from pipeloom.errors import PipeloomError
-from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
+from pipeloom.version import __version__
 
+TYPE_CHECKING = False  # checkers take it for typing's, whose import would be most of the time that this one takes
 if TYPE_CHECKING:
+    from typing import Any
+
+    from pipeloom import ir, passes, schedules
+    from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
     from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, OffloadedOptimizer, Precision
     from pipeloom.runtime import (
         BarrierStep,
@@ -27,10 +30,18 @@ if TYPE_CHECKING:
     )
     from pipeloom.sim import Costs, Network, Timeline, simulate
 
-from pipeloom.version import __version__
-
-# Public names that are loaded at first use, and the module each lives in.
+# Public names and the module each lives in. All are loaded at first use, so that a command is soon where it can answer
+# an interrupt.
 _LAZY = {
+    "Action": "pipeloom.ir",
+    "Op": "pipeloom.ir",
+    "Placement": "pipeloom.ir",
+    "Program": "pipeloom.ir",
+    "Schedule": "pipeloom.ir",
+    "check": "pipeloom.ir",
+    "ir": "pipeloom.ir",
+    "passes": "pipeloom.passes",
+    "schedules": "pipeloom.schedules",
     "Costs": "pipeloom.sim",
     "Network": "pipeloom.sim",
     "Timeline": "pipeloom.sim",
@@ -94,3 +105,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")
     module = importlib.import_module(home)
     return module if home == f"pipeloom.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -714,6 +715,19 @@ def test_latest_is_the_highest_number(tmp_path: Path) -> None:
     assert ck.load(tmp_path).step == 10
 
 
+@pytest.mark.parametrize("lost", [SEAL_NAME, MANIFEST_NAME])
+def test_the_latest_is_not_passed_over_when_it_is_damaged(
+    saved: Path, lost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ck.save(saved.parent, 3, model={})
+    (saved / lost).unlink()
+    assert ck.latest(saved.parent) == saved
+    with pytest.raises(CheckpointError, match=rf"checkpoint-7/{lost} cannot be read .*: the checkpoint is damaged"):
+        cli.main(["verify", str(saved.parent)])
+    assert cli.main(["ls", str(saved.parent)]) == 0
+    assert re.search(r"\n3 .* ok .*\n7 .* damaged", capsys.readouterr().out)
+
+
 # --- processes --------------------------------------------------------------------------------------------------------
 
 GLOO_RANK = """
@@ -791,6 +805,11 @@ def test_ls_lists_checkpoints_and_tensors(saved: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "2 ranks" in out
     assert "2.num_batches_tracked  I64    scalar" in out
+    renamed = saved.rename(saved.with_name("checkpoint-12"))
+    for command, said in (("ls", "12 .* renamed: of step 7 "), ("verify", "ok, step 7 in spite of its name, ")):
+        assert cli.main([command, str(saved.parent)]) == 0
+        assert re.search(said, capsys.readouterr().out)
+    renamed.rename(saved)
     (saved / "model-00001-of-00002.safetensors").unlink()
     assert cli.main(["ls", str(saved.parent)]) == 0
     assert "damaged: model-00001-of-00002.safetensors" in capsys.readouterr().out

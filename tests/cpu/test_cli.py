@@ -94,6 +94,7 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ("--data.validation_fraction 2", "data.validation_fraction is 2.0"),
         ("--data.tokenizer nowhere.json", "tokenizer nowhere.json"),
         ("--model.sequence_length 100000", "one window takes 100001"),
+        ("--data.validation_fraction 0", "0 tokens.*; raise data.validation_fraction, give --eval_steps 0, add"),
         ("--batch.size 5000 --batch.microbatches 5000", "validation data has .* samples"),
         ("--output_dir /proc/nowhere/out", "output_dir /proc/nowhere/out cannot be written"),
         ("--resume_from_checkpoint latest", "holds no finished checkpoint"),
@@ -185,6 +186,10 @@ def test_bad_input_is_refused_in_one_line(refused: Refused, words: str, expected
         ("", "holds no keys"),
         ("steps: 3\nsteps: 4\n", "key steps stands twice, again in line 2"),
         ("model: {width: 3, width: 4}\n", "key width stands twice"),
+        ("model.layers: 3\nmodel: {layers: 4}\n", "key model.layers stands twice"),
+        ("? [a, b]\n: 3\n", "the key in line 1 is no word"),
+        ("steps: 2026-13-41\n", "cannot be read"),
+        ("model: &m {more: *m}\n", "cannot be read"),
         ("data: {path: ''}\n", "data.path has an empty value"),
         ("output_dir: null\n", "output_dir is null: it needs a value"),
         ("steps:\n", "steps is null"),
@@ -213,6 +218,9 @@ def test_data_without_text_is_refused(refused: Refused, tmp_path: Path, content:
 def test_an_unknown_environment_variable_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPELOOM_STESP", "3")
     assert "PIPELOOM_STESP is unknown: did you mean PIPELOOM_STEPS" in refused()
+    monkeypatch.delenv("PIPELOOM_STESP")
+    monkeypatch.setenv("PIPELOOM_MODEL__LAYERS", "")
+    assert "variable PIPELOOM_MODEL__LAYERS has an empty value" in refused()
 
 
 def test_a_group_of_another_size_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,6 +299,64 @@ def test_any_terminal_can_show_what_is_printed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(b"h?\n")
     assert re.search(rb"\nseq1f1b-interleaved +Seq1F1B, arXiv:2406.03488 +k slices of each sequence; v", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("schedules >/dev/full", 1, "standard output cannot be written: No space left on device"),
+        ("schedules >&-", 0, ""),
+        ("schedules <&- >&- 2>&-", 0, ""),
+        ("train --print_config >/dev/full", 1, "cannot be written"),
+        ("train {tiny} >/dev/full", 0, "warning: standard output cannot be written: No space left on device; the run"),
+        ("train --print_config <&- >&-", 0, ""),
+    ],
+)
+def test_output_that_nobody_can_read(text: Path, tmp_path: Path, command: str, code: int, said: str) -> None:
+    """A command fails in one line; a run goes on after one."""
+    out = tmp_path / "out"
+    tiny = f"--data.path {text} --output_dir {out} --steps 1 --sample_tokens 0 --eval_steps 0 --save_steps 0"
+    tiny += " --model.layers 2 --model.width 16 --model.heads 2 --model.sequence_length 16 --batch.size 4"
+    tiny += " --parallel.pipeline 1"
+    words = f"exec {sys.executable} -m pipeloom {command.format(tiny=tiny)}"
+    done = subprocess.run(["sh", "-c", words], stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert done.stderr.count("\n") == bool(said), done.stderr
+    assert ("{tiny}" in command) == (out / "report.html").exists()
+
+
+def test_a_reader_that_goes_away_ends_no_run(capfd: pytest.CaptureFixture[str]) -> None:
+    program = (
+        "import sys; from pipeloom.cli.streams import standard_streams\n"
+        "with standard_streams(lasting=sys.argv[1] == 'train'):\n"
+        "    for _ in range(3): print('x' * 100_000, flush=True)\n"
+        "sys.stderr.write('goes on\\n')\n"
+    )
+    for command, said in (("train", "Broken pipe; the run goes on"), ("simulate", "BrokenPipeError")):
+        reader, writer = os.pipe()
+        os.close(reader)
+        subprocess.run([sys.executable, "-c", program, command], stdout=writer, check=False)
+        os.close(writer)
+        told = capfd.readouterr().err
+        assert said in told
+        assert ("goes on\n" in told) == (told.count("\n") == 2)
+
+
+def test_an_interrupt_is_answered_from_the_first_import_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = "import sys; before = set(sys.modules); import pipeloom.cli; print(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    light = {"pipeloom", "pipeloom.cli", "pipeloom.errors", "pipeloom.version", "__future__", "warnings"}
+    assert {name for name in done.stdout.split() if not name.startswith("importlib")} <= light
+
+    def interrupted(name: str) -> None:
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
+
+    monkeypatch.setattr("pipeloom.cli.importlib.import_module", interrupted)
+    assert main(["schedules"]) == 130
+    assert capsys.readouterr().err == "pipeloom: error: interrupted\n"
 
 
 def test_config_files_count_less_than_the_environment_and_that_less_than_flags(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -157,6 +158,42 @@ def test_the_cache_may_lie_inside_the_data(texts: Path):
     assert len(list((texts / "cache").iterdir())) == 2
 
 
+def test_what_runs_wrote_between_the_text_is_no_text(texts: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever directory the run and earlier ones write to, and however the text is named, it is the same text."""
+
+    def run(path: str, output: str) -> Corpus:
+        corpus = prepare_corpus(path, None, Path(output, "data"), 0.2, output_dir=Path(output))
+        for name in (
+            "metrics.jsonl",
+            "report.html",
+            "checkpoint-3/manifest.json",
+            "previous-1/config.yaml",
+            "log/mine.txt",
+        ):
+            Path(output, name).parent.mkdir(parents=True, exist_ok=True)
+            Path(output, name).write_text("# pipeloom 1: by a run")
+        Path(output, "config.yaml").write_text("# pipeloom 1: of a run")
+        return corpus
+
+    monkeypatch.chdir(texts)
+    (texts / "config.yaml").write_text("the: user's own\n")
+    first = prepare_corpus(".", None, texts.parent / "apart", 0.2)
+    assert (first.num_files, first.left_out) == (61, [])
+    for output in ("runs/one", "runs/one", "two"):
+        for path in (".", str(texts), "**/*"):
+            found = run(path, output)
+            assert np.array_equal(found.train, first.train), (output, path, found.left_out)
+            assert np.array_equal(found.validation, first.validation)
+    assert prepare_corpus(".", None, texts.parent / "apart").left_out == [Path("runs/one"), Path("two")]
+    for output in ("two", "runs/one"):
+        shutil.rmtree(output)
+    (texts / "config.yaml").unlink()
+    for _ in range(2):  # a run that writes to where its text is
+        assert run(".", ".").num_files == 60
+        Path("log/mine.txt").unlink()
+    assert "where a run keeps its tokens and results" in refusal("metrics.jsonl", None, Path("data"), output_dir=Path())
+
+
 def _prepare(path: str, cache: Path, start, results) -> None:
     start.wait()
     corpus = prepare_corpus(path, None, cache, 0.2)
@@ -269,7 +306,7 @@ def test_refusals_say_what_is_wrong_in_one_line(texts: Path, tmp_path: Path):
     assert "is a device, a pipe or a socket" in refusal(str(texts / "pipe.txt"), None, cache)
     assert "has no files" in refusal("/dev/zer[o]", None, cache)
     assert f"its 65 files lie in {tmp_path}" not in (inside := refusal(str(texts), None, tmp_path))
-    assert f"lie in {tmp_path}, where the run keeps its tokens" in inside
+    assert f"lie in {tmp_path}, where a run keeps its tokens" in inside
     assert "has no files" in refusal(str(tmp_path / "nothing"), None, cache)
     assert "no UTF-8 text" in refusal(str(texts / "image.bin"), None, cache)
     assert "all empty" in refusal(str(texts / "empty.txt"), None, cache)

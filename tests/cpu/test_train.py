@@ -249,6 +249,22 @@ def test_resuming_drops_what_came_after_the_checkpoint(text: Path, reference: Pa
     assert {path.name for path in (out / "previous-1").iterdir()} == {"checkpoint-6", "checkpoint-9"}
 
 
+def test_checkpoints_that_are_there_stay_where_fewer_are_kept_now(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    local(text, out)
+    for steps in (15, 18):
+        capsys.readouterr()
+        local(
+            text, out, "--resume_from_checkpoint=latest", f"--steps={steps}", "--save_total_limit=1", "--eval_steps=0"
+        )
+        said = capsys.readouterr().out
+        assert ("save_total_limit all -> 1" in said) == (steps == 15)
+        assert "checkpoints up to step 9 stay" in said
+        assert {path.name for path in out.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (3, 6, 9, steps)}
+
+
 def test_a_finished_run_that_is_resumed_stays_as_it_was(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     local(text, out)

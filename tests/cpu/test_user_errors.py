@@ -32,6 +32,22 @@ def _one_line(error: BaseException) -> str:
     return str(error)
 
 
+@pytest.mark.parametrize("frozen", ["", "0", "01"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_loss_that_trains_nothing_is_refused_where_something_wants_to(name: str, frozen: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for index in frozen:
+        model[int(index)].requires_grad_(False)
+    with pl.Pipeline(model, _schedule(name), loss_fn=lambda output, target: mse(output, target).detach()) as pipe:
+        pipe.evaluate(*_batch())
+        if frozen == "01":
+            assert float(pipe.step(*_batch())) > 0
+            return
+        with pytest.raises(RunError, match=r"stage 1.*1F0.*the loss needs no gradient, but parameters do") as error:
+            pipe.step(*_batch())
+        _one_line(error.value)
+
+
 # The model
 
 

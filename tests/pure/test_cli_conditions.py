@@ -376,7 +376,7 @@ def test_broken_costs_files_are_refused_in_one_line(capsys, tmp_path, change, me
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[" * 100_000, "costs are no JSON (it is nested too deep)"),
+        ("[" * 100_000, "costs.json: costs are no JSON (it is nested too deep)"),
         ('{"stages": [{"forward": 1, "forward": 2}]}', "the key 'forward' stands twice in one object"),
         (json.dumps({"stages": [STAGE | {"forward": 10**400}]}), "forward of stage 0 of the costs is inf"),
         (json.dumps({"stages": [STAGE | {"forward": 1e101}]}), "forward is 1e+101: a time is a number of seconds"),

@@ -197,3 +197,8 @@ def test_what_cannot_be_reported_is_refused_in_one_line(tmp_path):
         damaged = run_directory(tmp_path / "damaged", METRICS)
         (damaged / "timelines.json").write_text(text)
         refused(damaged, "holds no timelines")
+    for text in ("", "garbage", "a: [", "- 1"):
+        damaged = run_directory(tmp_path / "damaged", METRICS)
+        (damaged / "timelines.json").unlink(missing_ok=True)
+        (damaged / "config.yaml").write_text(text)
+        refused(damaged, r"config\.yaml holds no configuration")

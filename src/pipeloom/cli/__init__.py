@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import io
-import os
 import sys
-from collections.abc import Sequence
 
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.version import __version__
+
+TYPE_CHECKING = False  # nothing is imported here that takes time: an interrupt is answered from `main` on
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Each command, what it does, and its module; `main(argv) -> int` is what a command module offers.
 COMMANDS = {
@@ -39,8 +40,27 @@ exit codes: 0 done, 2 bad input, 1 failure
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names (default: the command line of this process); returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows what it can; stderr escapes anyway
-        sys.stdout.reconfigure(errors="replace")
+    try:
+        from pipeloom.cli.streams import standard_streams
+
+        only_shown = any(word.startswith(("-h", "--help", "--print_config")) for word in words)
+        with standard_streams(lasting=words[:1] == ["train"] and not only_shown):
+            return _run(words)
+    except InputError as error:
+        return _fail(str(error), 2)
+    except PipeloomError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # `pipeloom schedules | head`: nobody reads on
+        return 1
+    except Exception as error:
+        if not isinstance(error.__cause__, KeyboardInterrupt):  # as Python 3.11 tells of one while it makes a class
+            raise
+        return _fail("interrupted", 130)
+
+
+def _run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if words else 2
@@ -57,15 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(importlib.import_module(f"pipeloom.cli.{words[0]}").main(words[1:]))
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    except InputError as error:
-        return _fail(str(error), 2)
-    except PipeloomError as error:
-        return _fail(str(error), 1)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    except BrokenPipeError:  # `pipeloom schedules | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def _help() -> str:
@@ -79,5 +90,8 @@ def _help() -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"pipeloom: error: {' '.join(message.split())}\n")
+    from contextlib import suppress
+
+    with suppress(OSError):  # nobody reads that either
+        sys.stderr.write(f"pipeloom: error: {' '.join(message.split())}\n")
     return code

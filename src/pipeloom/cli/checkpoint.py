@@ -9,8 +9,14 @@ from typing import Any
 from pipeloom.cli.parser import Parser, did_you_mean
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.convert import convert, model_tensors
-from pipeloom.train.checkpoint.directory import Listed, list_checkpoints, resolve
-from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, missing_or_cut, read_manifest, verify
+from pipeloom.train.checkpoint.directory import (
+    Listed,
+    is_misnamed,
+    is_ours,
+    list_checkpoints,
+    resolve,
+)
+from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, missing_or_cut, read_manifest, verify
 from pipeloom.words import bytes_text
 
 _EXAMPLES = """\
@@ -75,7 +81,8 @@ def _verify(argv: list[str]) -> int:
     manifest = verify(checkpoint)
     model_tensors(checkpoint, verify_files=False)  # each element is there once
     total_bytes = sum(record.bytes for record in manifest.files.values())
-    print(f"{checkpoint}: ok, step {manifest.step}, {len(manifest.files)} files, {bytes_text(total_bytes)}")
+    step = f"step {manifest.step}{' in spite of its name' if is_misnamed(checkpoint, manifest.step) else ''}"
+    print(f"{checkpoint}: ok, {step}, {len(manifest.files)} files, {bytes_text(total_bytes)}")
     return 0
 
 
@@ -108,9 +115,11 @@ def _describe(entry: Listed) -> dict[str, Any]:
     try:
         manifest = read_manifest(entry.path)
     except CheckpointError:
-        return row | {"status": "damaged" if entry.complete else "foreign"}
+        if not is_ours(entry.path):
+            return row | {"status": "foreign"}
+        return row | {"status": "damaged" if entry.complete else f"damaged: {SEAL_NAME}"}
     bad = missing_or_cut(entry.path, manifest)
-    status = "ok" if bad is None else f"damaged: {bad}"
+    status = f"damaged: {bad}" if bad else f"renamed: of step {manifest.step}" if entry.step != manifest.step else "ok"
     return row | {"ranks": len(manifest.parts), "layout": manifest.layout, "status": status}
 
 

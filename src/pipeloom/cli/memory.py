@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeloom.cli.files import read_json_text
+from pipeloom.cli.files import read_json
 from pipeloom.cli.parser import Parser
 from pipeloom.cli.train import make_parser, read_config, read_words
 from pipeloom.errors import InputError
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     vocabulary = _vocabulary(config, options.vocabulary_size)
     if options.costs is not None and config.memory.cap is None:
         raise InputError("--costs without --memory.cap: times weigh what a cap can cost; give a cap, or leave it out")
-    file = None if options.costs is None else parse_costs(read_json_text("--costs", options.costs))
+    file = None if options.costs is None else read_json("--costs", options.costs, parse_costs)
     config, choice = under_cap(config, vocabulary, file=file)
     _print_plan(config, vocabulary, choice, as_json=options.json)
     return 0

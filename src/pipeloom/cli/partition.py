@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pipeloom.cli.files import read_json_text, write_text
+from pipeloom.cli.files import read_json, write_text
 from pipeloom.cli.model import add_model_options, check_file_alone, given_model, whole_model
 from pipeloom.cli.parser import Parser
 from pipeloom.cli.partition_answers import asynchronous, synchronous
@@ -125,7 +125,7 @@ def _profile(given: dict[str, Any], num_ranks: int) -> Profile:
     path = given["profile"]
     if path is not None:
         check_file_alone(given, "--profile", ("batch", "write_profile"), "what layers take")
-        return parse_profile(read_json_text("--profile", path))
+        return read_json("--profile", path, parse_profile)
     from pipeloom.models import GPTConfig
     from pipeloom.plan.partition.measure import measure_gpt
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from pipeloom.cli.files import read_json_text
+from pipeloom.cli.files import read_json
 from pipeloom.cli.parser import Parser
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule
@@ -114,7 +114,7 @@ def network_of(network: Network, options: Any) -> Network:
         InputError: the cluster file is none.
     """
     if options.cluster is not None:
-        cluster = parse_cluster(read_json_text("--cluster", options.cluster))
+        cluster = read_json("--cluster", options.cluster, parse_cluster)
         found = links_beside(cluster, devices=options.ranks, copies=options.data or 1)
         used = {"data": options.data is not None, "memory": options.offload is not None}
         network = replace(network, **{name: value for name, value in found.items() if used[name.split("_")[0]]})

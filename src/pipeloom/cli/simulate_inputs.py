@@ -10,7 +10,7 @@ from operator import add
 from typing import Any, cast
 
 from pipeloom import schedules
-from pipeloom.cli.files import read_json_text
+from pipeloom.cli.files import read_json
 from pipeloom.errors import InputError
 from pipeloom.ir import Op, Placement, Schedule
 from pipeloom.schedules import Conditions, Found, StreamOptions
@@ -76,7 +76,7 @@ class Inputs:
         for what in ("forward", "backward_input", "backward_weight", "latency"):
             if getattr(options, what) is not None:
                 raise InputError(f"--{what.replace('_', '-')} beside --costs: the file says it; drop one of the two")
-        file = parse_costs(read_json_text("--costs", options.costs))
+        file = read_json("--costs", options.costs, parse_costs)
         if ratio is not None and file.costs.activation_bytes is not None:
             raise InputError(
                 "--weight-gradient-memory beside the bytes of --costs: the file says it; drop one of the two"

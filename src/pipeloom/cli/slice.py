@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from pipeloom.cli.files import read_json_text, write_text
+from pipeloom.cli.files import read_json, write_text
 from pipeloom.cli.model import add_model_options, check_file_alone, whole_model
 from pipeloom.cli.parser import Parser
 from pipeloom.errors import InputError
@@ -129,7 +129,7 @@ def _costs(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float] | Non
     if path is None:
         return _measured(given)
     check_file_alone(given, "--costs", ("write_costs",), "what slices cost")
-    return parse_slice_costs(read_json_text("--costs", path)), None
+    return read_json("--costs", path, parse_slice_costs), None
 
 
 def _measured(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float]]:

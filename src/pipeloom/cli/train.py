@@ -36,6 +36,10 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.YAMLError(
+                    f"the key in line {key.start_mark.line + 1} is no word; a key is one, such as steps"
+                )
             if key.value in seen:
                 raise yaml.YAMLError(f"key {key.value} stands twice, again in line {key.start_mark.line + 1}; drop one")
             if key.tag != "tag:yaml.org,2002:merge" and isinstance(key.value, str):
@@ -115,17 +119,21 @@ def _take_config_files(parser: Parser, argv: Sequence[str]) -> tuple[list[str], 
 
 def _check_keys_of_file(parser: Parser, file: str) -> None:
     """Answer an unknown key of a YAML file with the nearest right one."""
-    try:
-        with open(file, encoding="utf-8") as stream:
-            content = yaml.load(stream, _UniqueKeys)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        parser.error(f"configuration {file} cannot be read: {one_line(str(error))}; it must be a YAML file")
-    if not isinstance(content, Mapping):
-        parser.error(f"configuration {file} holds no keys: write some, such as `steps: 100`")
     kinds = {key: kind for key, kind, *_ in options()}
     known = list(kinds)
     groups = {key.rpartition(".")[0] for key in known}
-    for key, value in _flat_keys(content, groups):
+    try:
+        with open(file, encoding="utf-8") as stream:
+            content = yaml.load(stream, _UniqueKeys)
+        rows = list(_flat_keys(content, groups)) if isinstance(content, Mapping) else []
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no UTF-8, no such date
+        parser.error(f"configuration {file} cannot be read: {one_line(str(error))}; it must be a YAML file")
+    if not rows:
+        parser.error(f"configuration {file} holds no keys: write some, such as `steps: 100`")
+    names = [key for key, _ in rows]
+    for key, value in rows:
+        if names.count(key) > 1:
+            parser.error(f"configuration {file}: key {key} stands twice, nested and with a dot; drop one")
         if value == "" and f"--{key}" not in parser.may_be_empty:
             parser.error(f"configuration {file}: {key} has an empty value: give one, or leave it out")
         if value is None and type(None) not in get_args(kinds.get(key, None | int)):
@@ -157,6 +165,8 @@ def _from_environment(parser: Parser, environment: Mapping[str, str]) -> Iterato
     variables = {ENV_PREFIX + key.upper().replace(".", "__"): key for key in [key for key, *_ in options()]}
     for variable in sorted(environment):
         if variable in variables:
+            if environment[variable] == "" and f"--{variables[variable]}" not in parser.may_be_empty:
+                parser.error(f"environment variable {variable} has an empty value: give one, or unset it")
             yield f"--{variables[variable]}={environment[variable]}"
         elif variable.startswith(ENV_PREFIX) and variable != f"{ENV_PREFIX}CONFIG":
             hint = did_you_mean(variable, variables) or "see `pipeloom train --help`"

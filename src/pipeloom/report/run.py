@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from pipeloom.errors import InputError
 from pipeloom.report.drawing import seconds_text
 from pipeloom.report.html import percent_text, render
@@ -78,7 +80,6 @@ def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) ->
     from markupsafe import Markup
 
     shown = [timelines[kind] for kind in ("measured", "predicted") if kind in timelines]
-    config = output_dir / "config.yaml"
     environment, environment_note = _environment(output_dir / "environment.json")
     loss = [Series(label="training loss", points=metrics.series("loss"))]
     if metrics.evaluations:
@@ -95,7 +96,7 @@ def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) ->
         no_picture="timelines.json is not in this directory: this run recorded no timeline.",
         ranks=_ranks(metrics),
         charts=_charts(metrics),
-        configuration=config.read_text(encoding="utf-8").strip() if config.exists() else "",
+        configuration=_configuration(output_dir / "config.yaml"),
         environment=environment,
         environment_note=environment_note,
     )
@@ -209,6 +210,20 @@ def _charts(metrics: Metrics) -> list[dict[str, Any]]:
         if series[0].points:
             charts.append({"title": title, "legend": keys, "svg": Markup(line_chart(series))})
     return charts
+
+
+def _configuration(path: Path) -> str:
+    """The text of ``config.yaml``, nothing where there is none."""
+    if not path.exists():
+        return ""
+    try:
+        text = path.read_bytes().decode(errors="replace")
+        readable = isinstance(yaml.safe_load(text), dict)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        readable = False
+    if not readable:
+        raise InputError(f"{path} holds no configuration: remove or repair it")
+    return text.strip()
 
 
 def _environment(path: Path) -> tuple[dict[str, str], str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
+from torch.nn import Module
 
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program
@@ -45,6 +46,8 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
         else:
             assert loss is not None
             roots = loss(output)
+            if training and not roots and microbatch in state.batch.losses:
+                _check_nothing_to_train(leaves, state.stages[stage])
         if training:
             saved[key] = (leaves, roots)
         else:
@@ -114,6 +117,19 @@ def _checked(loss: Tensor) -> Tensor:
     if not loss.dtype.is_floating_point:
         raise RunError(f"loss_fn returned a {loss.dtype}: a mean is a floating-point number; convert it")
     return loss
+
+
+def _check_nothing_to_train(leaves: list[Tensor], stage: Module) -> None:
+    """A loss without a gradient is right only where nothing wants one, as under `Tensor.backward` on one process.
+
+    Raises:
+        RunError: an earlier stage, or this one, has parameters to train.
+    """
+    if leaves or any(parameter.requires_grad for parameter in stage.parameters()):
+        raise RunError(
+            "the loss needs no gradient, but parameters do: nothing would be trained; leave out detach(), item() and "
+            "no_grad() in loss_fn and in the last stage, or freeze the parameters"
+        )
 
 
 def _bind_delivery(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:

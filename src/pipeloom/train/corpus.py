@@ -6,15 +6,12 @@ the last one wins with the same content, and a stream that is already mapped sta
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import secrets
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -22,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipeloom.errors import DataError
+from pipeloom.train.text_files import find_files
 from pipeloom.train.tokenize import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 
 Part = Literal["train", "validation"]
 
-# The standard library without what is no library code: tests, and packages installed beside it.
-_STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _FORMAT = 2  # changes when the same files would give another stream
 _BATCH_BYTES = 1 << 20
 
@@ -46,6 +42,7 @@ class Corpus:
         num_files: text files that are in it.
         skipped: why files were passed over, and how many for each reason.
         divided_by: "file", or "position" where the files are too few or too unequal to divide them.
+        left_out: directories between the files with what runs of pipeloom wrote.
     """
 
     train: NDArray[Any]
@@ -54,6 +51,7 @@ class Corpus:
     num_files: int
     skipped: Mapping[str, int]
     divided_by: str
+    left_out: Sequence[Path] = ()
 
     @property
     def vocabulary_size(self) -> int:
@@ -68,9 +66,10 @@ class Corpus:
         tokens = self._part(part)
         count = (len(tokens) - 1) // sequence_length
         if count < 1:
+            fix = "raise data.validation_fraction, give --eval_steps 0, " if part == "validation" else ""
             raise DataError(
                 f"the {part} data has {len(tokens)} tokens: one window takes {sequence_length + 1} (sequence_length + "
-                "1); add text or lower sequence_length"
+                f"1); {fix}add text or lower sequence_length"
             )
         return count
 
@@ -101,7 +100,12 @@ class Corpus:
 
 
 def prepare_corpus(
-    path: str | None, tokenizer: str | None, directory: Path, validation_fraction: float = 0.05
+    path: str | None,
+    tokenizer: str | None,
+    directory: Path,
+    validation_fraction: float = 0.05,
+    *,
+    output_dir: Path | None = None,
 ) -> Corpus:
     """Turn text files into tokens, once, and map them into memory.
 
@@ -113,6 +117,7 @@ def prepare_corpus(
         directory: where the stream is kept; it is used again while files, sizes, times and tokenizer stay the same.
         validation_fraction: part of the text kept for validation: whole files, chosen by a hash of their relative
             path. Where that would miss the fraction by more than a factor of four, the end of the stream instead.
+        output_dir: where the run writes; it is no text, and neither are the output directories of other runs.
 
     Raises:
         DataError: missing, unreadable or empty data, no text, no tokenizer, a directory that cannot be written.
@@ -120,7 +125,8 @@ def prepare_corpus(
     if not 0 <= validation_fraction < 1:
         raise DataError(f"validation_fraction={validation_fraction}: it is a fraction of the text; use 0 up to 1")
     encoder = load_tokenizer(tokenizer)
-    root, files, passed_over = _find_files(path, directory)
+    found = find_files(path, directory, output_dir)
+    root, files = found.root, found.files
     key = blake2b(encoder.fingerprint, digest_size=12)
     key.update(json.dumps([_FORMAT, str(root), validation_fraction, [_facts(file) for file in files]]).encode())
     stream, about = (directory / f"corpus-{key.hexdigest()}{ending}" for ending in (".bin", ".json"))
@@ -139,43 +145,10 @@ def prepare_corpus(
         validation=tokens[facts["num_train_tokens"] :],
         tokenizer=encoder,
         num_files=facts["num_files"],
-        skipped={reason: n for reason, n in {**facts["skipped"], **passed_over}.items() if n},
+        skipped={reason: n for reason, n in {**facts["skipped"], **found.passed_over}.items() if n},
         divided_by=facts["divided_by"],
+        left_out=found.left_out,
     )
-
-
-def _find_files(path: str | None, kept_out: Path) -> tuple[Path, list[Path], dict[str, int]]:
-    """The directory that relative paths start from, the files in a fixed order, and what else is there."""
-    if path is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        return root, [file for file in _walk(root, _STDLIB_SKIPPED) if file.suffix == ".py" and file.is_file()], {}
-    root = Path(path).expanduser()
-    if root.is_dir():
-        files = list(_walk(root))
-    elif root.is_file():
-        root, files = root.parent, [root]
-    elif root.exists():
-        raise DataError(f"data path {path!r} is a device, a pipe or a socket: training reads files; name one")
-    elif glob.has_magic(path):
-        files = sorted(match for match in map(Path, glob.glob(str(root), recursive=True)) if not match.is_dir())
-        root = Path(*takewhile(lambda part: not glob.has_magic(part), root.parts))
-    else:
-        raise DataError(f"data path {path!r} does not exist: it is a directory, a glob pattern or a file; correct it")
-    kept_out = kept_out.resolve()
-    found = [file for file in files if file.is_file()]  # reading anything else may never end
-    passed_over = {"broken link": 0, "no regular file": 0}
-    for file in files:
-        if not file.is_file():
-            passed_over["no regular file" if file.exists() else "broken link"] += 1
-    files = [file for file in found if not file.resolve().is_relative_to(kept_out)]
-    if found and not files:
-        raise DataError(
-            f"data path {path!r}: its {len(found)} files lie in {kept_out}, where the run keeps its tokens and nothing "
-            "is read from; name another output_dir, or move the text"
-        )
-    if not files:
-        raise DataError(f"data path {path!r} has no files: training needs text; name another")
-    return root, files, passed_over
 
 
 def _facts(file: Path) -> list[Any]:
@@ -185,20 +158,6 @@ def _facts(file: Path) -> list[Any]:
     except OSError as error:
         raise DataError(f"data file {file}: {error.strerror}; make it readable or leave it out") from None
     return [str(file), stat.st_size, stat.st_mtime_ns]
-
-
-def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
-    def unreadable(error: OSError) -> None:
-        raise DataError(
-            f"data directory {error.filename}: {error.strerror}; make it readable or name another"
-        ) from None
-
-    for folder, folders, names in os.walk(root, onerror=unreadable):
-        folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
-        for name in sorted(names):
-            file = Path(folder, name)
-            if not name.startswith("."):
-                yield file
 
 
 def _read_text(file: Path) -> str | None:

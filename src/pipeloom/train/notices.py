@@ -7,14 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.train.config import TrainConfig
+from pipeloom.train.corpus import Corpus
 from pipeloom.train.streams import is_stream
 
-_MATTERS = ("data", "batch", "optimizer", "precision", "seed", "model")  # what changes the losses of a run that goes on
+# What changes the losses of a run that goes on, or which checkpoints it leaves.
+_MATTERS = ("data", "batch", "optimizer", "precision", "seed", "model", "save_total_limit")
 _MATTERS_IN_STREAMS = (  # what else does where one is a stream: how late gradients are, and when it drains
     *("schedule", "weights", "eval_steps", "save_steps"),
     *(f"parallel.{name}" for name in ("pipeline", "replicas", "cut", "in_flight")),
 )
+_MOST_NAMED = 3  # directories in one line
 _PATHS = ("data.path", "data.tokenizer")
+
+
+def found_text(corpus: Corpus) -> str:
+    """``12,345 tokens of 3 files``, and what lies between them but is no text: what runs wrote."""
+    text = f"{len(corpus.train):,} tokens of {corpus.num_files} files"
+    if not corpus.left_out:
+        return text
+    named = ", ".join(map(str, corpus.left_out[:_MOST_NAMED]))
+    more = len(corpus.left_out) - _MOST_NAMED
+    return f"{text} (left out, for runs wrote it: {named}{f' and {more} more' if more > 0 else ''})"
 
 
 def skipped_notice(skipped: Mapping[str, int]) -> list[str]:
@@ -31,7 +44,7 @@ def resume_notices(
     before, now = dict(_flat(saved)), dict(_flat(config.to_mapping()))
     streams = is_stream(config.schedule) or is_stream(str(before.get("schedule")))
     changed = [
-        f"{key} {_shown(before[key])} -> {_shown(value)}"
+        f"{key} {_shown(key, before[key])} -> {_shown(key, value)}"
         for key, value in now.items()
         if key.split(".")[0] in _MATTERS or (streams and key in _MATTERS_IN_STREAMS)
         if key in before and _plain(key, before[key]) != _plain(key, value)
@@ -59,5 +72,7 @@ def _plain(key: str, value: Any) -> Any:
     return str(Path(value).absolute()) if key in _PATHS and value is not None else value
 
 
-def _shown(value: Any) -> str:
+def _shown(key: str, value: Any) -> str:
+    if key == "save_total_limit":
+        return "all" if value is None else str(value)
     return "the default" if value is None else str(value)

@@ -18,6 +18,7 @@ from pipeloom.sim import Timeline
 from pipeloom.train.checkpoint.directory import list_checkpoints
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.repeat import repeatable, to_yaml
+from pipeloom.train.text_files import CONFIG_HEAD
 from pipeloom.version import __version__
 
 _FILES = (
@@ -82,7 +83,7 @@ def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str 
     if goes_on:
         _cut_metrics(directory / "metrics.jsonl", step)
     (directory / "config.yaml").write_text(
-        f"# pipeloom {__version__}; repeat this run: pipeloom train --config {directory.absolute() / 'config.yaml'}\n"
+        f"{CONFIG_HEAD}{__version__}; repeat this run: pipeloom train --config {directory.absolute() / 'config.yaml'}\n"
         + to_yaml(repeatable(config)),
         encoding="utf-8",
         errors="surrogateescape",  # paths that the locale could not read

@@ -31,6 +31,7 @@ def save(trainer: Trainer, step: int) -> Path:
             "num_windows": sampler.num_windows,
         },
         "config": config.to_mapping(),
+        "kept_up_to": trainer.kept_up_to,
     }
     if trainer.scaler is not None:
         state["loss_scaler"] = trainer.scaler.state()
@@ -47,6 +48,7 @@ def save(trainer: Trainer, step: int) -> Path:
         compute_type=config.precision.dtype if config.number_format.has_masters else None,
         exchange=trainer.group,
         total_limit=config.save_total_limit,
+        behind=trainer.kept_up_to,
     )
 
 
@@ -71,6 +73,7 @@ def load(trainer: Trainer, path: Path) -> checkpoint.Checkpoint:
     if same_text:  # its passes go on where they were
         trainer.sampler = Sampler(trainer.sampler.num_windows, sampler["seed"])
         trainer.samples_seen = sampler["samples_seen"]
+    trainer.kept_up_to = _kept_up_to(trainer.config.save_total_limit, saved)
     group = trainer.group
     random = saved.random(group.rank, group.size) if _places(saved.layout) == _places(layout(trainer)) else None
     if random is not None:
@@ -78,7 +81,16 @@ def load(trainer: Trainer, path: Path) -> checkpoint.Checkpoint:
     else:
         seed_generators(trainer.config.seed, saved.step, group.rank)
     trainer.notices += resume_notices(trainer.config, saved.state["config"], path, saved.step, other_text=not same_text)
+    if trainer.kept_up_to and path.absolute().parent == trainer.output_dir.absolute():
+        trainer.notices.append(f"checkpoints up to step {trainer.kept_up_to} stay; save_total_limit counts later ones")
     return saved
+
+
+def _kept_up_to(limit: int | None, saved: checkpoint.Checkpoint) -> int:
+    """Up to which step checkpoints stay: a run that goes on with a lower limit keeps what the higher one kept."""
+    before = saved.state["config"].get("save_total_limit", limit)
+    lower = limit is not None and (before is None or limit < before)
+    return saved.step if lower else int(saved.state.get("kept_up_to", 0))
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:

@@ -29,7 +29,7 @@ from pipeloom.train.layout import make_schedule
 from pipeloom.train.less_memory import activations_away, offload_notices, shared, states_away
 from pipeloom.train.measured_memory import MemoryProbe
 from pipeloom.train.metrics import Predictor
-from pipeloom.train.notices import skipped_notice
+from pipeloom.train.notices import found_text, skipped_notice
 from pipeloom.train.optimizer import make_optimizer
 from pipeloom.train.output import in_use, prepare_output, write_timelines, writing
 from pipeloom.train.progress import Display
@@ -93,6 +93,7 @@ class Trainer:
         self.notices = skipped_notice(self.corpus.skipped) + offload_notices(config, group.device.type)
         self.resumed: Path | None = None
         self.first_step = 1
+        self.kept_up_to = 0  # checkpoints up to this step are not deleted
 
     def __enter__(self) -> Trainer:
         return self
@@ -130,7 +131,7 @@ class Trainer:
         shown.say(
             f"{sizes.num_parameters:,} parameters in {self.schedule.num_stages} stages, schedule {self.schedule.name}, "
             f"{self._ranks_text()}, {counted(self.config.num_microbatches, 'micro-batch')} a step; "
-            f"{len(self.corpus.train):,} tokens of {self.corpus.num_files} files{start}"
+            f"{found_text(self.corpus)}{start}"
         )
         for line in self.notices:
             shown.say(line)

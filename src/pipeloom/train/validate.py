@@ -87,8 +87,9 @@ def validate(config: TrainConfig, *, world_size: int | None, locked: bool = Fals
 
 def open_corpus(config: TrainConfig) -> Corpus:
     """The tokens of the run; made at the first call, mapped from the output directory afterwards."""
-    data = config.data
-    return prepare_corpus(data.path, data.tokenizer, Path(config.output_dir) / "data", data.validation_fraction)
+    data, output_dir = config.data, Path(config.output_dir)
+    tokens_dir = output_dir / "data"
+    return prepare_corpus(data.path, data.tokenizer, tokens_dir, data.validation_fraction, output_dir=output_dir)
 
 
 def resume_path(config: TrainConfig) -> Path | None:

@@ -30,7 +30,9 @@ _HIDDEN = re.compile(r"\.checkpoint-(\d+)\.(partial|old|deleted)-[0-9a-f]+")
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One entry of an output directory. `complete`: the file written last is there; `verify` says if all are whole."""
+    """One entry of an output directory. `complete`: the file written last is there; `verify` says if all are whole.
+
+    A visible entry that is not complete is damaged, or of another program."""
 
     step: int
     path: Path
@@ -50,13 +52,11 @@ def list_checkpoints(output_dir: Path) -> list[Listed]:
 
 
 def latest(output_dir: Path) -> Path | None:
-    """The finished checkpoint with the highest step, or None. What a killed save left is put right first."""
+    """The checkpoint with the highest step, damaged or not, or None. What a killed save left is put right first."""
     clean(output_dir)
     steps = [int(match[1]) for path in _entries(output_dir) if (match := _VISIBLE.fullmatch(path.name))]
-    whole = (
-        path for step in sorted(steps, reverse=True) if (path := checkpoint_path(output_dir, step)) and _sealed(path)
-    )
-    return next(whole, None)
+    ours = (path for step in sorted(steps, reverse=True) if is_ours(path := checkpoint_path(output_dir, step)))
+    return next(ours, None)
 
 
 def resolve(path: Path) -> Path:
@@ -65,7 +65,7 @@ def resolve(path: Path) -> Path:
         raise CheckpointError(
             f"{path} is not a directory: give a checkpoint-N directory or the output directory of a run"
         )
-    if _sealed(path) or (path / MANIFEST_NAME).is_file() or _VISIBLE.fullmatch(path.name):
+    if is_ours(path) or _VISIBLE.fullmatch(path.name):
         return path
     found = latest(path)
     if found is None:
@@ -135,9 +135,11 @@ def put_in_place(partial: Path, output_dir: Path, step: int) -> Path:
     return target
 
 
-def keep_at_most(output_dir: Path, limit: int, newest: Path) -> None:
-    """Delete finished checkpoints of the lowest steps until `limit` are left; `newest` always stays."""
-    finished = [entry for entry in list_checkpoints(output_dir) if entry.complete and entry.path != newest]
+def keep_at_most(output_dir: Path, limit: int, newest: Path, behind: int = 0) -> None:
+    """Delete finished checkpoints of the lowest steps behind step `behind` until `limit` of them are left; `newest`
+    always stays."""
+    entries = [entry for entry in list_checkpoints(output_dir) if entry.complete and entry.path != newest]
+    finished = [entry for entry in entries if entry.step > behind]
     for entry in finished[: max(0, len(finished) + 1 - limit)]:
         doomed = _hidden(output_dir, entry.step, "deleted")
         os.rename(entry.path, doomed)
@@ -174,8 +176,15 @@ def _hidden(output_dir: Path, step: int, kind: str) -> Path:
     return output_dir / f".checkpoint-{step}.{kind}-{secrets.token_hex(4)}"
 
 
-def _sealed(path: Path) -> bool:
-    return (path / SEAL_NAME).is_file()
+def is_misnamed(path: Path, step: int) -> bool:
+    """Whether a checkpoint after `step` has a name for another step."""
+    match = _VISIBLE.fullmatch(path.name)
+    return match is not None and int(match[1]) != step
+
+
+def is_ours(path: Path) -> bool:
+    """Whether pipeloom wrote this checkpoint, to its end: a rename made it visible, so what it lacks is lost."""
+    return (path / SEAL_NAME).is_file() or (path / MANIFEST_NAME).is_file()
 
 
 def _entries(output_dir: Path) -> list[Path]:

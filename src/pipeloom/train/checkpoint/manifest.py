@@ -183,4 +183,4 @@ def _read(path: Path) -> bytes:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read ({error.strerror}): the checkpoint is incomplete; use another one")
+    return CheckpointError(f"{path} cannot be read ({error.strerror}): the checkpoint is damaged; use another one")

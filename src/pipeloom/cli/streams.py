@@ -1,0 +1,102 @@
+"""Standard streams that are closed, full, or read by nobody: one place for all commands."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING
+
+from pipeloom.errors import RunError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class _Stream(io.FileIO):
+    """A descriptor that is written to until it fails; what comes after the failure goes nowhere."""
+
+    def __init__(self, descriptor: int, *, lasting: bool) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._lasting = lasting
+        self._failed = False
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        if not self._failed:
+            try:
+                return super().write(data)
+            except OSError as error:
+                self._failed = True
+                self._tell(error)
+        return memoryview(data).nbytes
+
+    def _tell(self, error: OSError) -> None:
+        if not self._lasting:
+            if isinstance(error, BrokenPipeError):
+                raise error
+            raise RunError(f"standard output cannot be written: {error.strerror}; make room, or name another file")
+        if self.fileno() == 1:
+            sys.stderr.write(
+                f"pipeloom: warning: standard output cannot be written: {error.strerror}; the run goes on without its "
+                "lines, and metrics.jsonl has what they say\n"
+            )
+
+
+@contextmanager
+def standard_streams(*, lasting: bool) -> Iterator[None]:
+    """Within this, closed standard streams go nowhere, and a failing standard output is answered once.
+
+    Args:
+        lasting: the command goes on without its output, after one line of warning; a run of hours does not end as the
+            terminal or the pipe that shows it is closed.
+
+    Raises:
+        BrokenPipeError: nobody reads on, unless `lasting`.
+        RunError: standard output cannot be written, unless `lasting`.
+    """
+    _open_closed()
+    before = sys.stdout, sys.stderr
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows what it can; stderr escapes anyway
+        sys.stdout.reconfigure(errors="replace")
+    sys.stdout = _guarded(sys.stdout, 1, lasting)
+    if lasting:
+        sys.stderr = _guarded(sys.stderr, 2, lasting)
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+def _open_closed() -> None:
+    """Stand null devices in for closed streams, which also take the numbers 0, 1 and 2 before a file of ours does."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115  # stays open
+            if stream.fileno() == number:  # ranks get it too
+                os.set_inheritable(number, True)
+            setattr(sys, name, stream)
+
+
+def _guarded(stream: IO[str], number: int, lasting: bool) -> IO[str]:
+    """`stream` over a `_Stream`, where it is the interpreter's own."""
+    try:
+        own = isinstance(stream, io.TextIOWrapper) and stream.fileno() == number
+    except (OSError, ValueError):
+        own = False
+    if not own:
+        return stream
+    assert isinstance(stream, io.TextIOWrapper)
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Stream(number, lasting=lasting)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        newline="\n",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
