@@ -29,7 +29,7 @@ from pipeloom.train.checkpoint.manifest import (
     root_name,
     seal,
 )
-from pipeloom.train.checkpoint.share import Holding, Share, owned_by
+from pipeloom.train.checkpoint.share import Holding, Owned, Share, owned_by
 from pipeloom.train.checkpoint.state import OptimizerState, RandomState
 from pipeloom.train.checkpoint.tensor_file import FileRecord, write_bytes
 
@@ -71,24 +71,17 @@ def save(
     """
     exchange = exchange or LocalExchange()
     output_dir, lead = Path(output_dir), exchange.rank == 0
-
     with ExitStack() as stack:
 
         def begin() -> dict[str, Any]:
             if total_limit is not None and total_limit < 1:
                 raise CheckpointError(f"total_limit is {total_limit}, one checkpoint must stay: use 1 or more, or None")
-            plan = Share(model, optimizer, ranges or {}).plan()
-            partial = stack.enter_context(partial_directory(output_dir, step)).name if lead else None
-            return {**plan, "ties": {**(ties or {}), **_tied_names(model)}, "partial": partial}
+            plan = {**Share(model, optimizer, ranges or {}).plan(), "ties": {**(ties or {}), **_tied_names(model)}}
+            return {**plan, "partial": stack.enter_context(partial_directory(output_dir, step)).name if lead else None}
 
         plans = _agree(exchange, begin)
-        partial = output_dir / plans[0]["partial"]
-        all_ties = _merged_ties(plans)
-
-        try:  # all ranks know the same, so all come to the same end
-            mine = [owned_by(exchange.rank, _told(plans, kind), all_ties) for kind in ("model", "optimizer")]
-        except CheckpointError as error:
-            raise CheckpointError(f"the checkpoint was not saved: {error}") from None
+        partial, all_ties = output_dir / plans[0]["partial"], _merged_ties(plans)
+        mine = _owned(exchange.rank, plans, all_ties)
 
         def write() -> dict[str, Any]:
             if not partial.is_dir():
@@ -98,25 +91,34 @@ def save(
 
         written = _agree(exchange, write)
 
-        def finish() -> str:
-            if lead:
-                manifest = Manifest(
-                    step=step,
-                    layout=dict(layout or {}),
-                    state=dict(state or {}),
-                    files={n: FileRecord(**record) for answer in written for n, record in answer["files"].items()},
-                    ties=all_ties,
-                    parts=tuple(Part.from_dict(answer["part"]) for answer in written),
-                    compute_type=compute_type,
-                )
-                _write_manifest(partial, manifest, written)
-                target = put_in_place(partial, output_dir, step)
-                if total_limit is not None:
-                    keep_at_most(output_dir, total_limit, newest=target, behind=behind)
-            return ""
+        def finish() -> None:
+            if not lead:
+                return
+            known = {"layout": dict(layout or {}), "state": dict(state or {}), "compute_type": compute_type}
+            _write_manifest(partial, _manifest(written, step=step, ties=all_ties, **known), written)
+            target = put_in_place(partial, output_dir, step)
+            if total_limit is not None:
+                keep_at_most(output_dir, total_limit, newest=target, behind=behind)
 
         _agree(exchange, finish)
     return output_dir / f"checkpoint-{step}"
+
+
+def _owned(rank: int, plans: list[dict[str, Any]], ties: dict[str, str]) -> list[dict[str, Owned]]:
+    """What this rank writes of the model and of the optimizer; all ranks know the same, so all come to the same end."""
+    try:
+        return [owned_by(rank, _told(plans, kind), ties) for kind in ("model", "optimizer")]
+    except CheckpointError as error:
+        raise CheckpointError(f"the checkpoint was not saved: {error}") from None
+
+
+def _manifest(written: list[dict[str, Any]], **known: Any) -> Manifest:
+    """What all ranks have written, and what is known beside."""
+    return Manifest(
+        files={name: FileRecord(**record) for answer in written for name, record in answer["files"].items()},
+        parts=tuple(Part.from_dict(answer["part"]) for answer in written),
+        **known,
+    )
 
 
 def _agree(exchange: Exchange, work: Callable[[], T]) -> list[T]:
