@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.layout import parse_cut
-from pipeloom.train.streams import DRAINS, check_replicas, check_streamed
+from pipeloom.train.streams import DRAINS, check_replicas, check_streamed, steps_between_drains
 
 
 def stream_command(
@@ -38,13 +37,14 @@ def stream_command(
         chosen["model.layers"] = len(replicas)
     if full:
         chosen["parallel.in_flight"] = "full"
-    each = math.lcm(*replicas)
+    config = _config(chosen | dict(options))
+    check_replicas(config)
+    each = steps_between_drains(config)
     for key in DRAINS:
         if getattr(default, key) % each:
             chosen[key] = -(-getattr(default, key) // each) * each
     chosen |= options
     config = _config(chosen)
-    check_replicas(config)
     check_streamed(config)
     parse_cut(config, len(replicas))
     return " ".join(["pipeloom train", *(f"--{key} {_word(value)}" for key, value in chosen.items())])

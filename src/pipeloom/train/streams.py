@@ -98,13 +98,18 @@ def check_streamed(config: TrainConfig) -> None:
             f"model.tie_embeddings with schedule {name!r}: the first and the last stage hold the same "
             "parameters and update at different times; leave it out, or take a schedule that flushes, such as 1f1b"
         )
-    each = math.lcm(config.num_microbatches, *config.replicas) // config.num_microbatches
+    each = steps_between_drains(config)
     for key in DRAINS:
         if getattr(config, key) % each:
             raise InputError(
                 f"{key} is {getattr(config, key)} with replicas {config.parallel.replicas}: the stream drains there, "
                 f"and all stages have updated after every {each} steps; take a multiple of {each}"
             )
+
+
+def steps_between_drains(config: TrainConfig) -> int:
+    """`pipeloom.ir.versions.batches_between_drains` of a run whose schedule is not made yet."""
+    return math.lcm(config.num_microbatches, *config.replicas) // config.num_microbatches
 
 
 def check_resumed_stream(config: TrainConfig, schedule: Schedule, checkpoint: Path) -> None:
