@@ -1,4 +1,4 @@
-"""What holds for every test: one thread for torch, and no process left behind."""
+"""What holds for every test: one thread for torch, signals as they are by default, and no process left behind."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ import pytest
 
 # Two cores run several tests and their ranks at once; must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Under nohup, or with `&` in a script, these are ignored from the start, and what a test starts inherits it.
+for _number, _default in {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGTTOU: signal.SIG_DFL,
+}.items():
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _default)
 
 _PROC = Path("/proc")
 _MARK = f"_PIPELOOM_TEST={os.getpid()}"  # in the environment of everything that this process starts

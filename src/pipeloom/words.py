@@ -18,16 +18,15 @@ class Bytes(int):
 
     @classmethod
     def parse(cls, given: object) -> Bytes:
-        """From a number (``8e9``) or a text with a unit (``16GB``, ``16GiB``); parts of a byte are left out.
+        """From a number (``8e9``) or a text with a unit (``16GB``, ``16GiB``); parts beside whole bytes are left out.
 
         Raises:
             InputError: it is no number of bytes.
         """
-        plain = str(given).strip().upper().replace("E+", "E")
-        match = re.fullmatch(r"(\d{1,30}(?:\.\d{0,30})?(?:E\d{1,2})?)\s*([KMGT]?I?)B?", plain, re.ASCII)
-        if match is None or match[2] not in _UNITS:
+        found = _amount(given, r"(?:E\+?\d{1,2})?")
+        if found is None or 0 < found < 1:
             raise InputError(f"{given} is no number of bytes: write bytes, such as 8e9, 16GB or 16GiB")
-        return cls(Decimal(match[1]) * _UNITS[match[2]])
+        return cls(found)
 
     @property
     def written(self) -> str | int:
@@ -40,6 +39,31 @@ class Bytes(int):
 
     def __str__(self) -> str:
         return str(self.written)
+
+
+class BytesPerSecond(float):
+    """A bandwidth as options have it: ``BytesPerSecond.parse("12GB")`` and ``parse("12GB/s")`` are 12e9."""
+
+    __slots__ = ()
+
+    @classmethod
+    def parse(cls, given: object) -> BytesPerSecond:
+        """From a number (``1.25e9``) or a text with a unit.
+
+        Raises:
+            InputError: it is no number of bytes a second.
+        """
+        found = _amount(str(given).strip().removesuffix("/s"), r"(?:E[+-]?\d{1,3})?")
+        if found is None or not math.isfinite(float(found)):
+            raise InputError(f"{given} is no number of bytes a second: write them, such as 1.25e9, 12GB or 100MiB")
+        return cls(found)
+
+
+def _amount(given: object, exponent: str) -> Decimal | None:
+    """The bytes of a number with or without a unit; None where it is none."""
+    plain = str(given).strip().upper()
+    match = re.fullmatch(rf"(\d{{1,30}}(?:\.\d{{0,30}})?{exponent})\s*([KMGT]?I?)B?", plain, re.ASCII)
+    return None if match is None or match[2] not in _UNITS else Decimal(match[1]) * _UNITS[match[2]]
 
 
 def plural(word: str, count: int) -> str:

@@ -78,8 +78,8 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ("--seed -1", "seed is -1"),
         ("--save_total_limit 0", "save_total_limit is 0"),
         ("--model.width 0", "model.width is 0"),
-        ("--model.heads 3", "model.heads is 3 for model.width 16"),
-        ("--model.heads 16", "rotary positions need an even number"),
+        ("--model.heads 3", "model width=16 and heads=3: the heads share the width evenly; use heads=2"),
+        ("--model.heads 16", "rotary positions turn pairs, so it must be even"),
         ("--model.positions sinus", "model.positions"),
         ("--model.dropout 1", "model.dropout is 1.0.*below 1"),
         ("--optimizer.learning_rate -1", "optimizer.learning_rate is -1.0"),
@@ -403,7 +403,7 @@ def test_a_repeatable_config_has_absolute_paths_and_begins_at_the_beginning(
     config = repeatable(parse(["--data.path", "text/*.txt", "--output_dir", "out"]))
     assert (config.data.path, config.output_dir) == (f"{tmp_path}/text/*.txt", f"{tmp_path}/out")
     assert config.data.tokenizer is None
-    for own in ("latest", "out/checkpoint-3"):
+    for own in ("latest", "auto", "out/checkpoint-3"):
         assert (
             repeatable(parse(["--output_dir", "out", "--resume_from_checkpoint", own])).resume_from_checkpoint is None
         )

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed
 
 from pipeloom.cli import doctor
+
+ROOT = Path(__file__).parents[2]
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, Any]], dict[str, Any]]:
@@ -106,3 +111,15 @@ def test_a_mistyped_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "--json" in error
+
+
+def test_what_can_be_installed_beside_is_used_and_looked_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = {name: re.match(r"\w+", packages[0])[0] for name, packages in project.items() if name != "dev"}
+    for extra, package in extras.items():
+        room = "benchmarks" if extra == "benchmarks" else "src"
+        sources = (path.read_text() for path in (ROOT / room).rglob("*.py"))
+        assert any(re.search(rf"^\s*(import|from) {package}\b", source, re.MULTILINE) for source in sources), extra
+    del extras["benchmarks"]
+    fixes = {module: package for module, (_, package) in doctor._EXTRAS.items()}
+    assert fixes == {package: f"'pipeloom[{extra}]'" for extra, package in extras.items()}

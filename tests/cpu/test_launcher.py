@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +47,15 @@ assert "torch" not in sys.modules
 sys.exit(code)
 """
 
+# Its standard input becomes the terminal of its session, one that stops background processes that write to it.
+ON_A_TERMINAL = """\
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+mode = termios.tcgetattr(0)
+mode[3] |= termios.TOSTOP
+termios.tcsetattr(0, termios.TCSANOW, mode)
+"""
+
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -51,11 +63,12 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def start(tmp_path: Path) -> Start:
     """Start a launcher of ranks that run `body`; their files are in tmp_path."""
 
-    def run(body: str, num_ranks: int = 2) -> subprocess.Popen[str]:
+    def run(body: str, num_ranks: int = 2, before: str = "", **more: Any) -> subprocess.Popen[str]:
         script = tmp_path / "rank.py"
         script.write_text(RANK + "".join(f"    {line}\n" for line in body.strip().splitlines()))
-        words = [sys.executable, "-c", LAUNCH, str(num_ranks), str(script), str(tmp_path)]
-        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        words = [sys.executable, "-c", before + LAUNCH, str(num_ranks), str(script), str(tmp_path)]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(words, text=True, **{**streams, **more})
 
     return run
 
@@ -147,6 +160,70 @@ def test_a_signal_ends_all_ranks(start: Start, tmp_path: Path, number: signal.Si
     code, _, err = finish(process)
     assert code == 128 + number
     assert err == f"pipeloom: {number.name}: all ranks were ended, in step 5\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored(
+    start: Start, tmp_path: Path, number: signal.Signals
+) -> None:
+    """As under `nohup`, whose terminal may be closed, and for a command that a script runs with `&`."""
+    body = "wait_for_all()\nwhile not (here / 'go').exists(): time.sleep(0.005)"
+    process = start(body, before=f"import signal\nsignal.signal({number:d}, signal.SIG_IGN)\n")
+    ready = [tmp_path / f"ready-{rank}" for rank in range(2)]
+    wait_for(ready)
+    for target in (process.pid, *(int(file.read_text()) for file in ready)):
+        os.kill(target, number)
+    (tmp_path / "go").touch()
+    assert finish(process) == (0, "", "")
+
+
+def test_an_interrupted_rank_is_named(start: Start) -> None:
+    """Whoever notices that it is gone is not the cause, however long a KeyboardInterrupt would take to unwind."""
+    body = """
+box.phase = "step 4"
+wait_for_all()
+if rank != 1: raise PeerLost("rank 1 went away")
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+finally:
+    time.sleep(3)
+"""
+    code, _, err = finish(start(body, 3))
+    assert (code, err) == (1, "pipeloom: error: rank 1 was killed by SIGINT in step 4; all ranks were ended\n")
+
+
+def test_a_stopped_rank_is_told_of_and_goes_on(start: Start, tmp_path: Path) -> None:
+    process = start("wait_for_all()\nif rank == 1:\n    for _ in range(2): os.kill(os.getpid(), signal.SIGSTOP)")
+    assert process.stderr is not None
+    for _ in range(2):
+        line = process.stderr.readline()
+        number = int((tmp_path / "ready-1").read_text())
+        assert line.startswith(f"pipeloom: warning: rank 1 (process {number}) was stopped by SIGSTOP"), line
+        assert f"`kill -CONT {number}`" in line
+        os.kill(number, signal.SIGCONT)
+    assert finish(process) == (0, "", "")
+
+
+def test_a_terminal_with_tostop_stops_no_rank(start: Start) -> None:
+    """Ranks are no foreground processes, and their lines are shown all the same."""
+    try:
+        master, slave = pty.openpty()
+    except OSError:
+        pytest.skip("no pseudo-terminals here")
+    streams = {"stdin": slave, "stdout": slave, "start_new_session": True}
+    process = start("os.write(1, f'rank {rank}\\n'.encode())", before=ON_A_TERMINAL, **streams)
+    try:
+        code, _, err = finish(process)
+        assert (code, err) == (0, "")
+        shown = b""
+        while shown.count(b"\n") < 2 and select.select([master], [], [], 10)[0]:  # it comes in pieces
+            shown += os.read(master, 1000)
+        assert sorted(shown.decode().split("\r\n")) == ["", "rank 0", "rank 1"]
+    finally:
+        process.kill()
+        os.close(master)
+        os.close(slave)
 
 
 def test_ranks_end_with_a_killed_launcher(start: Start, tmp_path: Path) -> None:

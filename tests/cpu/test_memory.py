@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
+from pipeloom.chain import partition
 from pipeloom.cli import main
 from pipeloom.ir.recompute import Recompute
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.parallel import Precision
 from pipeloom.passes import lower
 from pipeloom.plan.memory import (
-    GPTSizes,
     Model,
-    even_blocks,
     gpt_layers,
     in_stages,
     memory_of_rank,
     memory_of_ranks,
+    num_parameters,
     read_memory,
 )
 from pipeloom.plan.memory.states import state_elements
@@ -51,12 +51,12 @@ def test_activations_of_every_stage_take_what_the_closed_form_says(dtype, dropou
     init_parameters(model, seed=0)
     number = {"fp32": torch.float32, "bf16": torch.bfloat16}[Precision(dtype).dtype]
     model = model.to(number)
-    predicted = in_stages(gpt_layers(GPTSizes.of(config, 70), 2, number.itemsize), even_blocks(5, 3))
+    predicted = in_stages(gpt_layers(config, 2, number.itemsize), partition([1] * 5, 3))
     stages = split(model, 3)
     assert [[layer.name for layer in stage] for stage in predicted] == [list(names) for names in stages.layers]
     value, targets = torch.randint(0, 70, (2, 2, 40), dtype=torch.uint8)
     for stage, layers in zip(stages.modules, predicted, strict=True):
-        assert sum(layer.num_parameters for layer in layers) == sum(p.numel() for p in stage.parameters())
+        assert num_parameters(layers) == sum(p.numel() for p in stage.parameters())
         assert sum(layer.buffer_elements for layer in layers) == sum(b.numel() for b in stage.buffers())
         kept = KeptBytes.beside(stage)
         with kept.counting():
@@ -101,8 +101,8 @@ def small_gpt() -> GPT:
 
 
 def small_model(num_stages: int, precision: Precision, samples: int = 2) -> Model:
-    layers = gpt_layers(GPTSizes(**SMALL), samples, 2 if precision.has_masters else 4)
-    return Model(stages=in_stages(layers, even_blocks(8, num_stages)), precision=precision)
+    layers = gpt_layers(GPTConfig(**SMALL, tie_embeddings=False), samples, 2 if precision.has_masters else 4)
+    return Model(stages=in_stages(layers, partition([1] * 8, num_stages)), precision=precision)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "bfs"])

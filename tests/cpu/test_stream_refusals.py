@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pipeloom as pl
-from pipeloom.errors import CallerError, InputError, RunError
+from pipeloom.errors import CallerError, InputError, PeerLost, RunError
 from pipeloom.schedules import pipedream
 from tests.cpu.ranks import run_ranks
 from tests.cpu.stream_reference import Rule
@@ -250,6 +250,30 @@ def test_replicas_that_would_update_in_other_ways_are_told() -> None:
         optimizer = torch.optim.SGD([{"params": first}, {"params": second, "lr": 0.2}], lr=0.1)
         with pytest.raises(InputError, match=r"lr of group 0 0\.1 on rank 0 and 0\.2 on rank 1"):
             pl.Stream(pipe, optimizer).run(make_batches(6))
+
+
+def _replicas_with_rates_that_part(rank: int) -> None:
+    """Ranks 0 and 1 hold stage 0, and are of one mind about the first batches alone."""
+    with pl.Pipeline(make_stages(2), make_schedule(Rule("stash", (2, 1)), 6), loss_fn=mse) as pipe:
+        groups = [{"params": [p]} for p in pipe.parameters()]
+        stream = pl.Stream(
+            pipe,
+            torch.optim.SGD(groups, lr=0.1),
+            learning_rate=lambda batch: [0.1] * (len(groups) - 1) + [0.25 if rank == 1 and batch > 2 else 0.1],
+        )
+        with pytest.raises((CallerError, PeerLost)) as caught:
+            stream.run(make_batches(6))
+    if rank < 2:  # the other stage's rank loses them
+        assert type(caught.value) is CallerError
+        assert str(caught.value) == (
+            f"replicas of stage 0 have learning rate {0.25 if rank else 0.1} on rank {rank} and "
+            f"{0.1 if rank else 0.25} on rank {1 - rank} for parameter '0.1.0.bias' in update 1: they make the same "
+            "updates; give the same learning_rate on each"
+        )
+
+
+def test_replicas_that_come_to_update_at_other_rates_are_told() -> None:
+    run_ranks(_replicas_with_rates_that_part, 3)
 
 
 def with_nothing_to_train(which: int) -> list[nn.Module]:

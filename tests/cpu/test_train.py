@@ -19,6 +19,7 @@ import yaml
 
 from pipeloom.cli import main
 from pipeloom.sim import Timeline
+from pipeloom.train.checkpoint import verify
 
 WORDS = [
     "the",
@@ -182,6 +183,33 @@ def test_torchrun_trains_alike_to_the_last_bit(text: Path, reference: Path, tmp_
     assert done.stdout.count("step 9/9") == 1
 
 
+# Kills rank 0 of the first attempt when checkpoint-6 is in place.
+KILLED_ONCE = """\
+import os, signal
+rename = os.rename
+def last(source, target, **more):
+    rename(source, target, **more)
+    if str(target).endswith("checkpoint-6") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+os.rename = last
+"""
+
+
+def test_torchrun_starts_a_run_again_that_goes_on_to_the_last_bit(
+    text: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(KILLED_ONCE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    torchrun = (
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc-per-node=2",
+    )  # fmt: skip
+    done = run(text, tmp_path / "out", "--resume_from_checkpoint=auto", launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint-6\n" in done.stdout  # where the second attempt began
+    assert story(tmp_path / "out") == story(reference)
+    assert not list((tmp_path / "out").glob("previous-*"))
+
+
 def test_one_launched_rank_trains_alike_to_the_last_bit(text: Path, reference: Path, tmp_path: Path) -> None:
     done = run(text, tmp_path / "out", "--parallel.pipeline=1")
     assert done.returncode == 0, done.stderr
@@ -228,6 +256,46 @@ def test_a_killed_run_goes_on_to_the_last_bit(text: Path, whole: Path, tmp_path:
     assert not list(killed.glob("previous-*"))
 
 
+# Makes saving checkpoint-2 take until the process is ended, with all its files written.
+NEVER_SAVED = """\
+import os, time
+rename = os.rename
+def stuck(source, target, **more):
+    while str(target).endswith("checkpoint-2"):
+        time.sleep(1)
+    rename(source, target, **more)
+os.rename = stuck
+"""
+
+
+@pytest.mark.parametrize(("number", "victim"), [(signal.SIGINT, "launcher"), (signal.SIGKILL, "rank")])
+def test_a_run_that_ends_in_a_save_leaves_nothing_of_it(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, victim: str
+) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "sitecustomize.py").write_text(NEVER_SAVED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    command = [sys.executable, "-m", "pipeloom", *words(text, out, "--save_steps=1", "--eval_steps=0")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not list(out.glob(".checkpoint-2.partial-*/manifest.json.sha256")):
+        assert process.poll() is None
+        time.sleep(0.005)
+    os.kill(process.pid if victim == "launcher" else ranks_of(process)[1], number)
+    process.wait(timeout=30)
+    assert [path.name for path in out.glob("*checkpoint-*")] == ["checkpoint-1"]
+    assert verify(out / "checkpoint-1").step == 1
+
+
+def test_what_a_killed_run_left_of_a_save_is_cleaned_up_by_the_next(text: Path, tmp_path: Path) -> None:
+    """Also where it saves nothing, and goes on from nothing."""
+    local(text, tmp_path, "--steps=1", "--eval_steps=0", "--sample_tokens=0")
+    (tmp_path / "checkpoint-1").rename(tmp_path / ".checkpoint-1.old-0123abcd")  # in the middle of being replaced
+    (tmp_path / ".checkpoint-2.partial-0123abcd").mkdir()
+    local(text, tmp_path, "--steps=1", "--save_steps=0", "--eval_steps=0", "--sample_tokens=0")
+    assert not list(tmp_path.glob("*checkpoint-*"))
+    assert verify(tmp_path / "previous-1" / "checkpoint-1").step == 1
+
+
 def test_a_checkpoint_goes_on_with_other_numbers_of_ranks(text: Path, reference: Path, tmp_path: Path) -> None:
     one, four = tmp_path / "one", tmp_path / "four"
     local(
@@ -249,20 +317,30 @@ def test_resuming_drops_what_came_after_the_checkpoint(text: Path, reference: Pa
     assert {path.name for path in (out / "previous-1").iterdir()} == {"checkpoint-6", "checkpoint-9"}
 
 
-def test_checkpoints_that_are_there_stay_where_fewer_are_kept_now(
+def test_a_lower_save_total_limit_counts_checkpoints_that_are_there(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     local(text, out)
-    for steps in (15, 18):
+    for steps, kept in ((15, {12, 15}), (18, {15, 18})):
         capsys.readouterr()
         local(
-            text, out, "--resume_from_checkpoint=latest", f"--steps={steps}", "--save_total_limit=1", "--eval_steps=0"
+            text, out, "--resume_from_checkpoint=latest", f"--steps={steps}", "--save_total_limit=2", "--eval_steps=0"
         )
         said = capsys.readouterr().out
-        assert ("save_total_limit all -> 1" in said) == (steps == 15)
-        assert "checkpoints up to step 9 stay" in said
-        assert {path.name for path in out.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (3, 6, 9, steps)}
+        assert ("save_total_limit all -> 2" in said) == (steps == 15)
+        assert ("the next save deletes all checkpoints but the newest 2" in said) == (steps == 15)
+        assert {path.name for path in out.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in kept}
+
+
+def test_auto_begins_a_run_and_goes_on_with_it(text: Path, reference: Path, tmp_path: Path) -> None:
+    out, auto = tmp_path / "out", "--resume_from_checkpoint=auto"
+    local(text, out, auto)
+    assert story(out) == story(reference)
+    shutil.rmtree(out / "checkpoint-9")
+    local(text, out, auto)
+    assert story(out) == story(reference)
+    assert not list(out.glob("previous-*"))
 
 
 def test_a_finished_run_that_is_resumed_stays_as_it_was(text: Path, tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
+import os
 import statistics
 from dataclasses import replace
 from itertools import pairwise
@@ -19,6 +21,7 @@ from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Placement
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.passes import lower, merge_backwards
+from pipeloom.plan.memory import MemoryRow, write_memory
 from pipeloom.runtime import LossScaler, Pipeline
 from pipeloom.sim import Costs, Network, simulate
 from pipeloom.sim.data_link import DataLink
@@ -37,7 +40,7 @@ from pipeloom.train.optimizer import (
     options_of,
     set_learning_rates,
 )
-from pipeloom.train.output import append_metrics, prepare_output
+from pipeloom.train.output import append_metrics, prepare_output, writing
 from pipeloom.train.progress import describe, display
 from pipeloom.train.sections import BatchConfig, OptimizerConfig, ParallelConfig
 from pipeloom.train.tokenize import ByteTokenizer
@@ -202,6 +205,34 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"metrics.jsonl cannot be written: No space left on device") as error:
         append_metrics(tmp_path, {"step": 1})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "metrics.jsonl", "memory.json"])
+def test_on_a_full_disk_the_files_of_a_run_stay_as_they_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append_metrics(tmp_path, {"step": 1})
+    config = TrainConfig(output_dir=str(tmp_path))
+    prepare_output(config, tmp_path / "checkpoint-1", 1)
+    write_memory(tmp_path, [])
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    replace_file = Path.replace
+
+    def fail(path: Path, target: Path) -> Path:
+        if target.name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return replace_file(path, target)
+
+    def write() -> None:
+        with writing(tmp_path):
+            prepare_output(replace(config, seed=1), tmp_path / "checkpoint-1", 1)
+            write_memory(tmp_path, [MemoryRow(process=0, copy=0, rank=0, predicted={}, measured={})])
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(RunError, match=rf"{name} cannot be written: No space left on device; make room"):
+        write()
+    assert (tmp_path / name).read_bytes() == before[name]
+    assert {file.name for file in tmp_path.iterdir()} == set(before)
 
 
 def test_a_run_that_goes_on_says_what_is_other() -> None:

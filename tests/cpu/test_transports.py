@@ -168,7 +168,7 @@ def _memory_goes_back(rank: int) -> None:
         step(4, size, False)
     step(4, 10, False)
     assert _maps() <= 3
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors  # others may close theirs meanwhile
     transport.close()
 
 

@@ -261,6 +261,12 @@ def test_a_step_ends_at_its_batch(name: str) -> None:
         (lambda: np.zeros((8, 8)), "inputs hold a ndarray: what travels are"),
         (lambda: torch.zeros(8, 8).to_sparse(), r"inputs hold a torch\.sparse_coo tensor"),
         (lambda: torch.zeros(0, 8), "inputs hold 0 samples: every micro-batch needs at least one; leave out"),
+        (
+            lambda: torch.tensor(1.0),
+            "inputs hold a tensor without dimensions: .* samples along dimension 0; reshape it",
+        ),
+        (lambda: {"x": torch.zeros(8, 8), "y": torch.tensor(1)}, "inputs hold a tensor without dimensions"),
+        (lambda: [1.0, 2.0], "inputs hold no tensor: every tensor of a batch needs the samples"),
     ],
 )
 def test_batches_that_are_none(make_inputs: Callable[[], object], said: str) -> None:
@@ -280,6 +286,39 @@ def test_batches_that_are_none(make_inputs: Callable[[], object], said: str) -> 
     [
         (lambda: pl.Pipeline(make_mlp(), "1f1b", loss_fn=mse), "schedule is '1f1b'.*schedules.build"),
         (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn="mse"), "loss_fn is 'mse'"),
+        (
+            lambda: pl.Pipeline(nn.Sequential, _schedule(), loss_fn=mse),
+            r"the model is the class Sequential: .*make one",
+        ),
+        (lambda: pl.Pipeline(None, _schedule(), loss_fn=mse), "the model is None: it is an nn.Module, or a list"),
+        (lambda: pl.Pipeline("gpt2", _schedule(), loss_fn=mse), "the model is 'gpt2': it is an nn.Module, or a list"),
+        (
+            lambda: pl.Pipeline(make_mlp().state_dict(), _schedule(), loss_fn=mse),
+            "the model is a OrderedDict: it is an",
+        ),
+        (lambda: pl.Pipeline(3, _schedule(), loss_fn=mse), "the model is 3: it is an nn.Module, or a list"),
+        (lambda: pl.Pipeline([nn.Linear, nn.Linear], _schedule(), loss_fn=mse), "stage 0 .*the class Linear.*make one"),
+        (
+            lambda: pl.Pipeline([nn.Linear(8, 8), None], _schedule(), loss_fn=mse),
+            "stage 1 of the list is None: each is",
+        ),
+        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=nn.MSELoss), r"loss_fn is the class MSELoss: .*make one"),
+        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, cut=None), "cut=None is unknown: it is 'layers'"),
+        (
+            lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, cut=[1.5, 2]),
+            r"cut=\[1.5, 2\] is unknown: .*whole",
+        ),
+        (
+            lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, layers=3),
+            "layers are 3: they are names of modules",
+        ),
+        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, layers=[1]), r"layers are \[1\]: they are names"),
+        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, transport=3), "transport is 3: it is one of auto"),
+        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, offload="cpu"), "offload is 'cpu': .*OffloadActiv"),
+        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, mesh=2), "mesh is 2: it is a pipeloom.Mesh"),
+        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, timeout_seconds="10"), "timeout_seconds is '10'"),
+        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, timeout_seconds=0), "timeout_seconds is 0: .*above"),
+        (lambda: split(make_mlp(), "2"), "num_stages='2': a model has at least one stage"),
         (lambda: pl.schedules.one_f_one_b(num_ranks="2", num_microbatches=4), "'2' ranks"),
         (lambda: pl.schedules.zb_v(num_ranks=2, num_microbatches=2.5), "2.5 micro-batches"),
         (lambda: _schedule(num_microbatches=2.5), "2.5 micro-batches"),

@@ -121,7 +121,7 @@ def test_sizes_are_read_and_written_with_their_units(tmp_path, capsys):
         assert config.data_parallel.bucket_bytes == number
         file.write_text(to_yaml(config))
         assert parse(["--config", str(file)]) == config == TrainConfig.from_mapping(yaml.safe_load(to_yaml(config)))
-    for wrong in ("lots", "-1", "1.5.GiB", "1XB", "1e999", "nan", True, None):
+    for wrong in ("lots", "-1", "0.5", "1e-3", "1.5.GiB", "1XB", "1e999", "nan", True, None):
         with pytest.raises(InputError, match="write bytes, such as 8e9, 16GB or 16GiB"):
             Bytes.parse(wrong)
     with pytest.raises(SystemExit):
@@ -169,7 +169,7 @@ def test_a_run_shows_predicted_beside_measured(capsys, tmp_path):
         ("--vocabulary_size 0", "a model has at least one token id"),
         ("--parallel.data -1", "give a number"),
         ("--parallel.cut time", "not known before a run"),
-        ("--model.width 63", "model.heads is 6 for model.width 63"),
+        ("--model.width 63", "model width=63 and heads=6: the heads share the width evenly; use heads=7"),
     ],
 )
 def test_bad_input_is_one_line(words, said, capsys):

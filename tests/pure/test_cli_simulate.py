@@ -192,6 +192,18 @@ def test_copies_and_moves_are_simulated(capsys):
     assert "memory_link_seconds" not in answer  # without a limit it takes no time
 
 
+def test_sizes_and_bandwidths_take_units(capsys):
+    words = "1f1b --ranks 2 --microbatches 4 --data 2 --offload 2 --json"
+    answers = []
+    for sizes in (
+        "--parameter-bytes 2097152 --activation-bytes 3000 --data-bandwidth 5e5 --memory-bandwidth 0.5",
+        "--parameter-bytes 2MiB --activation-bytes 3kB --data-bandwidth 500KB/s --memory-bandwidth 5e-1",
+    ):
+        assert simulated(f"{words} {sizes}") == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -200,7 +212,9 @@ def test_copies_and_moves_are_simulated(capsys):
         ("--data 0", "a data axis of degree 0"),
         ("--data 2 --data-granularity chunk", "granularity 'chunk' with strategy 'ddp'"),
         ("--data 2 --data-bandwidth 1", "no parameter_bytes"),
-        ("--parameter-bytes -1", "--parameter-bytes -1: a size is"),
+        ("--parameter-bytes -1", "parameter_bytes is -1: it must be bytes, such as"),
+        ("--activation-bytes 1XB", "activation_bytes is 1XB: it must be bytes, such as 8e9, 16GB or 16GiB; correct it"),
+        ("--data 2 --data-bandwidth fast", "data_bandwidth is fast: it must be bytes a second, such as 1.25e9, 12GB"),
         ("--offload 0", "--offload 0: a rank holds at least"),
         ("--offload 1", "need 3; raise the cap"),
     ],

@@ -11,16 +11,15 @@ from pipeloom import schedules as families
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule
 from pipeloom.ir.recompute import Recompute
+from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel import Precision
 from pipeloom.passes import insert_offload, lower
 from pipeloom.plan.memory import (
     KINDS,
-    GPTSizes,
     Layer,
     MemoryRow,
     Model,
     choose_memory,
-    even_blocks,
     gpt_layers,
     in_stages,
     memory_of_ranks,
@@ -28,6 +27,7 @@ from pipeloom.plan.memory import (
     write_memory,
 )
 from pipeloom.plan.memory.states import Formats, state_elements, unit_bytes
+from pipeloom.plan.memory.units import stage_bytes
 from pipeloom.sim import Costs, Network, simulate
 
 BF16_SAME = Precision("bf16", "same")
@@ -306,14 +306,24 @@ def test_memory_of_a_run_reads_back(tmp_path):
     write_memory(tmp_path, rows)
     assert read_memory(tmp_path) == rows
     (tmp_path / "memory.json").write_text("{}")
-    with pytest.raises(InputError, match="holds no memory of a run"):
+    with pytest.raises(InputError, match=r"memory.json lacks the key .kinds.: its keys are kinds, processes"):
         read_memory(tmp_path)
     with pytest.raises(InputError, match="cannot be read"):
         read_memory(tmp_path / "nowhere")
 
 
+def test_weights_that_layers_of_a_stage_share_count_once_in_versions_and_reductions():
+    sizes = GPTConfig(vocabulary_size=100, layers=2, width=8, heads=2, sequence_length=4, tie_embeddings=True)
+    numbers = 100 * 8 + 2 * (12 * 8 * 8 + 2 * 8) + 8
+    made = Model(stages=[gpt_layers(sizes, 1, 4)])
+    [memory] = memory_of_ranks(lower(families.build("pipedream", num_ranks=1, num_microbatches=4)), made)
+    assert (memory.kinds["parameters"], memory.kinds["versions"]) == (4 * numbers, 0)
+    assert stage_bytes(made) == ((4 * numbers,), (4 * numbers,))
+
+
 def test_layers_of_a_gpt_in_stages():
-    layers = gpt_layers(GPTSizes(vocabulary_size=10, layers=5, width=4, heads=2, sequence_length=8), 1, 4)
-    assert even_blocks(5, 3) == [2, 2, 1]
+    layers = gpt_layers(
+        GPTConfig(tie_embeddings=False, vocabulary_size=10, layers=5, width=4, heads=2, sequence_length=8), 1, 4
+    )
     names = [[each.name for each in stage] for stage in in_stages(layers, [2, 2, 1])]
     assert names == [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3"], ["blocks.4", "norm", "head"]]

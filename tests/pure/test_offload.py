@@ -180,7 +180,8 @@ def costs(**more) -> Costs:
 def test_moves_take_their_bytes_over_the_memory_link_beside_the_computations():
     """F takes 1 s, B 2 s; an activation has 6 bytes, the link 4 a second: a move takes 1.5 s."""
     orders = parse_orders("0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0B2 0RELOAD1 0RELOAD0 0B1 0B0\n")
-    program = replace(lower(families.build("gpipe", num_ranks=1, num_microbatches=3)), orders=orders)
+    schedule = families.from_orders("0F0 0F1 0F2 0B2 0B1 0B0")
+    program = replace(lower(schedule), orders=orders)
     check(program)
     timeline = simulate(program, costs(activation_bytes=(6.0,)), Network(memory_bytes_per_second=4.0))
     assert [(str(a), start, end) for a, start, end in timeline.background[0]] == [

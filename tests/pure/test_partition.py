@@ -12,23 +12,40 @@ import pytest
 from benchmarks.partition.networks import read_cluster, resnet50, vgg16
 
 from pipeloom.errors import InputError
-from pipeloom.ir import check
+from pipeloom.ir import Op, check
 from pipeloom.plan.partition import Problem, Profile, data_parallel, parse_profile, partition_layers
+from pipeloom.plan.partition.in_flight import stream_period
 from pipeloom.schedules import pipedream
-from pipeloom.schedules.pipedream import full_in_flight
+from pipeloom.schedules.pipedream import full_in_flight, noam_in_flight
+from pipeloom.sim import Costs, simulate
 
 # --- brute force ----------------------------------------------------------------------------------------------------
 
 Stages = tuple[tuple[int, int, int, Any], ...]  # (first, last, components, stages inside of each or None)
 
 
-def draw(rng: random.Random, num_layers: int, *, whole: bool = False) -> Profile:
-    """Times, outputs and weights without any shape; small whole numbers make ties."""
+def draw(rng: random.Random, num_layers: int, *, whole: bool = False, tied: bool = False) -> Profile:
+    """Times, outputs and weights without any shape; small whole numbers make many partitions equal."""
 
     def number() -> float:
-        return float(rng.randint(0, 3)) if whole else rng.uniform(0.0, 3.0)
+        if whole:
+            return float(rng.randint(0, 3))
+        return rng.randint(0, 3072) / 1024 if tied else rng.uniform(0.0, 3.0)  # a sum is exact, in any order
 
-    return Profile.of((f"layer {k}", number(), number(), number(), number()) for k in range(num_layers))
+    rows = [[f"layer {k}", number(), number(), number(), number()] for k in range(num_layers)]
+    ties = []
+    for _ in range(2 if tied and num_layers > 1 else 0):
+        layers = tuple(sorted(rng.sample(range(num_layers), rng.randint(2, min(3, num_layers)))))
+        ties.append((number(), layers))
+        for layer in layers:
+            rows[layer][4] += ties[-1][0]
+    return Profile.of(rows, ties)
+
+
+def weights_of(profile: Profile, first: int, last: int) -> float:
+    """Bytes of weights of layers first..last: each of the layers, less what others of them hold already."""
+    again = (size * (sum(first <= k <= last for k in layers) - 1) for size, layers in profile.ties)
+    return sum(x.parameter_bytes for x in profile.layers[first : last + 1]) - sum(size for size in again if size > 0)
 
 
 def pipelines(first: int, last: int, sizes: tuple[int, ...], left: int, most: int) -> Iterator[Stages]:
@@ -53,7 +70,7 @@ def seconds_of(profile: Profile, stages: Stages, levels, form: str, hierarchical
             work = sum(layer.forward_seconds + layer.backward_seconds for layer in part)
         else:
             work = seconds_of(profile, inside, levels[:-1], form, hierarchical)
-        weights = sum(layer.parameter_bytes for layer in part)
+        weights = weights_of(profile, first, last)
         sync = 4 * (count - 1) * weights / (count * bandwidth)
         if form == "published" and hierarchical:
             sync = 2 * (count - 1) * weights / bandwidth
@@ -77,14 +94,14 @@ def memory_of(profile: Profile, stages: Stages, state_copies: float) -> float:
     for number, (first, last, count) in enumerate(flat):
         in_flight = math.ceil(sum(each[2] for each in flat[number:]) / count)
         part = profile.layers[first : last + 1]
-        weights, outputs = (sum(getattr(x, k) for x in part) for k in ("parameter_bytes", "activation_bytes"))
+        weights, outputs = weights_of(profile, first, last), sum(x.activation_bytes for x in part)
         held.append(in_flight * (weights + outputs) + state_copies * weights)
     return max(held)
 
 
 def compare(seed: int, levels, num_layers: int, *, form: str, capped: bool, replicate: bool = True) -> None:
     rng = random.Random(seed)
-    profile = draw(rng, num_layers, whole=seed % 3 == 0)
+    profile = draw(rng, num_layers, whole=seed % 3 == 0, tied=seed % 2 == 0)
     sizes = tuple(count for count, _ in levels)
     state_copies = rng.choice((0.0, 1.0, 3.0))
     all_of_them = list(pipelines(0, num_layers - 1, sizes, sizes[-1], max(sizes) if replicate else 1))
@@ -214,8 +231,45 @@ def test_full_in_flight_is_never_less_and_the_same_without_replicas(seed):
     assert full_in_flight([1, 3, 1]) == [7, 2, 1]
 
 
-def test_profiles_are_read_back_exactly():
-    profile = draw(random.Random(0), 5)
+@pytest.mark.parametrize("seed", range(40))
+def test_the_period_with_noam_in_flight_is_that_of_a_long_stream(seed):
+    """Between two backwards that are a whole number of rounds of the longest cycle apart, behind the start."""
+    rng = random.Random(seed)
+    replicas = [rng.randint(1, 4) for _ in range(1 + seed % 5)]
+    forward, backward = ([rng.uniform(0.1, most) * r for r in replicas] for most in (3, 6))
+    busy, noam = [f + b for f, b in zip(forward, backward, strict=True)], noam_in_flight(replicas)
+    period = stream_period(busy, replicas=replicas, in_flight=noam)
+    assert period >= max(b / r for b, r in zip(busy, replicas, strict=True))
+    around = [
+        (sum(busy[s : t + 1]), noam[s] * replicas[s] - (noam[t] - 1) * replicas[t])
+        for s in range(len(busy))
+        for t in range(s, len(busy))
+    ]
+    [length] = {count for seconds, count in around if seconds / count == pytest.approx(period, rel=1e-12)}
+    each = math.lcm(*replicas, length)
+    stream = 4 * each + max(1, 500 // each) * each
+    schedule = pipedream(num_ranks=sum(replicas), num_microbatches=stream, replicas=replicas)
+    rows = simulate(schedule, Costs.per_stage(forward=forward, backward=backward)).compute_spans
+    ends = {span.action.microbatch: span.end for row in rows for span in row if span.action[:2] == (0, Op.B)}
+    last = stream - 1 - noam[0] * replicas[0]
+    assert (ends[last] - ends[last - each]) / each == pytest.approx(period, rel=1e-9)
+
+
+def test_no_stage_waits_with_full_in_flight_nor_with_noam_of_one_rank_a_stage():
+    for seed in range(200):
+        rng = random.Random(seed)
+        replicas = [rng.randint(1, 5) for _ in range(1 + seed % 6)]
+        busy = [rng.uniform(0.1, 9) * r for r in replicas]
+        slowest = max(b / r for b, r in zip(busy, replicas, strict=True))
+        full = stream_period(busy, replicas=replicas, in_flight=full_in_flight(replicas))
+        straight = stream_period(busy, replicas=[1] * len(busy), in_flight=noam_in_flight([1] * len(busy)))
+        assert (full, straight) == (pytest.approx(slowest, rel=1e-12), pytest.approx(max(busy), rel=1e-12))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_profiles_are_read_back_exactly(tied):
+    profile = draw(random.Random(0), 5, tied=tied)
+    assert len(profile.ties) == 2 * tied
     assert parse_profile(profile.to_json()) == profile
 
 

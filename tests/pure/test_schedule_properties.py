@@ -170,7 +170,7 @@ def test_an_action_that_stands_twice_is_refused(schedule, number):
     rank, position = pick(schedule.orders, number)
     order = schedule.orders[rank]
     twice = edited(schedule.orders, rank, (*order[: position + 1], *order[position:]))
-    with pytest.raises(ScheduleError, match=f"{order[position]} stands 2 times"):
+    with pytest.raises(ScheduleError, match=f"{order[position]} stands twice"):
         check(replace(schedule, orders=twice))
 
 

@@ -145,7 +145,7 @@ def test_bytes_of_versions_are_versions_times_parameters():
     with pytest.raises(InputError, match=r"parameter_bytes has 3 entries: .* has 2 stages; give one for each"):
         simulate(stream("stash", (1, 1), 9), replace(costs, activation_bytes=None))
     with pytest.raises(InputError, match="parameter_bytes is -1"):
-        replace(costs, parameter_bytes=(-1.0,))
+        replace(costs, parameter_bytes=(-1.0, 1.0, 1.0))
 
 
 def test_pictures_show_updates_and_versions():
@@ -247,7 +247,7 @@ def test_bytes_of_versions_come_from_the_costs_file(capsys, tmp_path):
     assert answer_of(capsys, "1f1b", *words)["weight_version_bytes"] == [8, 10]
     assert "versions of the parameters take at most 16 10 bytes" in run(capsys, "pipedream", *words)[1]
     path.write_text(json.dumps({"stages": [stage, {k: v for k, v in stage.items() if k != "parameter_bytes"}]}))
-    assert "'parameter_bytes' is missing or odd" in run(capsys, "pipedream", *words)[2]
+    assert "has other keys than stage 0 ('parameter_bytes')" in run(capsys, "pipedream", *words)[2]
 
 
 def test_pages_and_pictures_of_streams_are_written(capsys, tmp_path):

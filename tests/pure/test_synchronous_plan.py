@@ -182,3 +182,12 @@ def test_what_plans_look_like():
     assert plan.step_seconds == pytest.approx(plan.simulate(one_f_one_b)) == pytest.approx(35 * 6.0)
     with pytest.raises(InputError, match="microbatches 0"):
         plan_synchronous(heavy, ranks=4, bandwidth=1.0, num_microbatches=0)
+
+
+def test_what_layers_of_a_stage_share_is_reduced_once():
+    """Half of the weights is the other half: as one stage on two ranks both halves are one."""
+    rows = [("embedding", 1.0, 2.0, 1e9, 500.0), ("head", 1.0, 2.0, 1e9, 500.0)]
+    for ties, held in (((), 1000.0), ([(400.0, (0, 1))], 600.0)):
+        plan = plan_synchronous(Profile.of(rows, ties), ranks=2, bandwidth=100.0, num_microbatches=4)
+        assert [replicas for _, _, replicas in plan.stages] == [2]
+        assert plan.reduce_seconds == (2 * held / 2 / 100.0,)

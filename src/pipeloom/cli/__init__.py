@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from pipeloom.errors import InputError, PipeloomError
+from pipeloom.errors import InputError, PipeloomError, unwrapped
 from pipeloom.version import __version__
 
 TYPE_CHECKING = False  # nothing is imported here that takes time: an interrupt is answered from `main` on
@@ -93,5 +93,5 @@ def _fail(message: str, code: int) -> int:
     from contextlib import suppress
 
     with suppress(OSError):  # nobody reads that either
-        sys.stderr.write(f"pipeloom: error: {' '.join(message.split())}\n")
+        sys.stderr.write(f"pipeloom: error: {unwrapped(message)}\n")
     return code

@@ -31,9 +31,8 @@ _DISTRIBUTION = {"yaml": "pyyaml"}  # where the import name is not the package n
 # Optional packages: what they give, and what to install.
 _EXTRAS = {
     "tokenizers": ("byte-pair tokenizers (--data.tokenizer)", "'pipeloom[tokenizers]'"),
-    "tensorboard": ("TensorBoard logs", "'pipeloom[tensorboard]'"),
-    "transformers": ("Hugging Face models", "transformers"),
-    "ortools": ("searching schedules with CP-SAT", "ortools"),
+    "transformers": ("Hugging Face models", "'pipeloom[huggingface]'"),
+    "ortools": ("bounds of searched schedules (--prove)", "'pipeloom[search]'"),
 }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeloom.errors import InputError
+from pipeloom.whole_file import write_whole
 
 T = TypeVar("T")
 
@@ -27,13 +28,13 @@ def read_json(option: str, path: str, parse: Callable[[str], T]) -> T:
 
 
 def write_text(option: str, path: str, text: str) -> None:
-    """Write the file that `option` names.
+    """Write the file that `option` names, whole or not at all.
 
     Raises:
         InputError: it cannot be written.
     """
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(Path(path), text)
     except OSError as error:
         raise InputError(
             f"{option} {path}: {error.strerror or error}: the file must be writable; name another path"

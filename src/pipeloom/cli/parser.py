@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from jsonargparse.typing import register_type
 
-from pipeloom.words import Bytes
+from pipeloom.errors import unwrapped
+from pipeloom.words import Bytes, BytesPerSecond
 
 _KINDS = {
     "int": "a whole number",
@@ -20,8 +21,10 @@ _KINDS = {
     "bool": "true or false",
     "str": "text",
     "Bytes": "bytes, such as 8e9, 16GB or 16GiB",
+    "BytesPerSecond": "bytes a second, such as 1.25e9, 12GB or 100MiB",
 }
 register_type(Bytes, serializer=lambda size: Bytes(size).written, deserializer=Bytes.parse)
+register_type(BytesPerSecond, serializer=float, deserializer=BytesPerSecond.parse)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
@@ -51,7 +54,7 @@ class Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Say `message` in one line, with the nearest option where one is unknown, and exit with code 2."""
-        sys.stderr.write(f"{self.prog or 'pipeloom'}: error: {one_line(self._explain(one_line(message)))}\n")
+        sys.stderr.write(f"{self.prog or 'pipeloom'}: error: {unwrapped(self._explain(unwrapped(str(message))))}\n")
         raise SystemExit(2)
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:  # type: ignore[override]
@@ -115,11 +118,6 @@ def _nearest_number(value: str, kind: str) -> str | None:
         return f"write {int(float(value))}" if kind == "a whole number" and float(value).is_integer() else None
     except ValueError:
         return None
-
-
-def one_line(text: str) -> str:
-    """`text` with all its white space folded, so that an error stays one line."""
-    return " ".join(str(text).split())
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

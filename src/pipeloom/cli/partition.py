@@ -13,6 +13,7 @@ from pipeloom.cli.parser import Parser
 from pipeloom.cli.partition_answers import asynchronous, synchronous
 from pipeloom.errors import InputError
 from pipeloom.plan.partition import Form, Profile, check_levels, parse_profile
+from pipeloom.words import Bytes, BytesPerSecond
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,19 +48,19 @@ def _parser() -> Parser:
         "What layers take is read from --profile, or measured here on a GPT (--model.*).",
         examples="""
             pipeloom partition --profile profile.json --ranks 8 --bandwidth 1.25e9
-            pipeloom partition --profile profile.json --levels 4@12e9,4@1.25e9 --memory-cap 16e9 --state-copies 3
+            pipeloom partition --profile profile.json --levels 4@12GB,4@1.25GB --memory-cap 16GB --state-copies 3
             pipeloom partition --ranks 4 --bandwidth 1e9 --model.layers 12 --batch 8 --write-profile profile.json
             pipeloom partition --profile profile.json --ranks 8 --bandwidth 1.25e9 --schedule dapple --microbatches 16
         """,
     )
     parser.add_argument("--profile", type=str, help="JSON file of what each layer takes, instead of measuring")
     parser.add_argument("--ranks", type=int | None, help="ranks that share the model")
-    parser.add_argument("--bandwidth", type=float | None, help="bytes a second, of each rank")
+    parser.add_argument("--bandwidth", type=BytesPerSecond | None, help="bytes a second, of each rank")
     parser.add_argument("--levels", type=str, help="instead of both: components@bandwidth of each level, inner first")
     parser.add_argument(
         "--form", type=Form, default="summed", help="how a plan is judged; published: as in the schedule's paper"
     )
-    parser.add_argument("--memory-cap", type=float | None, help="most bytes a rank may hold")
+    parser.add_argument("--memory-cap", type=Bytes | None, help="most bytes a rank may hold")
     parser.add_argument(
         "--state-copies", type=float, default=0.0, help="of the weights, for gradients and optimizer (AdamW: 3)"
     )
@@ -87,11 +88,11 @@ def _levels(given: dict[str, Any]) -> list[tuple[int, float]]:
         return [(ranks, bandwidth)]
     if bandwidth is not None:
         raise InputError("--bandwidth beside --levels: each level has its own; drop one of the two")
-    levels = []
+    levels: list[tuple[int, float]] = []
     for part in text.split(","):
         components, _, rate = part.partition("@")
         try:
-            levels.append((int(components), float(rate)))
+            levels.append((int(components), BytesPerSecond.parse(rate)))
         except ValueError as error:
             raise InputError(
                 f"--levels {text}: {part!r} is no level; write components@bytes_per_second, such as 4@12e9,4@1.25e9"

@@ -16,7 +16,7 @@ from pipeloom.plan.partition import (
     plan_synchronous,
 )
 from pipeloom.report.drawing import seconds_text
-from pipeloom.schedules import find
+from pipeloom.schedules import find, steady_length
 from pipeloom.train.stream_command import stream_command
 from pipeloom.words import bytes_text, counted
 
@@ -48,9 +48,9 @@ def asynchronous(
         )
     except InputError as error:
         reason = str(error).split(":")[0]
-    noam_seconds = noam_period(profile, found)
+    noam_seconds = noam_period(found)
     fewer = found.fewer_ranks
-    answer = {
+    answer: dict[str, Any] = {
         "stages": [{"layers": [stage.first, stage.last], "replicas": stage.replicas} for stage in found.stages],
         "period_seconds": found.period_seconds,
         "form": form,
@@ -64,6 +64,7 @@ def asynchronous(
         "data_parallel_seconds": together and together.period_seconds,
         "straight_pipeline_seconds": straight and straight.period_seconds,
         "fewer_ranks": fewer and {"ranks": fewer[0], "period_seconds": fewer[1]},
+        "ties": _ties(profile, [(stage.first, stage.last) for stage in found.stages]),
     }
     ranks = sum(stage.replicas for stage in found.stages)
     lines = [
@@ -78,7 +79,7 @@ def asynchronous(
             f"{counted(fewer[0], 'rank')} alone would take {seconds_text(fewer[1])}: more cost more than they give"
         )
     full, said = _in_flight(found, noam_seconds, memory_cap)
-    return answer, [*lines, *said, _train(profile, found, full, run)]
+    return answer, [*lines, *_shared(answer["ties"]), *said, *_train(profile, found, full, run)]
 
 
 def synchronous(profile: Profile, ranks: int, bandwidth: float, *, num_microbatches: int, published: bool) -> Answer:
@@ -89,10 +90,11 @@ def synchronous(profile: Profile, ranks: int, bandwidth: float, *, num_microbatc
     simulated = {}
     if num_microbatches * len(plan.stages) <= _MOST_SIMULATED:
         simulated = {name: plan.simulate(find(name)) for name in ("1f1b", "dapple-pb")}
-    answer = {
+    answer: dict[str, Any] = {
         "stages": [{"layers": [first, last], "replicas": replicas} for first, last, replicas in plan.stages],
         "step_seconds": plan.step_seconds,
         "simulated_seconds": simulated,
+        "ties": _ties(profile, [(first, last) for first, last, _ in plan.stages]),
     }
     rows: list[tuple[str, ...]] = [("stage", "layers", "", "replicas", "forward", "backward", "transfer", "sync")]
     times = (plan.forward_seconds, plan.backward_seconds, (*plan.transfer_seconds, 0.0), plan.reduce_seconds)
@@ -104,6 +106,7 @@ def synchronous(profile: Profile, ranks: int, bandwidth: float, *, num_microbatc
         f"{counted(len(plan.stages), 'stage')} on {counted(ranks, 'rank')}",
         *_table(rows),
         *([f"simulated: {said}"] if said else []),
+        *_shared(answer["ties"]),
     ]
 
 
@@ -123,14 +126,14 @@ def _stages(profile: Profile, found: Partition) -> list[str]:
     return _table(rows)
 
 
-def _in_flight(found: Partition, noam_seconds: float | None, memory_cap: float | None) -> tuple[bool, list[str]]:
+def _in_flight(found: Partition, noam_seconds: float, memory_cap: float | None) -> tuple[bool, list[str]]:
     """Whether to train with `full` in flight, and a line that says why; none where NOAM reaches the period."""
-    if noam_seconds is not None and noam_seconds <= found.period_seconds * _NEARLY:
+    if noam_seconds <= found.period_seconds * _NEARLY:
         return False, []
     noam = ", ".join(str(stage.in_flight) for stage in found.stages)
     full = ", ".join(str(stage.full_in_flight) for stage in found.stages)
     size = bytes_text(found.full_memory_bytes)
-    slower = "may take longer" if noam_seconds is None else f"takes {seconds_text(noam_seconds)}"
+    slower = f"takes {seconds_text(noam_seconds)}"
     if memory_cap is not None and found.full_memory_bytes > memory_cap:
         return False, [
             f"a minibatch {slower} with NOAM in flight ({noam}), which keeps the cap; --in-flight full ({full}) gives "
@@ -142,14 +145,50 @@ def _in_flight(found: Partition, noam_seconds: float | None, memory_cap: float |
     ]
 
 
-def _train(profile: Profile, found: Partition, full: bool, run: Mapping[str, Any]) -> str:
-    """The command that trains so, or why there is none."""
+def _ties(profile: Profile, stages: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Weights that several of the stages (first layer, last layer) hold: their bytes, and which stages."""
+    found = []
+    for size, layers in profile.ties:
+        homes = [k for k, (first, last) in enumerate(stages) if any(first <= layer <= last for layer in layers)]
+        if len(homes) > 1:
+            found.append({"bytes": size, "stages": homes})
+    return found
+
+
+def _shared(ties: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"stages {', '.join(map(str, tie['stages']))} hold the same weights of {bytes_text(tie['bytes'])} each: the "
+        "sums of their gradients between the stages are not in these times"
+        for tie in ties
+    ]
+
+
+def _train(profile: Profile, found: Partition, full: bool, run: Mapping[str, Any]) -> list[str]:
+    """How to train so: a command for pipeloom's GPT, and for the model of a file what to pass in Python; or why not.
+
+    The layers of a file may have the names of those of the GPT and be others.
+    """
     layers = [[layer.name for layer in profile.layers[stage.first : stage.last + 1]] for stage in found.stages]
+    replicas = [stage.replicas for stage in found.stages]
+    measured_here = bool(run)
     try:
-        command = stream_command([stage.replicas for stage in found.stages], layers, full=full, options=run)
+        command = stream_command(replicas, layers, full=full, options=run, tied=bool(profile.ties))
+        lines = [f"{'train it' if measured_here else 'a GPT of pipeloom so'}: {command}"]
     except InputError as error:
-        return f"pipeloom train cannot run this: {error}"
-    return f"train it: {command}"
+        lines = [f"pipeloom train cannot run this: {error}"]
+    if measured_here:
+        return lines
+    if _ties(profile, [(stage.first, stage.last) for stage in found.stages]):
+        return ["no stream can train it: the stages that hold the same weights update at different times; untie them"]
+    in_flight = "full" if full else "noam"
+    words = [
+        f"num_ranks={sum(replicas)}",
+        f"num_microbatches={steady_length(replicas, in_flight=in_flight)}",
+        f"replicas={replicas}",
+        *(["in_flight='full'"] if full else []),
+    ]
+    cut = [stage.last - stage.first + 1 for stage in found.stages]
+    return [f"train it in Python: pl.Pipeline(..., pl.schedules.pipedream({', '.join(words)}), cut={cut})", *lines]
 
 
 def _cells(profile: Profile, number: int, first: int, last: int) -> tuple[str, str, str]:

@@ -15,6 +15,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Checked, Schedule, check
 from pipeloom.ir.torch_csv import to_csv
 from pipeloom.sim import Timeline, simulate
+from pipeloom.whole_file import write_whole
 
 _COMPARE = "compare"
 
@@ -232,7 +233,7 @@ def _write_files(timelines: list[Timeline], schedule: Schedule, options: Any) ->
 
 def _write(kind: str, timelines: list[Timeline], schedule: Schedule, path: Path, critical: bool) -> None:
     if kind == "csv":
-        path.write_text(to_csv(schedule), encoding="utf-8")
+        write_whole(path, to_csv(schedule))
     elif kind == "trace":
         from pipeloom.report.perfetto import write_trace
 
@@ -240,8 +241,8 @@ def _write(kind: str, timelines: list[Timeline], schedule: Schedule, path: Path,
     elif kind == "svg":
         from pipeloom.report.svg import timeline_svg
 
-        path.write_text(timeline_svg(timelines, standalone=True, critical=critical) + "\n", encoding="utf-8")
+        write_whole(path, timeline_svg(timelines, standalone=True, critical=critical) + "\n")
     else:
         from pipeloom.report.html import simulation_html
 
-        path.write_text(simulation_html(timelines, critical=critical), encoding="utf-8")
+        write_whole(path, simulation_html(timelines, critical=critical))

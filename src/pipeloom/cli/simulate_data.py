@@ -15,6 +15,7 @@ from pipeloom.plan.cluster import links_beside, parse_cluster
 from pipeloom.sim import Costs, Network, Timeline
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.costs import MOST_UNITS
+from pipeloom.words import Bytes, BytesPerSecond
 
 _OF_DATA = (
     "data_strategy",
@@ -34,16 +35,17 @@ def add_options(parser: Parser) -> None:
     strategies, granularities = ([each.value for each in kind] for kind in (DataStrategy, Granularity))
     parser.add_argument("--data-strategy", choices=strategies, help="what each copy keeps (ddp)")
     parser.add_argument("--data-granularity", choices=granularities, help="how often zero2 and zero3 share (step)")
-    parser.add_argument("--data-bandwidth", type=float, help="bytes a second of a rank to other copies (no limit)")
-    parser.add_argument("--data-sum-bandwidth", type=float, help="the same while gradients are summed (as the other)")
+    rate, size = BytesPerSecond, Bytes
+    parser.add_argument("--data-bandwidth", type=rate, help="bytes a second of a rank to other copies (no limit)")
+    parser.add_argument("--data-sum-bandwidth", type=rate, help="the same while gradients are summed (as the other)")
     parser.add_argument("--data-latency", type=float, help="seconds of a message between copies (0)")
     parser.add_argument("--data-slowdown", type=float, help="what computations lose beside collectives, 0 to 1 (0)")
     parser.add_argument("--units", type=int, help="pieces of a stage, gathered and reduced one by one (a whole stage)")
     parser.add_argument("--cluster", type=str, help="JSON file of a cluster, for the links of --data and --offload")
-    parser.add_argument("--parameter-bytes", type=float, help="parameters of one rank's share of the model")
+    parser.add_argument("--parameter-bytes", type=size, help="parameters of one rank's share of the model")
     parser.add_argument("--offload", type=float, help="activations that a rank may hold; others are moved away")
-    parser.add_argument("--memory-bandwidth", type=float, help="bytes a second to where they are moved (no limit)")
-    parser.add_argument("--activation-bytes", type=float, help="what one rank's share keeps of a micro-batch")
+    parser.add_argument("--memory-bandwidth", type=rate, help="bytes a second to where they are moved (no limit)")
+    parser.add_argument("--activation-bytes", type=size, help="what one rank's share keeps of a micro-batch")
 
 
 def check_options(options: Any) -> None:
@@ -59,13 +61,8 @@ def check_options(options: Any) -> None:
     if options.cluster is not None and options.data is None and options.offload is None:
         raise InputError("--cluster without --data or --offload: it is for their links; give one, or leave it out")
     for name in _SIZES:
-        size = getattr(options, name)
-        if size is None:
-            continue
-        if options.costs is not None:
+        if getattr(options, name) is not None and options.costs is not None:
             raise InputError(f"{_flag(name)} beside --costs: the file says it of every stage; drop one of the two")
-        if not (math.isfinite(size) and size >= 0):
-            raise InputError(f"{_flag(name)} {size:g}: a size is a finite number of bytes, 0 or more; correct it")
     if options.units is not None:
         if options.costs is not None:
             raise InputError("--units beside --costs: the file says it of every stage; drop one of the two")

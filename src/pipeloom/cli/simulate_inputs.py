@@ -18,9 +18,6 @@ from pipeloom.schedules.conditions import peak_held
 from pipeloom.schedules.sizes import check_sizes
 from pipeloom.sim import Costs, CostsFile, Network, Timeline, parse_costs, simulate
 
-_MOST_ACTIONS = 20_000_000  # beyond it, a simulation takes minutes and gigabytes
-_MOST_SEARCHED = 20_000  # a search times its actions over and over
-
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
@@ -118,19 +115,7 @@ class Inputs:
         if chunks is None:
             chunks = max(least, family.default_chunks)
         slices = options.slices if family.sliced or options.names[0] != "compare" else 1
-        check_sizes(ranks, microbatches, chunks, slices)
-        most = _MOST_SEARCHED if name == "search" else _MOST_ACTIONS
-        if 2 * ranks * microbatches * chunks * slices > most:
-            done, instead = (
-                ("searched", "or simulate a named schedule")
-                if name == "search"
-                else ("simulated", "or read the closed forms of `pipeloom schedules`")
-            )
-            raise InputError(
-                f"{ranks} ranks x {microbatches} micro-batches x {chunks} chunks x {slices} slices are "
-                f"{2 * ranks * microbatches * chunks * slices:,} forwards and backwards: more than {most:,} are not "
-                f"{done}; ask for fewer, {instead}"
-            )
+        check_sizes(ranks, microbatches, chunks, slices, most=family.most_actions)
         if name == "search":
             if slices > 1:
                 raise InputError(f"{slices} slices: search does not cut sequences; leave slices at 1, or use seq1f1b")

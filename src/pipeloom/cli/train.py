@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 import yaml
 
-from pipeloom.cli.parser import Parser, did_you_mean, one_line
+from pipeloom.cli.parser import Parser, did_you_mean
+from pipeloom.errors import unwrapped
 from pipeloom.train.config import TrainConfig, as_utf8, options
 
 ENV_PREFIX = "PIPELOOM_"
@@ -127,7 +128,7 @@ def _check_keys_of_file(parser: Parser, file: str) -> None:
             content = yaml.load(stream, _UniqueKeys)
         rows = list(_flat_keys(content, groups)) if isinstance(content, Mapping) else []
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no UTF-8, no such date
-        parser.error(f"configuration {file} cannot be read: {one_line(str(error))}; it must be a YAML file")
+        parser.error(f"configuration {file} cannot be read: {unwrapped(str(error))}; it must be a YAML file")
     if not rows:
         parser.error(f"configuration {file} holds no keys: write some, such as `steps: 100`")
     names = [key for key, _ in rows]
@@ -189,10 +190,15 @@ def main(argv: Sequence[str]) -> int:
             locked=member is not None and member.black_box is not None,
         )
         if member is None and not config.local:
+            from pipeloom.train.checkpoint.directory import clean
             from pipeloom.train.output import in_use
 
-            with in_use(Path(config.output_dir)):
-                return launcher.launch(process_names(config), ["-m", "pipeloom", "train", *argv])
+            output_dir = Path(config.output_dir)
+            with in_use(output_dir):
+                try:
+                    return launcher.launch(process_names(config), ["-m", "pipeloom", "train", *argv])
+                finally:
+                    clean(output_dir)  # of a save that the end cut short
         from pipeloom.train.run import train
 
         train(config, member)

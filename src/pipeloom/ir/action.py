@@ -42,7 +42,7 @@ class Action(NamedTuple):
     slice: int | None = None
 
     def __str__(self) -> str:
-        text = f"{self.stage}{self.op.value}"
+        text = f"{self.stage}{self.op}"
         if self.microbatch is not None:
             text += str(self.microbatch)
         if self.slice is not None:

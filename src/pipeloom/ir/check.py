@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise, product, zip_longest
+from itertools import pairwise, zip_longest
 
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
+from pipeloom.ir.check_complete import check_complete, refuse_place
 from pipeloom.ir.check_memory import check_data_axis, check_offload, check_reductions
-from pipeloom.ir.schedule import Program, Schedule, WeightPolicy
+from pipeloom.ir.schedule import Orders, Program, Schedule, WeightPolicy, schedule_of
 from pipeloom.ir.versions import weight_versions
-from pipeloom.ir.walk import dependency_order
+from pipeloom.ir.walk import walk
+from pipeloom.ir.well_formed import check_actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,20 +46,43 @@ def check(pipeline: Schedule | Program) -> Checked:
     Raises:
         ScheduleError: one line with the action, the rule and the fix.
     """
-    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
-    _check_sizes(pipeline, schedule)
-    if isinstance(pipeline, Schedule) and pipeline.large and pipeline.proof is not None:
-        return _checked(pipeline, pipeline.proof.live)
-    _check_complete(pipeline, schedule)
-    _check_overlapped(pipeline, schedule)
+    schedule = schedule_of(pipeline)
+    _check_sizes(schedule)
+    proven = schedule.proof if schedule.large else None
+    if proven is None:
+        check_actions(schedule.orders, f"schedule {schedule.name!r}")
+        check_complete(schedule)
+        _check_overlapped(schedule, schedule.orders)
+    elif pipeline is schedule:
+        return _checked(schedule, proven.live)
     if isinstance(pipeline, Program):
-        _check_messages(pipeline)
-        check_data_axis(pipeline)
-        check_reductions(pipeline)
-        check_offload(pipeline)
-    for _ in dependency_order(pipeline):
-        pass
+        _check_program(pipeline)
+    deque(walk(pipeline), maxlen=0)  # all of it, for its errors
     return _checked(schedule, live_activations(pipeline))
+
+
+def _check_program(program: Program) -> None:
+    """What the passes put between the computations of a legal schedule."""
+    _check_ranks(program.orders, program.schedule, "program")
+    check_actions(program.orders, f"program {program.name!r}")
+    _check_computations(program)
+    _check_overlapped(program.schedule, program.orders)
+    _check_messages(program)
+    check_data_axis(program)
+    check_reductions(program)
+    check_offload(program)
+
+
+@contextmanager
+def explained(pipeline: Schedule | Program) -> Iterator[None]:
+    """What fails inside because `pipeline` is not legal fails with the line that `check` has for it."""
+    try:
+        yield
+    except PipeloomError:
+        raise
+    except Exception:
+        check(pipeline)
+        raise
 
 
 def _checked(schedule: Schedule, live: tuple[int, ...]) -> Checked:
@@ -71,7 +97,7 @@ def _checked(schedule: Schedule, live: tuple[int, ...]) -> Checked:
 
 def live_activations(pipeline: Schedule | Program) -> tuple[int, ...]:
     """For each rank, the peak number of activations alive; depends on the orders alone, not on times."""
-    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+    schedule = schedule_of(pipeline)
     if schedule.forward_only:  # nothing is kept for a backward; the one being computed is alive
         return tuple(int(any(a.op is Op.F for a in order)) for order in pipeline.orders)
     split = schedule.split_backwards
@@ -88,16 +114,20 @@ def live_activations(pipeline: Schedule | Program) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def _check_sizes(pipeline: Schedule | Program, schedule: Schedule) -> None:
+def _check_sizes(schedule: Schedule) -> None:
     if schedule.num_microbatches < 1 or schedule.num_slices < 1:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {schedule.num_microbatches} micro-batches and {schedule.num_slices} "
             "slices: both must be at least 1; raise them"
         )
     check_updates(schedule)
-    if len(pipeline.orders) != schedule.num_ranks:
+    _check_ranks(schedule.orders, schedule, "schedule")
+
+
+def _check_ranks(orders: Orders, schedule: Schedule, what: str) -> None:
+    if len(orders) != schedule.num_ranks:
         raise ScheduleError(
-            f"schedule {schedule.name!r} has {len(pipeline.orders)} orders for {schedule.num_ranks} ranks: "
+            f"{what} {schedule.name!r} has {len(orders)} orders for {schedule.num_ranks} ranks: "
             "each rank of the placement needs one; add or drop orders"
         )
 
@@ -136,74 +166,32 @@ def check_updates(schedule: Schedule) -> None:
             )
 
 
-def _check_complete(pipeline: Schedule | Program, schedule: Schedule) -> None:
-    """Every computation exactly once, and on a rank that holds its stage."""
-    name, num_stages, num_microbatches = schedule.name, schedule.num_stages, schedule.num_microbatches
-    rank_of, slices = schedule.placement.rank_of, _slices(schedule)
-    for rank, action in pipeline.actions():
-        stage, op, microbatch, piece = action
-        if op not in COMPUTE_OPS and not pipeline.lowered:
+def _check_computations(program: Program) -> None:
+    """A program runs the computations of its schedule, in their order; its messages and sums are of stages it has."""
+    last = program.schedule.num_stages - 1
+    for rank, (order, planned) in enumerate(zip(program.orders, program.schedule.orders, strict=True)):
+        found = [action for action in order if action.op in COMPUTE_OPS]
+        if found != list(planned):
+            got, want = next(pair for pair in zip_longest(found, planned) if pair[0] != pair[1])
             raise ScheduleError(
-                f"schedule {name!r}: {action} on rank {rank}: a schedule holds F, B, I and W alone; "
-                "drop it, pipeloom.passes.lower puts the others in"
+                f"program {program.name!r}: rank {rank} runs {got or 'nothing'} where its schedule has "
+                f"{want or 'nothing'}: a program is its schedule with other actions in between; lower the schedule "
+                "that is meant with pipeloom.passes.lower"
             )
-        if not 0 <= stage < num_stages:
-            raise ScheduleError(f"schedule {name!r}: {action} on rank {rank}: stages are 0..{num_stages - 1}")
-        if op in COMPUTE_OPS or op in COMMUNICATION_OPS:
-            if microbatch is None or not 0 <= microbatch < num_microbatches:
-                raise ScheduleError(
-                    f"schedule {name!r}: {action} on rank {rank}: micro-batches are 0..{num_microbatches - 1}"
-                )
-            if rank_of(stage, microbatch) != rank:
-                raise ScheduleError(
-                    f"schedule {name!r}: {action} is on rank {rank}, but stage {stage} runs micro-batch {microbatch} "
-                    f"on rank {rank_of(stage, microbatch)}; move it there"
-                )
-            if piece not in slices:
-                raise ScheduleError(f"schedule {name!r}: {action} on rank {rank}: {schedule.num_slices} slices exist")
-    counts = Counter(action for order in pipeline.orders for action in order if action.op in COMPUTE_OPS)
-    twice = next((action for action, count in counts.items() if count > 1), None)
-    if twice is not None:
-        raise ScheduleError(f"schedule {name!r}: {twice} stands {counts[twice]} times; each action runs once: drop one")
-    due = _due(schedule)
-    missing = next((action for action in due if action not in counts), None)
-    if missing is not None:
-        raise ScheduleError(
-            f"schedule {name!r}: {Action(*missing)} is missing: every stage runs every micro-batch; add it to rank "
-            f"{rank_of(missing[0], missing[2])}"
-        )
-    if len(counts) > len(due):
-        extra = min(counts.keys() - set(due))
-        raise ScheduleError(
-            f"schedule {name!r}: {extra} is one too many: a backward is either B or I and W, and a forward-only "
-            "schedule has none; drop it"
-        )
+        odd = next((action for action in order if not 0 <= action.stage <= last), None)
+        if odd is not None:
+            raise ScheduleError(
+                f"program {program.name!r}: {odd} on rank {rank}: stages are 0..{last}; correct its stage"
+            )
 
 
-def _slices(schedule: Schedule) -> Sequence[int | None]:
-    return (None,) if schedule.num_slices == 1 else range(schedule.num_slices)
-
-
-def _due(schedule: Schedule) -> list[tuple[int, Op, int, int | None]]:
-    """All computations of a schedule: the fields of their actions, which are equal to them and quicker to make."""
-    split, due = schedule.split_backwards, []
-    for stage, microbatch, piece in product(
-        range(schedule.num_stages), range(schedule.num_microbatches), _slices(schedule)
-    ):
-        due.append((stage, Op.F, microbatch, piece))
-        if not schedule.forward_only:
-            ops = (Op.I, Op.W) if (stage, microbatch, piece) in split else (Op.B,)
-            due += [(stage, op, microbatch, piece) for op in ops]
-    return due
-
-
-def _check_overlapped(pipeline: Schedule | Program, schedule: Schedule) -> None:
+def _check_overlapped(schedule: Schedule, orders: Orders) -> None:
     """Every overlapped unit is an F with a backward directly behind it on its rank, each in one unit alone."""
     members = [action for pair in schedule.overlapped for action in pair]
     if len(set(members)) != len(members):
         twice = next(action for action, count in Counter(members).items() if count > 1)
         raise ScheduleError(f"schedule {schedule.name!r}: {twice} is in two overlapped pairs; take it out of one")
-    behind = {first: second for order in pipeline.orders for first, second in pairwise(order)} if members else {}
+    behind = {first: second for order in orders for first, second in pairwise(order)} if members else {}
     for first, second in schedule.overlapped:
         if first.op is not Op.F or second.op not in (Op.B, Op.I) or behind.get(first) != second:
             raise ScheduleError(
@@ -223,7 +211,8 @@ def _check_messages(program: Program) -> None:
             stage, op, microbatch, piece = action
             if op not in COMMUNICATION_OPS:
                 continue
-            assert microbatch is not None
+            if microbatch is None or rank_of(stage, microbatch) != rank:
+                refuse_place(program.schedule, action, rank, COMMUNICATION_OPS)
             other = stage + (1 if op is Op.SEND_F or op is Op.RECV_B else -1)
             if not 0 <= other <= last or (peer := rank_of(other, microbatch)) == rank:
                 raise ScheduleError(

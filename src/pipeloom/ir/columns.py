@@ -30,6 +30,7 @@ from pipeloom.ir.order import (
 )
 from pipeloom.ir.rounds import walk_columns
 from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.well_formed import has_actions
 
 Ints = npt.NDArray[np.int32]
 Needs = Iterator[tuple[Ints, Ints]]
@@ -95,7 +96,9 @@ class Proof:
 
 
 def columns_of(schedule: Schedule) -> Columns | None:
-    """The columns; None where a number is too large for them, or an overlapped unit is none."""
+    """The columns; None where something is no action, a number is too large, or an overlapped unit is none."""
+    if not all(map(has_actions, schedule.orders)):
+        return None
     try:
         parts = [
             np.frombuffer(o.codes, np.int64) if isinstance(o, Order) else np.array([*map(encode, o)], np.int64)
@@ -194,6 +197,8 @@ def _places(schedule: Schedule, columns: Columns) -> tuple[Ints, Ints, Ints, Int
     """
     m, k = schedule.num_microbatches, schedule.num_slices
     count = schedule.num_stages * m * k
+    if count > len(columns.codes):
+        return None
     op = columns.op
     cell = (columns.stage * m + columns.microbatch) * k + np.maximum(columns.piece, 0)
     tables = []

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pipeloom.errors import InputError
+from pipeloom.field_types import check_fields
 
 
 class DataStrategy(StrEnum):
@@ -63,6 +64,7 @@ class DataAxis:
     separate_master: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.degree < 1:
             raise InputError(f"a data axis of degree {self.degree}: it has at least one copy; give 1 or more")
         if self.granularity is not Granularity.STEP and not self.shards_gradients:

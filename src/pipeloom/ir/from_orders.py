@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import ScheduleError, listed
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Orders, Schedule
+from pipeloom.ir.well_formed import as_orders, check_actions
 
 
 def schedule_from_orders(
@@ -17,8 +18,10 @@ def schedule_from_orders(
     replica. There are as many micro-batches and slices as the forwards count up to.
 
     Raises:
-        ScheduleError: the stages are not numbered without gaps, or a rank has no forward.
+        ScheduleError: what is no action, stages that are not numbered without gaps, or a rank without a forward.
     """
+    orders = as_orders(orders, f"schedule {name!r}")
+    check_actions(orders, f"schedule {name!r}")
     homes: dict[int, dict[int, int]] = {}  # stage -> rank -> lowest micro-batch that the rank runs of it
     microbatches = slices = 0
     for rank, order in enumerate(orders):
@@ -32,7 +35,8 @@ def schedule_from_orders(
         raise ScheduleError(f"schedule {name!r} has no forwards: every stage runs every micro-batch; give 0F0 at least")
     if sorted(homes) != list(range(len(homes))):
         raise ScheduleError(
-            f"schedule {name!r} has forwards of stages {sorted(homes)}: stages count from 0 without gaps; renumber"
+            f"schedule {name!r} has forwards of stages {listed(sorted(homes))}: stages count from 0 without "
+            "gaps; renumber"
         )
     replicas = (sorted(homes[stage], key=lambda rank: homes[stage][rank]) for stage in range(len(homes)))
     return Schedule(

@@ -19,6 +19,7 @@ OPS = tuple(Op)
 OP_NUMBER = {op: number for number, op in enumerate(OPS)}
 MICROBATCH_SHIFT, STAGE_SHIFT, OP_SHIFT = 16, 38, 58
 SLICE_MASK, MICROBATCH_MASK, STAGE_MASK = (1 << 16) - 1, (1 << 22) - 1, (1 << 20) - 1
+MOST_STAGES, MOST_MICROBATCHES, MOST_SLICES = STAGE_MASK, MICROBATCH_MASK, SLICE_MASK  # that can be counted
 MICROBATCH_STEP = 1 << MICROBATCH_SHIFT  # from one micro-batch to the next
 STAGE_STEP = 1 << STAGE_SHIFT  # from one stage to the next
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import ScheduleError, folded, listed
+from pipeloom.ir.order import MOST_STAGES
+from pipeloom.ir.well_formed import whole_number
 
 
 @dataclass(frozen=True, slots=False)
@@ -24,11 +26,18 @@ class Placement:
     replicas: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        if not self.replicas or any(not ranks for ranks in self.replicas):
-            raise ScheduleError(f"placement {self.replicas!r}: every stage needs at least one rank; name one for each")
-        seen = sorted({rank for ranks in self.replicas for rank in ranks})
+        if not isinstance(self.replicas, Iterable) or not all(isinstance(ranks, Iterable) for ranks in self.replicas):
+            raise ScheduleError(
+                f"placement {folded(self.replicas)}: it has the ranks of each stage; pass a tuple of tuples such as "
+                "((0,), (1,))"
+            )
+        made = tuple(tuple(whole_number(rank, "a rank of a placement") for rank in ranks) for ranks in self.replicas)
+        object.__setattr__(self, "replicas", made)
+        if not made or not all(made):
+            raise ScheduleError(f"placement {folded(made)}: every stage needs at least one rank; name one for each")
+        seen = sorted({rank for ranks in made for rank in ranks})
         if seen != list(range(len(seen))):
-            raise ScheduleError(f"placement uses ranks {seen}: ranks count from 0 without gaps; renumber them")
+            raise ScheduleError(f"placement uses ranks {listed(seen)}: ranks count from 0 without gaps; renumber them")
         for stage, ranks in enumerate(self.replicas):
             if len(set(ranks)) != len(ranks):
                 raise ScheduleError(f"placement of stage {stage} is {ranks}: replicas need different ranks; drop one")
@@ -36,11 +45,13 @@ class Placement:
     @classmethod
     def loop(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
         """Stage ``c * num_ranks + d`` on rank ``d`` (Megatron-LM, arXiv:2104.04473)."""
+        _check_count(num_ranks, num_chunks)
         return cls(tuple((d,) for _ in range(num_chunks) for d in range(num_ranks)))
 
     @classmethod
     def v(cls, num_ranks: int, num_chunks: int = 2) -> Placement:
         """Down the ranks, then up, then down: chunk ``c`` runs backwards where ``c`` is odd (arXiv:2405.15362)."""
+        _check_count(num_ranks, num_chunks)
         down = list(range(num_ranks))
         order = [d for c in range(num_chunks) for d in (down if c % 2 == 0 else reversed(down))]
         return cls(tuple((d,) for d in order))
@@ -48,6 +59,7 @@ class Placement:
     @classmethod
     def bidirectional(cls, num_ranks: int) -> Placement:
         """Stage ``s`` on ranks ``s`` and ``num_ranks - 1 - s`` (Chimera, DualPipe); ``num_ranks`` is even."""
+        _check_count(num_ranks)
         if num_ranks % 2:
             raise ScheduleError(f"bidirectional placement on {num_ranks} ranks: the number must be even; add a rank")
         return cls(tuple((s, num_ranks - 1 - s) for s in range(num_ranks)))
@@ -55,6 +67,9 @@ class Placement:
     @classmethod
     def replicated(cls, replicas: Sequence[int]) -> Placement:
         """Stage ``s`` on ``replicas[s]`` consecutive ranks (PipeDream 1F1B-RR, arXiv:1806.03377)."""
+        if isinstance(replicas, str) or not isinstance(replicas, Iterable):
+            raise ScheduleError(f"replicas {folded(replicas)}: they are numbers of ranks; pass one a stage: [2, 1, 1]")
+        _check_count(sum(whole_number(count, "the ranks of a stage") for count in replicas))
         ranks, first = [], 0
         for count in replicas:
             ranks.append(tuple(range(first, first + count)))
@@ -87,3 +102,13 @@ class Placement:
         """The rank on which `stage` runs `microbatch`, forward and backward."""
         ranks = self.replicas[stage]
         return ranks[microbatch % len(ranks)]
+
+
+def _check_count(num_ranks: int, num_chunks: int = 1) -> None:
+    """Refuse placements without a stage, or with more than can be counted, before they take memory."""
+    stages = whole_number(num_ranks, "the number of ranks") * whole_number(num_chunks, "the number of chunks")
+    if num_ranks < 1 or not 0 < stages <= MOST_STAGES:
+        raise ScheduleError(
+            f"a placement of {num_ranks} ranks with {num_chunks} chunks: it has from 1 to {MOST_STAGES:,} stages; "
+            "correct the numbers"
+        )

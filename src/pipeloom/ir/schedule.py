@@ -18,18 +18,17 @@ from functools import cached_property
 from math import lcm
 from typing import TYPE_CHECKING
 
+from pipeloom.errors import ScheduleError, folded
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
 from pipeloom.ir.data_axis import DataAxis
 from pipeloom.ir.order import LARGE, Order
 from pipeloom.ir.placement import Placement
+from pipeloom.ir.well_formed import as_orders, as_pairs, check_groups, of_type, whole_number
 
 if TYPE_CHECKING:
     from pipeloom.ir.columns import Proof
 
 F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
-
-
-_STEP = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}  # from a message's stage to its other end
 
 
 class WeightPolicy(StrEnum):
@@ -58,10 +57,12 @@ class Schedule:
         microbatches_per_update: where parameters change while the schedule runs, how many micro-batches in a row make
             an update (see `pipeloom.ir.versions`); None with `WeightPolicy.FLUSH`: they change after it.
         orders: ``orders[rank]`` is that rank's sequence of actions: a tuple, or in a large schedule an `Order`, which
-            makes its actions when they are asked for.
+            makes its actions when they are asked for. Lists become tuples.
         overlapped: pairs of an F and the B or I directly behind it that run as one unit (DualPipe's F&B); it starts
             when both are ready, and both end with it.
         forward_only: True for evaluation: there are no backwards, and nothing is kept for them.
+
+    Raises ScheduleError for fields of another type; whether the schedule is legal, `pipeloom.ir.check` says.
     """
 
     name: str
@@ -75,6 +76,18 @@ class Schedule:
     forward_only: bool = False
 
     def __post_init__(self) -> None:
+        what = f"schedule {of_type(self.name, str, 'the name of a schedule')!r}"
+        for field, kind in (("placement", Placement), ("weights", WeightPolicy), ("forward_only", bool)):
+            of_type(getattr(self, field), kind, f"{field} of {what}")
+        made: dict[str, object] = {
+            "orders": as_orders(self.orders, what),
+            "overlapped": as_pairs(self.overlapped, what),
+        }
+        for field in ("num_microbatches", "num_slices", "microbatches_per_update"):
+            if field != "microbatches_per_update" or self.microbatches_per_update is not None:
+                made[field] = whole_number(getattr(self, field), f"{field} of {what}")
+        for field, value in made.items():
+            object.__setattr__(self, field, value)
         if not self.large and any(isinstance(order, Order) for order in self.orders):
             object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
 
@@ -153,12 +166,21 @@ class Program:
         gradient_groups: groups of stages that hold the same parameters; a rank's REDUCE_GRAD on the lowest stage that
             it holds of a group sums that group's gradients over all ranks that hold one of its stages.
         data: where copies of the pipeline share the work, how; every copy runs this program.
+
+    Raises ScheduleError as `Schedule` does, and for gradient groups of stages that do not exist.
     """
 
     schedule: Schedule
     orders: Orders
     gradient_groups: tuple[tuple[int, ...], ...] = ()
     data: DataAxis | None = None
+
+    def __post_init__(self) -> None:
+        what = f"program {of_type(self.schedule, Schedule, 'the schedule of a program').name!r}"
+        object.__setattr__(self, "orders", as_orders(self.orders, what))
+        if self.data is not None:
+            of_type(self.data, DataAxis, f"the data axis of {what}")
+        check_groups(self.gradient_groups, self.schedule.num_stages, what)
 
     @property
     def name(self) -> str:
@@ -194,6 +216,15 @@ class Program:
         return tuple(sorted({rank for stage in group for rank in self.placement.replicas[stage]}))
 
 
+def schedule_of(pipeline: Schedule | Program) -> Schedule:
+    """The schedule itself, or that of a program; raises ScheduleError where it is neither."""
+    if isinstance(pipeline, Program):
+        return pipeline.schedule
+    if not isinstance(pipeline, Schedule):
+        raise ScheduleError(f"{folded(pipeline)} is no Schedule and no Program: make one with pipeloom.schedules.build")
+    return pipeline
+
+
 def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, ...]:
     """The actions that must have ended before `action` may start, beside the one before it on its own rank.
 
@@ -215,7 +246,7 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
         return _gradients_of_update(stage, microbatch, pipeline)
     if op not in COMPUTE_OPS or microbatch is None:
         return ()
-    needs = []
+    needs: list[Action] = []
     if op is F:
         if stage > 0:
             received = pipeline.lowered and _is_remote(schedule, stage - 1, stage, microbatch)
@@ -264,23 +295,3 @@ def _is_remote(schedule: Schedule, producer: int, consumer: int, microbatch: int
     """Whether a program brings a value from one of these stages to the other by a message."""
     place = schedule.placement.rank_of
     return place(producer, microbatch) != place(consumer, microbatch)
-
-
-def peer_of(action: Action, placement: Placement) -> int:
-    """The rank at the other end of a SEND or RECV action."""
-    assert action.microbatch is not None
-    return placement.rank_of(action.stage + _STEP[action.op], action.microbatch)
-
-
-def message_after(action: Action, schedule: Schedule) -> Action | None:
-    """The SEND of what a computation yields for another rank; None where nobody needs it, or the same rank does."""
-    stage, op, microbatch, piece = action
-    if op is F and stage < schedule.num_stages - 1:
-        send = Action(stage, Op.SEND_F, microbatch, piece)
-    elif op in (B, I) and stage > 0:
-        send = Action(stage, Op.SEND_B, microbatch, piece)
-    else:
-        return None
-    assert microbatch is not None
-    place = schedule.placement
-    return None if peer_of(send, place) == place.rank_of(stage, microbatch) else send

@@ -9,25 +9,28 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
-from typing import Any
 
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import ScheduleError, folded
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
-from pipeloom.ir.json_text import load_json
+from pipeloom.ir.json_text import Entry, read_json
 from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Orders, Program, Schedule, WeightPolicy
+from pipeloom.ir.schedule import Orders, Program, Schedule, WeightPolicy, schedule_of
+from pipeloom.ir.well_formed import as_orders, of_type
 
 # Longest names first, so that SEND_F is not read as an op S...
 _OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
+_SCHEDULE_KEYS = (
+    *("name", "num_microbatches", "num_slices", "placement", "weights", "forward_only", "overlapped", "orders"),
+)
 _ACTION = re.compile(rf"(\d{{1,9}})({_OPS})(?:(\d{{1,9}})(?:\.(\d{{1,9}}))?)?")
 
 
 def parse_action(text: str) -> Action:
     """``"2F0.3"`` -> ``Action(2, Op.F, 0, 3)``; the inverse of ``str``."""
-    match = _ACTION.fullmatch(text.strip())
+    match = _ACTION.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
-        raise ScheduleError(f"{text!r} is no action: write stage, op, micro-batch and slice, like 2F0 or 2F0.3")
+        raise ScheduleError(f"{folded(text)} is no action: write stage, op, micro-batch and slice, like 2F0 or 2F0.3")
     stage, op, microbatch, piece = match.groups()
     return Action(
         int(stage),
@@ -39,16 +42,28 @@ def parse_action(text: str) -> Action:
 
 def format_orders(orders: Orders) -> str:
     """One line a rank, actions separated by blanks."""
-    return "\n".join(" ".join(map(str, order)) for order in orders) + "\n"
+    return "\n".join(" ".join(map(str, order)) for order in as_orders(orders, "a text")) + "\n"
 
 
 def parse_orders(text: str) -> Orders:
-    """The inverse of `format_orders`; blank lines are ranks without actions."""
-    return tuple(tuple(parse_action(word) for word in line.split()) for line in text.rstrip("\n").split("\n"))
+    """The inverse of `format_orders`; blank lines are ranks without actions.
+
+    Raises:
+        ScheduleError: a word is no action, or this is no text.
+    """
+    return _rows(of_type(text, str, "the text of orders").rstrip("\n").split("\n"))
+
+
+def _rows(lines: object) -> Orders:
+    """The orders of lines of text, one a rank."""
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ScheduleError(f"orders are {folded(lines)}: they are a list of texts, one a rank; write '0F0 0B0'")
+    return tuple(tuple(map(parse_action, line.split())) for line in lines)
 
 
 def to_json(schedule: Schedule) -> str:
     """The whole schedule as one JSON object."""
+    schedule = schedule_of(schedule)
     return json.dumps(
         {
             "name": schedule.name,
@@ -71,28 +86,34 @@ def from_json(text: str) -> Schedule:
     Raises:
         ScheduleError: the text is no JSON of a schedule.
     """
-    try:
-        data: dict[str, Any] = load_json(text)
-        count = data.get("microbatches_per_update")
-        return Schedule(
-            name=str(data["name"]),
-            num_microbatches=int(data["num_microbatches"]),
-            num_slices=int(data["num_slices"]),
-            placement=Placement(tuple(tuple(int(rank) for rank in ranks) for ranks in data["placement"])),
-            weights=WeightPolicy(data["weights"]),
-            microbatches_per_update=None if count is None else int(count),
-            forward_only=bool(data["forward_only"]),
-            overlapped=frozenset((parse_action(a), parse_action(b)) for a, b in data["overlapped"]),
-            orders=tuple(tuple(parse_action(word) for word in order.split()) for order in data["orders"]),
-        )
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ScheduleError):
-            raise
-        raise ScheduleError(f"not the JSON of a schedule ({error}): write it with pipeloom.ir.text.to_json") from error
+    return _schedule(read_json(text, "the schedule", "it with pipeloom.ir.text.to_json", ScheduleError))
+
+
+def _schedule(entry: Entry) -> Schedule:
+    data = entry.fields(_SCHEDULE_KEYS, ("microbatches_per_update",))
+    count = data.get("microbatches_per_update")
+    places = [place.members("rank") for place in data["placement"].members("stage", data["placement"].what)]
+    pairs = [pair.members("action", length=2) for pair in data["overlapped"].members("pair")]
+    return Schedule(
+        name=data["name"].text(),
+        num_microbatches=data["num_microbatches"].whole(),
+        num_slices=data["num_slices"].whole(),
+        placement=Placement(tuple(tuple(rank.whole() for rank in place) for place in places)),
+        weights=data["weights"].word(WeightPolicy),
+        microbatches_per_update=None if count is None or count.value is None else count.whole(),
+        forward_only=data["forward_only"].flag(),
+        overlapped=frozenset((parse_action(a.text()), parse_action(b.text())) for a, b in pairs),
+        orders=_orders(data["orders"]),
+    )
+
+
+def _orders(entry: Entry) -> Orders:
+    return tuple(tuple(parse_action(word) for word in order.text().split()) for order in entry.members("order"))
 
 
 def program_to_json(program: Program) -> str:
     """The whole program as one JSON object, its schedule inside it."""
+    of_type(program, Program, "what is written")
     return json.dumps(
         {
             "schedule": json.loads(to_json(program.schedule)),
@@ -110,27 +131,22 @@ def program_from_json(text: str) -> Program:
     Raises:
         ScheduleError: the text is no JSON of a program.
     """
-    try:
-        data: dict[str, Any] = load_json(text)
-        axis = data["data"]
-        return Program(
-            schedule=from_json(json.dumps(data["schedule"])),
-            orders=tuple(tuple(parse_action(word) for word in order.split()) for order in data["orders"]),
-            gradient_groups=tuple(tuple(map(int, group)) for group in data["gradient_groups"]),
-            data=None if axis is None else _data_axis(axis),
-        )
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ScheduleError):
-            raise
-        raise ScheduleError(
-            f"not the JSON of a program ({error}): write it with pipeloom.ir.text.program_to_json"
-        ) from error
+    entry = read_json(text, "the program", "it with pipeloom.ir.text.program_to_json", ScheduleError)
+    data = entry.fields(("schedule", "gradient_groups", "data", "orders"))
+    groups = [group.members("stage") for group in data["gradient_groups"].members("group")]
+    return Program(
+        schedule=_schedule(data["schedule"]),
+        orders=_orders(data["orders"]),
+        gradient_groups=tuple(tuple(stage.whole() for stage in group) for group in groups),
+        data=None if data["data"].value is None else _data_axis(data["data"]),
+    )
 
 
-def _data_axis(data: dict[str, Any]) -> DataAxis:
+def _data_axis(entry: Entry) -> DataAxis:
+    data = entry.fields(("degree", "strategy", "granularity", "separate_master"))
     return DataAxis(
-        degree=int(data["degree"]),
-        strategy=DataStrategy(data["strategy"]),
-        granularity=Granularity(data["granularity"]),
-        separate_master=bool(data["separate_master"]),
+        degree=data["degree"].whole(least=1),
+        strategy=data["strategy"].word(DataStrategy),
+        granularity=data["granularity"].word(Granularity),
+        separate_master=data["separate_master"].flag(),
     )

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.check import explained
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.from_orders import schedule_from_orders
-from pipeloom.ir.schedule import Program, Schedule, WeightPolicy
+from pipeloom.ir.schedule import Program, Schedule, WeightPolicy, schedule_of
 from pipeloom.ir.text import parse_action
 from pipeloom.ir.walk import dependency_order
+from pipeloom.ir.well_formed import of_type
 
 _UNIT = re.compile(r"\(([^)]*)\)OVERLAP_F_B")
 
@@ -34,11 +36,12 @@ def to_csv(pipeline: Schedule | Program) -> str:
     Raises:
         ScheduleError: torch cannot run the schedule, or there are actions that wait for each other in a circle.
     """
-    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
-    _check_for_torch(schedule)
-    if isinstance(pipeline, Program):
-        _check_program_for_torch(pipeline)
-    rows = _lowered(schedule) if isinstance(pipeline, Program) else [_cells(schedule, o) for o in schedule.orders]
+    schedule = schedule_of(pipeline)
+    with explained(schedule):
+        _check_for_torch(schedule)
+        if isinstance(pipeline, Program):
+            _check_program_for_torch(pipeline)
+        rows = _lowered(schedule) if isinstance(pipeline, Program) else [_cells(schedule, o) for o in schedule.orders]
     return "\n".join(map(",".join, rows)) + "\n"
 
 
@@ -50,11 +53,17 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
     stage counted from 1, which is not what it runs; here they count from 0.
 
     Raises:
-        ScheduleError: a cell is no action, or the stages are not numbered without gaps.
+        ScheduleError: it is no CSV, a cell is no action, or the stages are not numbered without gaps.
     """
     orders: list[tuple[Action, ...]] = []
     overlapped: set[tuple[Action, Action]] = set()
-    for row in csv.reader(io.StringIO(text.rstrip())):
+    try:
+        rows = list(csv.reader(io.StringIO(of_type(text, str, "the text of a CSV").rstrip(), newline="")))
+    except csv.Error as error:
+        raise ScheduleError(
+            f"not the CSV of a schedule ({error}): it has a row for each rank, and a cell for each action, such as 0F0"
+        ) from error
+    for row in rows:
         order: list[Action] = []
         for cell in filter(None, map(str.strip, row)):
             unit = _UNIT.fullmatch(cell)
@@ -71,10 +80,12 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
 
 def _counted_from_zero(order: list[Action]) -> tuple[Action, ...]:
     """A rank's order; where its only stage has forwards 1..M and backwards 0..M-1, with forwards 0..M-1."""
+    if any(action.microbatch is None for action in order):
+        return tuple(order)
     forwards = [action for action in order if action.op is Op.F]
     backwards = [action for action in order if action.op is not Op.F]
     ahead = [action._replace(microbatch=(action.microbatch or 0) + 1, op=Op.F) for action in backwards]
-    if not forwards or sorted(forwards) != sorted(ahead):
+    if not forwards or len(forwards) != len(ahead) or set(forwards) != set(ahead):
         return tuple(order)
     return tuple(a._replace(microbatch=(a.microbatch or 0) - 1) if a.op is Op.F else a for a in order)
 

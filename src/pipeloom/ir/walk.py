@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.schedule import Program, Schedule, awaited
+from pipeloom.ir.schedule import Program, Schedule, awaited, schedule_of
+
+_MOST_SHOWN = 4  # ranks of a circle that an error names
 
 
 def dependency_order(pipeline: Schedule | Program) -> Iterator[tuple[int, int, Action]]:
@@ -15,6 +17,7 @@ def dependency_order(pipeline: Schedule | Program) -> Iterator[tuple[int, int, A
     Raises:
         ScheduleError: some actions wait for each other in a circle, or for one that never comes.
     """
+    schedule_of(pipeline)  # or it is refused
     at = [0] * len(pipeline.orders)
     for rank, action, _ in walk(pipeline):
         yield rank, at[rank], action
@@ -30,6 +33,7 @@ def walk(pipeline: Schedule | Program) -> Iterator[tuple[int, Action, tuple[Acti
     Raises:
         ScheduleError: some actions wait for each other in a circle, or for one that never comes.
     """
+    schedule_of(pipeline)  # or it is refused
     orders = [tuple(order) for order in pipeline.orders]
     position = [0] * len(orders)
     done: set[Action] = set()
@@ -115,7 +119,8 @@ def _explain_deadlock(pipeline: Schedule | Program, position: list[int], done: s
         if missing not in where:
             return f"schedule {pipeline.name!r}: {chain[-1]}, which no rank runs; add it"
         rank = where[missing]
+    more = f"; and so on over {len(chain)} ranks" if len(chain) > _MOST_SHOWN else ""
     return (
-        f"schedule {pipeline.name!r} deadlocks: {'; '.join(chain)}; the order of a rank must not wait in a circle: "
-        "move the awaited action earlier on its rank"
+        f"schedule {pipeline.name!r} deadlocks: {'; '.join(chain[:_MOST_SHOWN])}{more}; the order of a rank must not "
+        "wait in a circle: move the awaited action earlier on its rank"
     )

@@ -10,74 +10,13 @@ Shapes: B batch, S sequence (or slice of one), W width, H heads, D = W / H, V vo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeloom.errors import InputError
+from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.slicing import causal_attention, current_slice, dropout
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Sizes of a GPT.
-
-    Args:
-        vocabulary_size: number of token ids (256: bytes).
-        layers: number of blocks.
-        width: width of the residual stream; divisible by `heads`.
-        heads: attention heads.
-        sequence_length: the longest sequence.
-        tie_embeddings: the head uses the embedding's weight.
-        positions: "rotary" turns queries and keys (arXiv:2104.09864); "learned" adds a table to the embedding.
-        dropout: probability, on the embedding, the attention weights and both branches of a block.
-        mlp_ratio: width of the MLP over `width`.
-    """
-
-    vocabulary_size: int = 256
-    layers: int = 6
-    width: int = 192
-    heads: int = 6
-    sequence_length: int = 128
-    tie_embeddings: bool = True
-    positions: Literal["rotary", "learned"] = "rotary"
-    dropout: float = 0.0
-    mlp_ratio: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("vocabulary_size", "layers", "width", "heads", "sequence_length", "mlp_ratio"):
-            if getattr(self, name) < 1:
-                raise InputError(f"model {name}={getattr(self, name)}: a size is at least 1; raise it")
-        if self.width % self.heads:
-            near = [h for h in range(1, self.width + 1) if self.width % h == 0]
-            fix = min(near, key=lambda h: (abs(h - self.heads), h))
-            raise InputError(
-                f"model width={self.width} and heads={self.heads}: the heads share the width evenly; use heads={fix}"
-            )
-        if self.positions not in ("rotary", "learned"):
-            raise InputError(f"model positions={self.positions!r}: they are 'rotary' or 'learned'; choose one")
-        if self.positions == "rotary" and self.width // self.heads % 2:
-            raise InputError(
-                f"model width={self.width} and heads={self.heads} make heads of width {self.width // self.heads}: "
-                "rotary positions turn pairs, so it must be even; change heads or use positions='learned'"
-            )
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"model dropout={self.dropout}: a probability below 1; use one from 0 up to 1")
-
-    @property
-    def head_width(self) -> int:
-        return self.width // self.heads
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters, tied ones once."""
-        block = (4 + 2 * self.mlp_ratio) * self.width**2 + 2 * self.width
-        tables = self.vocabulary_size * (1 if self.tie_embeddings else 2)
-        tables += self.sequence_length if self.positions == "learned" else 0
-        return self.layers * block + (tables + 1) * self.width
 
 
 class Embedding(nn.Module):

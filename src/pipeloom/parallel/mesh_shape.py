@@ -51,15 +51,19 @@ class MeshShape:
             InputError: an axis that there is not or that stands twice, a degree that is no count, degrees that do not
                 make up the processes, -1 twice or without a number of processes.
         """
+        if not isinstance(degrees, Mapping):
+            raise InputError(
+                f"degrees of a mesh are {degrees!r}: they are a mapping, such as {{'pp': 2, 'dp': 2}}; write it"
+            )
         for axis in (*order, *degrees):
             if axis not in AXES:
                 raise InputError(f"mesh axis {axis!r} is unknown: axes are {', '.join(AXES)}; take one of them")
         if len(set(order)) != len(order):
             raise InputError(f"mesh order {','.join(order)} names an axis twice: each has one place; name it once")
         for axis, degree in degrees.items():
-            if degree < 1 and degree != -1:
+            if type(degree) is not int or (degree < 1 and degree != -1):
                 raise InputError(
-                    f"mesh axis {axis} has degree {degree}: a degree is a count, or -1 for the rest; give 1 or more"
+                    f"mesh axis {axis} has degree {degree!r}: a degree is a count, or -1 for the rest; give 1 or more"
                 )
             if degree != 1 and axis not in order:
                 raise InputError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pipeloom.errors import ScheduleError
+from pipeloom.ir.check import explained
 from pipeloom.ir.data_axis import DataAxis
-from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.ir.schedule import Program, Schedule, schedule_of
 from pipeloom.passes.communication import insert_communication
 from pipeloom.passes.data_parallel import insert_data_parallel
 from pipeloom.passes.gradient_reduction import insert_gradient_reduction
@@ -50,6 +51,11 @@ def lower(
     Raises:
         ScheduleError: a data axis for a schedule that updates while it runs.
     """
+    with explained(schedule_of(schedule)):
+        return _lower(schedule, tied_stages, data)
+
+
+def _lower(schedule: Schedule, tied_stages: tuple[tuple[int, ...], ...], data: DataAxis | None) -> Program:
     program = insert_communication(schedule)
     if schedule.microbatches_per_update is not None:
         if data is not None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections import deque
 
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.schedule import Program, Schedule, message_after, peer_of
+from pipeloom.ir.messages import message_after, peer_of
+from pipeloom.ir.schedule import Program, Schedule
 
 _RECEIVE = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
 

@@ -15,13 +15,10 @@ every peak that programs reach: the one figure that no data sheet has.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
-from pipeloom.errors import InputError
-from pipeloom.ir.json_text import load_json
+from pipeloom.ir.json_text import Entry, read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +108,7 @@ def links_beside(cluster: Cluster, *, devices: int, copies: int) -> dict[str, An
 
 
 Part = TypeVar("Part", Cluster, Device, NodeLinks, Network)
+_PARTS: dict[str, Any] = {"device": Device, "inside_node": NodeLinks, "between_nodes": Network}
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -119,40 +117,22 @@ def parse_cluster(text: str) -> Cluster:
     Raises:
         InputError: it is not one; the message names the key and the rule.
     """
-    try:
-        data = load_json(text)
-    except ValueError as error:
-        raise InputError(f"a cluster file is no JSON ({error}): write an object with name, device, ...") from error
-    return _read(Cluster, "cluster", data)
+    return _read(Cluster, read_json(text, "the cluster file", "an object with name, device, ..."))
 
 
-_PARTS: dict[str, Any] = {"device": Device, "inside_node": NodeLinks, "between_nodes": Network}
-
-
-def _read(kind: type[Part], what: str, data: Any) -> Part:
-    names = [field.name for field in fields(kind)]
-    if not isinstance(data, Mapping):
-        raise InputError(f"{what} is no object: it has the keys {', '.join(names)}; write them")
+def _read(kind: type[Part], entry: Entry) -> Part:
     optional = {field.name for field in fields(kind) if field.default is not MISSING}
-    odd = sorted((set(data) ^ set(names)) - (optional - set(data)))
-    if odd:
-        verb = "lacks" if odd[0] in names else "has an unknown"
-        raise InputError(f"{what} {verb} key {odd[0]!r}: its keys are {', '.join(names)}; correct it")
-    return kind(**{name: _value(f"{what}.{name}", name, value) for name, value in data.items()})
+    required = [field.name for field in fields(kind) if field.name not in optional]
+    return kind(**{name: _value(name, value) for name, value in entry.fields(required, sorted(optional)).items()})
 
 
-def _value(what: str, name: str, value: Any) -> Any:
+def _value(name: str, entry: Entry) -> Any:
     if name in _PARTS:
-        return _read(_PARTS[name], what, value)
+        return _read(_PARTS[name], entry)
     if name == "name":
-        if not isinstance(value, str):
-            raise InputError(f"{what} is {value!r}: a name is text; write it in quotes")
-        return value
-    wrong = isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
-    if wrong or value < 0 or (value == 0 and not name.endswith("_seconds")):
-        raise InputError(f"{what} is {value!r}: it is a finite number above 0 (a latency may be 0); correct it")
-    if name == "efficiency" and value > 1:
-        raise InputError(f"{what} is {value!r}: it is a part of the peaks, at most 1; lower it")
-    if name == "devices_per_node" and value != int(value):
-        raise InputError(f"{what} is {value!r}: devices are whole; round it")
-    return int(value) if name == "devices_per_node" else float(value)
+        return entry.text()
+    if name == "devices_per_node":
+        return entry.whole(least=1)
+    if name == "efficiency":
+        return entry.number(above=True, most=1)  # a part of the peaks
+    return entry.number(above=not name.endswith("_seconds"))  # a latency may be 0

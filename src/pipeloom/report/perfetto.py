@@ -17,6 +17,7 @@ from pipeloom.ir.schedule import Uses, dependencies
 from pipeloom.report.drawing import described
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.timeline import Span, Timeline
+from pipeloom.whole_file import write_whole
 
 # Names of the trace viewer's reserved colours; Perfetto colours by the letters of a slice's name instead.
 _CNAMES = {
@@ -62,7 +63,7 @@ def write_trace(timeline: Timeline, path: Path) -> None:
     """Write the trace to `path`, compressed where its name ends in ``.gz``."""
     text = json.dumps(trace(timeline), separators=(",", ":")).encode()
     # Without a time stamp in its header, the same timeline gives the same bytes.
-    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    write_whole(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 
 def _nanoseconds(seconds: float) -> int:

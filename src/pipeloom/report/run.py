@@ -20,6 +20,7 @@ from pipeloom.report.perfetto import write_trace
 from pipeloom.report.plots import Series, line_chart
 from pipeloom.report.svg import timeline_svg
 from pipeloom.sim.timeline import Timeline
+from pipeloom.whole_file import write_whole
 from pipeloom.words import bytes_text, counted, number_text, plural
 
 _CHARTS = (
@@ -52,11 +53,13 @@ def write_report(output_dir: Path) -> Path:
     report = output_dir / "report.html"
     page = _page(output_dir, metrics, timelines)
     try:
-        report.write_text(page, encoding="utf-8", errors="surrogateescape")
+        write_whole(report, page)
         if "measured" in timelines:
             write_trace(timelines["measured"], output_dir / "timeline.json.gz")
     except OSError as error:
-        raise InputError(f"{report}: {error.strerror}: the directory must be writable; make it so") from error
+        raise InputError(
+            f"{error.filename}: {error.strerror}: a report is written where its run is; make it writable, or make room"
+        ) from error
     return report
 
 

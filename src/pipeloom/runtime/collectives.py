@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import PeerLost, PipeloomError
+from pipeloom.errors import PeerLost, PipeloomError, shortened
 
 _LOST = "another process went away, or did not come in time, during a collective"
 
@@ -49,7 +49,7 @@ def noticing_lost_peers(lost: str = _LOST) -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """Of what a backend says, which may go on with its stack."""
-    return str(error).strip().split("\n")[0][:200]
+    return shortened(str(error).strip().split("\n")[0], 200)
 
 
 def cpu_group() -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:

@@ -61,6 +61,10 @@ def connect(
         InputError: unknown name, no process group where one is needed, or one of another size, a mesh that does not
             fit, or other terms on another rank.
     """
+    if not isinstance(transport, str | Transport):
+        raise InputError(
+            f"transport is {transport!r}: it is one of {', '.join(TRANSPORTS)}, or a Transport; choose one"
+        )
     if isinstance(transport, str) and transport not in TRANSPORTS:
         raise InputError(f"transport {transport!r} is unknown: it is one of {', '.join(TRANSPORTS)}")
     grouped = dist.is_available() and dist.is_initialized()

@@ -63,6 +63,8 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     if _LAUNCHED in environment:
         launcher, file, box = (int(number) for number in environment[_LAUNCHED].split(":"))
         _die_with(launcher)
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # Ctrl-C is the launcher's: this is for one rank alone
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # unwinding takes longer than others take to miss this rank
         meeting, black_box = f"file:///proc/self/fd/{file}", BlackBox(box)
     return Membership(
         rank=_number(environment, "RANK"),
@@ -137,7 +139,8 @@ def launch(names: Sequence[str], arguments: Sequence[str]) -> int:
     """Run ``python ARGUMENTS`` as one process for each of `names`, the ranks, and wait for them.
 
     When a rank ends with an error or by a signal, all others are ended and one line says which, how, and in which step
-    and action. SIGINT, SIGTERM and SIGHUP end all ranks too. Nothing is left behind: no process, no file.
+    and action. SIGINT, SIGTERM and SIGHUP end all ranks too, unless they are ignored already, as SIGHUP is under nohup.
+    A rank that is stopped is told of and waited for. Nothing is left behind: no process, no file.
 
     Returns:
         0 when all ranks did their work, 2 when one refused its input, 128 + number after a signal, else 1.
@@ -149,7 +152,10 @@ def launch(names: Sequence[str], arguments: Sequence[str]) -> int:
         raise InputError(f"the launcher needs Linux, this is {sys.platform}: use torchrun, or `--local`")
     ranks: list[_Rank] = []
     line: str | None
-    previous = {s: signal.signal(s, _on_signal) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    asked = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, _on_signal) for number in asked}
+    # Ranks inherit this: they are background processes, which a terminal with `stty tostop` would stop as they write.
+    previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
         with _anonymous_file("meeting") as meeting:
             for rank in range(len(names)):
@@ -221,7 +227,23 @@ def _watch(ranks: Sequence[_Rank]) -> tuple[int, str | None]:
             deadline = deadline or time.monotonic() + _CAUSE_SECONDS
             if set(lost.values()) != {_PEER_LOST} or time.monotonic() > deadline:
                 return _explain(ranks, lost)
+        _tell_of_stops(ranks)
         time.sleep(_POLL_SECONDS)
+
+
+def _tell_of_stops(ranks: Sequence[_Rank]) -> None:
+    """Say which ranks were stopped since the last call: all others wait for them, in silence."""
+    for rank in ranks:
+        number, found = rank.process.pid, None
+        if rank.process.returncode is None:
+            with suppress(ChildProcessError):  # it ended just now
+                found = os.waitid(os.P_PID, number, os.WSTOPPED | os.WNOHANG)
+        if found is not None:
+            sys.stderr.write(
+                f"pipeloom: warning: {rank.name} (process {number}) was stopped by {_signal_name(found.si_status)}; "
+                f"the run waits for it: `kill -CONT {number}` lets it go on\n"
+            )
+            sys.stderr.flush()
 
 
 def _explain(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> tuple[int, str]:

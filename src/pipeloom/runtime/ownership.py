@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, unwrapped
 from pipeloom.ir import Program
 from pipeloom.runtime.buffers import BufferHome, SharedBuffers
 from pipeloom.runtime.gradient_sum import Shared
@@ -83,7 +83,7 @@ def _with_parameters(
     except Exception as error:
         raise InputError(
             f"{type(module).__name__} shares parameters with a stage of another rank and cannot be copied "
-            f"({' '.join(str(error).split())}): ranks in one process need a copy each; run the ranks as processes, or "
+            f"({unwrapped(str(error))}): ranks in one process need a copy each; run the ranks as processes, or "
             "let copy.deepcopy work on it"
         ) from error
 

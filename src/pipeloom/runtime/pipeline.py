@@ -24,7 +24,14 @@ from pipeloom.runtime.parameter_store import sharing_of
 from pipeloom.runtime.process_mesh import ProcessMesh
 from pipeloom.runtime.programs import Programs
 from pipeloom.runtime.results import total
-from pipeloom.runtime.runnable import check_attention, check_loss, check_recompute, check_runnable, check_slices
+from pipeloom.runtime.runnable import (
+    check_attention,
+    check_loss,
+    check_recompute,
+    check_runnable,
+    check_slices,
+    check_surroundings,
+)
 from pipeloom.runtime.slices import cut_sequences
 from pipeloom.runtime.state import Batch, LossFn
 from pipeloom.runtime.transport import Transport
@@ -96,6 +103,7 @@ class Pipeline(Executor):
     ) -> None:
         check_runnable(schedule)
         check_loss(loss_fn)
+        check_surroundings(offload, mesh, timeout_seconds)
         check_slices(schedule, slices)
         schedule = separate_units(merge_backwards(schedule))
         cut_model = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)

@@ -3,8 +3,9 @@
 A replica sends the sum of its backwards of one update to the others and runs its next micro-batch meanwhile. Before it
 updates it has what all others sent, and adds in order of replicas: all copies get the same bits.
 
-With the first gradients of a run go a few values of every parameter, by which replicas notice that their copies differ,
-and with the last the buffers, such as running statistics: after a run all copies are those of the first replica.
+With all gradients go the learning rates that a function gives for the update: replicas must have the same. With the
+first of a run go a few values of every parameter, by which replicas notice that their copies differ, and with the last
+the buffers, such as running statistics: after a run all copies are those of the first replica.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import RunError
+from pipeloom.errors import CallerError, RunError
 from pipeloom.runtime.buffers import SharedBuffers
 from pipeloom.runtime.calls import call_name, call_only
 from pipeloom.runtime.gradient_sum import check_alike, sample, sum_in_order
@@ -97,18 +98,24 @@ class ReplicaGradients:
         self._mailboxes = [mailboxes[peer] for peer in replicas if peer != rank]
         self._last = num_updates - 1
         self._sample = torch.empty(0)
+        self._rates: dict[int, Tensor] = {}  # by update, one for each parameter
         self._received: dict[int, Gradients] = {}
         self._values: dict[str, Tensor | None] = {}  # of buffers, from the replicas whose copies count
 
-    def send(self, update: int, gradients: Gradients) -> None:
-        """Send this rank's sum to the other replicas; does not wait."""
+    def send(self, update: int, gradients: Gradients, rates: Tensor | None) -> None:
+        """Send this rank's sum to the other replicas, and the rate of each parameter if a function gives it.
+
+        Does not wait.
+        """
+        if rates is not None:
+            self._rates[update] = rates
         if update == 0:
             self._sample = sample(self._parameters.values())
         if update == self._last:
             self._buffers.look()
         for box in self._mailboxes:
             values = self._buffers.to_send(box.peer) if update == self._last else {}
-            box.send(self._stage, update, (tuple(gradients), values, self._sample if update == 0 else None))
+            box.send(self._stage, update, (tuple(gradients), values, self._sample if update == 0 else None, rates))
 
     def receives(self, update: int) -> list[Step]:
         """The functions that wait for the other replicas."""
@@ -119,15 +126,31 @@ class ReplicaGradients:
         return [bind(box) for box in self._mailboxes]
 
     def _receive(self, box: Mailbox, update: int) -> None:
-        gradients, values, theirs = box.take(self._stage, update)
+        gradients, values, theirs, rates = box.take(self._stage, update)
         if theirs is not None:
             check_alike(self._parameters, self._sample, theirs, box.peer)
+        if rates is not None:
+            self._check_rates(update, rates, box.peer)
         self._received[box.peer] = list(gradients)
         self._values.update(values)
+
+    def _check_rates(self, update: int, theirs: Tensor, peer: int) -> None:
+        """Raises CallerError where a parameter is about to change at another rate there."""
+        own = self._rates[update]
+        if torch.equal(own, theirs):
+            return
+        columns = zip(self._parameters, own.tolist(), theirs.tolist(), strict=True)
+        name, one, other = next(column for column in columns if column[1] != column[2])
+        raise CallerError(
+            f"replicas of stage {self._stage} have learning rate {one} on rank {self._rank} and {other} on rank {peer} "
+            f"for parameter {name!r} in update {update}: they make the same updates; give the same learning_rate on "
+            "each"
+        )
 
     def total(self, update: int, own: Gradients) -> Gradients:
         """The sum over all replicas in their order, in new memory."""
         parts = [own if rank == self._rank else self._received.pop(rank) for rank in self._replicas]
+        self._rates.pop(update, None)
         if update == self._last:
             self._buffers.take(self._values)
         return [sum_in_order([g for g in column if g is not None]) for column in zip(*parts, strict=True)]

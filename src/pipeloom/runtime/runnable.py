@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import nn
@@ -34,11 +35,26 @@ def check_loss(loss_fn: LossFn | None) -> None:
     """Raises InputError where the loss is no function, or has parameters, which would be in no stage."""
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn is {loss_fn!r}: it is called as loss_fn(output, targets); pass a function")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise InputError(f"loss_fn is the class {loss_fn.__name__}: an object of it is called; make one")
     if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
         raise InputError(
             "loss_fn is a module with parameters: they would be in no stage; put it at the end of the model, and leave "
             "to loss_fn what has none"
         )
+
+
+def check_surroundings(offload: object, mesh: object, timeout_seconds: object) -> None:
+    """Raises InputError where one of these is of another kind than a Pipeline takes."""
+    if offload is not None and (isinstance(offload, type) or not hasattr(offload, "insert")):
+        raise InputError(
+            f"offload is {offload!r}: it says where activations go; pass pipeloom.OffloadActivations('cpu'), or none"
+        )
+    if mesh is not None and (isinstance(mesh, type) or not hasattr(mesh, "coordinate")):
+        raise InputError(f"mesh is {mesh!r}: it is a pipeloom.Mesh with the axes pp and dp; make one")
+    number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
+    if not number or not 0 < float(timeout_seconds) < math.inf:  # type: ignore[arg-type]
+        raise InputError(f"timeout_seconds is {timeout_seconds!r}: it is a finite number above 0; correct it")
 
 
 def check_recompute(given: str | Sequence[str], num_stages: int, transport: object) -> tuple[Recompute, ...]:

@@ -190,6 +190,7 @@ class SharedIncoming(Incoming):
             except BlockingIOError:
                 now = time.perf_counter()
                 if now < spin_until:
+                    self._transport.flush()  # somebody may be waiting for what this rank could not send yet
                     continue
                 give_up = give_up or now + self._transport.timeout_seconds
                 flags = self._prepare_wait(give_up - now)
@@ -209,7 +210,7 @@ class SharedIncoming(Incoming):
                 f"rank {self._channel.target} waited {self._transport.timeout_seconds:g} s for rank "
                 f"{self._channel.source}: it runs but sends nothing"
             )
-        if not self._transport.flush():  # somebody may be waiting for what this rank could not send yet
+        if not self._transport.flush():
             self._poll.poll(1)
             return _NO_WAIT
         longest_ms = math.ceil(min(seconds, 3600.0) * 1000)

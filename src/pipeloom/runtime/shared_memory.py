@@ -30,6 +30,10 @@ from pipeloom.errors import PeerLost
 from pipeloom.runtime.shared_channel import SharedIncoming, SharedOutgoing
 from pipeloom.runtime.transport import Channel, Incoming, Lane, Outgoing, Transport
 
+# A receiver that slept wakes some 30 us late, with cold caches and, on a shared host, often no core at once. Waits that
+# are shorter than this are those of ranks that compute in turns; a rank that waits longer has a bubble and may sleep.
+SPIN_SECONDS = 2e-3
+
 
 def available() -> bool:
     """Whether this machine has what the transport needs (Linux with memfd and abstract sockets)."""
@@ -55,8 +59,8 @@ class SharedMemoryTransport(Transport):
         exchange: gathers every process's bytes on every process; called once.
         processes: for each rank of the pipeline, its place in what `exchange` gives; None: the same number.
         timeout_seconds: how long a receive may wait.
-        spin_seconds: how long a receive looks again and again before it sleeps; waking costs some 30 us. None: 200 us
-            where every process of `exchange` has a core of its own, else 0.
+        spin_seconds: how long a receive looks again and again before it sleeps. None: `SPIN_SECONDS` where every
+            process of `exchange` has a core of its own, else 0.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class SharedMemoryTransport(Transport):
         self._addresses = everybody if processes is None else [everybody[process] for process in processes]
         local = sum(address["host"] == self._addresses[rank]["host"] for address in everybody)
         if spin_seconds is None:
-            spin_seconds = 200e-6 if local <= len(os.sched_getaffinity(0)) else 0.0
+            spin_seconds = SPIN_SECONDS if local <= len(os.sched_getaffinity(0)) else 0.0
         self.spin_seconds = spin_seconds
 
     def reaches(self, peer: int, *, of: int) -> bool:

@@ -18,6 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from pipeloom.chain import even_parts
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Program
 from pipeloom.runtime.state import Batch, Extent, RankState, Step
@@ -37,8 +38,7 @@ def slice_extents(length: int, num_slices: int, lengths: Sequence[int] | None) -
             f"a schedule of {max(1, length)} slices"
         )
     if lengths is None:
-        small, larger = divmod(length, num_slices)
-        ends = list(accumulate([small + 1] * larger + [small] * (num_slices - larger)))
+        ends = list(accumulate(even_parts(length, num_slices)))
     else:
         whole = sum(lengths)
         ends = [round(end * length / whole) for end in accumulate(lengths)]

@@ -20,9 +20,10 @@ from pipeloom.runtime.calls import call_number
 from pipeloom.runtime.pipeline import Pipeline
 from pipeloom.runtime.stream_agreement import agree
 from pipeloom.runtime.stream_batches import StreamBatches, length_of
+from pipeloom.runtime.stream_options import Discount, LearningRate, UpdateOptions
 from pipeloom.runtime.stream_rank import StreamPlan, StreamRank
 from pipeloom.runtime.stream_results import OnUpdate, StreamResults, StreamUpdate
-from pipeloom.runtime.stream_updates import Discount, LearningRate, StreamOptimizer, UpdateOptions
+from pipeloom.runtime.stream_updates import StreamOptimizer
 
 
 class Stream:

@@ -7,13 +7,12 @@ same. Other stages may have other optimizers.
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, shortened
 from pipeloom.runtime.collectives import all_gather_bytes
 from pipeloom.runtime.pipeline import Pipeline
 
@@ -64,8 +63,7 @@ def _compare(stage: int, first: int, other: int, rules: Mapping[int, Rules]) -> 
     name = next((name for name in {**one, **two} if one.get(name) != two.get(name)), None)
     if name is not None:
         seen = [
-            f"{textwrap.shorten(rule.get(name, 'none'), 80)} on rank {rank}"
-            for rank, rule in ((first, one), (other, two))
+            f"{shortened(rule.get(name, 'none'), 80)} on rank {rank}" for rank, rule in ((first, one), (other, two))
         ]
         raise InputError(
             f"replicas of stage {stage} have {name} {' and '.join(seen)}: they make the same updates; give their "

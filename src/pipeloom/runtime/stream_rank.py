@@ -32,7 +32,8 @@ from pipeloom.runtime.ownership import Ownership
 from pipeloom.runtime.replica_gradients import Mailbox, ReplicaGradients
 from pipeloom.runtime.state import Step, unequal_lengths
 from pipeloom.runtime.stream_batches import StreamBatches
-from pipeloom.runtime.stream_updates import StageUpdate, StreamOptimizer
+from pipeloom.runtime.stream_options import StageUpdate
+from pipeloom.runtime.stream_updates import StreamOptimizer
 from pipeloom.runtime.weight_versions import WeightVersions
 from pipeloom.runtime.worker import Record, Worker
 
@@ -115,6 +116,7 @@ class StreamRank:
         self._calls: dict[int, int] = {}  # by batch: the number of its messages, which says how many samples it has
         self._weights: dict[int, WeightVersions] = {}
         self._replicas: dict[int, ReplicaGradients] = {}
+        self._rates: dict[tuple[int, int], list[float] | None] = {}  # by stage and update, that replicas were told
         self._last_stage = plan.program.schedule.num_stages - 1
         self._intervals = {stage: plan.program.schedule.update_interval(stage) for stage in worker.stages}
         self.norms: dict[tuple[int, int], float] = {}
@@ -247,7 +249,10 @@ class StreamRank:
         return backward
 
     def _send_gradients(self, stage: int, update: int) -> None:
-        self._replicas[stage].send(update, self._weights[stage].gradients(update))
+        weights = self._weights[stage]
+        rates = self._rates[stage, update] = self._optimizer.rates(self._plan.describe(stage, update))
+        each = None if rates is None else self._optimizer.rate_of_each(weights.parameters, rates)
+        self._replicas[stage].send(update, weights.gradients(update), each)
 
     def _update_steps(self, stage: int, update: int) -> list[Step]:
         """Wait for the other replicas, then update."""
@@ -261,12 +266,14 @@ class StreamRank:
         losses = self._losses_of(update) if stage == self._last_stage else {}
         gradients = weights.gradients(update)
         if replicas is not None:
-            gradients = replicas.total(update, gradients)
+            gradients, rates = replicas.total(update, gradients), self._rates.pop((stage, update))
+        else:
+            rates = self._optimizer.rates(what)
         if what.num_batches > 1:  # of every batch they are the mean over its samples
             found = [gradient for gradient in gradients if gradient is not None]
             if found:
                 torch._foreach_mul_(found, 1 / what.num_batches)
-        self.norms[stage, update] = self._optimizer.apply(weights, gradients, what)
+        self.norms[stage, update] = self._optimizer.apply(weights, gradients, what, rates)
         self._note_bytes()
         if losses:
             self._on_losses(losses)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,81 +20,8 @@ from pipeloom.errors import CallerError, InputError, RunError, one_line
 from pipeloom.runtime.optimizer_step import check_optimizer
 from pipeloom.runtime.pipeline import Pipeline
 from pipeloom.runtime.stream_agreement import Rules, update_rules
+from pipeloom.runtime.stream_options import StageUpdate, UpdateOptions
 from pipeloom.runtime.weight_versions import Gradients, WeightVersions
-
-LearningRate = Callable[[int], float | Sequence[float]]
-Discount = Literal["none", "inverse", "pipemare"]
-
-
-@dataclass(frozen=True, slots=True)
-class StageUpdate:
-    """Which update it is.
-
-    Attributes:
-        stage: whose.
-        update: its number in the run.
-        batch: the last batch whose gradient it has, counted over all runs.
-        num_batches: how many batches it holds: 1, or more where replicas need more.
-        num_input_batches: how many an update of the input stage holds.
-        num_before: how many updates the stage had made before, over all runs.
-        delay: how many updates came between the parameters by which the gradient was computed and those that it
-            changes; of several micro-batches the largest.
-    """
-
-    stage: int
-    update: int
-    batch: int
-    num_batches: int
-    num_input_batches: int
-    num_before: int
-    delay: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateOptions:
-    """What a stream does with gradients and learning rates; see `pipeloom.Stream`."""
-
-    max_norm: float = math.inf
-    learning_rate: LearningRate | None = None
-    discount: Discount = "none"
-    discount_updates: int | None = None
-    scale_by_replicas: bool = False
-
-    def __post_init__(self) -> None:
-        if isinstance(self.max_norm, bool) or not isinstance(self.max_norm, int | float) or not self.max_norm > 0:
-            raise InputError(
-                f"max_norm is {self.max_norm!r}: a norm to clip to is a number above 0; leave it out for no clipping"
-            )
-        if self.discount not in ("none", "inverse", "pipemare"):
-            raise InputError(f"discount is {self.discount!r}: it is one of 'none', 'inverse', 'pipemare'")
-        if self.learning_rate is not None and not callable(self.learning_rate):
-            raise InputError(
-                f"learning_rate is {self.learning_rate!r}: it is called with the number of a batch; pass a function, "
-                "or set the rate in the optimizer"
-            )
-        updates = self.discount_updates
-        whole = isinstance(updates, int) and not isinstance(updates, bool) and updates >= 1
-        if not whole if self.discount == "pipemare" else updates is not None:
-            raise InputError(
-                f"discount {self.discount!r} with discount_updates {updates!r}: 'pipemare' needs the number of updates "
-                "after which nothing is discounted any more, a whole number from 1, no other has one; correct one of "
-                "them"
-            )
-
-    @property
-    def sets_rates(self) -> bool:
-        """Whether learning rates are others than those of the optimizer's groups."""
-        return self.learning_rate is not None or self.discount != "none" or self.scale_by_replicas
-
-    def factor(self, update: StageUpdate) -> float:
-        """What the learning rate is multiplied by."""
-        factor = update.num_batches / update.num_input_batches if self.scale_by_replicas else 1.0
-        if self.discount == "inverse":
-            return factor / max(update.delay, 1)
-        if self.discount_updates is not None:
-            exponent = 1 - min(update.num_before / self.discount_updates, 1.0)
-            return factor / math.pow(max(update.delay, 1), exponent)
-        return factor
 
 
 class StreamOptimizer:
@@ -163,8 +89,16 @@ class StreamOptimizer:
         if self._options.sets_rates:
             self._set_rates(self._base, 1.0)
 
-    def apply(self, weights: WeightVersions, gradients: Gradients, update: StageUpdate) -> float:
+    def apply(
+        self, weights: WeightVersions, gradients: Gradients, update: StageUpdate, rates: Sequence[float] | None
+    ) -> float:
         """Clip, update, and make the stage's next version.
+
+        Args:
+            weights: of the stage.
+            gradients: of its parameters.
+            update: which it is.
+            rates: `rates` for it.
 
         Returns:
             The 2-norm of the stage's gradient before clipping.
@@ -194,11 +128,7 @@ class StreamOptimizer:
 
         with self._lock:
             if self._options.sets_rates:
-                try:
-                    rates = self.asked_rates(update.batch) or self._base
-                except InputError as error:
-                    raise CallerError(str(error)) from error
-                self._set_rates(rates, self._options.factor(update))
+                self._set_rates(rates or self._base, self._options.factor(update))
             weights.update(update.update, gradients, step)
         return number
 
@@ -257,6 +187,24 @@ class StreamOptimizer:
                 "groups or a list of one for each; correct it"
             )
         return numbers
+
+    def rates(self, update: StageUpdate) -> list[float] | None:
+        """`asked_rates` for an update in the middle of a run.
+
+        Raises:
+            CallerError: `learning_rate` raised, or gave no rates.
+        """
+        with self._lock:
+            try:
+                return self.asked_rates(update.batch)
+            except InputError as error:
+                raise CallerError(str(error)) from error
+
+    def rate_of_each(self, parameters: Iterable[nn.Parameter], rates: Sequence[float]) -> Tensor:
+        """The rate of every parameter, where `rates` are those of the groups; float64, 0 where it is in no group."""
+        pairs = zip(self._groups, rates, strict=True)
+        rate_of = {parameter: rate for group, rate in pairs for parameter in group["params"]}
+        return torch.tensor([rate_of.get(parameter, 0.0) for parameter in parameters], dtype=torch.float64)
 
     def _set_rates(self, rates: Sequence[float], factor: float) -> None:
         for group, rate in zip(self._groups, rates, strict=True):

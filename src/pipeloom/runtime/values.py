@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.chain import even_parts
 from pipeloom.errors import InputError
 
 Value = Any  # Tensor | tuple | list | dict[str | int, Value] | int | float | bool | str | None
@@ -149,9 +150,11 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
         InputError: the batch has no tensor, tensors of different length, or fewer samples than micro-batches.
     """
     layout, tensors = flatten(value, f"{what} hold")
-    lengths = {t.shape[0] if t.dim() else 0 for t in tensors}
-    if len(lengths) != 1:
+    lengths = {t.shape[0] if t.dim() else -1 for t in tensors}
+    if len(lengths) != 1 or -1 in lengths:
         seen = f"tensors of {sorted(lengths)} samples" if lengths else "no tensor"
+        if -1 in lengths:
+            seen = "a tensor without dimensions"
         raise InputError(f"{what} hold {seen}: every tensor of a batch needs the samples along dimension 0; reshape it")
     length = lengths.pop()
     if length == 0:
@@ -163,8 +166,7 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
         )
     if num_microbatches == 1:
         return [unflatten(layout, tensors)], [length]
-    small, larger = divmod(length, num_microbatches)
-    sizes = [small + 1] * larger + [small] * (num_microbatches - larger)
+    sizes = even_parts(length, num_microbatches)
     pieces = [torch.split(t, sizes) for t in tensors]
     if layout.structure == _TENSOR:
         return list(pieces[0]), sizes

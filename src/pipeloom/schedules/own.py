@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeloom.errors import InputError, ScheduleError
+from pipeloom.errors import InputError, ScheduleError, folded, one_line
 from pipeloom.ir import Action, Schedule, check
 from pipeloom.ir.from_orders import schedule_from_orders
 from pipeloom.ir.text import from_json, parse_action
 from pipeloom.ir.torch_csv import from_csv
+from pipeloom.ir.well_formed import as_pairs
+from pipeloom.schedules.sizes import check_sizes
 
 Rows = str | Iterable[str | Iterable[Action | str]]
 
@@ -44,7 +46,7 @@ def from_orders(orders: Rows, *, name: str = "own", overlapped: Iterable[tuple[A
             f"the orders of schedule {name!r} are no sequence of rows of actions ({error}): give one row a rank, such "
             "as '0F0 0B0'"
         ) from error
-    schedule = schedule_from_orders(parsed, name=name, overlapped=frozenset(overlapped))
+    schedule = schedule_from_orders(parsed, name=name, overlapped=as_pairs(overlapped, f"schedule {name!r}"))
     check(schedule)
     return schedule
 
@@ -54,7 +56,7 @@ def _action(action: Action | str) -> Action:
         return action
     if isinstance(action, str):
         return parse_action(action)
-    raise TypeError(f"{action!r} is no Action")
+    raise TypeError(f"{folded(action)} is no Action")
 
 
 def from_function(
@@ -81,6 +83,7 @@ def from_function(
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
     if num_chunks is not None:
         sizes["num_chunks"] = num_chunks
+    check_sizes(num_ranks, num_microbatches, 1 if num_chunks is None else num_chunks)
     try:
         inspect.signature(function).bind(**sizes)
     except (TypeError, ValueError) as error:
@@ -94,7 +97,7 @@ def from_function(
         raise
     except (Exception, SystemExit) as error:
         raise ScheduleError(
-            f"function {called!r} raised {type(error).__name__}: {' '.join(str(error).split())}; correct it for "
+            f"function {called!r} raised {one_line(error)}; correct it for "
             f"{num_ranks} ranks and {num_microbatches} micro-batches"
         ) from error
     if isinstance(made, Schedule):
@@ -137,7 +140,10 @@ def from_file(source: str, *, num_ranks: int, num_microbatches: int, num_chunks:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ScheduleError(f"schedule {source!r}: {reason}; name a readable file") from error
-    schedule = from_json(text) if path.endswith(".json") else from_csv(text, name=Path(path).stem)
+    try:
+        schedule = from_json(text) if path.endswith(".json") else from_csv(text, name=Path(path).stem)
+    except ScheduleError as error:
+        raise ScheduleError(f"schedule {source!r}: {error}") from error
     check(schedule)
     _check_sizes(schedule, f"schedule {source!r}", num_ranks, num_microbatches, num_chunks)
     return schedule
@@ -152,9 +158,7 @@ def _load(path: Path) -> Any:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ScheduleError(
-            f"schedule file {path} cannot be run ({type(error).__name__}: {' '.join(str(error).split())}); correct it"
-        ) from error
+        raise ScheduleError(f"schedule file {path} cannot be run ({one_line(error)}); correct it") from error
     return module
 
 

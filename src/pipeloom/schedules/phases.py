@@ -9,7 +9,7 @@ lane.repeat(2, (0, B))               0B2 0B3
 from __future__ import annotations
 
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.order import MICROBATCH_STEP, Order, decode, encode
+from pipeloom.ir.order import MICROBATCH_MASK, MICROBATCH_SHIFT, MICROBATCH_STEP, Order, encode
 
 
 class Phases:
@@ -45,4 +45,4 @@ class Phases:
         """The order, with `num_microbatches` without the micro-batches from that one on."""
         if num_microbatches is None:
             return Order(self._codes)
-        return Order(code for code in self._codes if (decode(code).microbatch or 0) < num_microbatches)
+        return Order(code for code in self._codes if code >> MICROBATCH_SHIFT & MICROBATCH_MASK <= num_microbatches)

@@ -19,7 +19,7 @@ what it has in flight in an update, ``lcm(m, r_s) / r_s``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
+from itertools import accumulate, count
 from math import lcm
 from typing import Literal, TypedDict
 
@@ -150,7 +150,8 @@ def _warmups(counts: Sequence[int], in_flight: int | str | None) -> list[int]:
 
 def noam_in_flight(counts: Sequence[int]) -> list[int]:
     """Micro-batches in flight on one replica of each stage, PipeDream's: ranks from it on over its own, upwards."""
-    return [-(-sum(counts[stage:]) // ranks) for stage, ranks in enumerate(counts)]
+    onwards = list(accumulate(reversed(counts)))[::-1]
+    return [-(-total // ranks) for total, ranks in zip(onwards, counts, strict=True)]
 
 
 def full_in_flight(counts: Sequence[int]) -> list[int]:

@@ -21,7 +21,7 @@ from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
 from pipeloom.schedules.pipedream import StreamOptions, pipedream, pipedream_2bw
 from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
-from pipeloom.schedules.sizes import check_sizes
+from pipeloom.schedules.sizes import MOST, MOST_ACTIONS, check_sizes
 from pipeloom.schedules.terapipe import terapipe
 from pipeloom.schedules.zb_auto import zb_auto
 from pipeloom.schedules.zb_v import zb_v
@@ -64,6 +64,10 @@ class Family:
     def default_chunks(self) -> int:
         return self.chunks or self.usual_chunks
 
+    @property
+    def most_actions(self) -> int:
+        return MOST.get(self.name, MOST_ACTIONS)  # forwards and backwards of the largest that is made
+
     def __call__(
         self,
         *,
@@ -74,13 +78,9 @@ class Family:
         conditions: Conditions | None = None,
         **stream: Unpack[StreamOptions],
     ) -> Schedule:
-        """The schedule for these sizes.
-
-        Raises:
-            ScheduleError: the family cannot have them.
-        """
+        """The schedule for these sizes; raises ScheduleError where the family cannot have them."""
         chunks = self.default_chunks if num_chunks is None else num_chunks
-        check_sizes(num_ranks, num_microbatches, chunks, num_slices)
+        check_sizes(num_ranks, num_microbatches, chunks, num_slices, most=self.most_actions)
         if num_slices > 1 and not self.sliced:
             raise ScheduleError(
                 f"{num_slices} slices: schedule {self.name!r} does not cut sequences; leave slices at 1, or use "

@@ -15,12 +15,13 @@ from pipeloom.ir.order import Order
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import Phases
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.sizes import check_sizes, sized
 
 
 @sized
 def zb_v(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """The hand-made order of the paper."""
+    check_sizes(num_ranks, max(num_microbatches, 2 * num_ranks - 1), 2)  # those that are made, before some are left out
     orders = tuple(_rank_order(num_ranks, num_microbatches, d) for d in range(num_ranks))
     return Schedule(name="zb-v", num_microbatches=num_microbatches, placement=Placement.v(num_ranks), orders=orders)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from pipeloom.errors import InputError
+from pipeloom.field_types import check_fields
 from pipeloom.ir.action import Op
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.versions import weight_version_bytes
@@ -73,17 +74,15 @@ class Costs:
     slice_factors: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         times = {what: getattr(self, what) for what in ("forward", "backward_input", "backward_weight", "backward")}
         for what, value in (*times.items(), *self.other.items()):
             for seconds in value if isinstance(value, tuple) else (value or 0.0,):
                 check_seconds(what, seconds)
         if not 0 <= self.overlap <= MOST:
-            raise InputError(
-                f"overlap is {self.overlap}: an overlapped F and B take this part of the sum of both, from 0 (1 is no "
-                "gain); correct it"
-            )
+            raise InputError(f"overlap is {self.overlap}: it is a part of the sum of F and B, 0 or more; correct it")
         for stage, count in enumerate(self.units or ()):
-            if not 1 <= count <= MOST_UNITS or int(count) != count:
+            if not 1 <= count <= MOST_UNITS:
                 raise InputError(
                     f"stage {stage} has {count:g} units: it goes over the links in 1 to {MOST_UNITS} pieces; correct it"
                 )
@@ -94,6 +93,11 @@ class Costs:
                 raise InputError(
                     f"rank {rank} takes {factor} times as long: a factor is above 0, at most {MOST:g}; correct it"
                 )
+        stages = [(what, getattr(self, what)) for what in (*times, *SIZES, "units")]
+        counts = {what: len(value) for what, value in stages if isinstance(value, tuple)}
+        if len(set(counts.values())) > 1:
+            of = ", ".join(f"{what} has {count} entries" for what, count in counts.items())
+            raise InputError(f"costs are of different stages ({of}): each has one for every stage; correct them")
         self._check_bytes()
 
     def _check_bytes(self) -> None:
@@ -105,7 +109,7 @@ class Costs:
         if self.gradient_message_bytes is not None and self.message_bytes is None:
             raise InputError("gradient_message_bytes without message_bytes: give both for each stage")
         if left is not None:
-            if kept is None or len(kept) != len(left):
+            if kept is None:
                 raise InputError("weight_gradient_bytes are part of activation_bytes: give both for each stage")
             for stage, (whole, part) in enumerate(zip(kept, left, strict=True)):
                 if part > whole:

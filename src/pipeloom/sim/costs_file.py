@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.ir.json_text import load_json
+from pipeloom.ir.json_text import Entry, read_json
 from pipeloom.sim.costs import SIZES, Costs
 from pipeloom.sim.network import Link, Network
 
@@ -69,86 +69,57 @@ def parse_costs(text: str) -> CostsFile:
     Raises:
         InputError: it is not one; the message names the entry and the rule.
     """
-    try:
-        data = load_json(text)
-    except ValueError as error:
-        raise InputError(
-            f"costs are no JSON ({error}): write an object with stages, latency, memory_cap_bytes"
-        ) from error
-    if not isinstance(data, dict) or not isinstance(data.get("stages"), list) or not data["stages"]:
-        raise InputError('costs have no list of stages: write {"stages": [{"forward": ..., ...}, ...], ...}')
-    unknown = sorted(set(data) - set(_ENTRIES))
-    if unknown:
-        raise InputError(f"costs have an entry {unknown[0]!r}: the entries are {', '.join(_ENTRIES)}; drop it")
-    stages = data["stages"]
+    root = read_json(text, "the costs file", "an object with stages, latency, memory_cap_bytes")
+    data = root.fields(("stages",), _ENTRIES[1:])
+    stages = [stage.fields(_TIMES, _OPTIONAL) for stage in data["stages"].members("stage", root.what)]
+    if not stages:
+        data["stages"].refuse("a model has one stage at least", "write its times")
     for number, stage in enumerate(stages):
-        if not isinstance(stage, dict) or (
-            odd := sorted(set(stage) ^ {*_TIMES, *(k for k in _OPTIONAL if k in stages[0])})
-        ):
-            what = f"entry {odd[0]!r} is missing or odd" if isinstance(stage, dict) else "it is no object"
+        if odd := sorted(set(stage) ^ set(stages[0])):
             raise InputError(
-                f"stage {number} of the costs: {what}; each stage has {', '.join(_TIMES)}, and all or none have "
-                f"each of {', '.join(_OPTIONAL)}"
+                f"stage {number} of {root.what} has other keys than stage 0 ({odd[0]!r}): all stages have the same "
+                "keys; give it to all, or to none"
             )
     columns: dict[str, Any] = {
-        what: tuple(_number(f"{what} of stage {number}", stage[what]) for number, stage in enumerate(stages))
+        what: tuple(stage[what].whole(least=1) if what == "units" else stage[what].number() for stage in stages)
         for what in (*_TIMES, *_OPTIONAL)
         if what in stages[0]
     }
-    if "units" in columns:
-        columns["units"] = tuple(int(count) if count == int(count) else count for count in columns["units"])
-    caps = data.get("memory_cap_bytes")
-    if caps is not None:
-        if not isinstance(caps, list):
-            raise InputError("memory_cap_bytes of the costs is no list: give one number a rank, or null")
+    caps = None
+    if "memory_cap_bytes" in data and data["memory_cap_bytes"].value is not None:
+        caps = tuple(cap.number() for cap in data["memory_cap_bytes"].members("cap"))
         if "activation_bytes" not in columns:
             raise InputError(
                 "memory_cap_bytes limit nothing without activation_bytes of the stages; add them, or drop it"
             )
-        caps = tuple(_number(f"memory_cap_bytes of rank {rank}", cap) for rank, cap in enumerate(caps))
     return CostsFile(costs=Costs(**columns), network=_network(data, "message_bytes" in columns), memory_caps=caps)
 
 
-def _network(data: dict[str, Any], sized: bool) -> Network:
-    links, bandwidth = data.get("links", []), data.get("bytes_per_second")
-    overlap = data.get("overlap_communication", True)
-    if not isinstance(links, list):
-        raise InputError("links of the costs are no list: give objects with ranks and bytes_per_second, or drop it")
-    if not isinstance(overlap, bool):
-        raise InputError(f"overlap_communication of the costs is {overlap!r}: it is true or false; correct it")
-    if (links or bandwidth is not None) and not sized:
+def _network(data: dict[str, Entry], sized: bool) -> Network:
+    links = [_link(link) for link in data["links"].members("link", "the costs file")] if "links" in data else []
+    known: dict[str, Any] = {what: data[what].number() for what in _BESIDE if what in data}
+    if "bytes_per_second" in data and data["bytes_per_second"].value is not None:
+        known["bytes_per_second"] = data["bytes_per_second"].number()
+    if (links or "bytes_per_second" in known) and not sized:
         raise InputError("the costs have bandwidths, but the stages no message_bytes: add them to each, or drop links")
-    return Network(
-        latency_seconds=_latency(data.get("latency", 0.0)),
-        bytes_per_second=None if bandwidth is None else _number("bytes_per_second", bandwidth),
-        links=tuple(_link(number, link) for number, link in enumerate(links)),
-        overlap_communication=overlap,
-        **{what: _number(what, data[what]) for what in _BESIDE if what in data},
+    if "overlap_communication" in data:
+        known["overlap_communication"] = data["overlap_communication"].flag()
+    if "latency" in data:
+        known["latency_seconds"] = _latency(data["latency"])
+    return Network(links=tuple(links), **known)
+
+
+def _link(link: Entry) -> Link:
+    entries = link.fields(("ranks", "bytes_per_second"))
+    pairs = [pair.members("rank", length=2) for pair in entries["ranks"].members("pair", link.what)]
+    return Link(
+        ranks=frozenset((source.whole(), target.whole()) for source, target in pairs),
+        bytes_per_second=entries["bytes_per_second"].number(),
     )
 
 
-def _link(number: int, link: Any) -> Link:
-    if not isinstance(link, dict) or set(link) != {"ranks", "bytes_per_second"} or not isinstance(link["ranks"], list):
-        raise InputError(f'link {number} of the costs: write {{"ranks": [[source, target]], "bytes_per_second": n}}')
-    for pair in link["ranks"]:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(type(rank) is int for rank in pair)):
-            raise InputError(f"link {number} of the costs joins {pair!r}: a pair is a source and a target; correct it")
-    bandwidth = _number(f"bytes_per_second of link {number}", link["bytes_per_second"])
-    return Link(ranks=frozenset((source, target) for source, target in link["ranks"]), bytes_per_second=bandwidth)
-
-
-def _latency(latency: Any) -> float | tuple[tuple[float, ...], ...]:
-    if not isinstance(latency, list):
-        return _number("latency", latency)
-    if not all(isinstance(row, list) for row in latency):
-        raise InputError("latency of the costs is neither a number nor a table: give a row for each source rank")
-    return tuple(
-        tuple(_number(f"latency from rank {source} to {target}", seconds) for target, seconds in enumerate(row))
-        for source, row in enumerate(latency)
-    )
-
-
-def _number(what: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise InputError(f"{what} of the costs is {value!r}: it is a finite number, 0 or more; correct it")
-    return float(value)
+def _latency(latency: Entry) -> float | tuple[tuple[float, ...], ...]:
+    """A number, or a table with a row for each source rank."""
+    if not isinstance(latency.value, list):
+        return latency.number()
+    return tuple(tuple(each.number() for each in row.members("entry")) for row in latency.members("row"))

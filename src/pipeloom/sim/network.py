@@ -8,6 +8,7 @@ from itertools import pairwise, product
 from operator import add
 
 from pipeloom.errors import InputError
+from pipeloom.field_types import check_fields
 from pipeloom.ir.schedule import Schedule
 from pipeloom.sim.costs import MOST, Costs, check_seconds
 
@@ -30,6 +31,7 @@ class Link:
     bytes_per_second: float
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _check_bandwidth(self.bytes_per_second)
         if not self.ranks:
             raise InputError("a link joins no ranks: name the pairs of source and target whose messages it carries")
@@ -83,6 +85,7 @@ class Network:
     memory_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_seconds("send_seconds", self.send_seconds)
         check_seconds("receive_seconds", self.receive_seconds)
         rows = self.latency_seconds if isinstance(self.latency_seconds, tuple) else ((self.latency_seconds,),)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.ir.check import explained
+from pipeloom.ir.schedule import Program, Schedule, schedule_of
 from pipeloom.sim.build import build_timeline
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.events import spans_by_events
@@ -38,7 +39,12 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
             and the messages no bytes.
     """
     network = network or Network()
-    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+    schedule = schedule_of(pipeline)
+    with explained(pipeline):
+        return _simulate(pipeline, schedule, costs, network)
+
+
+def _simulate(pipeline: Schedule | Program, schedule: Schedule, costs: Costs, network: Network) -> Timeline:
     has_columns = pipeline is schedule and schedule.large and schedule.proof is not None
     if has_columns and not network.limited and costs.slice_factors is None:
         return _timed_by_rounds(schedule, costs, network)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import sub
@@ -12,6 +12,7 @@ from typing import Literal
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.json_text import Entry, load_json
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule, Uses, WeightPolicy
 from pipeloom.ir.text import parse_action
@@ -215,13 +216,13 @@ class Timeline:
             InputError: the text is no JSON of a timeline.
         """
         try:
-            data = json.loads(text)
+            data = load_json(text)
             return cls(
                 name=str(data["name"]),
                 kind="measured" if data["kind"] == "measured" else "simulated",
-                ideal_seconds=float(data["ideal_seconds"]),
-                num_microbatches=int(data["num_microbatches"]),
-                num_slices=int(data["num_slices"]),
+                ideal_seconds=Entry(data["ideal_seconds"], "ideal_seconds").number(),
+                num_microbatches=Entry(data["num_microbatches"], "num_microbatches").whole(),
+                num_slices=Entry(data["num_slices"], "num_slices").whole(),
                 placement=Placement(tuple(tuple(map(int, ranks)) for ranks in data["placement"])),
                 spans=_spans(data["spans"]),
                 background=_spans(data.get("background", ())),
@@ -246,13 +247,22 @@ def _rows(rows: Sequence[Sequence[Span]]) -> list[list[list[str | float]]]:
 
 
 def _spans(data: Sequence[Sequence[Sequence[str | float]]]) -> tuple[tuple[Span, ...], ...]:
-    return tuple(
+    rows = tuple(
         tuple(Span(parse_action(str(action)), float(start), float(end)) for action, start, end in row) for row in data
     )
+    _check_finite(start + end for row in rows for _, start, end in row)
+    return rows
 
 
 def _curves(data: Sequence[Sequence[Sequence[float]]]) -> tuple[tuple[tuple[float, float], ...], ...]:
-    return tuple(tuple((float(at), float(value)) for at, value in points) for points in data)
+    curves = tuple(tuple((float(at), float(value)) for at, value in points) for points in data)
+    _check_finite(at + value for points in curves for at, value in points)
+    return curves
+
+
+def _check_finite(values: Iterable[float]) -> None:
+    if not math.isfinite(sum(values)):
+        raise ValueError("it has times that are not finite")
 
 
 def _latency(data: float | Sequence[Sequence[float]]) -> float | tuple[tuple[float, ...], ...]:

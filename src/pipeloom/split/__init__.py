@@ -1,7 +1,7 @@
 """From an nn.Module to stages: which layers, where to cut, what is tied."""
 
+from pipeloom.chain import Tie, partition
 from pipeloom.split.module import StageModule
-from pipeloom.split.partition import partition
 from pipeloom.split.profile import LayerTime, profile_layers
 from pipeloom.split.stages import Stages, TiedParameter, profile_model, split
 
@@ -9,6 +9,7 @@ __all__ = [
     "LayerTime",
     "StageModule",
     "Stages",
+    "Tie",
     "TiedParameter",
     "partition",
     "profile_layers",

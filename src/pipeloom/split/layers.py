@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 from torch import nn
 
+from pipeloom.chain import find_ties, partition
 from pipeloom.errors import SplitError
-from pipeloom.split.partition import partition
 from pipeloom.split.profile import LossFn, profile_layers
 
 
@@ -46,6 +46,8 @@ def find_layers(model: nn.Module, patterns: Sequence[str] | None) -> list[Layer]
         )
     if isinstance(patterns, str):
         patterns = [patterns]
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise SplitError(f"layers are {patterns!r}: they are names of modules; pass a list such as {_suggest(model)}")
     layers = [layer for pattern in patterns for layer in _expand(model, pattern)]
     _check_layers(layers)
     if not any(layer.counted for layer in layers):  # only single names: each counts
@@ -158,11 +160,16 @@ def count_layers(
         )
     blocks = [float(layer.counted) for layer in layers]
     if not isinstance(cut, str):
-        return _explicit_counts(layers, num_stages, list(cut))
+        if not isinstance(cut, Iterable) or not all(isinstance(count, SupportsIndex) for count in cut):
+            raise SplitError(
+                f"cut={cut!r} is unknown: it is 'layers', 'parameters', 'time' or a list of whole numbers; choose one"
+            )
+        return _explicit_counts(layers, num_stages, [int(count) for count in cut])
     if cut == "layers":
         return partition(blocks, num_stages)
     if cut == "parameters":
-        return partition([sum(p.numel() for p in layer.module.parameters()) for layer in layers], num_stages)
+        sizes = [{id(p): p.numel() for p in layer.module.parameters()} for layer in layers]
+        return partition([sum(each.values()) for each in sizes], num_stages, find_ties(sizes))
     if cut == "time":
         if sample is None:
             raise SplitError("cut='time' measures the layers on an input, and there is none; pass sample=")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ class LayerTime(NamedTuple):
         forward_seconds: median.
         backward_seconds: median of the full backward, of input and weights.
         activation_bytes: of all tensors of its output, as they are sent to the next layer.
-        parameter_bytes: of its weights; what is tied to another layer's counts in both, as in stages of their own.
+        parameter_bytes: of its weights, those that it shares with other layers (`pipeloom.chain.Tie`) too.
     """
 
     name: str
@@ -63,23 +64,14 @@ def profile_layers(
     """
     inputs, targets = sample if loss_fn is not None else (sample, None)
     modules = [module for _, module in layers]
-    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())] + tree_leaves(inputs)
-    devices = {t.device for t in tensors if isinstance(t, Tensor)}
-    if any(device.type == "meta" for device in devices):
-        raise SplitError("a layer is on the meta device: only real tensors take time; materialize it, or cut='layers'")
-    cuda = sorted(device.index or 0 for device in devices if device.type == "cuda")
-
-    def clock() -> float:
-        for index in cuda:
-            torch.cuda.synchronize(index)
-        return timer()
-
+    clock = Clock(modules, inputs, timer)
+    loss = None if loss_fn is None else partial(_call_loss, loss_fn, targets)
     times: list[LayerTime] = []
-    with torch.random.fork_rng(devices=cuda), _kept_buffers(modules), torch.enable_grad():
+    with untouched(modules, clock.cuda):
         value = inputs
         for name, module in layers:
-            tail = loss_fn if len(times) == len(layers) - 1 else None
-            rounds = [_time_once(module, value, tail, targets, clock) for _ in range(num_warmups + num_rounds)]
+            tail = loss if len(times) == len(layers) - 1 else None
+            rounds = [time_once(module, value, clock, loss=tail) for _ in range(num_warmups + num_rounds)]
             counted = rounds[num_warmups:]
             value = rounds[-1][2]
             sizes = [
@@ -87,6 +79,44 @@ def profile_layers(
             ]
             times.append(LayerTime(name, median(r[0] for r in counted), median(r[1] for r in counted), *sizes))
     return times
+
+
+class Clock:
+    """Seconds, read when the devices are done.
+
+    Args:
+        modules: that run.
+        value: their input.
+        timer: seconds.
+
+    Attributes:
+        cuda: the indices of the devices that are waited for.
+
+    Raises:
+        SplitError: something has no values (meta device).
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], value: Any, timer: Callable[[], float]) -> None:
+        tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())] + tree_leaves(value)
+        devices = {t.device for t in tensors if isinstance(t, Tensor)}
+        if any(device.type == "meta" for device in devices):
+            raise SplitError(
+                "a layer is on the meta device: only real tensors take time; materialize it, or cut='layers'"
+            )
+        self.cuda = sorted(device.index or 0 for device in devices if device.type == "cuda")
+        self._timer = timer
+
+    def __call__(self) -> float:
+        for index in self.cuda:
+            torch.cuda.synchronize(index)
+        return self._timer()
+
+
+@contextmanager
+def untouched(modules: Iterable[nn.Module], cuda: Sequence[int]) -> Iterator[None]:
+    """Run modules, with gradients, without leaving anything in their buffers or in the random state."""
+    with torch.random.fork_rng(devices=cuda), _kept_buffers(modules), torch.enable_grad():
+        yield
 
 
 @contextmanager
@@ -105,33 +135,51 @@ def may_change_input(module: nn.Module) -> bool:
     return any(getattr(part, "inplace", False) is True for part in module.modules())
 
 
-def _time_once(
-    module: nn.Module, value: Any, loss_fn: LossFn | None, targets: Any, clock: Callable[[], float]
+def time_once(
+    module: nn.Module,
+    value: Any,
+    clock: Callable[[], float],
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[float, float, Any]:
-    """(forward seconds, backward seconds, detached output) of one run; leaves ``.grad`` of the parameters alone."""
+    """(forward seconds, backward seconds, detached output) of one run; leaves ``.grad`` of the parameters alone.
 
-    def fresh(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
-
-    value = tree_map(fresh, value)
+    Args:
+        module: what runs.
+        value: its input.
+        clock: seconds.
+        loss: a part of the forward, behind the module.
+        around_backward: is entered behind the forward and left behind the backward; neither counts.
+    """
+    value = tree_map(_fresh, value)
     sources = [t for t in (*tree_leaves(value), *module.parameters()) if isinstance(t, Tensor) and t.requires_grad]
     given = value
     if may_change_input(module):
         given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
     start = clock()
     output = module(given)
-    result = output if loss_fn is None else loss_fn(output, targets)
+    result = output if loss is None else loss(output)
     forwarded = clock()
     roots = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
-    backwarded = forwarded
+    backward = 0.0
     if roots and sources:
         seeds = [torch.ones_like(root) for root in roots]
-        forwarded_again = clock()
-        torch.autograd.grad(roots, sources, seeds, allow_unused=True)
-        backwarded += clock() - forwarded_again
-    return forwarded - start, backwarded - forwarded, tree_map(fresh, output)
+        with around_backward():
+            begun = clock()
+            torch.autograd.grad(roots, sources, seeds, allow_unused=True)
+            backward = clock() - begun
+    return forwarded - start, backward, tree_map(_fresh, output)
+
+
+def _call_loss(loss_fn: LossFn, targets: Any, output: Any) -> Tensor:
+    return loss_fn(output, targets)
+
+
+def _fresh(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
 
 
 @contextmanager

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from pipeloom.errors import SplitError
+from pipeloom.chain import Tie, find_ties
+from pipeloom.errors import SplitError, folded
 from pipeloom.split.huggingface import Decoder, DecoderStage, find_decoder
 from pipeloom.split.layers import Layer, check_complete, count_layers, find_layers
 from pipeloom.split.module import StageModule
@@ -69,9 +70,9 @@ def split(
             ``["embedding", "blocks.*", "norm", "head"]``; a ``*`` stands for all members of a list. By default the
             model's attribute ``pipeline_layers``, if it has one.
         cut: what to balance. "layers": the number of layers; where some come from a ``*``, those count and single
-            names ride along, the first with the first stage and the last with the last. "parameters": their numbers.
-            "time": measured forward and backward on `sample`. A list: how many layers (or counted layers) each stage
-            gets; 0 leaves the first or last stage only the single names.
+            names ride along, the first with the first stage and the last with the last. "parameters": their numbers,
+            tied ones once in each stage that has them. "time": measured forward and backward on `sample`. A list: how
+            many layers (or counted layers) each stage gets; 0 leaves the first or last stage only the single names.
         sample: for "time", the input of one micro-batch; with `loss_fn`, the pair (inputs, targets).
         loss_fn: for "time", ``loss_fn(output, targets)``, counted to the last layer.
 
@@ -81,10 +82,10 @@ def split(
         SplitError: an unknown name, more stages than layers, counts that do not add up, a parameter or persistent
             buffer of the model that would be in no stage.
     """
-    if num_stages < 1:
-        raise SplitError(f"num_stages={num_stages}: a model has at least one stage; ask for 1 or more")
+    if not isinstance(num_stages, int) or num_stages < 1:
+        raise SplitError(f"num_stages={num_stages!r}: a model has at least one stage; ask for 1 or more")
     if not isinstance(model, nn.Module):
-        return _given_stages(list(model), num_stages)
+        return _given_stages(_listed(model), num_stages)
     named = layers is not None or hasattr(model, "pipeline_layers")
     decoder = None if named else find_decoder(model, num_stages)
     whole = num_stages == 1 and not named and decoder is None
@@ -112,7 +113,7 @@ def profile_model(
     loss_fn: LossFn | None = None,
     num_warmups: int = 2,
     num_rounds: int = 5,
-) -> list[LayerTime]:
+) -> tuple[list[LayerTime], list[Tie]]:
     """Measure every layer of a model that `split` can cut, each run as a stage of its own (see `profile_layers`).
 
     Args:
@@ -123,6 +124,10 @@ def profile_model(
         num_warmups: rounds that are not counted.
         num_rounds: rounds of which the median is taken.
 
+    Returns:
+        The layers' times and sizes, and the bytes of weights that several of them share:
+        ``Profile.of(*profile_model(model, sample))`` is what `pipeloom.plan.partition` reads.
+
     Raises:
         SplitError: the model cannot be cut into layers, or has no values.
     """
@@ -131,9 +136,10 @@ def profile_model(
         chain, make_stage = _find_chain(model, layers, None if named else find_decoder(model, num_stages=2))
         modules = [(layer.name, make_stage([layer])) for layer in chain]
     else:
-        given = list(model)
+        given = _listed(model)
         modules = [(str(index), module) for index, module in enumerate(_given_stages(given, len(given)).modules)]
-    return profile_layers(modules, sample, loss_fn=loss_fn, num_warmups=num_warmups, num_rounds=num_rounds)
+    times = profile_layers(modules, sample, loss_fn=loss_fn, num_warmups=num_warmups, num_rounds=num_rounds)
+    return times, find_ties([{id(p): p.nbytes for p in module.parameters()} for _, module in modules])
 
 
 def _find_chain(
@@ -152,11 +158,28 @@ def _find_chain(
     return chain, make_stage
 
 
+def _listed(model: Any) -> list[nn.Module]:
+    """The stages of a model that is no module. Raises SplitError where it is no list of modules either."""
+    if isinstance(model, type):
+        raise SplitError(f"the model is the class {model.__name__}: a model is an object of a class; make one")
+    if isinstance(model, str | Mapping | Tensor) or not isinstance(model, Iterable):
+        plain = model is None or isinstance(model, str | int | float)
+        raise SplitError(
+            f"the model is {folded(model) if plain else f'a {type(model).__name__}'}: it is an nn.Module, or a "
+            "list of modules, one a stage; pass one"
+        )
+    modules = list(model)
+    for stage, module in enumerate(modules):
+        if isinstance(module, type):
+            raise SplitError(f"stage {stage} of the list is the class {module.__name__}: it is an nn.Module; make one")
+        if not isinstance(module, nn.Module):
+            seen = "None" if module is None else f"a {type(module).__name__}"
+            raise SplitError(f"stage {stage} of the list is {seen}: each is an nn.Module; wrap it in one")
+    return modules
+
+
 def _given_stages(modules: list[nn.Module], num_stages: int) -> Stages:
     """A model that comes as one module a stage."""
-    wrong = next((m for m in modules if not isinstance(m, nn.Module)), None)
-    if wrong is not None:
-        raise SplitError(f"the list of stages holds a {type(wrong).__name__}: each is an nn.Module; wrap it in one")
     if len(modules) != num_stages:
         raise SplitError(
             f"a list of {len(modules)} stages for num_stages={num_stages}: the list is the cut; use {len(modules)}"

@@ -16,21 +16,6 @@ from pipeloom.train.data import Corpus
 from pipeloom.train.layout import parse_cut
 
 
-def model_config(config: TrainConfig, vocabulary_size: int) -> GPTConfig:
-    """The sizes of the GPT. Raises InputError where they do not fit each other."""
-    model = config.model
-    return GPTConfig(
-        vocabulary_size=vocabulary_size,
-        layers=model.layers,
-        width=model.width,
-        heads=model.heads,
-        sequence_length=model.sequence_length,
-        tie_embeddings=model.tie_embeddings,
-        positions=model.positions,
-        dropout=model.dropout,
-    )
-
-
 def build_stages(
     config: TrainConfig,
     schedule: Schedule,
@@ -49,7 +34,7 @@ def build_stages(
         device: where values are to lie.
         rank: of the pipeline, that this process is; None where it holds all.
     """
-    sizes = model_config(config, corpus.vocabulary_size)
+    sizes = config.gpt(corpus.vocabulary_size)
     cut = parse_cut(config, schedule.num_stages)
     if cut == "time":
         cut = _agree_on_cut(config, sizes, schedule, corpus, exchange)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
 from pipeloom.errors import InputError
+from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel import DataParallel, MeshShape, Precision
 from pipeloom.train.sections import (
     BatchConfig,
@@ -25,6 +26,8 @@ from pipeloom.train.sections import (
     option,
 )
 from pipeloom.words import Bytes
+
+OWN_CHECKPOINT = ("latest", "auto")  # resume_from_checkpoint: one of the run's own output directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,9 @@ class TrainConfig:
     output_dir: str = option("runs/train", "where metrics, report and checkpoints go")
     save_steps: int = option(100, "steps between checkpoints, one at the end too; 0: none")
     save_total_limit: int | None = option(3, "how many checkpoints are kept; null: all")
-    resume_from_checkpoint: str | None = option(None, "checkpoint directory, or latest: that of output_dir")
+    resume_from_checkpoint: str | None = option(
+        None, "checkpoint directory; latest: that of output_dir; auto: latest where there is one, else the beginning"
+    )
     eval_steps: int = option(50, "steps between evaluations, one at the end too; 0: none")
     eval_batches: int = option(4, "batches an evaluation")
     log_steps: int = option(10, "steps between lines where the output is no terminal")
@@ -92,6 +97,10 @@ class TrainConfig:
     def shared(self) -> DataParallel | None:
         """`data_parallel` where it means anything; None for one copy whose parameters are the model's own."""
         return self.data_parallel if self.num_copies > 1 or self.memory.offload_parameters else None
+
+    def gpt(self, vocabulary_size: int) -> GPTConfig:
+        """The sizes of the model. Raises InputError where they do not fit each other."""
+        return GPTConfig(vocabulary_size=vocabulary_size, **dataclasses.asdict(self.model))
 
     @property
     def number_format(self) -> Precision:

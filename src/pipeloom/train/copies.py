@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from pipeloom.chain import even_parts
 from pipeloom.errors import DataError, InputError
 from pipeloom.ir import Schedule
 from pipeloom.train.config import TrainConfig
@@ -62,9 +63,9 @@ def share(count: int, copy: int, num_copies: int) -> range:
 
     So the samples of all copies are those of one, whatever their number.
     """
-    each, over = divmod(count, num_copies)
-    start = copy * each + min(copy, over)
-    return range(start, start + each + (copy < over))
+    parts = even_parts(count, num_copies)
+    start = sum(parts[:copy])
+    return range(start, start + parts[copy])
 
 
 def check_processes(config: TrainConfig, world_size: int | None) -> None:

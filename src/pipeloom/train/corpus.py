@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -21,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from pipeloom.errors import DataError
 from pipeloom.train.text_files import find_files
 from pipeloom.train.tokenize import Tokenizer, load_tokenizer
+from pipeloom.whole_file import whole_file, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,10 +133,10 @@ def prepare_corpus(
     try:
         facts = _read_about(stream, about, encoder)
         if facts is None:
-            facts = {}
             directory.mkdir(parents=True, exist_ok=True)
-            _replace(stream, lambda out: facts.update(_write_stream(out, root, files, encoder, validation_fraction)))
-            _replace(about, lambda out: out.write(json.dumps(facts).encode()))
+            with whole_file(stream) as out:
+                facts = _write_stream(out, root, files, encoder, validation_fraction)
+            write_whole(about, json.dumps(facts))
         tokens = np.asarray(np.memmap(stream, encoder.dtype, "r", shape=(facts["num_tokens"],)))
     except OSError as error:
         raise DataError(f"{error.filename or directory}: {error.strerror}; name a directory to write to") from None
@@ -222,14 +222,3 @@ def _read_about(stream: Path, about: Path, tokenizer: Tokenizer) -> dict[str, An
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return facts if whole else None
-
-
-def _replace(target: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file under a name of its own, then rename it to `target`: others see all of it or nothing."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("xb") as out:
-            write(out)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)

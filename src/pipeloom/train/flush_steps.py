@@ -11,15 +11,11 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
-from pipeloom.runtime import LossScaler, Pipeline, Update
+from pipeloom.runtime import LossScaler, Update
 from pipeloom.sim import Timeline, measured_timeline
-from pipeloom.train.config import TrainConfig
-from pipeloom.train.group import Group
-from pipeloom.train.journal import Journal
 from pipeloom.train.less_memory import NUM_NUMBERS, offload_metrics, offload_numbers
 from pipeloom.train.measured_memory import MemoryProbe
 from pipeloom.train.metrics import (
-    Predictor,
     Records,
     StepCost,
     Waits,
@@ -30,7 +26,7 @@ from pipeloom.train.metrics import (
     read_cost,
 )
 from pipeloom.train.optimizer import learning_rate, learning_rates, make_stepper, set_learning_rates
-from pipeloom.train.stream_steps import Batches, Live
+from pipeloom.train.run_parts import Batches, Live, RunParts
 
 _LEAST_LOSS_SCALE = 2.0**-10  # gradients that overflow below it do so at any scale
 
@@ -48,33 +44,17 @@ class FlushSteps:
     """Makes steps one after the other, with a barrier behind each or without.
 
     Args:
-        pipeline, optimizer: of this process.
+        parts: of the run, on this process.
         scaler: of the loss, for fp16.
-        predictor: takes in what steps cost.
         probe: of the memory of the first steps.
-        config: of the run.
-        group: its processes.
-        journal: of this process.
 
     Attributes:
         done: how many steps have been made, over all runs.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        optimizer: torch.optim.Optimizer,
-        scaler: LossScaler | None,
-        predictor: Predictor,
-        probe: MemoryProbe,
-        config: TrainConfig,
-        group: Group,
-        journal: Journal,
-    ) -> None:
-        self._pipeline, self._optimizer, self._scaler = pipeline, optimizer, scaler
-        self._predictor, self._probe = predictor, probe
-        self._config, self._group, self._journal = config, group, journal
-        self._stepper = make_stepper(pipeline, optimizer, config.optimizer, group, scaler)
+    def __init__(self, parts: RunParts, scaler: LossScaler | None, probe: MemoryProbe) -> None:
+        self._parts, self._scaler, self._probe = parts, scaler, probe
+        self._stepper = make_stepper(parts.pipeline, parts.optimizer, parts.config.optimizer, parts.group, scaler)
         self._begun: deque[_Begun] = deque()  # steps whose updates are not final yet
         self._records: Records = []  # of the last step on this process's ranks
         self._waits: Waits = {}  # inside its computations
@@ -96,20 +76,20 @@ class FlushSteps:
 
     def timelines(self) -> tuple[Timeline, Timeline] | None:
         """The last step as it went, and how it should go, on process 0; every process calls it."""
-        records = gathered_records(self._group, self._records)
-        waits = gathered_waits(self._group, self._waits, self._pipeline.num_ranks)
-        if self._group.rank != 0:
+        records = gathered_records(self._parts.group, self._records)
+        waits = gathered_waits(self._parts.group, self._waits, self._parts.pipeline.num_ranks)
+        if self._parts.group.rank != 0:
             return None
-        measured = measured_timeline(self._pipeline.schedule, [rows for _, rows in records], waits=waits)
-        return measured, self._predictor.predict(self._pipeline.program)
+        measured = measured_timeline(self._parts.pipeline.schedule, [rows for _, rows in records], waits=waits)
+        return measured, self._parts.predictor.predict(self._parts.pipeline.program)
 
     def _step(self, step: int, batches: Batches) -> list[Update]:
         """One step; what is final now, of it or of the one before."""
-        self._journal.enter(f"step {step}")
+        self._parts.journal.enter(f"step {step}")
         started = time.perf_counter()
-        rate = learning_rate(step - 1, self._config.steps, self._config.optimizer)
-        rates = learning_rates(self._optimizer, step - 1, self._config.steps, self._config.optimizer)
-        set_learning_rates(self._optimizer, rates)
+        rate = learning_rate(step - 1, self._parts.config.steps, self._parts.config.optimizer)
+        rates = learning_rates(self._parts.optimizer, step - 1, self._parts.config.steps, self._parts.config.optimizer)
+        set_learning_rates(self._parts.optimizer, rates)
         scale = self._scaler.scale if self._scaler else 1.0
         inputs, targets = next(batches)
         # One sum over processes a step: gradient norms for clipping, and what the step cost.
@@ -119,22 +99,22 @@ class FlushSteps:
         return updates
 
     def _cost_numbers(self, step: int) -> Tensor:
-        self._records, self._waits = self._pipeline.records, self._pipeline.waits
-        self._journal.enter(f"step {step}, update")
+        self._records, self._waits = self._parts.pipeline.records, self._parts.pipeline.waits
+        self._parts.journal.enter(f"step {step}, update")
         self._probe.look(self._steps_here)
-        cost = cost_numbers(self._pipeline, self._records, self._group.place, self._group.size)
-        return torch.cat([cost, offload_numbers(self._pipeline, self._optimizer)])
+        cost = cost_numbers(self._parts.pipeline, self._records, self._parts.group.place, self._parts.group.size)
+        return torch.cat([cost, offload_numbers(self._parts.pipeline, self._parts.optimizer)])
 
     def _finish(self, update: Update) -> dict[str, Any]:
         """The metrics of the first step that is not final yet."""
         begun = self._begun.popleft()
         loss, norm = float(update.loss), float(update.grad_norm)
-        cost = read_cost(update.numbers[:-NUM_NUMBERS], self._pipeline.schedule, self._group.size)
+        cost = read_cost(update.numbers[:-NUM_NUMBERS], self._parts.pipeline.schedule, self._parts.group.size)
         row = {"step": begun.step, "loss": loss, "grad_norm": norm, "lr": begun.learning_rate}
         if self._scaler is not None:
             row |= {"loss_scale": begun.loss_scale, "skipped_steps": self._scaler.num_skipped}
-        row |= self._timing(begun.seconds, cost) | offload_metrics(self._config, update.numbers[-NUM_NUMBERS:])
-        self._journal.write(row)
+        row |= self._timing(begun.seconds, cost) | offload_metrics(self._parts.config, update.numbers[-NUM_NUMBERS:])
+        self._parts.journal.write(row)
         if not update.applied and not (update.skipped and begun.loss_scale >= _LEAST_LOSS_SCALE):
             raise RunError(
                 f"step {begun.step} has loss {loss} and gradient norm {norm}: training cannot go on "
@@ -144,15 +124,15 @@ class FlushSteps:
 
     def _timing(self, step_seconds: float, cost: StepCost) -> dict[str, Any]:
         """The metrics of time and memory."""
-        self._predictor.observe(cost)
+        self._parts.predictor.observe(cost)
         self._steps_here += 1
         if _shows_messages(self._steps_here):
-            self._predictor.observe_messages(gathered_records(self._group, self._records))
-        tokens = self._config.batch.size * self._config.model.sequence_length
+            self._parts.predictor.observe_messages(gathered_records(self._parts.group, self._records))
+        tokens = self._parts.config.batch.size * self._parts.config.model.sequence_length
         return {
             "tokens_per_second": tokens / step_seconds,
             "step_seconds": step_seconds,
-            **cost_metrics(cost, self._predictor, self._pipeline.program, self._group),
+            **cost_metrics(cost, self._parts.predictor, self._parts.pipeline.program, self._parts.group),
         }
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.parallel import Mesh
+from pipeloom.runtime import meeting
 from pipeloom.runtime.collectives import all_gather_bytes, noticing_lost_peers
 from pipeloom.runtime.launcher import Membership
 from pipeloom.train.config import TrainConfig
@@ -69,7 +70,7 @@ def meet(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
         yield Group(0, 1, device)
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=member.meeting, rank=member.rank, world_size=member.world_size)
+    meeting.join(member, backend)
     shape = config.mesh_shape(member.world_size)
     copies = shape.degree("dp")
     mesh = Mesh(pp=shape.degree("pp"), dp=copies, order=shape.axes) if copies > 1 else None

@@ -15,6 +15,7 @@ from pipeloom.runtime import Pipeline
 from pipeloom.runtime.kept_bytes import KeptBytes
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.group import Group
+from pipeloom.train.output import writing
 from pipeloom.train.planned_memory import memory_rows
 
 _LOOKED_AT = 2  # the first steps: the second has optimizer states, and warm caches
@@ -82,7 +83,8 @@ class MemoryProbe:
         rows = memory_rows(self._config, self._vocabulary_size, self._group.device)
         if len(gathered) == 1:  # all ranks are one process
             rows = [_together(rows)]
-        write_memory(directory, [_measured(row, gathered[row.process]) for row in rows])
+        with writing(directory):
+            write_memory(directory, [_measured(row, gathered[row.process]) for row in rows])
 
 
 def _together(rows: list[MemoryRow]) -> MemoryRow:

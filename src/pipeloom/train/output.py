@@ -15,11 +15,12 @@ from typing import Any
 
 from pipeloom.errors import InputError, RunError
 from pipeloom.sim import Timeline
-from pipeloom.train.checkpoint.directory import list_checkpoints
+from pipeloom.train.checkpoint.directory import clean, list_checkpoints
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.repeat import repeatable, to_yaml
 from pipeloom.train.text_files import CONFIG_HEAD
 from pipeloom.version import __version__
+from pipeloom.whole_file import write_whole
 
 _FILES = (
     "metrics.jsonl",
@@ -64,12 +65,13 @@ def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str 
     """Make the output directory ready for the steps after `step`; one process calls it.
 
     A run that goes on keeps its metrics up to the checkpoint; what came after it, and all of another run, is moved
-    into ``previous-1/``, ``previous-2/``, ...
+    into ``previous-1/``, ``previous-2/``, ... What killed runs left of saves is put right.
 
     Returns:
         What was moved, in one line, or None.
     """
     directory = Path(config.output_dir)
+    clean(directory)
     goes_on = resumed is not None and resumed.absolute().parent == directory.absolute()
     later = [entry.path for entry in list_checkpoints(directory) if not goes_on or entry.step > step]
     stale = [path for path in later if not path.name.startswith(".")]
@@ -82,13 +84,12 @@ def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str 
             path.rename(place / path.name)
     if goes_on:
         _cut_metrics(directory / "metrics.jsonl", step)
-    (directory / "config.yaml").write_text(
+    write_whole(
+        directory / "config.yaml",
         f"{CONFIG_HEAD}{__version__}; repeat this run: pipeloom train --config {directory.absolute() / 'config.yaml'}\n"
         + to_yaml(repeatable(config)),
-        encoding="utf-8",
-        errors="surrogateescape",  # paths that the locale could not read
     )
-    (directory / "environment.json").write_text(json.dumps(_environment(), indent=2) + "\n", encoding="utf-8")
+    write_whole(directory / "environment.json", json.dumps(_environment(), indent=2) + "\n")
     return f"an earlier run was moved to {place}" if place else None
 
 
@@ -131,9 +132,7 @@ def _cut_metrics(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text("".join(kept), encoding="utf-8")
-    aside.replace(path)
+    write_whole(path, "".join(kept))
 
 
 def append_metrics(directory: Path, row: Mapping[str, Any]) -> None:
@@ -164,4 +163,4 @@ def write_timelines(output_dir: Path, *, measured: Timeline, predicted: Timeline
     path = output_dir / "timelines.json"
     timelines = {"measured": json.loads(measured.to_json()), "predicted": json.loads(predicted.to_json())}
     with writing(path):
-        path.write_text(json.dumps(timelines), encoding="utf-8")
+        write_whole(path, json.dumps(timelines))

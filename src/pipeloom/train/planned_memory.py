@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipeloom.chain import even_parts, find_ties, partition
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, Program, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
 from pipeloom.parallel.options import DataParallel, axis_of
 from pipeloom.passes import lower
 from pipeloom.plan.memory import (
-    GPTSizes,
     Layer,
     MemoryRow,
     Model,
     RankMemory,
-    even_blocks,
     gpt_layers,
     in_stages,
     memory_of_ranks,
@@ -48,7 +47,7 @@ def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *,
         InputError: the cut follows measured times, which are not known here.
     """
     precision = config.number_format
-    sizes, number_bytes = GPTSizes.of(config.model, vocabulary_size), 2 if precision.has_masters else 4
+    sizes, number_bytes = config.gpt(vocabulary_size), 2 if precision.has_masters else 4
     layers = gpt_layers(sizes, config.samples_a_microbatch, number_bytes)
     return Model(
         stages=_stages(config, layers, num_stages),
@@ -76,13 +75,12 @@ def _stages(config: TrainConfig, layers: list[Layer], num_stages: int) -> list[l
             "stage, such as --parallel.cut 5,3"
         )
     if cut == "layers":
-        return in_stages(layers, even_blocks(config.model.layers, num_stages))
+        return in_stages(layers, even_parts(config.model.layers, num_stages))
     if cut != "parameters":
         assert not isinstance(cut, str)
         return in_stages(layers, cut)
-    from pipeloom.split.partition import partition
-
-    counts, start = partition([layer.num_parameters for layer in layers], num_stages), 0
+    sizes = [layer.parameter_sizes for layer in layers]
+    counts, start = partition([sum(each.values()) for each in sizes], num_stages, find_ties(sizes)), 0
     stages = []
     for count in counts:
         stages.append(layers[start : start + count])

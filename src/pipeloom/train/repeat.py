@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from pipeloom.schedules import own as own_schedule
-from pipeloom.train.config import TrainConfig
+from pipeloom.train.config import OWN_CHECKPOINT, TrainConfig
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:
@@ -23,7 +23,7 @@ def repeatable(config: TrainConfig) -> TrainConfig:
 
     resume = config.resume_from_checkpoint
     if resume is not None:
-        own = resume == "latest" or Path(resume).absolute().parent == Path(config.output_dir).absolute()
+        own = resume in OWN_CHECKPOINT or Path(resume).absolute().parent == Path(config.output_dir).absolute()
         resume = None if own else absolute(resume)
     memory, kind = config.memory, "disk:"
     if memory.offload is not None and memory.offload.startswith(kind):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeloom.train import checkpoint
-from pipeloom.train.build import model_config
 from pipeloom.train.data import Sampler
 from pipeloom.train.notices import resume_notices
 from pipeloom.train.optimizer import apply_options, options_of
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 def save(trainer: Trainer, step: int) -> Path:
     """Write ``checkpoint-{step}``: every process what it holds, float32 masters where forwards have other formats."""
     config, pipe = trainer.config, trainer.pipe
-    sizes = model_config(config, trainer.corpus.vocabulary_size)
+    sizes = config.gpt(trainer.corpus.vocabulary_size)
     sampler = trainer.sampler
     state: dict[str, Any] = {
         "model": {key: getattr(sizes, key) for key in sizes.__dataclass_fields__},
@@ -31,7 +30,6 @@ def save(trainer: Trainer, step: int) -> Path:
             "num_windows": sampler.num_windows,
         },
         "config": config.to_mapping(),
-        "kept_up_to": trainer.kept_up_to,
     }
     if trainer.scaler is not None:
         state["loss_scaler"] = trainer.scaler.state()
@@ -48,7 +46,6 @@ def save(trainer: Trainer, step: int) -> Path:
         compute_type=config.precision.dtype if config.number_format.has_masters else None,
         exchange=trainer.group,
         total_limit=config.save_total_limit,
-        behind=trainer.kept_up_to,
     )
 
 
@@ -73,7 +70,6 @@ def load(trainer: Trainer, path: Path) -> checkpoint.Checkpoint:
     if same_text:  # its passes go on where they were
         trainer.sampler = Sampler(trainer.sampler.num_windows, sampler["seed"])
         trainer.samples_seen = sampler["samples_seen"]
-    trainer.kept_up_to = _kept_up_to(trainer.config.save_total_limit, saved)
     group = trainer.group
     random = saved.random(group.rank, group.size) if _places(saved.layout) == _places(layout(trainer)) else None
     if random is not None:
@@ -81,16 +77,12 @@ def load(trainer: Trainer, path: Path) -> checkpoint.Checkpoint:
     else:
         seed_generators(trainer.config.seed, saved.step, group.rank)
     trainer.notices += resume_notices(trainer.config, saved.state["config"], path, saved.step, other_text=not same_text)
-    if trainer.kept_up_to and path.absolute().parent == trainer.output_dir.absolute():
-        trainer.notices.append(f"checkpoints up to step {trainer.kept_up_to} stay; save_total_limit counts later ones")
+    limit = trainer.config.save_total_limit
+    if limit is not None and path.absolute().parent == trainer.output_dir.absolute():
+        before = saved.state["config"].get("save_total_limit", limit)
+        if before is None or limit < before:
+            trainer.notices.append(f"the next save deletes all checkpoints but the newest {limit}")
     return saved
-
-
-def _kept_up_to(limit: int | None, saved: checkpoint.Checkpoint) -> int:
-    """Up to which step checkpoints stay: a run that goes on with a lower limit keeps what the higher one kept."""
-    before = saved.state["config"].get("save_total_limit", limit)
-    lower = limit is not None and (before is None or limit < before)
-    return saved.step if lower else int(saved.state.get("kept_up_to", 0))
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:

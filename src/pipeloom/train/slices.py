@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from pipeloom.chain import even_parts
 from pipeloom.errors import InputError, ScheduleError
 from pipeloom.schedules import FAMILIES
 from pipeloom.train.config import TrainConfig
@@ -49,8 +50,7 @@ def slice_lengths(config: TrainConfig) -> tuple[int, ...] | None:
                 f"parallel.slices is {count} for model.sequence_length {tokens}: each slice has at least one token; "
                 "lower it"
             )
-        small, larger = divmod(tokens, count)
-        return (small + 1,) * larger + (small,) * (count - larger)
+        return tuple(even_parts(tokens, count))
     if sum(lengths) != tokens:
         raise InputError(
             f"parallel.slices is {asked}: {sum(lengths)} tokens for model.sequence_length {tokens}; make both agree"

@@ -11,7 +11,12 @@ from pipeloom.train.streams import DRAINS, check_replicas, check_streamed, steps
 
 
 def stream_command(
-    replicas: Sequence[int], layers: Sequence[Sequence[str]], *, full: bool, options: Mapping[str, Any]
+    replicas: Sequence[int],
+    layers: Sequence[Sequence[str]],
+    *,
+    full: bool,
+    options: Mapping[str, Any],
+    tied: bool = False,
 ) -> str:
     """``pipeloom train`` with pipedream on these stages, one that it does not refuse.
 
@@ -20,6 +25,7 @@ def stream_command(
         layers: the names of the layers of each stage. Where they are those of pipeloom's GPT, its cut is theirs.
         full: ``--parallel.in_flight full``.
         options: more of them, by their dotted names.
+        tied: some of the layers share weights; of pipeloom's GPT, embedding and head do.
 
     Raises:
         InputError: `pipeloom train` would refuse such a run; in one line, why.
@@ -33,6 +39,8 @@ def stream_command(
     if names == ["embedding", *(f"blocks.{k}" for k in range(len(names) - 3)), "norm", "head"]:
         counts = [sum(name.startswith("blocks.") for name in stage) for stage in layers]
         chosen |= {"parallel.cut": ",".join(map(str, counts)), "model.layers": sum(counts)}
+        if tied:
+            chosen["model.tie_embeddings"] = True
     elif len(replicas) > default.model.layers:  # of another model: a GPT that can be cut into as many stages
         chosen["model.layers"] = len(replicas)
     if full:

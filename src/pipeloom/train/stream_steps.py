@@ -5,29 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from pipeloom.ir import COMPUTE_OPS, Action, Op, Schedule
 from pipeloom.passes import lower, stretch
-from pipeloom.runtime import Pipeline, Stream
-from pipeloom.runtime.stream_updates import Discount
+from pipeloom.runtime import Stream
+from pipeloom.runtime.stream_options import Discount
 from pipeloom.sim import Timeline, measured_timeline
-from pipeloom.train.config import TrainConfig
-from pipeloom.train.group import Group
-from pipeloom.train.journal import Journal
-from pipeloom.train.metrics import Predictor, Records, cost_metrics, cost_numbers, gathered_records, read_cost
+from pipeloom.train.metrics import Records, cost_metrics, cost_numbers, gathered_records, read_cost
 from pipeloom.train.optimizer import learning_rate, learning_rates
+from pipeloom.train.run_parts import Batches, Live, RunParts
 from pipeloom.train.streams import staleness
 
 _MOST_SHOWN = 256  # micro-batches of a run in its report
-
-Live = Callable[[int, float, float], None]  # step, loss, tokens a second
-Batches = Iterator[tuple[Tensor | None, Tensor | None]]
 
 
 class StreamSteps:
@@ -37,28 +31,15 @@ class StreamSteps:
     at the drain.
 
     Args:
-        pipeline, optimizer: of this process.
-        predictor: takes in what streams cost.
-        config: of the run.
-        group: its processes.
-        journal: of this process.
+        parts: of the run, on this process.
 
     Attributes:
         done: how many steps have been made, over all runs.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        optimizer: torch.optim.Optimizer,
-        predictor: Predictor,
-        config: TrainConfig,
-        group: Group,
-        journal: Journal,
-    ) -> None:
+    def __init__(self, parts: RunParts) -> None:
+        self._parts, config = parts, parts.config
         kind, num_updates = staleness(config)
-        self._pipeline, self._predictor, self._config, self._group = pipeline, predictor, config, group
-        self._journal = journal
         self._tokens = config.batch.size * config.model.sequence_length
         self._live: Live | None = None
         self._first = self._last = 0
@@ -67,10 +48,10 @@ class StreamSteps:
         self._known: list[dict[str, Any]] = []
         self._records: Records = []  # of the last run, of all ranks
         self._stream = Stream(
-            pipeline,
-            optimizer,
+            parts.pipeline,
+            parts.optimizer,
             max_norm=config.optimizer.clip_norm or math.inf,
-            learning_rate=lambda batch: learning_rates(optimizer, batch, config.steps, config.optimizer),
+            learning_rate=lambda batch: learning_rates(parts.optimizer, batch, config.steps, config.optimizer),
             discount=cast(Discount, kind),
             discount_updates=num_updates,
             scale_by_replicas=config.optimizer.replica_scaling,
@@ -93,14 +74,14 @@ class StreamSteps:
             count: how many.
             live: told of each loss as it comes, on process 0; not of the last.
         """
-        self._journal.enter(f"steps {self.done + 1} to {self.done + count}")
+        self._parts.journal.enter(f"steps {self.done + 1} to {self.done + count}")
         try:
             rows = self._run(batches, count, live)
         finally:
             for row in self._known:  # of a run that failed
-                self._journal.write(row)
+                self._parts.journal.write(row)
         for row in rows:
-            self._journal.write(row)
+            self._parts.journal.write(row)
             yield row
 
     def _run(self, batches: Batches, count: int, live: Live) -> list[dict[str, Any]]:
@@ -110,17 +91,19 @@ class StreamSteps:
         updates = self._stream.run(batches, count)
         ended = time.perf_counter()
         program = self._stream.program(count)
-        numbers = cost_numbers(self._pipeline, self._pipeline.records, self._group.rank, self._group.size)
-        held = torch.zeros(self._pipeline.num_ranks, dtype=torch.float64)
+        numbers = cost_numbers(
+            self._parts.pipeline, self._parts.pipeline.records, self._parts.group.rank, self._parts.group.size
+        )
+        held = torch.zeros(self._parts.pipeline.num_ranks, dtype=torch.float64)
         for rank, versions in self._stream.peak_weight_versions.items():
             held[rank] = versions
-        summed = self._group.sum(torch.cat([held, numbers]))
-        cost = read_cost(summed[len(held) :], program.schedule, self._group.size)
-        self._records = gathered_records(self._group, self._pipeline.records)
-        self._predictor.observe(cost)
-        self._predictor.observe_messages(self._records)
+        summed = self._parts.group.sum(torch.cat([held, numbers]))
+        cost = read_cost(summed[len(held) :], program.schedule, self._parts.group.size)
+        self._records = gathered_records(self._parts.group, self._parts.pipeline.records)
+        self._parts.predictor.observe(cost)
+        self._parts.predictor.observe_messages(self._records)
         timing = {
-            **cost_metrics(cost, self._predictor, program, self._group),
+            **cost_metrics(cost, self._parts.predictor, program, self._parts.group),
             "weight_versions": [int(value) for value in summed[: len(held)].tolist()],
         }
         rows = []
@@ -134,13 +117,13 @@ class StreamSteps:
 
     def timelines(self) -> tuple[Timeline, Timeline] | None:
         """The end of the last run as it went, and how a stream of that length should go, on process 0."""
-        if self._group.rank != 0:
+        if self._parts.group.rank != 0:
             return None
         schedule, records = _window(self._records, self._stream.program(self._last + 1 - self._first).schedule)
-        return measured_timeline(schedule, records), self._predictor.predict(lower(schedule))
+        return measured_timeline(schedule, records), self._parts.predictor.predict(lower(schedule))
 
     def _rate(self, batch: int) -> float:
-        return learning_rate(batch, self._config.steps, self._config.optimizer)
+        return learning_rate(batch, self._parts.config.steps, self._parts.config.optimizer)
 
     def _came(self, batch: int, loss: float) -> None:
         self._known.append({"step": batch + 1, "loss": loss, "lr": self._rate(batch)})

@@ -16,7 +16,7 @@ from pipeloom.report import write_report
 from pipeloom.runtime import LossScaler, Pipeline
 from pipeloom.runtime.launcher import Membership
 from pipeloom.train import restart
-from pipeloom.train.build import build_stages, model_config, with_known_cut
+from pipeloom.train.build import build_stages, with_known_cut
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.copies import share
 from pipeloom.train.data import Sampler
@@ -33,6 +33,7 @@ from pipeloom.train.notices import found_text, skipped_notice
 from pipeloom.train.optimizer import make_optimizer
 from pipeloom.train.output import in_use, prepare_output, write_timelines, writing
 from pipeloom.train.progress import Display
+from pipeloom.train.run_parts import RunParts
 from pipeloom.train.slices import slice_lengths
 from pipeloom.train.stream_steps import StreamSteps
 from pipeloom.train.validate import open_corpus, resume_path
@@ -83,17 +84,19 @@ class Trainer:
         self.probe = MemoryProbe(
             self.pipe, self.stepped, with_known_cut(config, self.stages), group, self.corpus.vocabulary_size
         )
-        self._steps: StreamSteps | FlushSteps
-        if self.schedule.microbatches_per_update is not None:
-            self._steps = StreamSteps(self.pipe, self.stepped, predictor, config, group, self._journal)
-        else:
-            self._steps = FlushSteps(
-                self.pipe, self.stepped, self.scaler, predictor, self.probe, config, group, self._journal
-            )
+        parts = RunParts(
+            pipeline=self.pipe,
+            optimizer=self.stepped,
+            predictor=predictor,
+            config=config,
+            group=group,
+            journal=self._journal,
+        )
+        streams = self.schedule.microbatches_per_update is not None
+        self._steps = StreamSteps(parts) if streams else FlushSteps(parts, self.scaler, self.probe)
         self.notices = skipped_notice(self.corpus.skipped) + offload_notices(config, group.device.type)
         self.resumed: Path | None = None
         self.first_step = 1
-        self.kept_up_to = 0  # checkpoints up to this step are not deleted
 
     def __enter__(self) -> Trainer:
         return self
@@ -126,7 +129,7 @@ class Trainer:
             if moved:
                 shown.say(moved)
         self.group.all_gather(b"")  # nobody saves or logs before the directory is ready
-        sizes = model_config(self.config, self.corpus.vocabulary_size)
+        sizes = self.config.gpt(self.corpus.vocabulary_size)
         start = f", from {self.resumed}" if self.resumed else ""
         shown.say(
             f"{sizes.num_parameters:,} parameters in {self.schedule.num_stages} stages, schedule {self.schedule.name}, "

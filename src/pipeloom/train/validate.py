@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint import directory as checkpoint_directory
 from pipeloom.train.checkpoint.manifest import Manifest, read_manifest, verify
-from pipeloom.train.config import TrainConfig
+from pipeloom.train.config import OWN_CHECKPOINT, TrainConfig
 from pipeloom.train.copies import check_batch, check_copies, check_processes, check_validation
 from pipeloom.train.data import Corpus, prepare_corpus
 from pipeloom.train.layout import make_schedule, parse_cut
@@ -93,17 +93,21 @@ def open_corpus(config: TrainConfig) -> Corpus:
 
 
 def resume_path(config: TrainConfig) -> Path | None:
-    """The checkpoint to go on from, or None."""
+    """The checkpoint to go on from, or None.
+
+    Raises:
+        CheckpointError: there is none, and `auto` was not asked for.
+    """
     wanted = config.resume_from_checkpoint
     if wanted is None:
         return None
-    if wanted != "latest":
+    if wanted not in OWN_CHECKPOINT:
         return checkpoint_directory.resolve(Path(wanted))
     found = checkpoint_directory.latest(Path(config.output_dir))
-    if found is None:
+    if found is None and wanted == "latest":
         raise CheckpointError(
-            f"resume_from_checkpoint is latest, but {config.output_dir} holds no finished checkpoint: leave it out to "
-            "begin a run, or name another output_dir"
+            f"resume_from_checkpoint is latest, but {config.output_dir} holds no finished checkpoint: leave it out or "
+            "take auto to begin a run, or name another output_dir"
         )
     return found
 
@@ -164,15 +168,7 @@ def _check_model(config: TrainConfig) -> None:
             f"parallel.pipeline is {config.parallel.pipeline} for model.layers {model.layers}: each rank needs a "
             "block; lower parallel.pipeline or raise model.layers"
         )
-    if model.width % model.heads:
-        raise InputError(
-            f"model.heads is {model.heads} for model.width {model.width}: the width must divide evenly; change one"
-        )
-    if model.positions == "rotary" and model.width // model.heads % 2:
-        raise InputError(
-            f"model.width {model.width} over {model.heads} heads gives {model.width // model.heads} a head: rotary "
-            "positions need an even number; change one, or use learned positions"
-        )
+    config.gpt(vocabulary_size=1)  # its sizes fit each other, or it says which do not; the data is not read yet
 
 
 def _check_writable(output_dir: Path, locked: bool) -> None:

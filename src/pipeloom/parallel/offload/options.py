@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import InputError
+from pipeloom.field_types import check_fields
 from pipeloom.ir import Program
 from pipeloom.passes import insert_offload
 from pipeloom.passes.offload import least_held
@@ -80,6 +81,10 @@ class OffloadActivations:
     least_bytes: int = 4096
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("beside", "least_bytes"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name} is {getattr(self, name)}: it is 0 or more; raise it")
         Place.parse(self.where)
 
     def insert(self, program: Program) -> Program:

@@ -2,7 +2,7 @@
 
 from pipeloom.plan.memory.choose import Choice, choose_memory
 from pipeloom.plan.memory.file import MemoryRow, read_memory, write_memory
-from pipeloom.plan.memory.layers import GPTSizes, Layer, even_blocks, gpt_layers, in_stages
+from pipeloom.plan.memory.layers import Layer, gpt_layers, in_stages, num_parameters
 from pipeloom.plan.memory.ranks import KINDS, Model, RankMemory, memory_of_rank, memory_of_ranks
 from pipeloom.plan.memory.states import OPTIMIZERS
 
@@ -10,17 +10,16 @@ __all__ = [
     "KINDS",
     "OPTIMIZERS",
     "Choice",
-    "GPTSizes",
     "Layer",
     "MemoryRow",
     "Model",
     "RankMemory",
     "choose_memory",
-    "even_blocks",
     "gpt_layers",
     "in_stages",
     "memory_of_rank",
     "memory_of_ranks",
+    "num_parameters",
     "read_memory",
     "write_memory",
 ]

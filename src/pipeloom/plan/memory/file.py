@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeloom.errors import InputError
-from pipeloom.ir.json_text import load_json
+from pipeloom.ir.json_text import Entry, read_json
 from pipeloom.plan.memory.ranks import KINDS
+from pipeloom.whole_file import write_whole
 
 FILE = "memory.json"
 
@@ -51,7 +52,7 @@ def write_memory(directory: Path, rows: Sequence[MemoryRow]) -> Path:
         }
         for row in rows
     ]
-    path.write_text(json.dumps({"kinds": list(KINDS), "processes": processes}, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps({"kinds": list(KINDS), "processes": processes}, indent=1) + "\n")
     return path
 
 
@@ -63,25 +64,26 @@ def read_memory(directory: Path) -> list[MemoryRow]:
     """
     path = directory / FILE
     try:
-        data = load_json(path.read_text(encoding="utf-8"))
-        return [
-            MemoryRow(
-                process=int(row["process"]),
-                copy=int(row["copy"]),
-                rank=int(row["rank"]),
-                predicted=_sizes(row["predicted"]),
-                measured=_sizes(row["measured"]),
-            )
-            for row in data["processes"]
-        ]
+        text = path.read_text(encoding="utf-8")
+        data = read_json(text, str(path), "an object with kinds and processes").fields(("kinds", "processes"))
+        return [_row(row) for row in data["processes"].members("process", str(path))]
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error.strerror or error}): a run of `pipeloom train` writes it; name its "
             "output_dir"
         ) from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path} holds no memory of a run ({error}): remove it, or name another directory") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no text: remove it, or name another directory") from error
 
 
-def _sizes(data: Mapping[str, float | None]) -> dict[str, float | None]:
-    return {str(kind): None if size is None else float(size) for kind, size in data.items()}
+def _row(row: Entry) -> MemoryRow:
+    data = row.fields(("process", "copy", "rank", "predicted", "measured"))
+    process, copy, rank = (data[name].whole() for name in ("process", "copy", "rank"))
+    return MemoryRow(
+        process=process, copy=copy, rank=rank, predicted=_sizes(data["predicted"]), measured=_sizes(data["measured"])
+    )
+
+
+def _sizes(sizes: Entry) -> dict[str, float | None]:
+    kinds = sizes.fields((), (*KINDS, "peak"))
+    return {kind: None if size.value is None else size.number() for kind, size in kinds.items()}

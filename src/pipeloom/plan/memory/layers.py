@@ -18,11 +18,11 @@ A tensor that several operations keep counts once. Dropout keeps e T W more behi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pipeloom.ir.recompute import Recompute
+from pipeloom.models.gpt_config import GPTConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,37 +46,20 @@ class Layer:
     recompute_share: Mapping[Recompute, float]
 
     @property
-    def num_parameters(self) -> int:
-        return sum(map(math.prod, self.parameters.values()))
+    def parameter_sizes(self) -> dict[str, int]:
+        """How many numbers each parameter has, by canonical name."""
+        return {name: math.prod(shape) for name, shape in self.parameters.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GPTSizes:
-    """The sizes of pipeloom's GPT, as in `pipeloom.models.GPTConfig`."""
-
-    vocabulary_size: int
-    layers: int
-    width: int
-    heads: int
-    sequence_length: int
-    tie_embeddings: bool = False
-    learned_positions: bool = False
-    dropout: bool = False
-    mlp_ratio: int = 4
-
-    @classmethod
-    def of(cls, model: Any, vocabulary_size: int) -> GPTSizes:
-        """Those of a configuration that has the same names: a `GPTConfig`, or ``model`` of a training run."""
-        names = ("layers", "width", "heads", "sequence_length", "tie_embeddings")
-        return cls(
-            vocabulary_size=vocabulary_size,
-            learned_positions=model.positions == "learned",
-            dropout=model.dropout > 0,
-            **{name: getattr(model, name) for name in names},
-        )
+def num_parameters(layers: Iterable[Layer]) -> int:
+    """How many numbers the parameters of a stage of these layers have: what several share, once."""
+    sizes: dict[str, int] = {}
+    for layer in layers:
+        sizes |= layer.parameter_sizes
+    return sum(sizes.values())
 
 
-def gpt_layers(sizes: GPTSizes, samples: float, number_bytes: int) -> list[Layer]:
+def gpt_layers(sizes: GPTConfig, samples: float, number_bytes: int) -> list[Layer]:
     """All layers of a GPT, first to last.
 
     Args:
@@ -88,7 +71,7 @@ def gpt_layers(sizes: GPTSizes, samples: float, number_bytes: int) -> list[Layer
     width, vocabulary, ratio = sizes.width, sizes.vocabulary_size, sizes.mlp_ratio
     whole = number_bytes * tokens * width  # of a tensor of the residual stream
     table = {"embedding.weight": (vocabulary, width)}
-    if sizes.learned_positions:
+    if sizes.positions == "learned":
         table["embedding.positions"] = (sizes.sequence_length, width)
     matrices = {
         "attention_norm": (width,),
@@ -99,13 +82,13 @@ def gpt_layers(sizes: GPTSizes, samples: float, number_bytes: int) -> list[Layer
         "mlp_down": (width, ratio * width),
     }
     block = _block_bytes(sizes, tokens, number_bytes)
-    rotary = 0 if sizes.learned_positions else 6 * sizes.sequence_length * width // sizes.heads
+    rotary = 0 if sizes.positions == "learned" else 6 * sizes.sequence_length * width // sizes.heads
     # Of 2 (4 + 2 r) W**2 + 2 S W operations a token and block, causal attention has the last part.
     attention = sizes.sequence_length / ((2 + ratio) * 2 * width + sizes.sequence_length)
     share = {Recompute.NONE: 0.0, Recompute.SELECTIVE: attention, Recompute.FULL: 1.0}
     head = "embedding.weight" if sizes.tie_embeddings else "head.weight"
     return [
-        _layer("embedding", table, 8 * tokens + whole * sizes.dropout),
+        _layer("embedding", table, 8 * tokens + whole * (sizes.dropout > 0)),
         *(
             Layer(
                 name=f"blocks.{index}",
@@ -122,9 +105,9 @@ def gpt_layers(sizes: GPTSizes, samples: float, number_bytes: int) -> list[Layer
     ]
 
 
-def _block_bytes(sizes: GPTSizes, tokens: float, number_bytes: int) -> dict[Recompute, float]:
+def _block_bytes(sizes: GPTConfig, tokens: float, number_bytes: int) -> dict[Recompute, float]:
     whole = number_bytes * tokens * sizes.width
-    selective = (8 + 2 * sizes.mlp_ratio + 2 * sizes.dropout) * whole + 4 * number_bytes * tokens
+    selective = (8 + 2 * sizes.mlp_ratio + 2 * (sizes.dropout > 0)) * whole + 4 * number_bytes * tokens
     if sizes.dropout:  # instead of q, k and v: copies of them and three tables of weights, in float32
         scores = tokens * sizes.sequence_length * sizes.heads
         everything = selective - 3 * whole + 3 * 4 * (tokens * sizes.width + scores)
@@ -152,9 +135,3 @@ def in_stages(layers: list[Layer], blocks: list[int]) -> list[list[Layer]]:
         stages.append(layers[start:end])
         start = end
     return stages
-
-
-def even_blocks(num_blocks: int, num_stages: int) -> list[int]:
-    """Blocks of each stage, as even as can be; what is left over goes to the first stages."""
-    each, over = divmod(num_blocks, num_stages)
-    return [each + (stage < over) for stage in range(num_stages)]

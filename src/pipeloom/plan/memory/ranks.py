@@ -21,7 +21,7 @@ from pipeloom.ir.schedule import Program
 from pipeloom.ir.versions import weight_version_bytes
 from pipeloom.parallel import Precision
 from pipeloom.parallel.options import BUCKET_BYTES
-from pipeloom.plan.memory.layers import Layer
+from pipeloom.plan.memory.layers import Layer, num_parameters
 from pipeloom.plan.memory.states import Formats, UnitBytes, unit_bytes
 from pipeloom.plan.memory.units import Held, units_of_rank
 
@@ -175,7 +175,7 @@ class _Walk:
         layers = [layer for stage in self._held for layer in self._model.stages[stage]]
         held["buffers"] = self._formats.compute * sum(layer.buffer_elements for layer in layers)
         if self._program.schedule.microbatches_per_update is not None:
-            of_stages = [self._formats.compute * sum(x.num_parameters for x in s) for s in self._model.stages]
+            of_stages = [self._formats.compute * num_parameters(stage) for stage in self._model.stages]
             held["versions"] = weight_version_bytes(self._program.schedule, of_stages)[self._rank] - held["parameters"]
         return held | dict.fromkeys(self._model.elsewhere, 0.0)
 

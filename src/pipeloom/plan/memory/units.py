@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.schedule import Program
 from pipeloom.parallel.buckets import BucketRule, Item
+from pipeloom.plan.memory.layers import num_parameters
 from pipeloom.plan.memory.states import Formats
 from pipeloom.sim.costs import MOST_UNITS
 
@@ -73,5 +74,5 @@ def unit_counts(program: Program, model: Model) -> tuple[int, ...]:
 def stage_bytes(model: Model) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """For each stage, the bytes of its parameters and of their gradients, as they go to other copies."""
     formats = Formats.of(model.precision)
-    counts = [sum(layer.num_parameters for layer in stage) for stage in model.stages]
+    counts = [num_parameters(stage) for stage in model.stages]
     return tuple(float(formats.compute * n) for n in counts), tuple(float(formats.gradient * n) for n in counts)

@@ -24,7 +24,6 @@ paper's three ways to place a stage on nodes make no difference here, where all 
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, folded
 from pipeloom.ir.schedule import Schedule
 from pipeloom.plan.partition.problem import Array, Problem
 from pipeloom.plan.partition.profile import MOST, Profile
@@ -130,16 +129,15 @@ class _Times:
     def __init__(self, profile: Profile, ranks: int, bandwidth: float) -> None:
         self._problem = Problem(profile, [(ranks, bandwidth)])  # checks the numbers
         self._bandwidth = bandwidth
-        total = {"forward": [0.0], "backward": [0.0], "weights": [0.0]}
+        total = {"forward": [0.0], "backward": [0.0]}
         for layer in profile.layers:
             total["forward"].append(total["forward"][-1] + layer.forward_seconds)
             total["backward"].append(total["backward"][-1] + layer.backward_seconds)
-            total["weights"].append(total["weights"][-1] + layer.parameter_bytes)
-        self._forward, self._backward, self._weights = (np.array(column) for column in total.values())
+        self._forward, self._backward = (np.array(column) for column in total.values())
 
     def stage(self, first: Any, end: Any, replicas: Any) -> tuple[Any, Any, Any]:
         """Of layers first..end-1."""
-        weights = self._weights[end] - self._weights[first]
+        weights = self._problem.weights[first, np.asarray(end) - 1]
         return (
             (self._forward[end] - self._forward[first]) / replicas,
             (self._backward[end] - self._backward[first]) / replicas,
@@ -178,7 +176,7 @@ def plan_synchronous(
     """
     if not 1 <= num_microbatches <= MOST:
         raise InputError(
-            f"microbatches {reprlib.repr(num_microbatches)}: a step has one at least, and finitely many; correct it"
+            f"microbatches {folded(num_microbatches)}: a step has one at least, and finitely many; correct it"
         )
     times = _Times(profile, ranks, bandwidth)
     judge = partial(pivot_seconds, num_microbatches=num_microbatches, published=published)

@@ -1,11 +1,12 @@
-"""Measure the profile of pipeloom's GPT on this machine; of other models `Profile.of(profile_model(...))` is one."""
+"""Measure the profile of pipeloom's GPT on this machine; of other models `Profile.of(*profile_model(...))` is one."""
 
 from __future__ import annotations
 
 import torch
 
 from pipeloom.errors import InputError
-from pipeloom.models.gpt import GPT, GPTConfig, loss_fn
+from pipeloom.models.gpt import GPT, loss_fn
+from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.models.init import init_parameters
 from pipeloom.plan.partition.profile import Profile
 from pipeloom.split import profile_model
@@ -24,4 +25,4 @@ def measure_gpt(config: GPTConfig, *, batch: int, num_ranks: int) -> Profile:
         model = GPT(config)
         init_parameters(model, seed=0)
         tokens = torch.randint(config.vocabulary_size, (2, batch, config.sequence_length))
-        return Profile.of(profile_model(model, (tokens[0], tokens[1]), loss_fn=loss_fn))
+        return Profile.of(*profile_model(model, (tokens[0], tokens[1]), loss_fn=loss_fn))

@@ -33,14 +33,14 @@ gradients (1) and the optimizer's state (SGD with momentum 1 more, AdamW 2 more)
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.errors import InputError
+from pipeloom.chain import Tie, weights_added
+from pipeloom.errors import InputError, folded
 from pipeloom.plan.partition.profile import MOST, Profile
 from pipeloom.words import counted
 
@@ -66,7 +66,7 @@ def check_levels(levels: Sequence[tuple[int, float]]) -> None:
         raise InputError("there are no levels: a cluster has one at least; give components and bandwidth")
     for components, bandwidth in levels:
         if components < 1:
-            raise InputError(f"ranks {reprlib.repr(components)}: a level has 1 component or more; raise it")
+            raise InputError(f"ranks {folded(components)}: a level has 1 component or more; raise it")
         if not 1 / MOST <= bandwidth <= MOST:
             raise InputError(f"bandwidth {bandwidth}: it is a finite number of bytes per second, above 0; correct it")
 
@@ -82,7 +82,8 @@ class Problem:
         state_copies: of the weights, beside the versions.
 
     Attributes:
-        compute, weights, kept: shape (layers, layers): of layers i..j, the seconds, bytes of weights, bytes of outputs.
+        compute, weights, kept: shape (layers, layers): of layers i..j, the seconds, bytes of weights (tied ones once),
+            bytes of outputs.
         outputs: shape (layers,): bytes of each layer's output.
 
     Raises:
@@ -113,11 +114,11 @@ class Problem:
         self.num_ranks = math.prod(level.components for level in self.levels)
         if self._num_steps() > _MOST_STEPS:
             raise InputError(
-                f"{counted(self.num_layers, 'layer')} on {reprlib.repr(self.num_ranks)} ranks: finding their partition "
+                f"{counted(self.num_layers, 'layer')} on {folded(self.num_ranks)} ranks: finding their partition "
                 "would take hours; take layers together, or plan for a part of the ranks"
             )
         self.compute = _range_sums([layer.forward_seconds + layer.backward_seconds for layer in profile.layers])
-        self.weights = _range_sums([layer.parameter_bytes for layer in profile.layers])
+        self.weights = _range_sums([layer.parameter_bytes for layer in profile.layers], profile.ties)
         self.kept = _range_sums([layer.activation_bytes for layer in profile.layers])
         self.outputs = np.array([layer.activation_bytes for layer in profile.layers], dtype=np.float64)
 
@@ -169,10 +170,9 @@ class Problem:
         return in_flight * (weights + kept) + self.state_copies * weights
 
 
-def _range_sums(values: Sequence[float]) -> Array:
+def _range_sums(values: Sequence[float], ties: Sequence[Tie] = ()) -> Array:
     """``[i, j]``: the sum of values i..j; added from i on, so that equal ranges have equal sums."""
-    array = np.array(values, dtype=np.float64)
-    table = np.zeros((len(array), len(array)))
-    for first in range(len(array)):
-        table[first, first:] = np.cumsum(array[first:])
+    table = np.zeros((len(values), len(values)))
+    for first in range(len(values)):
+        table[first, first:] = np.cumsum(weights_added(values, ties, first))
     return table

@@ -2,25 +2,29 @@
 
     {"version": 1,
      "layers": [{"name": "embedding", "forward_seconds": 0.001, "backward_seconds": 0.002,
-                 "activation_bytes": 1048576, "parameter_bytes": 786432}, ...]}
+                 "activation_bytes": 1048576, "parameter_bytes": 786432}, ...],
+     "ties": [{"bytes": 786432, "layers": [0, 13]}]}
 
 `activation_bytes` are those of the layer's output, which is what a stage that ends there sends; the gradient that comes
-back has as many. `parameter_bytes` are the weights alone. `version` may be left out.
+back has as many. `parameter_bytes` are the weights alone. `ties` are weights that layers share, counted from 0: they
+are in the `parameter_bytes` of each, and a stage with several of them holds them once. `version` and `ties` may be left
+out.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import reprlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from pipeloom.errors import InputError
-from pipeloom.ir.json_text import load_json
+from pipeloom.chain import Tie
+from pipeloom.errors import InputError, folded
+from pipeloom.field_types import check_fields
+from pipeloom.ir.json_text import Entry, read_json
 
 _VERSION = 1
+_KEYS_OF_TIES = ("bytes", "layers")
 MOST = 1e100  # of any number: products of two are finite
 
 
@@ -50,31 +54,64 @@ _KEYS = tuple(field.name for field in fields(LayerProfile))
 class Profile:
     """The layers of a model in the order in which they run.
 
+    Attributes:
+        layers: one at least.
+        ties: bytes of weights that several layers share.
+
     Raises:
-        InputError: there are none, or a number is negative or not finite.
+        InputError: there are no layers, a number is negative or not finite, or ties are none of these layers.
     """
 
     layers: tuple[LayerProfile, ...]
+    ties: tuple[Tie, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.layers:
             raise InputError("the profile has no layers: a model has one at least; profile it again")
         for number, layer in enumerate(self.layers):
             for key in _KEYS[1:]:
-                _check_number(f"{key} of layer {number} of the profile", getattr(layer, key))
+                Entry(getattr(layer, key), f"{key} of layer {number} of the profile").number()
         for key in _KEYS[1:]:
             total = sum(float(getattr(layer, key)) for layer in self.layers)
             if total > MOST:
                 raise InputError(f"{key} of the profile add up to {total:g}: the most is {MOST:g}; correct the units")
+        self._check_ties()
+
+    def _check_ties(self) -> None:
+        shared = [0.0] * len(self.layers)
+        for number, (size, layers) in enumerate(self.ties):
+            Entry(size, f"bytes of tie {number} of the profile").number()
+            whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+            if not whole or len(layers) < 2 or list(layers) != sorted(set(layers) & set(range(len(shared)))):
+                raise InputError(
+                    f"layers of tie {number} of the profile are {folded(list(layers))}: they are two or more of "
+                    f"0 to {len(shared) - 1}, ascending; correct them"
+                )
+            for each in layers:
+                shared[each] += size
+        for number, (layer, size) in enumerate(zip(self.layers, shared, strict=True)):
+            if size > layer.parameter_bytes * (1 + 1e-9):  # sums of floats
+                raise InputError(
+                    f"layer {number} of the profile has {layer.parameter_bytes:.15g} parameter_bytes and ties of "
+                    f"{size:.15g}: what is shared is a part of its weights; correct one of the two"
+                )
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[str, float, float, float, float]]) -> Profile:
-        """From rows in the order of `LayerProfile`."""
-        return cls(tuple(LayerProfile(*row) for row in rows))
+    def of(
+        cls,
+        rows: Iterable[tuple[str, float, float, float, float]],
+        ties: Iterable[tuple[float, tuple[int, ...]]] = (),
+    ) -> Profile:
+        """From rows in the order of `LayerProfile`, and ties."""
+        return cls(tuple(LayerProfile(*row) for row in rows), tuple(Tie(*tie) for tie in ties))
 
     def to_json(self) -> str:
         """The text of a profile file; `parse_profile` reads it back exactly."""
-        return json.dumps({"version": _VERSION, "layers": [asdict(layer) for layer in self.layers]}, indent=1)
+        data: dict[str, Any] = {"version": _VERSION, "layers": [asdict(layer) for layer in self.layers]}
+        if self.ties:
+            data["ties"] = [dict(zip(_KEYS_OF_TIES, tie, strict=True)) for tie in self.ties]
+        return json.dumps(data, indent=1)
 
 
 def parse_profile(text: str) -> Profile:
@@ -83,46 +120,14 @@ def parse_profile(text: str) -> Profile:
     Raises:
         InputError: it is not one; the message names the layer, the key and the rule.
     """
-    form = f'{{"layers": [{{"{_KEYS[0]}": ..., {", ".join(f"{key!r}: ..." for key in _KEYS[1:])}}}, ...]}}'
-    form = form.replace("'", '"')
-    try:
-        data = load_json(text)
-    except ValueError as error:
-        raise InputError(f"the profile is no JSON ({error}): write {form}") from error
-    if not isinstance(data, dict) or not isinstance(data.get("layers"), list):
-        raise InputError(f"the profile has no list of layers: write {form}")
-    unknown = sorted(set(data) - {"version", "layers"})
-    if unknown:
-        raise InputError(f"the profile has a key {reprlib.repr(unknown[0])}: its keys are version and layers; drop it")
-    version = data.get("version", _VERSION)
-    if isinstance(version, bool) or version != _VERSION:
-        raise InputError(
-            f"the profile is of version {reprlib.repr(version)}: this pipeloom reads {_VERSION}; profile the model anew"
-        )
-    return Profile(tuple(_layer(number, entry) for number, entry in enumerate(data["layers"])))
-
-
-def _layer(number: int, entry: Any) -> LayerProfile:
-    if not isinstance(entry, dict):
-        raise InputError(f"layer {number} of the profile is no object: its keys are {', '.join(_KEYS)}; write them")
-    odd = sorted(set(entry) ^ set(_KEYS), key=lambda key: (key not in _KEYS, key))
-    if odd:
-        fix = (
-            "lacks the key {}: its keys are {}; add it" if odd[0] in _KEYS else "has a key {}: its keys are {}; drop it"
-        )
-        raise InputError(f"layer {number} of the profile {fix.format(reprlib.repr(odd[0]), ', '.join(_KEYS))}")
-    if not isinstance(entry["name"], str):
-        raise InputError(
-            f"the name of layer {number} of the profile is {reprlib.repr(entry['name'])}: a name is text; quote it"
-        )
-    return LayerProfile(**entry)
-
-
-def _check_number(what: str, value: Any) -> None:
-    good = not isinstance(value, bool) and isinstance(value, int | float)
-    try:
-        good = good and math.isfinite(float(value)) and value >= 0
-    except OverflowError:
-        good = False
-    if not good:
-        raise InputError(f"{what} is {reprlib.repr(value)}: it is a finite number, 0 or more; correct it")
+    form = ", ".join(f'"{key}": ...' for key in _KEYS)
+    root = read_json(text, "the profile", f'{{"layers": [{{{form}}}, ...]}}')
+    data = root.fields(("layers",), ("version", "ties"))
+    if "version" in data and data["version"].whole() != _VERSION:
+        data["version"].refuse(f"this pipeloom reads version {_VERSION}", "profile the model anew")
+    layers = [layer.fields(_KEYS) for layer in data["layers"].members("layer", root.what)]
+    ties = [tie.fields(_KEYS_OF_TIES) for tie in data["ties"].members("tie", root.what)] if "ties" in data else []
+    return Profile.of(
+        ((layer["name"].text(), *(layer[key].number() for key in _KEYS[1:])) for layer in layers),  # type: ignore[misc]
+        ((tie["bytes"].number(), tuple(each.whole() for each in tie["layers"].members("layer"))) for tie in ties),
+    )

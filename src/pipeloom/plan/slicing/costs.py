@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.errors import InputError
-from pipeloom.ir.json_text import load_json
+from pipeloom.errors import InputError, folded
+from pipeloom.field_types import check_fields
+from pipeloom.ir.json_text import Entry, read_json
 from pipeloom.sim.costs import MOST
 
 Array = NDArray[np.float64]
@@ -51,10 +52,10 @@ def ask(stage: SliceTime, batch: int, length: Any, context: Any) -> Array:
             return np.array([float(forward), float(backward)])
         return np.array([np.broadcast_to(np.asarray(each, np.float64), np.shape(length)) for each in answer])
     except (TypeError, ValueError, OverflowError) as error:
-        said = "too large" if isinstance(error, OverflowError) else " ".join(repr(answer).split())
+        said = "too large" if isinstance(error, OverflowError) else folded(answer)
         raise InputError(
-            f"costs of a slice are {said if len(said) < 60 else said[:57] + '...'}: they are two numbers, seconds of "
-            "its forward and of its backward; return both"
+            f"costs of a slice are {said}: they are two numbers, seconds of its forward and of its backward; return "
+            "both"
         ) from error
 
 
@@ -70,6 +71,14 @@ class LinearTime:
 
     base: tuple[tuple[float, float], ...]
     context: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        tokens = [tokens for tokens, _ in self.base]
+        if not self.base or not all(a < b for a, b in pairwise([0.0, *tokens])):
+            raise InputError(
+                f"base has tokens {tokens}: there is one point at least, above 0, and they ascend; sort them"
+            )
 
     def __call__(self, batch: int, length: Any, context: Any) -> Array:
         """Seconds of slices of `length` tokens of `batch` sequences, `context` tokens before each."""
@@ -194,45 +203,21 @@ def parse_slice_costs(text: str) -> SliceCosts:
     Raises:
         InputError: it is not one; the message names the key and the rule.
     """
+    data = read_json(text, "the file of costs of slices", _FORM).fields(_PHASES, _MESSAGE)
+    forward, backward = (_phase(data[name]) for name in _PHASES)
+    message = {name: data[name].number(most=MOST) for name in _MESSAGE if name in data}
+    return SliceCosts(forward=forward, backward=backward, **message)
+
+
+def _phase(phase: Entry) -> LinearTime:
+    data = phase.fields(("base",), ("context",))
+    points = [point.members("entry", length=2) for point in data["base"].members("point")]
+    base = tuple((tokens.number(above=True, most=MOST), seconds.number(most=MOST)) for tokens, seconds in points)
+    context = {}
+    if "context" in data:
+        a0, a1, a2, a3 = (a.number(least=-MOST, most=MOST) for a in data["context"].members("a", length=4))
+        context["context"] = (a0, a1, a2, a3)
     try:
-        data = load_json(text)
-    except ValueError as error:
-        raise InputError(f"costs of slices are no JSON ({error}): write {_FORM}") from error
-    if not isinstance(data, Mapping):
-        raise InputError(f"costs of slices are no object: write {_FORM}")
-    _check_keys("costs of slices", data, required=_PHASES, optional=_MESSAGE)
-    forward, backward = (_phase(name, data[name]) for name in _PHASES)
-    latency, per_token = (_number(name, data.get(name, 0.0)) for name in _MESSAGE)
-    return SliceCosts(forward=forward, backward=backward, latency=latency, seconds_per_token_sent=per_token)
-
-
-def _phase(name: str, data: Any) -> LinearTime:
-    if not isinstance(data, Mapping):
-        raise InputError(f"{name} is no object: it has the keys base and context; write {_FORM}")
-    _check_keys(name, data, required=("base",), optional=("context",))
-    base, context = data["base"], data.get("context", [0.0] * 4)
-    if not isinstance(base, list) or not base or any(not isinstance(p, list) or len(p) != 2 for p in base):
-        raise InputError(f"{name}.base is no list of [tokens, seconds]: give at least one such pair")
-    points = tuple((_number(f"{name}.base tokens", t), _number(f"{name}.base seconds", s)) for t, s in base)
-    if points[0][0] <= 0 or any(b[0] <= a[0] for a, b in pairwise(points)):
-        raise InputError(f"{name}.base has tokens {[t for t, _ in points]}: they are above 0 and ascend; sort them")
-    if not isinstance(context, list) or len(context) != 4:
-        raise InputError(f"{name}.context is {context!r}: it is the list [a0, a1, a2, a3]; give four numbers")
-    a0, a1, a2, a3 = (_number(f"{name}.context a{i}", a, low=-math.inf) for i, a in enumerate(context))
-    return LinearTime(base=points, context=(a0, a1, a2, a3))
-
-
-def _check_keys(what: str, data: Mapping[str, Any], *, required: Sequence[str], optional: Sequence[str]) -> None:
-    missing = [key for key in required if key not in data]
-    if missing:
-        raise InputError(f"{what} lacks the key {missing[0]!r}: {', '.join(required)} must be there; add it")
-    unknown = sorted(set(data) - {*required, *optional})
-    if unknown:
-        raise InputError(f"{what} has a key {unknown[0]!r}: the keys are {', '.join((*required, *optional))}; drop it")
-
-
-def _number(what: str, value: Any, low: float = 0.0) -> float:
-    wanted = ("a number" if low < 0 else "a number, 0 or more") + f", of at most {MOST:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value or not abs(value) <= MOST:
-        raise InputError(f"{what} of the costs of slices is {value!r}: it is {wanted}; correct it")
-    return float(value)
+        return LinearTime(base=base, **context)
+    except InputError as error:
+        raise InputError(f"{phase.what}: {error}") from error

@@ -1,31 +1,29 @@
-# ruff: noqa: N803  # shapes are part of the names
-"""Measure what slices cost on this machine: one rank's share of a GPT, forward and backward, really run.
-
-Shapes: B batch, S slice, C context, W width, H heads, D = W / H.
-"""
+"""Measure what slices cost on this machine: a stage as a pipeline runs it on slices, forward and backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from statistics import median
 from time import perf_counter, thread_time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeloom.errors import InputError
-from pipeloom.models.gpt import GPT, Block, GPTConfig
+from pipeloom.models.gpt import GPT
+from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.models.init import init_parameters
 from pipeloom.plan.slicing.costs import Sample, SliceCosts, fit
-from pipeloom.split.profile import LayerTime, profile_layers, threads_of_a_rank
+from pipeloom.slicing import Slice, SliceContext, make_sliceable
+from pipeloom.split import StageModule
+from pipeloom.split.profile import Clock, threads_of_a_rank, time_once, untouched
 
 _LONG_SECONDS = 0.1  # of a slice, forward and backward: more is run once; what is new the first time is a small part
 _MOST_SECONDS = 1.0  # of a slice: no larger ones are measured
-
-Context = list[tuple[Tensor, Tensor]]  # keys and values of every block, [B, H, C, D]; none at the beginning
 
 
 class Measured(NamedTuple):
@@ -36,109 +34,157 @@ class Measured(NamedTuple):
     backward_error: float
 
 
-class Share(nn.Module):
-    """Some blocks of a GPT on one slice: ``(x [B, S, W], Context) -> [B, S, W]``, as `profile_layers` calls it."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.config = config
-        model = GPT(config)
-        init_parameters(model, seed=0)
-        self.blocks = model.blocks
-
-    def forward(self, inputs: tuple[Tensor, Context]) -> Tensor:
-        x_BSW, context = inputs
-        for index, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
-            x_BSW = _block_behind(block, x_BSW, context[index] if context else None)
-        return x_BSW
-
-    def sample(self, batch: int, length: int, context: int) -> tuple[Tensor, Context]:
-        """Inputs of a slice."""
-        c = self.config
-        x_BSW = torch.randn(batch, length, c.width)
-        past = (torch.randn(batch, c.heads, context, c.head_width) for _ in range(2 * c.layers if context else 0))
-        return x_BSW, list(zip(past, past, strict=True))
-
-
-def _block_behind(block: Block, x_BSW: Tensor, past: tuple[Tensor, Tensor] | None) -> Tensor:
-    """A block on a slice behind `past`; positions count from 0, which takes the same time."""
-    B, S, W = x_BSW.shape
-    qkv_BS3HD = block.qkv(block.attention_norm(x_BSW)).view(B, S, 3, block.heads, W // block.heads)
-    if block.rotary is not None:
-        qkv_BS3HD = block.rotary(qkv_BS3HD)
-    q_BHSD, k_BHSD, v_BHSD = qkv_BS3HD.permute(2, 0, 3, 1, 4).unbind(0)
-    p = block.dropout
-    if past is None:
-        a_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, dropout_p=p, is_causal=True)
-    else:
-        k_BHSD, v_BHSD = torch.cat([past[0], k_BHSD], 2), torch.cat([past[1], v_BHSD], 2)
-        mask = causal_lower_right(S, k_BHSD.shape[2])
-        a_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, attn_mask=mask, dropout_p=p)
-    a_BSW = block.attention_out(a_BHSD.transpose(1, 2).reshape(B, S, W))
-    x_BSW = x_BSW + (F.dropout(a_BSW, p) if p else a_BSW)
-    m_BSW = block.mlp_down(F.gelu(block.mlp_up(block.mlp_norm(x_BSW))))
-    return x_BSW + (F.dropout(m_BSW, p) if p else m_BSW)
-
-
 def measure_slices(
-    config: GPTConfig,
-    *,
-    num_ranks: int,
-    grid: int = 8,
-    piece: int = 1,
-    batch: int = 1,
-    share: nn.Module | None = None,
-    num_rounds: int = 3,
+    config: GPTConfig, *, num_ranks: int, grid: int = 8, piece: int = 1, batch: int = 1, num_rounds: int = 3
 ) -> Measured:
-    """Costs of slices of sequences of ``config.sequence_length`` tokens, measured here and fitted.
+    """Costs of slices of sequences of ``config.sequence_length`` tokens on a rank of pipeloom's GPT.
 
-    The rank measured is one with most blocks; embedding and head are left out. It computes with as many threads as the
-    launcher gives each of `num_ranks` ranks of this machine; where that is one, its own time counts, so that what else
-    the machine does disturbs little. A message costs what copying it in and out takes.
+    The rank measured is one with most blocks; embedding and head are left out.
 
     Args:
         config: sizes of the model.
         num_ranks: ranks that share its blocks.
-        grid: the shortest slice that matters.
-        piece: sequences that are sliced together; in the costs they count as one.
-        batch: the most of those that may go together in a slice.
-        share: what to time instead of blocks of pipeloom's GPT: a module with ``sample(batch, length, context)`` that
-            makes its inputs.
-        num_rounds: times that each slice is run after one that does not count, medians are taken; long ones are run
-            once and no more.
+        grid, piece, batch, num_rounds: as for `measure_stage_slices`.
 
     Raises:
         InputError: more ranks than blocks.
     """
     if num_ranks > config.layers:
         raise InputError(f"{num_ranks} ranks share {config.layers} blocks: each has one at least; ask for fewer ranks")
+    with torch.random.fork_rng(devices=[]):
+        model = GPT(replace(config, layers=-(-config.layers // num_ranks)))
+        init_parameters(model, seed=0)
+        return measure_stage_slices(
+            StageModule((f"blocks.{index}", block) for index, block in enumerate(model.blocks)),
+            lambda samples, tokens: torch.randn(samples, tokens, config.width),
+            sequence=config.sequence_length,
+            num_ranks=num_ranks,
+            grid=grid,
+            piece=piece,
+            batch=batch,
+            num_rounds=num_rounds,
+        )
+
+
+def measure_stage_slices(
+    stage: nn.Module,
+    sample: Callable[[int, int], Any],
+    *,
+    sequence: int,
+    num_ranks: int,
+    grid: int = 8,
+    piece: int = 1,
+    batch: int = 1,
+    num_rounds: int = 3,
+) -> Measured:
+    """Costs of slices of sequences of `sequence` tokens, of any stage that can be sliced, measured here and fitted.
+
+    It computes with as many threads as the launcher gives each of `num_ranks` ranks of this machine; where that is one,
+    its own time counts, so that what else the machine does disturbs little. A message costs what copying the stage's
+    output in and out takes.
+
+    Args:
+        stage: one of `pipeloom.split.split`, a Hugging Face decoder's too; `make_sliceable` prepares it.
+        sample: ``sample(samples, tokens)`` makes an input of the stage: tensors [samples, tokens, ...], or of one
+            dimension.
+        sequence: tokens of a sequence.
+        num_ranks: ranks of this machine.
+        grid: the shortest slice that matters.
+        piece: sequences that are sliced together; in the costs they count as one.
+        batch: the most of those that may go together in a slice.
+        num_rounds: times that each slice is run after one that does not count, medians are taken; long ones are run
+            once and no more.
+
+    Raises:
+        InputError: the stage cannot be sliced. SplitError: it has no values.
+    """
+    make_sliceable(stage)
     forward: list[Sample] = []
     backward: list[Sample] = []
     with threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
-        share = share or Share(replace(config, layers=-(-config.layers // num_ranks)))
-        for length, context in _points(config.sequence_length, grid):
-            time = _time(share, (piece, length, context), num_rounds)
-            forward.append(Sample(length, context, time.forward_seconds))
-            backward.append(Sample(length, context, time.backward_seconds))
+        slices = _Slices(stage, sample, sequence, num_rounds)
+        for length, context in _points(sequence, grid):
+            there, back = slices.time(piece, length, context)
+            forward.append(Sample(length, context, there))
+            backward.append(Sample(length, context, back))
+        latency, per_token = _message(slices.token_bytes, sequence)
         size = 1
         while size < batch and forward[-1].seconds + backward[-1].seconds < _MOST_SECONDS:
             size = min(2 * size, batch)
-            time = _time(share, (size * piece, config.sequence_length, 0), num_rounds)
-            forward.append(Sample(size * config.sequence_length, 0, time.forward_seconds))
-            backward.append(Sample(size * config.sequence_length, 0, time.backward_seconds))
-        latency, per_token = _message(piece * config.width, config.sequence_length)
-    (there, forward_error), (back, backward_error) = fit(forward), fit(backward)
-    costs = SliceCosts(forward=there, backward=back, latency=latency, seconds_per_token_sent=per_token)
+            there, back = slices.time(size * piece, sequence, 0)
+            forward.append(Sample(size * sequence, 0, there))
+            backward.append(Sample(size * sequence, 0, back))
+    (there_form, forward_error), (back_form, backward_error) = fit(forward), fit(backward)
+    costs = SliceCosts(forward=there_form, backward=back_form, latency=latency, seconds_per_token_sent=per_token)
     return Measured(costs, forward_error, backward_error)
 
 
-def _time(share: nn.Module, sizes: tuple[int, int, int], num_rounds: int) -> LayerTime:
-    inputs = share.sample(*sizes)  # type: ignore[operator]
-    [time] = profile_layers([("slice", share)], inputs, num_warmups=0, num_rounds=1, timer=_timer())
-    if time.forward_seconds + time.backward_seconds < _LONG_SECONDS:
-        [time] = profile_layers([("slice", share)], inputs, num_warmups=0, num_rounds=num_rounds, timer=_timer())
-    return time
+class _InSlice(nn.Module):
+    """A stage on one slice of its context, as `time_once` calls it."""
+
+    def __init__(self, stage: nn.Module, context: SliceContext, index: int, start: int, end: int, length: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self._context, self._place = context, (index, start, end, length)
+
+    def entered(self) -> AbstractContextManager[Slice]:
+        return self._context.slice(*self._place)
+
+    def forward(self, value: Any) -> Any:
+        with self.entered():
+            return self.stage(value)
+
+    def cut(self, value: Any) -> Any:
+        """Its part of the sequence."""
+        _, start, end, _ = self._place
+        return tree_map(lambda leaf: leaf[:, start:end] if isinstance(leaf, Tensor) and leaf.dim() > 1 else leaf, value)
+
+
+class _Slices:
+    """Times slices of a stage where a pipeline runs them: behind others, and in the middle of the sequence."""
+
+    def __init__(self, stage: nn.Module, sample: Callable[[int, int], Any], sequence: int, num_rounds: int) -> None:
+        self._stage, self._sample, self._sequence, self._num_rounds = stage, sample, sequence, num_rounds
+        self.token_bytes = 0  # of the output, all samples of the last run together
+
+    def time(self, samples: int, length: int, context: int) -> tuple[float, float]:
+        """Seconds forward and backward of `length` tokens behind `context` others."""
+        value = self._sample(samples, self._sequence)
+        clock = Clock([self._stage], value, _timer())
+        with untouched([self._stage], clock.cuda):
+            times = [self._run(value, length, context, clock)]
+            if sum(times[0]) < _LONG_SECONDS:
+                times = [self._run(value, length, context, clock) for _ in range(self._num_rounds)]
+        forward, backward = zip(*times, strict=True)
+        return median(forward), median(backward)
+
+    def _run(self, value: Any, length: int, context: int, clock: Clock) -> tuple[float, float]:
+        """One slice: behind one of all tokens before it, and before one of a token where the sequence goes on.
+
+        The slice before leaves keys and values; the one behind runs its backward first, and leaves their gradients.
+        """
+        end = context + length
+        whole = min(end + 1, self._sequence)
+        shared = SliceContext()
+        places = [(a, b) for a, b in ((0, context), (context, end), (end, whole)) if a < b]
+        pieces = [_InSlice(self._stage, shared, index, a, b, whole) for index, (a, b) in enumerate(places)]
+        index = places.index((context, end))
+
+        @contextmanager
+        def behind() -> Iterator[None]:
+            for later in pieces[index + 1 :]:
+                time_once(later, later.cut(value), clock, around_backward=later.entered)
+            with pieces[index].entered():
+                yield
+
+        with torch.no_grad():
+            for earlier in pieces[:index]:
+                earlier(earlier.cut(value))
+        forward, backward, output = time_once(pieces[index], pieces[index].cut(value), clock, around_backward=behind)
+        shared.close()
+        sizes = [leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+        self.token_bytes = sum(sizes) // length
+        return forward, backward
 
 
 def _timer() -> Callable[[], float]:
@@ -163,11 +209,11 @@ def _points(sequence: int, grid: int) -> Iterator[tuple[int, int]]:
                 yield room // part, context
 
 
-def _message(width: int, sequence: int) -> tuple[float, float]:
+def _message(token_bytes: int, sequence: int) -> tuple[float, float]:
     """Seconds of copying a message in and out: of none, and a token more."""
 
     def copy(tokens: int) -> float:
-        source, target = torch.randn(tokens, width), torch.empty(tokens, width)
+        source, target = torch.ones(2, tokens, token_bytes, dtype=torch.uint8)
         times, now = [], _timer()
         for _ in range(7):
             start = now()

@@ -87,22 +87,12 @@ def slice_batch(
     ends = _ends(sequence, grid) if sliced else np.array([sequence])
     most = max(1, min(batch, _MOST_ENTRIES // len(ends) ** 2, max_piece or batch))
     seconds, fills = _seconds(costs, ends, num_ranks, most)
-    tables = Tables(
-        cost=np.add(*seconds),
-        largest=tuple(_worth(each, fill) for each, fill in zip(seconds, fills, strict=True)),
-        sizes=tuple(range(1, most + 1)),
-        batch=batch,
-    )
+    tables = _tables(seconds, fills, batch)
     widths, tolerance = ([0.0, 0.0], _TOLERANCE) if epsilon is None else ([fill * epsilon for fill in fills], 0.0)
     found = [minimise(part, widths, tolerance) for part in _within(tables, ends, num_ranks, memory_limit)]
     best = min((answer for answer in found if answer is not None), key=lambda answer: answer.objective, default=None)
     if best is None:
-        least = min(batch * sequence, sequence + (num_ranks - 1) * int(np.diff(ends, prepend=0).max()))
-        raise InputError(
-            f"a memory limit of {memory_limit} tokens: slices on a grid of {grid} hold at least {least} tokens on a "
-            f"rank; allow {least}"
-        )
-    longest = measure(replace(tables, largest=seconds), best).largest
+        raise _too_little_memory(memory_limit, grid, batch, ends, num_ranks)
     slices = tuple(tuple(int(n) for n in np.diff(ends[np.array(cuts) - 1], prepend=0)) for _, cuts in best.pieces)
     sizes = tuple(tables.sizes[kind] for kind, _ in best.pieces)
     return Slicing(
@@ -110,9 +100,27 @@ def slice_batch(
         batch=sizes,
         slices=slices,
         predicted_seconds=best.objective,
-        max_slice_seconds=sum(longest),
+        max_slice_seconds=sum(measure(replace(tables, largest=seconds), best).largest),
         gap_seconds=sum(widths) + tolerance * best.objective,
         peak_tokens=peak_tokens(slices, sizes, num_ranks),
+    )
+
+
+def _tables(seconds: tuple[Array, ...], fills: Sequence[float], batch: int) -> Tables:
+    """Of pieces of 1, 2, ... sequences, as many as there are seconds of."""
+    return Tables(
+        cost=np.add(*seconds),
+        largest=tuple(_worth(each, fill) for each, fill in zip(seconds, fills, strict=True)),
+        sizes=tuple(range(1, seconds[0].shape[1] + 1)),
+        batch=batch,
+    )
+
+
+def _too_little_memory(limit: int | None, grid: int, batch: int, ends: Cells, num_ranks: int) -> InputError:
+    least = min(batch * int(ends[-1]), int(ends[-1]) + (num_ranks - 1) * int(np.diff(ends, prepend=0).max()))
+    return InputError(
+        f"a memory limit of {limit} tokens: slices on a grid of {grid} hold at least {least} tokens on a rank; allow "
+        f"{least}"
     )
 
 

@@ -135,11 +135,9 @@ def put_in_place(partial: Path, output_dir: Path, step: int) -> Path:
     return target
 
 
-def keep_at_most(output_dir: Path, limit: int, newest: Path, behind: int = 0) -> None:
-    """Delete finished checkpoints of the lowest steps behind step `behind` until `limit` of them are left; `newest`
-    always stays."""
-    entries = [entry for entry in list_checkpoints(output_dir) if entry.complete and entry.path != newest]
-    finished = [entry for entry in entries if entry.step > behind]
+def keep_at_most(output_dir: Path, limit: int, newest: Path) -> None:
+    """Delete finished checkpoints of the lowest steps until `limit` of them are left; `newest` always stays."""
+    finished = [entry for entry in list_checkpoints(output_dir) if entry.complete and entry.path != newest]
     for entry in finished[: max(0, len(finished) + 1 - limit)]:
         doomed = _hidden(output_dir, entry.step, "deleted")
         os.rename(entry.path, doomed)

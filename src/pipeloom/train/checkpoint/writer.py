@@ -50,7 +50,6 @@ def save(
     compute_type: str | None = None,
     exchange: Exchange | None = None,
     total_limit: int | None = None,
-    behind: int = 0,
 ) -> Path:
     """Write `output_dir/checkpoint-{step}`; every rank of `exchange` calls it, on a file system that all of them see.
 
@@ -64,7 +63,6 @@ def save(
         ties: further names of tied parameters, and the name each is given under; those seen in `model` are found.
         compute_type: the type in which the model computes, where `model` are masters in another.
         total_limit: after a successful save, delete the lowest steps until so many checkpoints are left.
-        behind: those up to this step stay and do not count.
 
     Raises CheckpointError on **every** rank, naming the rank and file, when any rank fails (a full disk), or elements
     are missing or held in parts that overlap; then what was there before is untouched.
@@ -98,7 +96,7 @@ def save(
             _write_manifest(partial, _manifest(written, step=step, ties=all_ties, **known), written)
             target = put_in_place(partial, output_dir, step)
             if total_limit is not None:
-                keep_at_most(output_dir, total_limit, newest=target, behind=behind)
+                keep_at_most(output_dir, total_limit, newest=target)
 
         _agree(exchange, finish)
     return output_dir / f"checkpoint-{step}"

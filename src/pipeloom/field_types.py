@@ -1,0 +1,119 @@
+"""`check_fields`: what a dataclass is made of has the types that it declares, or one line says what has not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import fields
+from enum import EnumType
+from functools import lru_cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pipeloom.errors import InputError, folded
+
+_NAMES = {
+    float: ("a number", "numbers"),
+    int: ("a whole number", "whole numbers"),
+    bool: ("True or False", "True or False"),
+    str: ("text", "texts"),
+    NoneType: ("None", "None"),
+}
+_KINDS = {float: Real, int: Integral}  # numpy's numbers are numbers too
+
+
+def check_fields(made: Any, *, but: Collection[str] = (), error: type[InputError] = InputError) -> None:
+    """Compare the fields of a dataclass with their annotations; numbers are not taken for booleans, or the other way.
+
+    Args:
+        made: in its ``__post_init__``.
+        but: fields that are not looked at.
+        error: what is raised.
+
+    Raises:
+        InputError: the first field that is of another type, what it is and what it should be.
+    """
+    for name, hint in _hints(made.__class__):
+        fault = None if name in but else _fault(getattr(made, name), hint, name)
+        if fault is not None:
+            place, value, wanted = fault
+            raise error(f"{place} of {type(made).__name__} is {folded(value)}: it is {_named(wanted)}; correct it")
+
+
+@lru_cache(maxsize=256)
+def _hints(kind: Hashable) -> tuple[tuple[str, Any], ...]:
+    hints = get_type_hints(kind)
+    return tuple((field.name, hints[field.name]) for field in fields(kind))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def _choices(hint: Any) -> tuple[tuple[Any, Any, tuple[Any, ...]], ...]:
+    """The types that a value may have, each with its origin (``tuple``) and what it is of."""
+    choices = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return tuple((choice, get_origin(choice), get_args(choice)) for choice in choices)
+
+
+def _fault(value: Any, hint: Any, place: str) -> tuple[str, Any, Any] | None:
+    """Where something is wrong, what is there, and what should be; None where nothing is."""
+    for choice, kind, wanted in _choices(hint):
+        if isinstance(kind, type) and isinstance(value, kind) and not isinstance(value, str):
+            if isinstance(value, tuple) and kind is tuple and wanted[-1] is not ... and len(value) != len(wanted):
+                return place, value, hint
+            if not isinstance(value, Mapping) and _alike(value, wanted):
+                return None
+            faults = (_fault(item, of, f"{place}[{key}]") for key, item, of in _members(value, wanted))
+            return next((fault for fault in faults if fault is not None), None)
+        if kind is None and _is(value, choice):
+            return None
+        if kind is Literal and value in wanted:
+            return None
+    return place, value, hint
+
+
+def _alike(value: Any, wanted: tuple[Any, ...]) -> bool:
+    """Whether all members are exactly of the types that they should be: what is long is mostly so, and quick to see."""
+    if wanted[-1] is ... or len(wanted) == 1:
+        return set(map(type, value)) <= {wanted[0]}
+    return tuple(map(type, value)) == wanted
+
+
+def _members(value: Any, wanted: tuple[Any, ...]) -> Iterator[tuple[Any, Any, Any]]:
+    """What a container holds, by what it is found, and of what type it should be."""
+    if isinstance(value, Mapping):
+        yield from ((key, item, wanted[1]) for key, item in value.items())
+    elif isinstance(value, AbstractSet):
+        yield from (("...", item, wanted[0]) for item in value)
+    else:
+        same = wanted[-1] is ... or len(wanted) == 1
+        yield from ((number, item, wanted[0] if same else wanted[number]) for number, item in enumerate(value))
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if kind is Any:
+        return True
+    return isinstance(value, _KINDS.get(kind, kind)) and isinstance(value, bool) == (kind is bool)
+
+
+def _named(hint: Any, *, several: bool = False) -> str:
+    """``a number, or a tuple of numbers``."""
+    return ", or ".join(dict.fromkeys(_named_one(choice, several=several) for choice, *_ in _choices(hint)))
+
+
+def _named_one(hint: Any, *, several: bool) -> str:
+    if hint in _NAMES:
+        return _NAMES[hint][several]
+    kind, inside = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return f"one of {', '.join(map(str, inside))}"
+    if kind is None:
+        name = getattr(hint, "__name__", str(hint))
+        if isinstance(hint, EnumType):
+            return f"one of {', '.join(f'{name}.{member}' for member in hint.__members__)}"
+        return f"{name}s" if several else f"an {name}" if name[0] in "AEIOU" else f"a {name}"
+    container = {tuple: "tuple", frozenset: "frozenset"}.get(kind, kind.__name__.lower())
+    if kind is tuple and inside[-1] is not ...:
+        of = " and ".join(_named(each) for each in inside)
+    else:
+        of = _named(inside[1] if issubclass(kind, Mapping) else inside[0], several=True)
+    return f"{container}s of {of}" if several else f"a {container} of {of}"

@@ -1,0 +1,29 @@
+"""The messages that a schedule needs: who sends what behind a computation, and to whom."""
+
+from __future__ import annotations
+
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Schedule
+
+_STEP = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}  # from a message's stage to its other end
+
+
+def peer_of(action: Action, placement: Placement) -> int:
+    """The rank at the other end of a SEND or RECV action."""
+    assert action.microbatch is not None
+    return placement.rank_of(action.stage + _STEP[action.op], action.microbatch)
+
+
+def message_after(action: Action, schedule: Schedule) -> Action | None:
+    """The SEND of what a computation yields for another rank; None where nobody needs it, or the same rank does."""
+    stage, op, microbatch, piece = action
+    if op is Op.F and stage < schedule.num_stages - 1:
+        send = Action(stage, Op.SEND_F, microbatch, piece)
+    elif op in (Op.B, Op.I) and stage > 0:
+        send = Action(stage, Op.SEND_B, microbatch, piece)
+    else:
+        return None
+    assert microbatch is not None
+    place = schedule.placement
+    return None if peer_of(send, place) == place.rank_of(stage, microbatch) else send

@@ -1,0 +1,38 @@
+"""What the steps of a run are made with, whether its schedule flushes or streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeloom.runtime import Pipeline
+from pipeloom.train.config import TrainConfig
+from pipeloom.train.group import Group
+from pipeloom.train.journal import Journal
+from pipeloom.train.metrics import Predictor
+
+Live = Callable[[int, float, float], None]  # step, loss, tokens a second
+Batches = Iterator[tuple[Tensor | None, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """One process's part of a run.
+
+    Attributes:
+        pipeline, optimizer: of this process.
+        predictor: takes in what steps cost.
+        config: of the run.
+        group: its processes.
+        journal: of this process.
+    """
+
+    pipeline: Pipeline
+    optimizer: torch.optim.Optimizer
+    predictor: Predictor
+    config: TrainConfig
+    group: Group
+    journal: Journal
