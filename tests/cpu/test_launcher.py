@@ -162,6 +162,16 @@ def test_a_signal_ends_all_ranks(start: Start, tmp_path: Path, number: signal.Si
     assert err == f"pipeloom: {number.name}: all ranks were ended, in step 5\n"
 
 
+def test_signals_that_come_together_end_all_ranks_once(start: Start, tmp_path: Path) -> None:
+    process = start("wait_for_all()\ntime.sleep(60)")
+    wait_for([tmp_path / f"ready-{rank}" for rank in range(2)])
+    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGCONT):
+        process.send_signal(number)
+    code, _, err = finish(process)
+    first = signal.Signals(code - 128)
+    assert err == f"pipeloom: {first.name}: all ranks were ended\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_signal_that_is_ignored_at_the_start_stays_ignored(
     start: Start, tmp_path: Path, number: signal.Signals

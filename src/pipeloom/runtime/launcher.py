@@ -120,14 +120,6 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-class _Signalled(BaseException):
-    """A signal asks the launcher to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 @dataclass(frozen=True, slots=True)
 class _Rank:
     name: str
@@ -151,23 +143,22 @@ def launch(names: Sequence[str], arguments: Sequence[str]) -> int:
     if not hasattr(os, "memfd_create"):
         raise InputError(f"the launcher needs Linux, this is {sys.platform}: use torchrun, or `--local`")
     ranks: list[_Rank] = []
-    line: str | None
+    signals: list[int] = []  # that came, to be looked at in turn: raised, a second one would cut short what ends ranks
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
     asked = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, _on_signal) for number in asked}
+    previous = {number: signal.signal(number, note) for number in asked}
     # Ranks inherit this: they are background processes, which a terminal with `stty tostop` would stop as they write.
     previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
         with _anonymous_file("meeting") as meeting:
             for rank in range(len(names)):
-                ranks.append(_start(rank, names, arguments, meeting))
-            code, line = _watch(ranks)
-    except _Signalled as signalled:
-        phase = ranks[0].black_box.phase if ranks else ""
-        line = f"{_signal_name(signalled.number)}: all ranks were ended{phase and ', in ' + phase}"
-        code = 128 + signalled.number
+                if not signals:
+                    ranks.append(_start(rank, names, arguments, meeting))
+            code, line = _watch(ranks, signals)
     finally:
-        for number in previous:  # the end takes two seconds at most and must not be cut short
-            signal.signal(number, signal.SIG_IGN)
         _end(ranks)
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -177,10 +168,6 @@ def launch(names: Sequence[str], arguments: Sequence[str]) -> int:
             sys.stdout.flush()
         sys.stderr.write(f"pipeloom: {line}\n")
     return code
-
-
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    raise _Signalled(number)
 
 
 @contextmanager
@@ -215,10 +202,13 @@ def _start(rank: int, names: Sequence[str], arguments: Sequence[str], meeting: i
         return _Rank(names[rank], process, BlackBox(descriptor))
 
 
-def _watch(ranks: Sequence[_Rank]) -> tuple[int, str | None]:
-    """Wait until all ranks are done or one is lost; the exit code, and a line about the loss."""
+def _watch(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str | None]:
+    """Wait until all ranks are done, one is lost or a signal is in `signals`; the exit code, and a line about it."""
     deadline = None
     while True:
+        if signals:
+            phase = ranks[0].black_box.phase if ranks else ""
+            return 128 + signals[0], f"{_signal_name(signals[0])}: all ranks were ended{phase and ', in ' + phase}"
         codes = [rank.process.poll() for rank in ranks]
         if all(code == 0 for code in codes):
             return 0, None
