@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -627,6 +628,31 @@ def test_a_running_save_is_not_cleaned_away(tmp_path: Path) -> None:
         assert partial.is_dir()
         assert [entry.complete for entry in ck.list_checkpoints(tmp_path)] == [True, False]
     assert not partial.exists()
+
+
+def test_directories_that_go_while_they_are_listed_and_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save renames and deletes while `ls` looks; a reader or a person deletes while a save does."""
+    for step in (1, 2, 3):
+        ck.save(tmp_path, step, model={})
+    entries, listed = checkpoint_directory._entries, checkpoint_directory.list_checkpoints
+
+    def then_one_goes(directory: Path) -> list[Path]:
+        found = entries(directory)
+        shutil.rmtree(tmp_path / "checkpoint-1")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_directory, "_entries", then_one_goes)
+        assert [entry.step for entry in ck.list_checkpoints(tmp_path)] == [2, 3]
+
+    def then_another_goes(directory: Path) -> list[checkpoint_directory.Listed]:
+        found = listed(directory)
+        shutil.rmtree(tmp_path / "checkpoint-2")
+        return found
+
+    monkeypatch.setattr(checkpoint_directory, "list_checkpoints", then_another_goes)
+    ck.save(tmp_path, 4, model={}, total_limit=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
 class FullDisk(io.FileIO):

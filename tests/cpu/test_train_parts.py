@@ -26,6 +26,7 @@ from pipeloom.runtime import LossScaler, Pipeline
 from pipeloom.sim import Costs, Network, simulate
 from pipeloom.sim.data_link import DataLink
 from pipeloom.split import split
+from pipeloom.train.checkpoint.manifest import SEAL_NAME
 from pipeloom.train.config import TrainConfig
 from pipeloom.train.data_costs import DataCosts
 from pipeloom.train.generate import generate
@@ -42,6 +43,7 @@ from pipeloom.train.optimizer import (
 )
 from pipeloom.train.output import append_metrics, prepare_output, writing
 from pipeloom.train.progress import describe, display
+from pipeloom.train.restart import agreed_checkpoint
 from pipeloom.train.sections import BatchConfig, OptimizerConfig, ParallelConfig
 from pipeloom.train.tokenize import ByteTokenizer
 
@@ -53,6 +55,25 @@ ROW = {
 
 def alone() -> Group:
     return Group(0, 1, torch.device("cpu"))
+
+
+def test_all_processes_go_on_from_the_checkpoint_that_the_first_finds(tmp_path: Path) -> None:
+    config = TrainConfig(output_dir=str(tmp_path), resume_from_checkpoint="auto")
+    said: list[bytes] = []
+
+    class OfTwo(Group):
+        def all_gather(self, payload: bytes) -> list[bytes]:
+            said.append(payload)
+            return [said[0], payload]
+
+    first, second = (OfTwo(rank, 2, torch.device("cpu")) for rank in range(2))
+    assert agreed_checkpoint(config, first) is None
+    for step in (2, 4):  # as another run, which goes on saving
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / SEAL_NAME).touch()
+        assert agreed_checkpoint(config, second) == (tmp_path / "checkpoint-2" if step == 4 else None)
+        said.clear()
+        assert agreed_checkpoint(config, first) == tmp_path / f"checkpoint-{step}"
 
 
 def test_learning_rate_warms_up_and_follows_a_cosine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,25 @@ from pipeloom.train import checkpoint
 from pipeloom.train.data import Sampler
 from pipeloom.train.notices import resume_notices
 from pipeloom.train.optimizer import apply_options, options_of
+from pipeloom.train.validate import resume_path
 
 if TYPE_CHECKING:
+    from pipeloom.train.config import TrainConfig
+    from pipeloom.train.group import Group
     from pipeloom.train.trainer import Trainer
+
+
+def agreed_checkpoint(config: TrainConfig, group: Group) -> Path | None:
+    """The checkpoint that all processes go on from, None for a new run: the one that process 0 finds.
+
+    Each for itself could find another one: the directory may be that of a run that goes on saving.
+
+    Raises:
+        CheckpointError: there is none, and `auto` was not asked for.
+    """
+    found = resume_path(config) if group.rank == 0 else None
+    answer = group.all_gather(os.fsencode(found) if found else b"")[0]
+    return Path(os.fsdecode(answer)) if answer else None
 
 
 def save(trainer: Trainer, step: int) -> Path:

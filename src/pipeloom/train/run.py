@@ -11,10 +11,10 @@ from pipeloom.train.config import TrainConfig
 from pipeloom.train.group import meet
 from pipeloom.train.memory_cap import chosen_words, under_cap
 from pipeloom.train.progress import display
+from pipeloom.train.restart import agreed_checkpoint
 from pipeloom.train.slices import choose_slices
 from pipeloom.train.tokenize import load_tokenizer
 from pipeloom.train.trainer import Trainer
-from pipeloom.train.validate import resume_path
 
 
 def train(config: TrainConfig, member: Membership | None) -> None:
@@ -25,11 +25,12 @@ def train(config: TrainConfig, member: Membership | None) -> None:
     """
     with ExitStack() as stack:
         group = stack.enter_context(meet(member, config))
-        config, note = choose_slices(config, group, resume_path(config))
+        checkpoint = agreed_checkpoint(config, group)
+        config, note = choose_slices(config, group, checkpoint)
         vocabulary_size = load_tokenizer(config.data.tokenizer).vocabulary_size
         config, choice = under_cap(config, vocabulary_size, device=group.device.type)
         trainer = stack.enter_context(Trainer(config, group, member))
-        done = trainer.resume()
+        done = trainer.resume(checkpoint)
         try:
             with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
                 trainer.open_output(shown)

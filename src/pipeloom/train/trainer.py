@@ -36,7 +36,7 @@ from pipeloom.train.progress import Display
 from pipeloom.train.run_parts import RunParts
 from pipeloom.train.slices import slice_lengths
 from pipeloom.train.stream_steps import StreamSteps
-from pipeloom.train.validate import open_corpus, resume_path
+from pipeloom.train.validate import open_corpus
 from pipeloom.words import counted
 
 
@@ -107,14 +107,14 @@ class Trainer:
             self.stepped.close()
         self._held.close()
 
-    def resume(self) -> int:
-        """Go on from a checkpoint where one was asked for; returns how many steps are done."""
+    def resume(self, checkpoint: Path | None) -> int:
+        """Go on from a checkpoint where there is one; returns how many steps are done."""
         restart.seed_generators(self.config.seed, 0, self.group.rank)
-        self.resumed = resume_path(self.config)
-        if self.resumed is None:
+        self.resumed = checkpoint
+        if checkpoint is None:
             return 0
-        self._journal.enter(f"loading {self.resumed}")
-        done = restart.load(self, self.resumed).step
+        self._journal.enter(f"loading {checkpoint}")
+        done = restart.load(self, checkpoint).step
         self.first_step = done + 1
         self._steps.done = done
         return done

@@ -47,7 +47,8 @@ def list_checkpoints(output_dir: Path) -> list[Listed]:
         visible, hidden = _VISIBLE.fullmatch(path.name), _HIDDEN.fullmatch(path.name)
         if match := visible or hidden:
             complete = visible is not None and (path / SEAL_NAME).is_file()
-            found.append(Listed(int(match[1]), path, _size_bytes(path), complete))
+            with suppress(FileNotFoundError):  # a running save renamed or deleted it just now
+                found.append(Listed(int(match[1]), path, _size_bytes(path), complete))
     return sorted(found, key=lambda entry: (entry.step, entry.path.name))
 
 
@@ -140,7 +141,8 @@ def keep_at_most(output_dir: Path, limit: int, newest: Path) -> None:
     finished = [entry for entry in list_checkpoints(output_dir) if entry.complete and entry.path != newest]
     for entry in finished[: max(0, len(finished) + 1 - limit)]:
         doomed = _hidden(output_dir, entry.step, "deleted")
-        os.rename(entry.path, doomed)
+        with suppress(FileNotFoundError):  # somebody else deleted it just now
+            os.rename(entry.path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
