@@ -129,6 +129,12 @@ def test_commands_parse(name, monkeypatch, capsys, tmp_path):
             assert _refusal(words, monkeypatch, capsys) is None, f"{name}: {command}"
 
 
+def test_the_reference_lists_every_command():
+    reference = (ROOT / "docs/cli.md").read_text()
+    rows = [f"| [`{name}`](#{name}) | {text} |" for name, text in cli.COMMANDS.items()]
+    assert re.findall(r"^\| \[`\w+`\]\(#.*$", reference, re.MULTILINE) == rows
+
+
 def test_the_check_of_commands_would_notice(monkeypatch, capsys):
     assert "did you mean --steps?" in _refusal(["train", "--stpes", "1"], monkeypatch, capsys)
     assert "unknown" in _refusal(["trian"], monkeypatch, capsys)

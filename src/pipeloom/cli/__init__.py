@@ -12,7 +12,7 @@ TYPE_CHECKING = False  # nothing is imported here that takes time: an interrupt 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Each command, what it does, and its module; `main(argv) -> int` is what a command module offers.
+# Each command and what it does; the module of the same name offers `main(argv) -> int`.
 COMMANDS = {
     "train": "train a language model through a pipeline",
     "simulate": "simulate a schedule: makespan, bubble, live activations, timeline",

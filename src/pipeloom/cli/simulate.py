@@ -19,6 +19,23 @@ from pipeloom.whole_file import write_whole
 
 _COMPARE = "compare"
 
+_EXAMPLES = """\
+pipeloom simulate 1f1b --ranks 4 --microbatches 8
+pipeloom simulate gpipe --ranks 8 --microbatches 32 --forward 1 --backward-input 1.2 --backward-weight 0.8
+pipeloom simulate 1f1b --ranks 4 --microbatches 16 --latency 0.1 --json
+pipeloom simulate 1f1b --ranks 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg --trace 1f1b.json.gz
+pipeloom simulate zb-auto --ranks 8 --microbatches 24 --memory-limit 12 --weight-gradient-memory 0.4
+pipeloom simulate mine.py:eager --ranks 4 --microbatches 8
+pipeloom simulate search --ranks 4 --microbatches 16 --costs costs.json --csv found.csv
+pipeloom simulate seq1f1b --ranks 4 --microbatches 1 --slices 8
+pipeloom simulate pipedream --ranks 4 --microbatches 16 --replicas 2,1,1 --weights vertical
+pipeloom simulate bfs --ranks 2 --microbatches 4 --data 4 --data-strategy zero3 --data-granularity chunk
+pipeloom simulate 1f1b --ranks 4 --microbatches 8 --offload 3
+pipeloom simulate compare 1f1b pipedream pipedream-2bw --ranks 4 --microbatches 32
+pipeloom simulate compare 1f1b zb-h1 --ranks 4 --microbatches 8 --slow-rank 2:1.5
+pipeloom simulate compare 1f1b interleaved zb-h1 zb-v --ranks 4 --microbatches 8
+"""
+
 
 def main(argv: Sequence[str]) -> int:
     """Simulate one schedule, or compare several, and show them; returns the exit code."""
@@ -147,22 +164,7 @@ def _parser() -> Parser:
         description="Simulate a schedule, or compare several. Times are seconds of one rank's whole share of the\n"
         "model for one micro-batch: a chunk takes 1/V of them, a slice 1/K. A full backward takes backward-input +\n"
         "backward-weight.",
-        examples="""
-            pipeloom simulate 1f1b --ranks 4 --microbatches 8
-            pipeloom simulate gpipe --ranks 8 --microbatches 32 --forward 1 --backward-input 1.2 --backward-weight 0.8
-            pipeloom simulate 1f1b --ranks 4 --microbatches 16 --latency 0.1 --json
-            pipeloom simulate 1f1b --ranks 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg --trace 1f1b.json.gz
-            pipeloom simulate zb-auto --ranks 8 --microbatches 24 --memory-limit 12 --weight-gradient-memory 0.4
-            pipeloom simulate mine.py:eager --ranks 4 --microbatches 8
-            pipeloom simulate search --ranks 4 --microbatches 16 --costs costs.json --csv found.csv
-            pipeloom simulate seq1f1b --ranks 4 --microbatches 1 --slices 8
-            pipeloom simulate pipedream --ranks 4 --microbatches 16 --replicas 2,1,1 --weights vertical
-            pipeloom simulate bfs --ranks 2 --microbatches 4 --data 4 --data-strategy zero3 --data-granularity chunk
-            pipeloom simulate 1f1b --ranks 4 --microbatches 8 --offload 3
-            pipeloom simulate compare 1f1b pipedream pipedream-2bw --ranks 4 --microbatches 32
-            pipeloom simulate compare 1f1b zb-h1 --ranks 4 --microbatches 8 --slow-rank 2:1.5
-            pipeloom simulate compare 1f1b interleaved zb-h1 zb-v --ranks 4 --microbatches 8
-        """,
+        examples=_EXAMPLES,
     )
     names = ", ".join(schedules.FAMILIES)
     parser.add_argument(

@@ -25,7 +25,6 @@ class Work:
         before, lag: for each action, the one of the neighbouring stage that it waits for (-1 if none), and the seconds
             between the two; that a stage runs F, I and W of a micro-batch in this order is beside it.
         after: the same the other way round.
-        weight_of: for each I, the number of its W; -1 for the others.
     """
 
     def __init__(self, placement: Placement, num_microbatches: int, conditions: Conditions) -> None:
@@ -58,7 +57,6 @@ class Work:
                     source, target = self.rank[other], self.rank[n]
                     self.before[n], self.after[other] = other, n
                     self.lag[n] = conditions.latency[source][target] if source != target else 0.0
-        self.weight_of = [self.number[a.with_op(Op.W)] if a.op is Op.I else -1 for a in self.actions]
         self.replicated = any(len(ranks) > 1 for ranks in placement.replicas)
 
     def one_by_one(self) -> IntOrders:
