@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+UNFINISHED = ".pipeloom-*.tmp"  # names of what is being written; a process that is killed leaves it behind
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
@@ -26,7 +28,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with path.open("wb") as file:
             yield file
         return
-    aside = path.with_name(f".pipeloom-{secrets.token_hex(8)}.tmp")
+    aside = path.with_name(UNFINISHED.replace("*", secrets.token_hex(8)))
     try:
         with aside.open("xb") as file:
             if before:

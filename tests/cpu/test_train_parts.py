@@ -8,6 +8,8 @@ import json
 import math
 import os
 import statistics
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -208,6 +210,17 @@ def test_an_earlier_run_is_moved_aside_whole(tmp_path: Path) -> None:
         append_metrics(tmp_path, {"step": number + 1})
     assert json.loads((tmp_path / "previous-2" / "metrics.jsonl").read_text()) == {"step": 2}
     assert (tmp_path / "previous-1" / "config.yaml").exists()
+
+
+def test_tokens_that_a_killed_run_did_not_finish_are_deleted(tmp_path: Path) -> None:
+    tokens = tmp_path / "data" / "corpus-0.bin"
+    tokens.parent.mkdir()
+    dies = f"with whole_file(Path({str(tokens)!r})) as file: file.write(b'1'); file.flush(); os.kill(os.getpid(), 9)"
+    code = f"import os\nfrom pathlib import Path\nfrom pipeloom.whole_file import whole_file\n{dies}"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert len(list(tokens.parent.iterdir())) == 1
+    prepare_output(TrainConfig(output_dir=str(tmp_path)), None, 0)
+    assert not list(tokens.parent.iterdir())
 
 
 def test_a_resumed_run_keeps_its_metrics_up_to_the_checkpoint(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pipeloom.train.config import TrainConfig
 from pipeloom.train.repeat import repeatable, to_yaml
 from pipeloom.train.text_files import CONFIG_HEAD
 from pipeloom.version import __version__
-from pipeloom.whole_file import write_whole
+from pipeloom.whole_file import UNFINISHED, write_whole
 
 _FILES = (
     "metrics.jsonl",
@@ -65,13 +65,16 @@ def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str 
     """Make the output directory ready for the steps after `step`; one process calls it.
 
     A run that goes on keeps its metrics up to the checkpoint; what came after it, and all of another run, is moved
-    into ``previous-1/``, ``previous-2/``, ... What killed runs left of saves is put right.
+    into ``previous-1/``, ``previous-2/``, ... What killed runs left of saves is put right, and what they left of
+    tokens deleted.
 
     Returns:
         What was moved, in one line, or None.
     """
     directory = Path(config.output_dir)
     clean(directory)
+    for unfinished in (directory / "data").glob(UNFINISHED):  # all processes of this run have their tokens by now
+        unfinished.unlink(missing_ok=True)
     goes_on = resumed is not None and resumed.absolute().parent == directory.absolute()
     later = [entry.path for entry in list_checkpoints(directory) if not goes_on or entry.step > step]
     stale = [path for path in later if not path.name.startswith(".")]
