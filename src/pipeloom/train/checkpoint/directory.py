@@ -198,7 +198,8 @@ def _entries(output_dir: Path) -> list[Path]:
 
 def _size_bytes(path: Path) -> int:
     total = 0
-    for file in path.iterdir():
-        with suppress(OSError):  # a running save may take a file away
-            total += file.stat().st_size
+    with suppress(OSError):  # a running save may take the directory away
+        for file in path.iterdir():
+            with suppress(OSError):  # or a file
+                total += file.stat().st_size
     return total
