@@ -1,18 +1,32 @@
-"""What holds for every test: one thread for torch, signals as they are by default, and no process left behind."""
+"""What holds for every test: the same conditions wherever and in whatever order they run, no process left behind."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Two cores run several tests and their ranks at once; must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What a terminal, a launcher or a user's habits would change in what is printed, and in what a command makes of itself.
+_MISLEADING = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+for _name in list(os.environ):
+    if _name in _MISLEADING or _name.startswith(("PIPELOOM_", "TORCHELASTIC_")):
+        del os.environ[_name]
+
+# On a busy machine anything may be slow, which says nothing about what is tested. The examples are the same in every
+# run, so that what fails once fails again.
+settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.load_profile("steady")
 
 # Under nohup, or with `&` in a script, these are ignored from the start, and what a test starts inherits it.
 for _number, _default in {
@@ -26,6 +40,17 @@ for _number, _default in {
 _PROC = Path("/proc")
 _MARK = f"_PIPELOOM_TEST={os.getpid()}"  # in the environment of everything that this process starts
 os.environ["_PIPELOOM_TEST"] = str(os.getpid())
+_END_SECONDS = 30.0  # what was told to end may take a while on a busy machine
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Which tests ran before in this process changes no test's numbers."""
+    random.seed(0)
+    if "numpy" in sys.modules:  # what no test has loaded, none draws from
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def _process_ids() -> set[int]:
@@ -50,12 +75,9 @@ def no_process_left_behind() -> Iterator[None]:
     """Fail a test that leaves processes behind, and end them."""
     before = _process_ids()
     yield
-    left = _left_behind(before)
-    for _ in range(100):  # what was told to end may take a moment
-        if not left:
-            return
+    deadline = time.monotonic() + _END_SECONDS
+    while (left := _left_behind(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
-        left = _left_behind(before)
     for process in left:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

@@ -18,7 +18,7 @@ _CONTEXT = multiprocessing.get_context("spawn" if torch.cuda.is_available() else
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_seconds: float = 120.0
+    function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_seconds: float = 300.0
 ) -> list[Any]:
     """``function(rank, *arguments)`` in `num_ranks` processes; what each returned, in order of rank."""
     with tempfile.TemporaryDirectory() as directory:
@@ -35,7 +35,7 @@ def run_ranks(
             answers = [_answer(reader, timeout_seconds, rank) for rank, (reader, _) in enumerate(pipes)]
         finally:
             for process in processes:
-                process.join(timeout=10)
+                process.join(timeout=30)
                 if process.is_alive():
                     process.kill()
                     process.join()

@@ -106,7 +106,7 @@ def _train(rank: int) -> dict[object, int]:
 
 
 def test_gradients_of_odd_models_in_buckets_of_any_size() -> None:
-    for counts in run_ranks(_train, 2, timeout_seconds=100):
+    for counts in run_ranks(_train, 2):
         for kind in ("odd", "unknown"):
             for strategy in STRATEGIES:
                 several = [counts[(kind, *strategy, bucket_bytes)] for bucket_bytes in BUCKETS]

@@ -319,7 +319,7 @@ def test_output_that_nobody_can_read(text: Path, tmp_path: Path, command: str, c
     tiny += " --model.layers 2 --model.width 16 --model.heads 2 --model.sequence_length 16 --batch.size 4"
     tiny += " --parallel.pipeline 1"
     words = f"exec {sys.executable} -m pipeloom {command.format(tiny=tiny)}"
-    done = subprocess.run(["sh", "-c", words], stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    done = subprocess.run(["sh", "-c", words], stderr=subprocess.PIPE, text=True, check=False, timeout=300)
     assert done.returncode == code, done.stderr
     assert said in done.stderr
     assert done.stderr.count("\n") == bool(said), done.stderr

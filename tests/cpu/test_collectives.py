@@ -29,12 +29,17 @@ def _held() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), groups
 
 
+def _more(held: tuple[int, int, int], wanted: tuple[int, int, int]) -> bool:
+    """Whether there is more of anything. Less is no fault: what others let go of may still have been in `wanted`."""
+    return any(a > b for a, b in zip(held, wanted, strict=True))
+
+
 def _settles_at(wanted: tuple[int, int, int]) -> tuple[int, int, int]:
     """What is held when it is no more than `wanted`, or after a while: other processes let go a moment later."""
-    deadline = time.monotonic() + 20
-    while any(a > b for a, b in zip(_held(), wanted, strict=True)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while _more(held := _held(), wanted) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return _held()
+    return held
 
 
 def _many_pipelines(rank: int) -> list[tuple[int, int, int]]:
@@ -60,17 +65,17 @@ def _many_pipelines(rank: int) -> list[tuple[int, int, int]]:
 
 def test_closed_pipelines_and_meshes_leave_no_group_thread_or_socket() -> None:
     for held in run_ranks(_many_pipelines, 4):
-        assert held[-1] == held[0]
+        assert not _more(held[-1], held[0]), held
         assert held[0][2] == 1
 
 
 def _close_apart(rank: int, gate: Any, told: Any, peer_dies: bool) -> list[bool]:
-    """Rank 0 closes; rank 1 closes when it has, or died before. Whether what was held is what is held, twice."""
+    """Rank 0 closes; rank 1 closes when it has, or died before. Whether no more is held than before, twice."""
     torch_distributed._CLOSING_SECONDS = 0.2  # the other one closes much later than that
     both = [Channel(0, 1, Lane.PIPELINE), Channel(1, 0, Lane.PIPELINE)]
     before, answers = _held(), []
     for _ in range(2):
-        transport = TorchDistributedTransport(rank, device=torch.device("cpu"), timeout_seconds=20)
+        transport = TorchDistributedTransport(rank, device=torch.device("cpu"), timeout_seconds=120)
         transport.open(both)
         transport.outgoing(both[rank]).send(*flatten(torch.full((5000,), float(rank))))
         assert float(transport.incoming(both[1 - rank]).receive().tensors[0][0]) == 1 - rank
@@ -85,7 +90,7 @@ def _close_apart(rank: int, gate: Any, told: Any, peer_dies: bool) -> list[bool]
             os._exit(0)
         gate.set()
         dist.barrier()
-        answers.append(_settles_at(before) == before)
+        answers.append(not _more(_settles_at(before), before))
         gate.clear()
         dist.barrier()
     return answers
@@ -114,12 +119,12 @@ def _late_and_gone(rank: int, gate: Any) -> list[str]:
         Copies(mesh, timeout_seconds=0.1).sum_in_order(torch.ones(1))
     gate.set()
     with pytest.raises(PeerLost) as gone:
-        all_reduce(torch.ones(1), mesh.cpu_group, 20.0)
+        all_reduce(torch.ones(1), mesh.cpu_group, 120.0)
     return [str(late.value), str(gone.value)]
 
 
 def test_who_is_late_or_gone_is_lost() -> None:
-    late, gone = run_ranks(_late_and_gone, 2, get_context("fork").Event(), timeout_seconds=30)[0]
+    late, gone = run_ranks(_late_and_gone, 2, get_context("fork").Event())[0]
     assert late.startswith("another copy of this pipeline went away, or did not come in time")
     assert gone.startswith("another process went away, or did not come in time")
 
@@ -188,7 +193,7 @@ def _one_refuses(rank: int, num_ranks: int) -> tuple[list[str], float]:
     copy, said = mesh.coordinate("dp"), []
     schedule = pl.schedules.one_f_one_b(num_ranks=num_ranks, num_microbatches=2)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    pipe = pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, mesh=mesh, timeout_seconds=20)
+    pipe = pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, mesh=mesh, timeout_seconds=120)
     good = torch.ones(4, 4)
     for bad in [None, torch.ones(1, 4), {4}][: 3 if num_ranks == 1 else 1]:
         with pytest.raises((InputError, PeerLost)) as caught:
@@ -200,7 +205,7 @@ def _one_refuses(rank: int, num_ranks: int) -> tuple[list[str], float]:
 
 
 def test_a_batch_that_one_copy_refuses_is_refused_by_all() -> None:
-    (fine, loss), (bad, other) = run_ranks(_one_refuses, 2, 1, timeout_seconds=60)
+    (fine, loss), (bad, other) = run_ranks(_one_refuses, 2, 1)
     assert [text.split(":")[1] for text in fine] == [" copy 1 of the pipeline refused its batch"] * 3
     assert [part for part, text in zip(["are None", "1 samples", "hold a set"], bad, strict=True) if part in text] == [
         "are None",
@@ -211,7 +216,7 @@ def test_a_batch_that_one_copy_refuses_is_refused_by_all() -> None:
 
 
 def test_ranks_before_the_last_hear_at_once_that_another_copy_refused() -> None:
-    (first, _), (last, _), *others = run_ranks(_one_refuses, 4, 2, timeout_seconds=60)
+    (first, _), (last, _), *others = run_ranks(_one_refuses, 4, 2)
     assert first[0].startswith("PeerLost")
     assert "ended" in first[0]
     assert last[0].startswith("InputError: copy 1 of the pipeline refused its batch")

@@ -101,7 +101,7 @@ def test_the_tries_leave_no_descriptor_open() -> None:
     before = set(os.listdir("/proc/self/fd"))
     doctor._try_shared_memory()
     doctor._try_loopback()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # what earlier tests left may be closed meanwhile
 
 
 def test_a_mistyped_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

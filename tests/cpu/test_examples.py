@@ -60,7 +60,7 @@ def _run_processes(count: int, script: Path, options: list[str], directory: Path
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
     )
 

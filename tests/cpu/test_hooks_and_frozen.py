@@ -66,7 +66,8 @@ def test_forwards_alone_evaluate_and_train_nothing(tmp_path, capsys) -> None:
         inputs, targets = INPUTS.float(), TARGETS.float()
         with pytest.raises(ScheduleError, match=r"'mine' has forwards alone: 1B0 is missing"):
             pipe.step(inputs, targets)
-        assert torch.equal(pipe.forward(inputs), make_mlp(2)(inputs))
+        # Of halves of the batch: which bits that gives depends on the processor.
+        torch.testing.assert_close(pipe.forward(inputs), make_mlp(2)(inputs).detach())
         torch.testing.assert_close(pipe.evaluate(inputs, targets), mse(make_mlp(2)(inputs), targets))
     (tmp_path / "mine.csv").write_text(orders.replace(" ", ","))
     words = [

@@ -148,7 +148,7 @@ def test_a_killed_run_leaves_no_file_and_goes_on(text: Path, tmp_path: Path) -> 
     )
     wait_for_steps(process, out, 4)
     os.kill(ranks_of(process)[1], signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert not list(place.iterdir())
     last = max(row["step"] for row in metrics(out) if row) // 3 * 3
     local(text, out, f"--steps={last + 3}", "--resume_from_checkpoint=latest", *_away(place))

@@ -48,7 +48,8 @@ def test_copies_of_a_pipeline_have_channels_of_their_own(order: tuple[str, str],
             for number, scale in enumerate((1.0, 2.0)):
                 expected = _model()(torch.full((4, 4), scale * (copy + 1)))
                 assert answers[line[0]][2][number] is None
-                assert answers[line[1]][2][number] == expected.tolist()
+                # Of halves of the batch: which bits that gives depends on the processor.
+                torch.testing.assert_close(torch.tensor(answers[line[1]][2][number]), expected)
 
 
 def _make(rank: int, case: str) -> None:

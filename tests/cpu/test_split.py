@@ -256,24 +256,33 @@ def test_cut_by_parameters():
 
 
 class Work(nn.Module):
-    """Takes time in proportion to `amount`, forward and backward."""
+    """Takes so many seconds of a clock of its own, forward and backward."""
 
-    def __init__(self, amount: int) -> None:
+    now = 0.0
+
+    def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(64))
-        self.amount = amount
+        self.weight = nn.Parameter(torch.eye(4))
+        self.seconds = forward, backward
 
     def forward(self, x):
-        for _ in range(self.amount):
-            x = x @ self.weight
-        return x
+        forward, backward = self.seconds
+        self.take(forward)
+        output = x @ self.weight
+        output.register_hook(lambda gradient: self.take(backward))
+        return output
+
+    @staticmethod
+    def take(seconds: float) -> None:
+        Work.now += seconds
 
 
-def test_cut_by_time_puts_the_slow_layer_alone():
-    model = nn.Sequential(Work(1), Work(1), Work(1), Work(200), Work(1))
-    stages = split(model, 2, cut="time", sample=torch.randn(64, 64))
-    slow = next(names for names in stages.layers if "3" in names)
-    assert slow == ("3", "4")
+@pytest.mark.parametrize("slow", [(200.0, 1.0), (1.0, 200.0)])
+def test_cut_by_time_puts_the_slow_layer_alone(monkeypatch, slow):
+    monkeypatch.setitem(profile_layers.__kwdefaults__, "timer", lambda: Work.now)
+    model = nn.Sequential(Work(1, 2), Work(1, 2), Work(1, 2), Work(*slow), Work(1, 2))
+    stages = split(model, 2, cut="time", sample=torch.randn(4, 4))
+    assert next(names for names in stages.layers if "3" in names) == ("3", "4")
 
 
 def test_profiling_leaves_everything_as_found():

@@ -64,7 +64,9 @@ def words(text: Path, output_dir: Path, *more: str) -> list[str]:
 
 def run(text: Path, output_dir: Path, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     command = [*(launcher or (sys.executable,)), "-m", "pipeloom", *words(text, output_dir, *more)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    # Under the launcher gloo takes the loopback device; torchrun may be about several machines, and asks for names.
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"} if launcher else None
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, env=environment)
 
 
 def local(text: Path, output_dir: Path, *more: str) -> None:
@@ -239,15 +241,35 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output_dir
 
 
+# Makes saving a checkpoint take until the process is ended, with all its files written.
+NEVER_SAVED = """\
+import os, time
+rename = os.rename
+def stuck(source, target, **more):
+    while str(target).endswith("checkpoint-{step}"):
+        time.sleep(1)
+    rename(source, target, **more)
+os.rename = stuck
+"""
+
+
+def never_beyond(step: int, directory: Path) -> dict[str, str]:
+    """The environment of a run that gets to saving checkpoint-`step` and no further; `directory` keeps what does it."""
+    (directory / "sitecustomize.py").write_text(NEVER_SAVED.format(step=step))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))}
+
+
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_a_killed_run_goes_on_to_the_last_bit(text: Path, whole: Path, tmp_path: Path, victim: str) -> None:
-    """The kill comes somewhere behind the first checkpoint."""
+    """The kill comes somewhere behind the first checkpoint, and before the run is over, however late it comes."""
     killed = tmp_path / "killed"
     command = [sys.executable, "-m", "pipeloom", *words(text, killed, *DROPOUT)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=never_beyond(50, tmp_path)
+    )
     wait_for_steps(process, killed, 12)
     os.kill(process.pid if victim == "launcher" else ranks_of(process)[1], signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     last = len([row for row in metrics_so_far(killed) if "loss" in row])
     assert 12 <= last < 60, "the run was over before it was killed"
     resumed = run(text, killed, *DROPOUT, "--resume_from_checkpoint", "latest")
@@ -256,32 +278,20 @@ def test_a_killed_run_goes_on_to_the_last_bit(text: Path, whole: Path, tmp_path:
     assert not list(killed.glob("previous-*"))
 
 
-# Makes saving checkpoint-2 take until the process is ended, with all its files written.
-NEVER_SAVED = """\
-import os, time
-rename = os.rename
-def stuck(source, target, **more):
-    while str(target).endswith("checkpoint-2"):
-        time.sleep(1)
-    rename(source, target, **more)
-os.rename = stuck
-"""
-
-
 @pytest.mark.parametrize(("number", "victim"), [(signal.SIGINT, "launcher"), (signal.SIGKILL, "rank")])
 def test_a_run_that_ends_in_a_save_leaves_nothing_of_it(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, victim: str
+    text: Path, tmp_path: Path, number: signal.Signals, victim: str
 ) -> None:
     out = tmp_path / "out"
-    (tmp_path / "sitecustomize.py").write_text(NEVER_SAVED)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     command = [sys.executable, "-m", "pipeloom", *words(text, out, "--save_steps=1", "--eval_steps=0")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=never_beyond(2, tmp_path)
+    )
     while not list(out.glob(".checkpoint-2.partial-*/manifest.json.sha256")):
         assert process.poll() is None
         time.sleep(0.005)
     os.kill(process.pid if victim == "launcher" else ranks_of(process)[1], number)
-    process.wait(timeout=30)
+    process.wait(timeout=120)
     assert [path.name for path in out.glob("*checkpoint-*")] == ["checkpoint-1"]
     assert verify(out / "checkpoint-1").step == 1
 
@@ -379,7 +389,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(text: Path, tmp_path: Path) -> 
     assert (second.returncode, second.stdout) == (2, "")
     assert "is in use by another run" in second.stderr
     os.kill(ranks_of(process)[2], signal.SIGKILL)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=120)
     assert process.returncode == 1
     line = error.decode()
     assert line.count("\n") == 1, line

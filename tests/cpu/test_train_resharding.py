@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import tempfile
 import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from pipeloom.cli import checkpoint as cli
 from pipeloom.cli.train import parse
 from pipeloom.runtime.launcher import Membership
 from pipeloom.train import checkpoint as ck
+from pipeloom.train.config import TrainConfig
 from pipeloom.train.run import train
 from pipeloom.train.validate import validate
 
@@ -29,15 +33,35 @@ COPIES = (
 )
 
 
+def train_until(config: TrainConfig, member: Membership, step: int | None, is_over: Event) -> None:
+    """Train; what is at hand when checkpoint-`step` is put in place waits for the event."""
+    rename = os.rename
+
+    def late(source: Any, target: Any, **more: Any) -> None:
+        if str(target).endswith(f"checkpoint-{step}"):
+            assert is_over.wait(300)
+        rename(source, target, **more)
+
+    os.rename = late  # this process is the test's alone
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as the launcher says
+    train(config, member)
+
+
 def forked(text: Path, output_dir: Path, *more: str, kill_after: int | None = None) -> None:
-    """What the launcher runs, in forked processes, which have torch already; one may be killed after some steps."""
+    """What the launcher runs, in forked processes, which have torch already; one may be killed after some steps.
+
+    However late that is, the run is not over then: it does not get beyond its fourth checkpoint before.
+    """
     config = parse(words(text, output_dir, *more)[1:])
     validate(config, world_size=None)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as directory:
         meeting = f"file://{directory}/meeting"
         members = [Membership(rank=rank, local_rank=0, world_size=4, meeting=meeting) for rank in range(4)]
-        ranks = [context.Process(target=train, args=(config, member), daemon=True) for member in members]
+        step, killed = None if kill_after is None else 16, context.Event()
+        ranks = [
+            context.Process(target=train_until, args=(config, member, step, killed), daemon=True) for member in members
+        ]
         for rank in ranks:
             rank.start()
         if kill_after is not None:
@@ -45,8 +69,9 @@ def forked(text: Path, output_dir: Path, *more: str, kill_after: int | None = No
                 assert all(rank.is_alive() for rank in ranks)
                 time.sleep(0.005)
             ranks[2].kill()
+            killed.set()
         for rank in ranks:
-            rank.join(timeout=60)
+            rank.join(timeout=300)
             rank.kill()
     codes = [rank.exitcode for rank in ranks]
     assert codes == ([0] * 4 if kill_after is None else [1, 1, -signal.SIGKILL, 1])

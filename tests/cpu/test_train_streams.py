@@ -29,7 +29,18 @@ from pipeloom.words import counted
 
 from . import stream_reference
 from .stream_reference import Made, Rule
-from .test_train import STEP_KEYS, local, metrics, metrics_so_far, run, story, text, wait_for_steps, words
+from .test_train import (
+    STEP_KEYS,
+    local,
+    metrics,
+    metrics_so_far,
+    never_beyond,
+    run,
+    story,
+    text,
+    wait_for_steps,
+    words,
+)
 
 __all__ = ["text"]  # a fixture
 
@@ -86,11 +97,11 @@ def test_a_killed_stream_goes_on_to_the_last_bit(text: Path, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     process = subprocess.Popen(
         [sys.executable, "-m", "pipeloom", *words(text, killed, *more, "--sample_tokens=0")],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=never_beyond(50, tmp_path),
     )  # fmt: skip
     wait_for_steps(process, killed, 10)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     last = len([row for row in metrics_so_far(killed) if "loss" in row])
     assert 10 <= last < 60, "the run was over before it was killed"
     resumed = run(text, killed, *more, "--sample_tokens=0", "--resume_from_checkpoint", "latest")

@@ -90,8 +90,8 @@ def test_batches_are_cut_evenly_and_joined() -> None:
 
 def _connect(kind: str, rank: int) -> Transport:
     if kind == "shared-memory":
-        return SharedMemoryTransport(rank, all_gather_bytes, timeout_seconds=30)
-    return TorchDistributedTransport(rank, device=torch.device("cpu"), timeout_seconds=30)
+        return SharedMemoryTransport(rank, all_gather_bytes, timeout_seconds=120)
+    return TorchDistributedTransport(rank, device=torch.device("cpu"), timeout_seconds=120)
 
 
 def _take(transport: Transport, channel: Channel):
@@ -131,7 +131,7 @@ def _maps() -> int:
 
 
 def _memory_goes_back(rank: int) -> None:
-    transport = SharedMemoryTransport(rank, all_gather_bytes, timeout_seconds=30)
+    transport = SharedMemoryTransport(rank, all_gather_bytes, timeout_seconds=120)
     channel = Channel(0, 1, Lane.PIPELINE)
     transport.open([channel])
 
@@ -177,9 +177,10 @@ def test_shared_memory_goes_back_when_it_is_not_needed() -> None:
 
 
 def _times_out(rank: int, kind: str) -> None:
-    transport = SharedMemoryTransport(rank, all_gather_bytes, timeout_seconds=0.2)
+    transport = SharedMemoryTransport(rank, all_gather_bytes, timeout_seconds=120)
     channel = Channel(0, 1, Lane.PIPELINE)
     transport.open([channel])
+    transport.timeout_seconds = 0.2  # from now on: until here the other rank may come as late as it likes
     if rank == 1:
         assert not transport.incoming(channel).ready()
         with pytest.raises(PeerLost, match=r"rank 1 waited 0\.2 s for rank 0"):

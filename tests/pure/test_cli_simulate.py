@@ -159,7 +159,7 @@ def test_the_command_runs_as_a_process_without_a_terminal():
         [sys.executable, "-m", "pipeloom", "simulate", "1f1b", "--ranks", "2", "--microbatches", "2"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         env={**os.environ, "TERM": "dumb"},
     )

@@ -92,7 +92,7 @@ def modules_after(code: str, directory: Path) -> set[str]:
     """The modules that a fresh interpreter has loaded after `code`."""
     script = f"{code}\nimport sys\nprint('LOADED', *sorted(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=directory, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=directory, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.rpartition("LOADED ")[2].split())

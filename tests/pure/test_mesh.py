@@ -102,4 +102,4 @@ def test_unknown_options_are_refused_in_one_line(build: object, words: str) -> N
 
 def test_options_and_shapes_need_no_torch() -> None:
     code = "import sys, pipeloom as pl; pl.DataParallel, pl.Precision; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

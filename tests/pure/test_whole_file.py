@@ -87,7 +87,7 @@ def test_links_pipes_and_devices_are_written_as_they_are(tmp_path: Path) -> None
 def test_a_picture_goes_to_standard_output(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pipeloom", "simulate", "1f1b", "--ranks=2", "--microbatches=2"]
     with (tmp_path / "out").open("w") as out:
-        done = subprocess.run([*command, "--json", "--svg=/dev/stdout"], stdout=out, check=False, timeout=60)
+        done = subprocess.run([*command, "--json", "--svg=/dev/stdout"], stdout=out, check=False, timeout=300)
     assert done.returncode == 0
     assert "</svg>" in (tmp_path / "out").read_text()
     assert os.listdir(tmp_path) == ["out"]

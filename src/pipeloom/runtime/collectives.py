@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import PeerLost, PipeloomError, shortened
+from pipeloom.runtime.gloo_threads import let_gloo_finish
 
 _LOST = "another process went away, or did not come in time, during a collective"
 
@@ -54,6 +55,7 @@ def first_line(error: BaseException) -> str:
 
 def cpu_group() -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
     """A gloo group of all processes, and what was made for it: nothing where the default group is one."""
+    let_gloo_finish()
     if "gloo" not in dist.get_backend_config():
         made = dist.new_group(backend="gloo")
         return made, (made,)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -84,8 +82,6 @@ def connect(
             f"transport {transport!r} without a process group: its ranks are processes; start them with torchrun and "
             "call torch.distributed.init_process_group, or use transport='loopback'"
         )
-    atexit.unregister(_let_gloo_finish)  # once, however many pipelines there are
-    atexit.register(_let_gloo_finish)
     # Small numbers on the CPU go around beside the pipeline's messages.
     group, made = (mesh.cpu_group, ()) if mesh is not None else cpu_group()
     try:
@@ -117,15 +113,6 @@ def _check_size(num_ranks: int, mesh: ProcessMesh | None) -> None:
         )
     if mesh.degree("pp") * mesh.degree("dp") != dist.get_world_size():
         raise InputError(f"a Pipeline on a mesh of {mesh}: it runs on axes pp and dp; give the others degree 1")
-
-
-def _let_gloo_finish() -> None:
-    """Before the interpreter shuts down, let gloo's threads have it once more.
-
-    They let go of tensors a moment after a collective has returned, and need the interpreter for that. One that asks
-    for it during the shutdown is ended inside C++ code, which aborts a process whose work is done.
-    """
-    time.sleep(0.1)
 
 
 def _between_processes(

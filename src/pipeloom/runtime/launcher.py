@@ -30,7 +30,7 @@ from pipeloom.runtime.black_box import BlackBox
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _PEER_LOST = 3  # exit code by which a rank tells its launcher that another rank is the cause
 _POLL_SECONDS = 0.02
-_CAUSE_SECONDS = 1.0  # how long the launcher waits for the rank that caused the loss that others report
+_CAUSE_SECONDS = 5.0  # how long the launcher waits for the rank that caused the loss that others report, if any runs
 _GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1
 
@@ -215,7 +215,7 @@ def _watch(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str | N
         lost = {rank: code for rank, code in enumerate(codes) if code}
         if lost:
             deadline = deadline or time.monotonic() + _CAUSE_SECONDS
-            if set(lost.values()) != {_PEER_LOST} or time.monotonic() > deadline:
+            if set(lost.values()) != {_PEER_LOST} or None not in codes or time.monotonic() > deadline:
                 return _explain(ranks, lost)
         _tell_of_stops(ranks)
         time.sleep(_POLL_SECONDS)

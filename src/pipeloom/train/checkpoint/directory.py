@@ -47,8 +47,7 @@ def list_checkpoints(output_dir: Path) -> list[Listed]:
         visible, hidden = _VISIBLE.fullmatch(path.name), _HIDDEN.fullmatch(path.name)
         if match := visible or hidden:
             complete = visible is not None and (path / SEAL_NAME).is_file()
-            with suppress(FileNotFoundError):  # a running save renamed or deleted it just now
-                found.append(Listed(int(match[1]), path, _size_bytes(path), complete))
+            found.append(Listed(int(match[1]), path, _size_bytes(path), complete))
     return sorted(found, key=lambda entry: (entry.step, entry.path.name))
 
 
@@ -200,7 +199,8 @@ def _entries(output_dir: Path) -> list[Path]:
 
 def _size_bytes(path: Path) -> int:
     total = 0
-    for file in path.iterdir():
-        with suppress(OSError):  # a running save may take a file away
-            total += file.stat().st_size
+    with suppress(OSError):  # a running save may take the directory away
+        for file in path.iterdir():
+            with suppress(OSError):  # or a file
+                total += file.stat().st_size
     return total

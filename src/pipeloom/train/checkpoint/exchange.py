@@ -75,6 +75,9 @@ class DistributedExchange:
     def __init__(self, group: torch.distributed.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
         import torch.distributed as dist
 
+        from pipeloom.runtime.gloo_threads import let_gloo_finish
+
+        let_gloo_finish()
         self._group = group
         self._device = device
         self.rank: int = dist.get_rank(group)
