@@ -30,7 +30,7 @@ from pipeloom.runtime.black_box import BlackBox
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _PEER_LOST = 3  # exit code by which a rank tells its launcher that another rank is the cause
 _POLL_SECONDS = 0.02
-_CAUSE_SECONDS = 5.0  # how long the launcher waits for the rank that caused the loss that others report, if any runs
+_CAUSE_SECONDS = 3.0  # how long the launcher waits for the rank that caused the loss that others report, if any runs
 _GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1
 
