@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -29,7 +30,7 @@ from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint import directory as checkpoint_directory
 from pipeloom.train.checkpoint import tensor_file
 from pipeloom.train.checkpoint.exchange import ThreadExchange
-from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, seal
+from pipeloom.train.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, SEAL_NAME, seal
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
@@ -467,12 +468,28 @@ def rewrite_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) 
         (lambda data: data.pop("files") and None, "not as pipeloom writes it"),
         (lambda data: data["files"].update({"../x": {"bytes": 1, "sha256": "0"}}), "not as pipeloom writes it"),
         (lambda data: data["parts"][0].update(unheard=1), "not as pipeloom writes it"),
+        (lambda data: data["parts"][0].update(model="../../model.safetensors"), "which is not among the files"),
+        (lambda data: data["parts"][0].update(random="other"), "which is not among the files"),
+        (lambda data: data["parts"][0].update(optimizer_class=["AdamW"]), "optimizer_class of Part is"),
+        (lambda data: data["parts"][0]["optimizer_tensors"].update(weight=1.5), "optimizer_tensors.weight. of Part is"),
     ],
 )
 def test_foreign_manifests_are_refused(saved: Path, change: Callable[[Any], Any], words: str) -> None:
     rewrite_manifest(saved, change)
     with pytest.raises(CheckpointError, match=words) as error:
         ck.load(saved)
+    one_line(error)
+
+
+def test_an_index_names_no_file_but_those_of_the_model(saved: Path) -> None:
+    index = json.loads((saved / INDEX_NAME).read_text())
+    index["weight_map"] |= dict.fromkeys(index["weight_map"], "../../model.safetensors")
+    text = json.dumps(index).encode()
+    (saved / INDEX_NAME).write_bytes(text)
+    record = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    rewrite_manifest(saved, lambda data: data["files"].update({INDEX_NAME: record}))
+    with pytest.raises(CheckpointError, match="holds no model") as error:
+        ck.load(saved).tensor(next(iter(index["weight_map"])))
     one_line(error)
 
 

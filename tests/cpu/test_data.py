@@ -9,6 +9,8 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -334,5 +336,10 @@ def test_bad_tokenizers_are_refused(texts: Path, tmp_path: Path, monkeypatch: py
     (tmp_path / "bad.json").write_text("{}")
     assert "is no tokenizers JSON file" in refusal(str(texts), str(tmp_path / "bad.json"), tmp_path / "cache")
     assert "No such file" in refusal(str(texts), str(tmp_path / "none.json"), tmp_path / "cache")
+    assert "is a device, a pipe or a socket" in refusal(str(texts), "/dev/zero", tmp_path / "cache")
+    with monkeypatch.context() as patched:
+        patched.setattr("tokenizers.Tokenizer", SimpleNamespace(from_str=Mock(side_effect=MemoryError)))
+        words = refusal(str(texts), str(tmp_path / "bad.json"), tmp_path / "cache")
+    assert "is no tokenizers JSON file (MemoryError)" in words
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "pip install 'pipeloom[tokenizers]'" in refusal(str(texts), "any.json", tmp_path / "cache")

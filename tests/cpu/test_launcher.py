@@ -279,6 +279,8 @@ def test_membership_of_the_environment() -> None:
     assert (member.meeting, member.black_box) == ("env://", None)
     with pytest.raises(InputError, match="RANK is 'x'"):
         launcher.membership({"RANK": "x", "WORLD_SIZE": "4"})
+    with pytest.raises(InputError, match="RANK is 4: it is below WORLD_SIZE, 4"):
+        launcher.membership({"RANK": "4", "WORLD_SIZE": "4"})
 
 
 def test_the_black_box_cuts_what_is_too_long() -> None:

@@ -290,6 +290,7 @@ def test_timelines_that_are_compared_have_one_scale():
         (["compare", "1f1b", "zb-v", "--placement", "v"], "--placement is of search"),
         (["1f1b", "--prove", "1"], "--prove is of search"),
         (["1f1b", "--trace", "x.txt"], "--trace x.txt: a trace is JSON"),
+        (["1f1b", "--html", "x", "--svg", "x"], "x is named twice: the second would take the place of the first"),
         (["1f1b", "--costs", "nowhere.json"], "--costs nowhere.json: No such file"),
         (["1f1b", "--placement", "ring"], "placement"),
         (["1f1b", "--slow-rank", "2:1.5"], "--slow-rank 2:1.5: ranks are 0..1"),

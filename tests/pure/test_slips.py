@@ -35,6 +35,7 @@ def program(*, rank_0: str) -> Program:
 
 SLIPS = {
     "nothing": (lambda: check(None), "None is no Schedule and no Program"),
+    "a name that is None": (lambda: schedules.build(None, num_ranks=2, num_microbatches=2), "schedule None: .*a text"),
     "simulated nothing": (lambda: simulate(None, Costs.uniform()), "None is no Schedule"),
     "lowered nothing": (lambda: lower(None), "None is no Schedule"),
     "written nothing": (lambda: to_csv([]), "no Schedule"),

@@ -18,6 +18,7 @@ from pipeloom.sim import Timeline, simulate
 from pipeloom.whole_file import write_whole
 
 _COMPARE = "compare"
+_OUTPUTS = ("csv", "html", "svg", "trace")
 
 _EXAMPLES = """\
 pipeloom simulate 1f1b --ranks 4 --microbatches 8
@@ -84,6 +85,9 @@ def _names(options: Any) -> list[str]:
         )
     if options.trace is not None and not options.trace.endswith((".json", ".json.gz")):
         raise InputError(f"--trace {options.trace}: a trace is JSON; name a file that ends in .json or .json.gz")
+    outputs = [path for path in map(vars(options).get, _OUTPUTS) if path and not path.startswith("/dev/")]
+    if twice := next((path for path in outputs if outputs.count(path) > 1), None):
+        raise InputError(f"{twice} is named twice: the second would take the place of the first; name two files")
     for name in names:
         if not schedules.is_file(name):
             schedules.find(name)
@@ -219,7 +223,7 @@ def _write_files(timelines: list[Timeline], schedule: Schedule, options: Any) ->
         InputError: a file cannot be written.
     """
     written = []
-    for kind in ("csv", "html", "svg", "trace"):
+    for kind in _OUTPUTS:
         path = getattr(options, kind)
         if path is None:
             continue

@@ -131,6 +131,8 @@ def _check_keys_of_file(parser: Parser, file: str) -> None:
         parser.error(f"configuration {file} cannot be read: {unwrapped(str(error))}; it must be a YAML file")
     if not rows:
         parser.error(f"configuration {file} holds no keys: write some, such as `steps: 100`")
+    if not os.path.isfile(file):  # every process reads it, more than once
+        parser.error(f"configuration {file} is a device or a pipe: it is read several times; name a file")
     names = [key for key, _ in rows]
     for key, value in rows:
         if names.count(key) > 1:

@@ -30,7 +30,7 @@ from pipeloom.runtime.black_box import BlackBox
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _PEER_LOST = 3  # exit code by which a rank tells its launcher that another rank is the cause
 _POLL_SECONDS = 0.02
-_CAUSE_SECONDS = 5.0  # how long the launcher waits for the rank that caused the loss that others report, if any runs
+_CAUSE_SECONDS = 3.0  # how long the launcher waits for the rank that caused the loss that others report, if any runs
 _GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1
 
@@ -55,7 +55,7 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     """The membership that the environment tells of; None where this process is alone.
 
     Raises:
-        InputError: RANK, LOCAL_RANK or WORLD_SIZE is no number.
+        InputError: RANK, LOCAL_RANK or WORLD_SIZE is no number, or RANK is none of the ranks.
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
@@ -66,10 +66,13 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # Ctrl-C is the launcher's: this is for one rank alone
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # unwinding takes longer than others take to miss this rank
         meeting, black_box = f"file:///proc/self/fd/{file}", BlackBox(box)
+    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if rank >= world_size:  # it would wait for others that do not know of it
+        raise InputError(f"environment variable RANK is {rank}: it is below WORLD_SIZE, {world_size}; correct it")
     return Membership(
-        rank=_number(environment, "RANK"),
+        rank=rank,
         local_rank=_number(environment, "LOCAL_RANK"),
-        world_size=_number(environment, "WORLD_SIZE"),
+        world_size=world_size,
         meeting=meeting,
         black_box=black_box,
     )

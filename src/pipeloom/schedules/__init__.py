@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from typing import Unpack
 
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import ScheduleError, folded
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.breadth_first import breadth_first
 from pipeloom.schedules.chimera import chimera
@@ -113,6 +113,8 @@ def build(
     Raises:
         ScheduleError: unknown name, or sizes that the family or the file cannot have.
     """
+    if not isinstance(name, str):
+        raise ScheduleError(f"schedule {folded(name)}: it is named by a text; pass one, such as '1f1b'")
     if is_file(name):
         given = next((what for what, value in stream.items() if value is not None), None)
         if given is not None:

@@ -59,13 +59,15 @@ class FileTokenizer(Tokenizer):
             raise DataError(
                 f"tokenizer {path}: the tokenizers library is not installed; pip install 'pipeloom[tokenizers]'"
             ) from None
+        if path.exists() and not path.is_file() and not path.is_dir():  # read several times, and /dev/zero has no end
+            raise DataError(f"tokenizer {path} is a device, a pipe or a socket; give the path of a tokenizer.json")
         try:
             self.fingerprint = path.read_bytes()
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(self.fingerprint.decode())
         except OSError as error:
             raise DataError(f"tokenizer {path}: {error.strerror}; give the path of a tokenizer.json") from None
         except Exception as error:  # the library raises bare Exception for a file that it cannot parse
-            reason = str(error).splitlines()[0]
+            reason = next(iter(str(error).splitlines()), type(error).__name__)  # a MemoryError says nothing
             raise DataError(f"tokenizer {path} is no tokenizers JSON file ({reason}); give a tokenizer.json") from None
         self.vocabulary_size = 1 + max(self._tokenizer.get_vocab().values(), default=0)
         self.dtype = np.min_scalar_type(self.vocabulary_size - 1)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import CheckpointError
+from pipeloom.field_types import check_fields
 from pipeloom.runtime.ranges import Range
 from pipeloom.train.checkpoint.tensor_file import FileRecord
 
@@ -53,7 +54,9 @@ class Part:
             name: Range(int(start), int(stop), tuple(map(int, shape)))
             for name, (start, stop, shape) in data.get("pieces", {}).items()
         }
-        return cls(**{**data, "pieces": pieces})
+        part = cls(**{**data, "pieces": pieces})
+        check_fields(part, error=CheckpointError)
+        return part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +81,17 @@ class Manifest:
         files = {name: FileRecord(int(row["bytes"]), str(row["sha256"])) for name, row in data["files"].items()}
         if any(Path(name).name != name for name in files):  # never read outside of the directory
             raise ValueError("a file name is a path")
+        parts = tuple(Part.from_dict(part) for part in data["parts"])
+        for name in [file for part in parts for file in (part.model, part.optimizer, part.random) if file is not None]:
+            if name not in files:
+                raise ValueError(f"a part has {name}, which is not among the files")
         return cls(
             step=int(data["step"]),
             layout=dict(data["layout"]),
             state=dict(data["state"]),
             files=files,
             ties=dict(data["ties"]),
-            parts=tuple(Part.from_dict(part) for part in data["parts"]),
+            parts=parts,
             compute_type=data.get("compute_type"),
         )
 
@@ -123,7 +130,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         )
     try:
         return Manifest.from_dict(data)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
         raise CheckpointError(
             f"{checkpoint / MANIFEST_NAME} is not as pipeloom writes it ({error}): use another checkpoint"
         ) from error

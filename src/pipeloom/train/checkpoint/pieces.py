@@ -98,8 +98,11 @@ def _check_each_once(name: str, writers: Mapping[Range | None, Writer], shape: t
 def stored_model(manifest: Manifest, weight_map: Mapping[str, str]) -> dict[str, list[Piece]]:
     """The model's tensors by name, in the order of the index, each with the pieces that hold it."""
     names = {piece_key(name, part): (name, part) for row in manifest.parts for name, part in row.pieces.items()}
+    files = {part.model for part in manifest.parts}
     found: dict[str, list[Piece]] = {}
     for key, file in weight_map.items():
+        if file not in files:  # whose hash is known, and which lies in the directory
+            raise CheckpointError(f"the index has {key} in {file}, which holds no model: use another checkpoint")
         name, part = names.get(key, (key, None))
         found.setdefault(name, []).append(Piece(file, key, part))
     return found
