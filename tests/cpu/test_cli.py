@@ -206,12 +206,14 @@ def test_a_bad_config_file_is_refused_in_one_line(
     assert expected in refused("--config", str(file))
 
 
-def test_a_config_file_that_is_a_pipe_is_refused(refused: Refused) -> None:
+def test_a_config_file_that_is_a_pipe_is_refused(refused: Refused, tmp_path: Path) -> None:
     reader, writer = os.pipe()  # as `--config <(echo "steps: 9")` has it
     os.write(writer, b"steps: 9\n")
     os.close(writer)
     assert "is a device or a pipe: it is read several times" in refused("--config", f"/dev/fd/{reader}")
     os.close(reader)
+    os.mkfifo(tmp_path / "run.yaml")  # nobody writes: reading it would wait for ever
+    assert "is a device or a pipe: it is read several times" in refused("--config", str(tmp_path / "run.yaml"))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00binary\x00"])

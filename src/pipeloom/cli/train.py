@@ -123,6 +123,8 @@ def _check_keys_of_file(parser: Parser, file: str) -> None:
     kinds = {key: kind for key, kind, *_ in options()}
     known = list(kinds)
     groups = {key.rpartition(".")[0] for key in known}
+    if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):  # it may never end, or never come
+        parser.error(f"configuration {file} is a device or a pipe: it is read several times; name a file")
     try:
         with open(file, encoding="utf-8") as stream:
             content = yaml.load(stream, _UniqueKeys)
@@ -131,8 +133,6 @@ def _check_keys_of_file(parser: Parser, file: str) -> None:
         parser.error(f"configuration {file} cannot be read: {unwrapped(str(error))}; it must be a YAML file")
     if not rows:
         parser.error(f"configuration {file} holds no keys: write some, such as `steps: 100`")
-    if not os.path.isfile(file):  # every process reads it, more than once
-        parser.error(f"configuration {file} is a device or a pipe: it is read several times; name a file")
     names = [key for key, _ in rows]
     for key, value in rows:
         if names.count(key) > 1:
