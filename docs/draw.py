@@ -25,7 +25,7 @@ from pipeloom.report.drawing import number_text, seconds_text
 from pipeloom.report.html import percent_text
 from pipeloom.report.plots import Series, line_chart
 from pipeloom.sim import Timeline
-from pipeloom.train.config import options
+from pipeloom.train.config.train_config import options
 
 DOCS = Path(__file__).parent
 PICTURES = DOCS / "pictures"

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from benchmarks.common.links import EmulatedLinks
-from pipeloom.runtime.transport import Channel, Incoming, Lane, Message, Outgoing, Transport
-from pipeloom.runtime.values import Layout
+from pipeloom.transport.interface import Channel, Incoming, Lane, Message, Outgoing, Transport
+from pipeloom.transport.values import Layout
 
 _LANES = list(Lane)
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.common.workloads import wait
-from pipeloom.runtime import Channel, Lane, all_gather_bytes
-from pipeloom.runtime.shared_memory import SharedMemoryTransport
-from pipeloom.runtime.values import flatten
+from pipeloom.processes import all_gather_bytes
+from pipeloom.transport import Channel, Lane
+from pipeloom.transport.shared_memory import SharedMemoryTransport
+from pipeloom.transport.values import flatten
 
 
 def ping_pong(rank: int, num_ranks: int, count: int, wait_seconds: float) -> tuple[list[float], list[float]]:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks.common.workloads import Workload
-from pipeloom.runtime.host_memory import keep_freed_memory
+from pipeloom.processes.host_memory import keep_freed_memory
 
 TOLERANCE = 1e-5  # float32, relative to the largest element of each gradient
 

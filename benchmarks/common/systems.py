@@ -46,8 +46,8 @@ class Pipeloom:
         chosen: Any = transport
         if links is not None or spin_seconds is not None:
             from benchmarks.common.delayed_transport import DelayedTransport
-            from pipeloom.runtime import all_gather_bytes
-            from pipeloom.runtime.shared_memory import SharedMemoryTransport
+            from pipeloom.processes import all_gather_bytes
+            from pipeloom.transport.shared_memory import SharedMemoryTransport
 
             chosen = SharedMemoryTransport(dist.get_rank(), all_gather_bytes, spin_seconds=spin_seconds)
             if links is not None:

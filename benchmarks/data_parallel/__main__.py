@@ -17,7 +17,7 @@ from benchmarks.common.report import environment, save, table
 from benchmarks.common.statistics import ratio, spread
 from benchmarks.common.workloads import GPTWorkload
 from benchmarks.data_parallel.predict import Predictions
-from benchmarks.data_parallel.systems import Copies, System, step_seconds
+from benchmarks.data_parallel.systems import ReplicaGroup, System, step_seconds
 from benchmarks.data_parallel.workload import TOLERANCE, judge, write_reference
 
 NUM_PROCESSES = 4
@@ -113,7 +113,7 @@ class Crews(AbstractContextManager["Crews"]):
 
     def __getitem__(self, name: str) -> Crew:
         if name not in self._crews:
-            self._crews[name] = Crew(name, NUM_PROCESSES, Copies, timeout_seconds=ANSWER_SECONDS)
+            self._crews[name] = Crew(name, NUM_PROCESSES, ReplicaGroup, timeout_seconds=ANSWER_SECONDS)
             for system in self._built[name]:
                 self._crews[name].call("build", system, self._chosen[system], self._workload)
         return self._crews[name]

@@ -17,8 +17,8 @@ from benchmarks.common.workloads import Workload
 
 import pipeloom as pl
 from pipeloom.ir import DataAxis, DataStrategy, Schedule
-from pipeloom.parallel.copies import Copies
-from pipeloom.parallel.time_collectives import time_collectives
+from pipeloom.parallel.data.collective_times import time_collectives
+from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.passes import lower, merge_backwards, separate_units
 from pipeloom.sim import Timeline
 from pipeloom.sim.data_link import slowdown
@@ -39,7 +39,7 @@ def collective_seconds(mesh: pl.Mesh, workload: Workload) -> dict[str, Taken]:
 
     All ranks of the pipeline are at it at once, as in a step.
     """
-    copies = Copies(mesh)
+    copies = ReplicaGroup(mesh)
     rank, num_ranks = mesh.coordinate("pp"), mesh.degree("pp")
     cut = workload.cut(num_ranks)
     start = sum(cut[:rank])

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from pipeloom import schedules
 from pipeloom.ir import DataAxis, Schedule
 from pipeloom.parallel import DataParallel, Mesh
-from pipeloom.runtime import Pipeline
+from pipeloom.training import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class Stamp(NamedTuple):
     cpu: float  # of all threads of the process, from start to end
 
 
-class Copies:
+class ReplicaGroup:
     """The subject of a crew: builds systems on one process and runs their steps."""
 
     def __init__(self, rank: int) -> None:

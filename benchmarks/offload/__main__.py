@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
-from pipeloom.runtime.host_memory import keep_freed_memory
+from pipeloom.processes.host_memory import keep_freed_memory
 
 NUM_MICROBATCHES = 8
 KEPT = 3  # activations in memory where the others are in a file

@@ -15,8 +15,8 @@ from benchmarks.common.workloads import WaitingStage, wait
 from torch import Tensor, nn
 
 import pipeloom as pl
+from pipeloom.engine.binders import backward
 from pipeloom.ir import Action, Op, Schedule
-from pipeloom.runtime import backward
 
 
 def _made_up_for(function: Callable[..., Any]) -> Callable[..., Any]:

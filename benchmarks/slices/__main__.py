@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from pipeloom.models import loss_fn
 from pipeloom.plan.slicing import slice_for_schedule
-from pipeloom.plan.slicing.measure import measure_slices
+from pipeloom.plan.slicing.measure_slices import measure_slices
 
 TOLERANCE = 2e-5
 

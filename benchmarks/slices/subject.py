@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pipeloom as pl
+from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
-from pipeloom.runtime.kept_bytes import KeptBytes
 
 NUM_RANKS = 2
 WHOLE = "1f1b"
@@ -62,7 +62,7 @@ class Subject:
         num_slices = len(lengths) if lengths is not None else cut.slices or 1
         schedule = pl.schedules.build(cut.schedule, num_ranks=NUM_RANKS, num_microbatches=1, num_slices=num_slices)
         self._pipe = pl.Pipeline(build(self._sequence), schedule, loss_fn=loss_fn, slices=lengths)
-        kept = KeptBytes(self._pipe.parameters())
+        kept = SavedBytes(self._pipe.parameters())
         with kept.counting():
             loss = self._pipe.step(*batch(self._sequence))
         expected = load_file(reference)

@@ -22,8 +22,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
-from pipeloom.runtime.host_memory import keep_freed_memory
-from pipeloom.runtime.split_backward import backward_input
+from pipeloom.autograd.split_backward import backward_input
+from pipeloom.processes.host_memory import keep_freed_memory
 
 WIDTHS = (64, 256, 512)
 TOKENS = ((1, 64), (4, 64))

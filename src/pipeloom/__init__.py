@@ -5,19 +5,24 @@ Importing this package imports no torch; what needs torch is loaded when it is f
 
 from __future__ import annotations
 
-import importlib
-
+from pipeloom.common.lazy_exports import lazy_exports
 from pipeloom.errors import PipeloomError
 from pipeloom.version import __version__
 
 TYPE_CHECKING = False  # checkers take it for typing's, whose import would be most of the time that this one takes
 if TYPE_CHECKING:
-    from typing import Any
-
     from pipeloom import ir, passes, schedules
     from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
-    from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, OffloadedOptimizer, Precision
-    from pipeloom.runtime import (
+    from pipeloom.parallel import (
+        DataParallel,
+        Mesh,
+        OffloadActivations,
+        OffloadedOptimizer,
+        Precision,
+        update_parameters,
+    )
+    from pipeloom.sim import Costs, Network, Timeline, simulate
+    from pipeloom.training import (
         BarrierStep,
         LossScaler,
         Pipeline,
@@ -26,9 +31,7 @@ if TYPE_CHECKING:
         StreamUpdate,
         Update,
         clip_grad_norm,
-        update_parameters,
     )
-    from pipeloom.sim import Costs, Network, Timeline, simulate
 
 # Public names and the module each lives in. All are loaded at first use, so that a command is soon where it can answer
 # an interrupt.
@@ -46,23 +49,22 @@ _LAZY = {
     "Network": "pipeloom.sim",
     "Timeline": "pipeloom.sim",
     "simulate": "pipeloom.sim",
-    "BarrierStep": "pipeloom.runtime",
-    "LossScaler": "pipeloom.runtime",
+    "BarrierStep": "pipeloom.training",
+    "LossScaler": "pipeloom.training",
     "DataParallel": "pipeloom.parallel",
     "Mesh": "pipeloom.parallel",
     "OffloadActivations": "pipeloom.parallel",
     "OffloadedOptimizer": "pipeloom.parallel",
     "Precision": "pipeloom.parallel",
-    "Pipeline": "pipeloom.runtime",
-    "PostValidatedStep": "pipeloom.runtime",
-    "Stream": "pipeloom.runtime",
-    "StreamUpdate": "pipeloom.runtime",
-    "Update": "pipeloom.runtime",
-    "clip_grad_norm": "pipeloom.runtime",
-    "update_parameters": "pipeloom.runtime",
+    "Pipeline": "pipeloom.training",
+    "PostValidatedStep": "pipeloom.training",
+    "Stream": "pipeloom.training",
+    "StreamUpdate": "pipeloom.training",
+    "Update": "pipeloom.training",
+    "clip_grad_norm": "pipeloom.training",
+    "update_parameters": "pipeloom.parallel",
     "split": "pipeloom.split",
     "sim": "pipeloom.sim",
-    "runtime": "pipeloom.runtime",
     "report": "pipeloom.report",
 }
 
@@ -99,12 +101,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    home = _LAZY.get(name)
-    if home is None:
-        raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")
-    module = importlib.import_module(home)
-    return module if home == f"pipeloom.{name}" else getattr(module, name)
+__getattr__ = lazy_exports(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:

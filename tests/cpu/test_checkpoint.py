@@ -530,7 +530,7 @@ KILLER = """
 import itertools, json, os, signal, sys, threading
 from pathlib import Path
 import torch
-from pipeloom.runtime.ranges import Range
+from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint.exchange import ThreadExchange
 from pipeloom.train.checkpoint.tensor_file import HashingFile

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipeloom.cli import checkpoint as cli
+from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
-from pipeloom.runtime.ranges import Range
 from pipeloom.train import checkpoint as ck
 from tests.cpu.test_checkpoint import flip, on_threads, rewrite_manifest, same_bits
 

@@ -16,12 +16,12 @@ import yaml
 from pipeloom.cli import COMMANDS, main
 from pipeloom.cli.parser import did_you_mean
 from pipeloom.cli.train import parse
-from pipeloom.runtime import launcher
-from pipeloom.train.config import TrainConfig, options
-from pipeloom.train.layout import parse_cut
-from pipeloom.train.output import in_use
-from pipeloom.train.repeat import repeatable, to_yaml
-from pipeloom.train.validate import validate
+from pipeloom.processes import launcher
+from pipeloom.train.config.schedule_choice import parse_cut
+from pipeloom.train.config.train_config import TrainConfig, options
+from pipeloom.train.config.validate import validate
+from pipeloom.train.output.directory import in_use
+from pipeloom.train.output.repeatable_config import repeatable, to_yaml
 from pipeloom.version import __version__
 
 Refused = Callable[..., str]
@@ -338,7 +338,7 @@ def test_output_that_nobody_can_read(text: Path, tmp_path: Path, command: str, c
 
 def test_a_reader_that_goes_away_ends_no_run(capfd: pytest.CaptureFixture[str]) -> None:
     program = (
-        "import sys; from pipeloom.cli.streams import standard_streams\n"
+        "import sys; from pipeloom.cli.standard_streams import standard_streams\n"
         "with standard_streams(lasting=sys.argv[1] == 'train'):\n"
         "    for _ in range(3): print('x' * 100_000, flush=True)\n"
         "sys.stderr.write('goes on\\n')\n"
@@ -475,7 +475,7 @@ def test_the_launcher_and_the_light_commands_import_no_torch() -> None:
     program = """
 import sys
 from pipeloom.cli import main
-from pipeloom.runtime import launcher
+from pipeloom.processes import launcher
 launcher.launch = lambda *_: 0
 import tempfile
 with tempfile.TemporaryDirectory() as out:

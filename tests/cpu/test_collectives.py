@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError, PeerLost
-from pipeloom.parallel.copies import Copies
-from pipeloom.runtime import Channel, Lane, torch_distributed
-from pipeloom.runtime.collectives import all_reduce, noticing_lost_peers
-from pipeloom.runtime.torch_distributed import TorchDistributedTransport
-from pipeloom.runtime.values import flatten
+from pipeloom.parallel.data.replica_group import ReplicaGroup
+from pipeloom.processes.collectives import all_reduce, noticing_lost_peers
+from pipeloom.transport import Channel, Lane, torch_distributed
+from pipeloom.transport.torch_distributed import TorchDistributedTransport
+from pipeloom.transport.values import flatten
 from tests.cpu.ranks import run_ranks
 
 
@@ -116,7 +116,7 @@ def _late_and_gone(rank: int, gate: Any) -> list[str]:
         gate.wait()
         return []
     with pytest.raises(PeerLost) as late:
-        Copies(mesh, timeout_seconds=0.1).sum_in_order(torch.ones(1))
+        ReplicaGroup(mesh, timeout_seconds=0.1).sum_in_order(torch.ones(1))
     gate.set()
     with pytest.raises(PeerLost) as gone:
         all_reduce(torch.ones(1), mesh.cpu_group, 120.0)
@@ -182,7 +182,7 @@ def test_no_memory_in_a_collective_of_copies_is_no_lost_copy(monkeypatch: pytest
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(dist, "all_reduce", _out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        Copies(_TwoCopies()).all_reduce(torch.ones(1))  # type: ignore[arg-type]
+        ReplicaGroup(_TwoCopies()).all_reduce(torch.ones(1))  # type: ignore[arg-type]
     with pytest.raises(torch.OutOfMemoryError):
         all_reduce(torch.ones(1), None, 1.0)  # type: ignore[arg-type]
 

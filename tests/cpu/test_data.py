@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import DataError
-from pipeloom.train.data import Corpus, Sampler, prepare_corpus
+from pipeloom.train.data.sampler import Corpus, Sampler, prepare_corpus
 
 # ------------------------------------------------------------------------------------------------------- sampler
 

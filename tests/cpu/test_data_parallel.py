@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import pipeloom as pl
-from pipeloom.parallel.copies import Copies
+from pipeloom.parallel.data.replica_group import ReplicaGroup
 from tests.cpu.copies import FAMILIES, STRATEGIES, Case, expected, grid, thinned, train_and_compare
 from tests.cpu.ranks import run_ranks
 
@@ -42,8 +42,8 @@ def test_every_schedule_with_every_strategy_in_every_state_equals_one_process() 
 
 
 def _run_without_sums(rank: int, strategy: str) -> None:
-    Copies.all_reduce = lambda self, values: lambda: None  # this process ends with the test
-    Copies.reduce_scatter = lambda self, values, own: lambda: own.copy_(values.view(2, -1)[self.index])
+    ReplicaGroup.all_reduce = lambda self, values: lambda: None  # this process ends with the test
+    ReplicaGroup.reduce_scatter = lambda self, values, own: lambda: own.copy_(values.view(2, -1)[self.index])
     train_and_compare(Case("1f1b", strategy), pl.Mesh(pp=2, dp=2), num_steps=1)
 
 

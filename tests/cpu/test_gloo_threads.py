@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeloom.runtime import gloo_threads
+from pipeloom.processes import gloo_threads
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -68,7 +68,7 @@ def test_threads_are_waited_for_until_they_sleep_or_for_some_seconds(
 def test_it_is_what_comes_last() -> None:
     """Whatever else is registered to be called at the end uses gloo perhaps."""
     words = (
-        "import atexit; from pipeloom.runtime import gloo_threads as g;"
+        "import atexit; from pipeloom.processes import gloo_threads as g;"
         "g._wait_for_threads = lambda: print('waits');"
         "g.let_gloo_finish(); atexit.register(print, 'closes'); g.let_gloo_finish()"
     )

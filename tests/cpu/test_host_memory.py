@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from pipeloom.runtime.host_memory import give_back_freed_memory, keep_freed_memory
+from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
 
 SCRIPT = """
 import ctypes, resource, sys, torch
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: of huge pages there would be few
-from pipeloom.runtime.host_memory import keep_freed_memory
+from pipeloom.processes.host_memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

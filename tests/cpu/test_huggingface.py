@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
+from pipeloom.autograd.split_backward import backward_input
 from pipeloom.errors import InputError, SplitError
 from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
-from pipeloom.runtime.split_backward import backward_input
 from pipeloom.slicing import SliceContext, make_sliceable
 from pipeloom.split import split
 from pipeloom.split.huggingface import DECODERS

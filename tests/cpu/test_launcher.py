@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.runtime import launcher
-from pipeloom.runtime.black_box import BlackBox
+from pipeloom.processes import launcher
+from pipeloom.processes.black_box import BlackBox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher stands on Linux")
 
@@ -26,7 +26,7 @@ RANK = """\
 import os, signal, sys, time
 from pathlib import Path
 from pipeloom.errors import InputError, PeerLost, RunError
-from pipeloom.runtime import launcher
+from pipeloom.processes import launcher
 
 member = launcher.membership(os.environ)
 rank, box, here = member.rank, member.black_box, Path(sys.argv[1])
@@ -41,7 +41,7 @@ with launcher.last_words(member):
 
 LAUNCH = """\
 import sys
-from pipeloom.runtime.launcher import launch
+from pipeloom.processes.launcher import launch
 code = launch([f"rank {rank}" for rank in range(int(sys.argv[1]))], sys.argv[2:])
 assert "torch" not in sys.modules
 sys.exit(code)
@@ -256,7 +256,7 @@ def test_a_rank_whose_launcher_is_gone_ends_at_once() -> None:
     try:
         os.truncate(descriptors[1], BlackBox.SIZE)
         place = {"RANK": "0", "WORLD_SIZE": "1", "_PIPELOOM_LAUNCHED": f"1:{descriptors[0]}:{descriptors[1]}"}
-        words = "import os; from pipeloom.runtime import launcher; launcher.membership(os.environ); print('alive')"
+        words = "import os; from pipeloom.processes import launcher; launcher.membership(os.environ); print('alive')"
         done = subprocess.run(
             [sys.executable, "-c", words],
             env={**os.environ, **place},

@@ -11,7 +11,7 @@ from torch import nn
 from pipeloom.cli import main
 from pipeloom.errors import InputError
 from pipeloom.models import GPT, GPTConfig, init_parameters
-from pipeloom.plan.slicing.measure import measure_slices, measure_stage_slices
+from pipeloom.plan.slicing.measure_slices import measure_slices, measure_stage_slices
 from pipeloom.slicing import current_slice
 from pipeloom.split import split
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.chain import partition
+from pipeloom.autograd.recomputation import recomputed
+from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.cli import main
 from pipeloom.ir.recompute import Recompute
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
@@ -25,10 +26,9 @@ from pipeloom.plan.memory import (
     num_parameters,
     read_memory,
 )
-from pipeloom.plan.memory.states import state_elements
-from pipeloom.runtime.kept_bytes import KeptBytes
-from pipeloom.runtime.recompute import recomputed
+from pipeloom.plan.memory.state_bytes import state_elements
 from pipeloom.split import split
+from pipeloom.split.layer_chain import partition
 from tests.cpu.ranks import run_ranks
 
 
@@ -58,7 +58,7 @@ def test_activations_of_every_stage_take_what_the_closed_form_says(dtype, dropou
     for stage, layers in zip(stages.modules, predicted, strict=True):
         assert num_parameters(layers) == sum(p.numel() for p in stage.parameters())
         assert sum(layer.buffer_elements for layer in layers) == sum(b.numel() for b in stage.buffers())
-        kept = KeptBytes.beside(stage)
+        kept = SavedBytes.beside(stage)
         with kept.counting():
             output = recomputed(stage, recompute)(value)
             if stage is stages.modules[-1]:
@@ -111,7 +111,7 @@ def test_activations_of_a_whole_step_peak_where_the_walk_says(name):
     pipe = pl.Pipeline(small_gpt(), schedule, loss_fn=loss_fn, transport="loopback")
     (held,) = [memory_of_ranks(lower(schedule), small_model(schedule.num_stages, Precision()))]
     inputs, targets = torch.randint(0, 70, (2, 8, 24), dtype=torch.uint8)
-    kept = KeptBytes.beside(*pipe.modules())
+    kept = SavedBytes.beside(*pipe.modules())
     with kept.counting():
         pipe.step(inputs, targets)
     pipe.close()

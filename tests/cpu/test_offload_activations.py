@@ -15,7 +15,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Op
 from pipeloom.parallel.offload import activations
-from pipeloom.parallel.offload.options import OffloadActivations
+from pipeloom.parallel.offload.targets import OffloadActivations
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, make_mlp, tokens
 
@@ -101,7 +101,7 @@ def test_what_is_held_falls_to_the_cap(tmp_path: Path, monkeypatch: pytest.Monke
     """Of eight micro-batches so many are in memory at once as may be."""
     gc.collect()  # pieces of earlier tests would be counted until they go
     everything = frozenset((0, b, None) for b in range(8))
-    monkeypatch.setattr("pipeloom.runtime.worker.moved_keys", lambda program, rank: everything)  # all are noted
+    monkeypatch.setattr("pipeloom.engine.worker.moved_keys", lambda program, rank: everything)  # all are noted
     schedule = pl.schedules.build("gpipe", num_ranks=1, num_microbatches=8)
     peaks = {}
     for most in (2, 4, 7):

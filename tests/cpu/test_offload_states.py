@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError, RunError
-from pipeloom.parallel.offload.optimizer import OffloadedOptimizer
-from pipeloom.parallel.offload.options import Place
+from pipeloom.parallel.offload.offloaded_optimizer import OffloadedOptimizer
 from pipeloom.parallel.offload.store import FileStore, HostStore, Store, page_buffer
+from pipeloom.parallel.offload.targets import Place
 from tests.cpu.reference import make_mlp
 
 OPTIMIZERS = {
@@ -235,7 +235,7 @@ def test_a_write_that_fails_is_one_line(tmp_path: Path) -> None:
 def test_a_killed_run_leaves_no_file(tmp_path: Path) -> None:
     script = """
         import sys, torch
-        from pipeloom.parallel.offload.optimizer import OffloadedOptimizer
+        from pipeloom.parallel.offload.offloaded_optimizer import OffloadedOptimizer
         parameter = torch.nn.Parameter(torch.zeros(1 << 18))
         optimizer = OffloadedOptimizer(torch.optim.Adam([parameter]), "disk:" + sys.argv[1])
         while True:
@@ -257,7 +257,7 @@ def test_states_that_do_not_fit_into_memory_train_from_a_file(tmp_path: Path) ->
     """Under a limit of the kernel's (RLIMIT_DATA): 128 MiB of parameters whose moments take 256, where 160 are left."""
     script = """
         import resource, sys, torch
-        from pipeloom.parallel.offload.optimizer import OffloadedOptimizer
+        from pipeloom.parallel.offload.offloaded_optimizer import OffloadedOptimizer
         torch.set_num_threads(1)
         parameters = [torch.nn.Parameter(torch.ones(1 << 19)) for _ in range(64)]
         for parameter in parameters:

@@ -17,7 +17,7 @@ from torch import nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError, PeerLost, RunError, StageError
-from pipeloom.runtime import shared_memory
+from pipeloom.transport import shared_memory
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import accumulate, language_loss, make_gpt, make_mlp, tokens
 

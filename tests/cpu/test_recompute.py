@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipeloom as pl
+from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.errors import InputError, RunError
 from pipeloom.models import GPT, GPTConfig, init_parameters
-from pipeloom.runtime.kept_bytes import KeptBytes
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_mlp, tokens
 
@@ -97,7 +97,7 @@ def _saved_bytes(model: nn.Module, name: str, recompute, batches=tokens, loss_fn
     schedule = pl.schedules.build(name, num_ranks=2, num_microbatches=4)
     with pl.Pipeline(model, schedule, loss_fn=loss_fn, recompute=recompute, transport="loopback") as pipe:
         pipe.step(*batches(8))
-        kept = KeptBytes(model.parameters())
+        kept = SavedBytes(model.parameters())
         with kept.counting():
             pipe.step(*batches(8))
     return kept.peak

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.runtime import BarrierStep, LossScaler
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint.exchange import DistributedExchange
 from pipeloom.train.checkpoint.tensor_file import HashingFile
+from pipeloom.training import BarrierStep, LossScaler
 from tests.cpu.ranks import run_ranks
 
 NUM_SAMPLES = 8

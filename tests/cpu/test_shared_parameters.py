@@ -348,7 +348,7 @@ def test_copies_whose_samples_take_other_ways_through_the_model_start_their_coll
 
 def _overlap(rank: int) -> None:
     """Of a stage of four layers, three reductions begin before the last backward has ended."""
-    from pipeloom.parallel.unit_gradients import UnitGradients
+    from pipeloom.parallel.data.unit_gradients import UnitGradients
 
     mesh, order = pl.Mesh(dp=2), []
     model = make_mlp(depth=4)

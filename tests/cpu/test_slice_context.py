@@ -12,9 +12,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from pipeloom.autograd.split_backward import backward_input
 from pipeloom.errors import InputError, RunError
 from pipeloom.models import GPT, GPTConfig, init_parameters
-from pipeloom.runtime.split_backward import backward_input
 from pipeloom.slicing import SliceContext, causal_attention, current_slice, dropout, make_sliceable
 
 LENGTH = 70  # longer than a block of random numbers

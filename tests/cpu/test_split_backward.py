@@ -19,9 +19,9 @@ from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from pipeloom.autograd.split_backward import backward_input
 from pipeloom.models import GPTConfig
 from pipeloom.models.gpt import Block
-from pipeloom.runtime.split_backward import backward_input
 
 B, S, D, V = 3, 5, 8, 11
 

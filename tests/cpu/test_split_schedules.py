@@ -14,8 +14,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 import pipeloom as pl
+from pipeloom.autograd.split_backward import backward_input
 from pipeloom.ir import Action, Op, Placement, Schedule
-from pipeloom.runtime.split_backward import backward_input
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import Checkpointed, accumulate, language_loss, make_gpt, make_mlp, tokens
 from tests.pure.handmade import random_schedule

@@ -24,18 +24,16 @@ from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Placeme
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.passes import lower, merge_backwards
 from pipeloom.plan.memory import MemoryRow, write_memory
-from pipeloom.runtime import LossScaler, Pipeline
 from pipeloom.sim import Costs, Network, simulate
 from pipeloom.sim.data_link import DataLink
 from pipeloom.split import split
 from pipeloom.train.checkpoint.manifest import SEAL_NAME
-from pipeloom.train.config import TrainConfig
-from pipeloom.train.data_costs import DataCosts
+from pipeloom.train.config.sections import BatchConfig, OptimizerConfig, ParallelConfig
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.generate import generate
-from pipeloom.train.group import Group
-from pipeloom.train.metrics import Predictor, StepCost, cost_numbers, message_times, read_cost
-from pipeloom.train.notices import resume_notices, skipped_notice
-from pipeloom.train.optimizer import (
+from pipeloom.train.link_costs import DataCosts
+from pipeloom.train.optimizers import (
     apply_options,
     learning_rate,
     learning_rates,
@@ -43,11 +41,13 @@ from pipeloom.train.optimizer import (
     options_of,
     set_learning_rates,
 )
-from pipeloom.train.output import append_metrics, prepare_output, writing
-from pipeloom.train.progress import describe, display
-from pipeloom.train.restart import agreed_checkpoint
-from pipeloom.train.sections import BatchConfig, OptimizerConfig, ParallelConfig
-from pipeloom.train.tokenize import ByteTokenizer
+from pipeloom.train.output.directory import append_metrics, prepare_output, writing
+from pipeloom.train.output.notices import resume_notices, skipped_notice
+from pipeloom.train.output.progress import describe, display
+from pipeloom.train.output.step_metrics import Predictor, StepCost, cost_numbers, message_times, read_cost
+from pipeloom.train.process_group import Group
+from pipeloom.train.resume import agreed_checkpoint
+from pipeloom.training import LossScaler, Pipeline
 
 ROW = {
     "step": 3, "loss": math.nan, "grad_norm": 1.5, "lr": 1e-3, "tokens_per_second": 12345.6, "step_seconds": 0.5,
@@ -216,7 +216,7 @@ def test_tokens_that_a_killed_run_did_not_finish_are_deleted(tmp_path: Path) -> 
     tokens = tmp_path / "data" / "corpus-0.bin"
     tokens.parent.mkdir()
     dies = f"with whole_file(Path({str(tokens)!r})) as file: file.write(b'1'); file.flush(); os.kill(os.getpid(), 9)"
-    code = f"import os\nfrom pathlib import Path\nfrom pipeloom.whole_file import whole_file\n{dies}"
+    code = f"import os\nfrom pathlib import Path\nfrom pipeloom.common.atomic_file import whole_file\n{dies}"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     assert len(list(tokens.parent.iterdir())) == 1
     prepare_output(TrainConfig(output_dir=str(tmp_path)), None, 0)

@@ -16,11 +16,11 @@ import torch
 
 from pipeloom.cli import checkpoint as cli
 from pipeloom.cli.train import parse
-from pipeloom.runtime.launcher import Membership
+from pipeloom.processes.launcher import Membership
 from pipeloom.train import checkpoint as ck
-from pipeloom.train.config import TrainConfig
-from pipeloom.train.run import train
-from pipeloom.train.validate import validate
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.config.validate import validate
+from pipeloom.train.loop import train
 
 from .test_train import local, metrics, metrics_so_far, story, text, words
 

@@ -19,13 +19,13 @@ import yaml
 from torch import nn
 
 from pipeloom.cli import main
+from pipeloom.common.quantities import counted
 from pipeloom.sim import Timeline
-from pipeloom.train.config import TrainConfig
-from pipeloom.train.group import meet
-from pipeloom.train.optimizer import make_optimizer
-from pipeloom.train.progress import display
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.optimizers import make_optimizer
+from pipeloom.train.output.progress import display
+from pipeloom.train.process_group import meet
 from pipeloom.train.trainer import Trainer
-from pipeloom.words import counted
 
 from . import stream_reference
 from .stream_reference import Made, Rule
@@ -259,7 +259,7 @@ def test_of_a_long_stream_the_last_records_are_enough(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks keep so many records, which is of different micro-batches on each."""
-    monkeypatch.setattr("pipeloom.runtime.stream_rank._NUM_RECORDS", 60)
+    monkeypatch.setattr("pipeloom.training.stream.rank_run._NUM_RECORDS", 60)
     more = ("--schedule=pipedream", "--batch.microbatches=1", "--parallel.pipeline=3", "--steps=40")
     local(text, tmp_path, *more, "--eval_steps=0", "--save_steps=0")
     rows = metrics(tmp_path)

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from pipeloom.errors import InputError, PeerLost
-from pipeloom.runtime import Channel, Lane, Transport, all_gather_bytes
-from pipeloom.runtime.loopback import LoopbackTransport
-from pipeloom.runtime.shared_memory import SharedMemoryTransport
-from pipeloom.runtime.torch_distributed import TorchDistributedTransport
-from pipeloom.runtime.values import decode, flatten, join_batch, split_batch, unflatten
+from pipeloom.processes import all_gather_bytes
+from pipeloom.transport import Channel, Lane, Transport
+from pipeloom.transport.loopback import LoopbackTransport
+from pipeloom.transport.shared_memory import SharedMemoryTransport
+from pipeloom.transport.torch_distributed import TorchDistributedTransport
+from pipeloom.transport.values import decode, flatten, join_batch, split_batch, unflatten
 from tests.cpu.ranks import run_ranks
 
 VALUES = [

@@ -11,8 +11,8 @@ import pytest
 from pipeloom.cli import main
 from pipeloom.cli.train import parse
 from pipeloom.errors import InputError
-from pipeloom.train.stream_command import stream_command
-from pipeloom.train.validate import validate_settings
+from pipeloom.train.config.stream_command import stream_command
+from pipeloom.train.config.validate import validate_settings
 
 KEYS = ("name", "forward_seconds", "backward_seconds", "activation_bytes", "parameter_bytes")
 # A front that computes, and a tail with the weights.

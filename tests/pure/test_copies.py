@@ -7,12 +7,12 @@ from itertools import chain
 
 import pytest
 
+from pipeloom.common.quantities import Bytes
 from pipeloom.errors import InputError
-from pipeloom.train.config import TrainConfig
-from pipeloom.train.copies import process_names, settled, share
-from pipeloom.train.sections import BatchConfig, MemoryConfig, ParallelConfig
-from pipeloom.train.unused import check_unused
-from pipeloom.words import Bytes
+from pipeloom.train.config.data_parallel import process_names, settled, share
+from pipeloom.train.config.sections import BatchConfig, MemoryConfig, ParallelConfig
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.config.unused_options import check_unused
 
 
 @pytest.mark.parametrize("count", [1, 5, 12, 13])

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pipeloom import schedules
+from pipeloom.common.json_reader import Entry
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy
-from pipeloom.ir.json_text import Entry
 from pipeloom.ir.text import from_json, program_from_json, program_to_json, to_json
 from pipeloom.passes import lower
 from pipeloom.plan.cluster import parse_cluster

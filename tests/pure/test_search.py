@@ -15,11 +15,11 @@ from pipeloom import schedules
 from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import Placement, check
 from pipeloom.schedules import Conditions
-from pipeloom.schedules.search_bounds import lower_bound
-from pipeloom.schedules.search_exact import bound_alone, shortest
-from pipeloom.schedules.search_moves import improve
-from pipeloom.schedules.search_rules import Shop
-from pipeloom.schedules.search_work import Work
+from pipeloom.schedules.search.bounds import lower_bound
+from pipeloom.schedules.search.exact import bound_alone, shortest
+from pipeloom.schedules.search.greedy import Shop
+from pipeloom.schedules.search.operations import Work
+from pipeloom.schedules.search.tabu import improve
 from pipeloom.sim import Costs, Network, simulate
 from tests.pure.test_zb_auto import most_held
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import main
-from pipeloom.whole_file import whole_file, write_whole
+from pipeloom.common.atomic_file import whole_file, write_whole
 
 
 @contextmanager

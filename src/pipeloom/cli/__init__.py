@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names (default: the command line of this process); returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        from pipeloom.cli.streams import standard_streams
+        from pipeloom.cli.standard_streams import standard_streams
 
         only_shown = any(word.startswith(("-h", "--help", "--print_config")) for word in words)
         with standard_streams(lasting=words[:1] == ["train"] and not only_shown):

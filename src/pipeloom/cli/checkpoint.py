@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.cli.parser import Parser, did_you_mean
+from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.convert import convert, model_tensors
 from pipeloom.train.checkpoint.directory import (
@@ -17,7 +18,6 @@ from pipeloom.train.checkpoint.directory import (
     resolve,
 )
 from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, missing_or_cut, read_manifest, verify
-from pipeloom.words import bytes_text
 
 _EXAMPLES = """\
 pipeloom checkpoint ls runs/corpus                       the checkpoints of a run

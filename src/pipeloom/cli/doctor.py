@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipeloom.cli.parser import Parser
+from pipeloom.common.quantities import bytes_text
 from pipeloom.version import __version__
-from pipeloom.words import bytes_text
 
 _REQUIRED: dict[str, tuple[int, ...]] = {
     "torch": (2, 10),

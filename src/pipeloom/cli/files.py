@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from pipeloom.common.atomic_file import write_whole
 from pipeloom.errors import InputError
-from pipeloom.whole_file import write_whole
 
 T = TypeVar("T")
 

@@ -10,13 +10,13 @@ from typing import Any
 from pipeloom.cli.files import read_json
 from pipeloom.cli.parser import Parser
 from pipeloom.cli.train import make_parser, read_config, read_words
+from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError
 from pipeloom.plan.memory import KINDS, Choice, MemoryRow, read_memory
 from pipeloom.sim import parse_costs
-from pipeloom.train.config import TrainConfig
-from pipeloom.train.memory_cap import chosen_words, under_cap
-from pipeloom.train.planned_memory import planned_memory
-from pipeloom.words import bytes_text
+from pipeloom.train.config.memory_cap import chosen_words, under_cap
+from pipeloom.train.config.memory_forecast import planned_memory
+from pipeloom.train.config.train_config import TrainConfig
 
 _DESCRIPTION = """\
 How much memory every rank of a run takes, by kind, from closed forms: nothing is made, and nothing runs. The options
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     config = read_config(options.as_dict())
     if config.parallel.data == -1:
         raise InputError("parallel.data is -1: how many copies there are follows from a run's processes; give a number")
-    from pipeloom.train.validate import validate_settings
+    from pipeloom.train.config.validate import validate_settings
 
     validate_settings(config)
     vocabulary = _vocabulary(config, options.vocabulary_size)
@@ -64,7 +64,7 @@ def _parser() -> Parser:
 
 def _vocabulary(config: TrainConfig, given: int | None) -> int:
     if given is None:
-        from pipeloom.train.tokenize import load_tokenizer
+        from pipeloom.train.data.tokenizers import load_tokenizer
 
         return load_tokenizer(config.data.tokenizer).vocabulary_size
     if given < 1:

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from jsonargparse.typing import register_type
 
+from pipeloom.common.quantities import Bytes, BytesPerSecond
 from pipeloom.errors import unwrapped
-from pipeloom.words import Bytes, BytesPerSecond
 
 _KINDS = {
     "int": "a whole number",

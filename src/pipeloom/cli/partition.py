@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from pipeloom.cli.files import read_json, write_text
-from pipeloom.cli.model import add_model_options, check_file_alone, given_model, whole_model
+from pipeloom.cli.model_options import add_model_options, check_file_alone, given_model, whole_model
 from pipeloom.cli.parser import Parser
 from pipeloom.cli.partition_answers import asynchronous, synchronous
+from pipeloom.common.quantities import Bytes, BytesPerSecond
 from pipeloom.errors import InputError
 from pipeloom.plan.partition import Form, Profile, check_levels, parse_profile
-from pipeloom.words import Bytes, BytesPerSecond
 
 
 def main(argv: Sequence[str]) -> int:
@@ -128,7 +128,7 @@ def _profile(given: dict[str, Any], num_ranks: int) -> Profile:
         check_file_alone(given, "--profile", ("batch", "write_profile"), "what layers take")
         return read_json("--profile", path, parse_profile)
     from pipeloom.models import GPTConfig
-    from pipeloom.plan.partition.measure import measure_gpt
+    from pipeloom.plan.partition.measure_layers import measure_gpt
 
     batch = 1 if given["batch"] is None else given["batch"]
     return measure_gpt(GPTConfig(**whole_model(given)), batch=batch, num_ranks=num_ranks)

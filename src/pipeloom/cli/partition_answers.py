@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeloom.common.quantities import bytes_text, counted
 from pipeloom.errors import InputError
 from pipeloom.plan.partition import (
     Form,
@@ -17,8 +18,7 @@ from pipeloom.plan.partition import (
 )
 from pipeloom.report.drawing import seconds_text
 from pipeloom.schedules import find, steady_length
-from pipeloom.train.stream_command import stream_command
-from pipeloom.words import bytes_text, counted
+from pipeloom.train.config.stream_command import stream_command
 
 _TIMES = ("compute", "sync", "transfer")
 _MOST_SIMULATED = 50_000  # forwards of a step; more take longer than they tell

@@ -11,11 +11,11 @@ from pipeloom import schedules
 from pipeloom.cli import simulate_data
 from pipeloom.cli.parser import Parser
 from pipeloom.cli.simulate_inputs import Inputs
+from pipeloom.common.atomic_file import write_whole
 from pipeloom.errors import InputError
 from pipeloom.ir import Checked, Schedule, check
 from pipeloom.ir.torch_csv import to_csv
 from pipeloom.sim import Timeline, simulate
-from pipeloom.whole_file import write_whole
 
 _COMPARE = "compare"
 _OUTPUTS = ("csv", "html", "svg", "trace")

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeloom.cli.files import read_json
 from pipeloom.cli.parser import Parser
+from pipeloom.common.quantities import Bytes, BytesPerSecond
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule
 from pipeloom.passes import insert_offload, lower
@@ -15,7 +16,6 @@ from pipeloom.plan.cluster import links_beside, parse_cluster
 from pipeloom.sim import Costs, Network, Timeline
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.costs import MOST_UNITS
-from pipeloom.words import Bytes, BytesPerSecond
 
 _OF_DATA = (
     "data_strategy",

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from pipeloom.cli.files import read_json, write_text
-from pipeloom.cli.model import add_model_options, check_file_alone, whole_model
+from pipeloom.cli.model_options import add_model_options, check_file_alone, whole_model
 from pipeloom.cli.parser import Parser
 from pipeloom.errors import InputError
 from pipeloom.plan.slicing import (
@@ -134,7 +134,7 @@ def _costs(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float] | Non
 
 def _measured(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float]]:
     from pipeloom.models import GPTConfig
-    from pipeloom.plan.slicing.measure import measure_slices
+    from pipeloom.plan.slicing.measure_slices import measure_slices
 
     config = GPTConfig(**{**whole_model(given), "sequence_length": given["sequence"]})
     costs, *errors = measure_slices(config, num_ranks=given["ranks"], grid=given["grid"], batch=given["batch"])

@@ -11,7 +11,7 @@ import yaml
 
 from pipeloom.cli.parser import Parser, did_you_mean
 from pipeloom.errors import unwrapped
-from pipeloom.train.config import TrainConfig, as_utf8, options
+from pipeloom.train.config.train_config import TrainConfig, as_utf8, options
 
 ENV_PREFIX = "PIPELOOM_"
 _DESCRIPTION = """\
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     plain = [word for word in words if not word.startswith("--print_config")]
     config = read_config(parser.parse_args(plain, env=False).as_dict())
     if plain != words:
-        from pipeloom.train.validate import validate_settings
+        from pipeloom.train.config.validate import validate_settings
 
         validate_settings(config)
         parser.parse_args(words, env=False)  # prints and exits
@@ -178,12 +178,12 @@ def _from_environment(parser: Parser, environment: Mapping[str, str]) -> Iterato
 
 def main(argv: Sequence[str]) -> int:
     """Check the configuration, then train: as one rank, as all ranks, or as the launcher of the ranks."""
-    from pipeloom.runtime import launcher
+    from pipeloom.processes import launcher
 
     member = launcher.membership(os.environ)
     with launcher.last_words(member):
-        from pipeloom.train.copies import process_names, settled
-        from pipeloom.train.validate import validate
+        from pipeloom.train.config.data_parallel import process_names, settled
+        from pipeloom.train.config.validate import validate
 
         config = settled(parse(argv), member.world_size if member else None)
         validate(
@@ -193,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
         )
         if member is None and not config.local:
             from pipeloom.train.checkpoint.directory import clean
-            from pipeloom.train.output import in_use
+            from pipeloom.train.output.directory import in_use
 
             output_dir = Path(config.output_dir)
             with in_use(output_dir):
@@ -201,7 +201,7 @@ def main(argv: Sequence[str]) -> int:
                     return launcher.launch(process_names(config), ["-m", "pipeloom", "train", *argv])
                 finally:
                     clean(output_dir)  # of a save that the end cut short
-        from pipeloom.train.run import train
+        from pipeloom.train.loop import train
 
         train(config, member)
         if member is not None:

@@ -1,7 +1,7 @@
 """A pipeline as data: actions, placements, schedules, programs, and what is legal. Needs numpy for large ones alone."""
 
 from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
-from pipeloom.ir.check import Checked, check, live_activations
+from pipeloom.ir.check.checker import Checked, check, live_activations
 from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
 from pipeloom.ir.messages import peer_of
 from pipeloom.ir.placement import Placement

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
-from pipeloom.field_types import check_fields
 
 
 class DataStrategy(StrEnum):

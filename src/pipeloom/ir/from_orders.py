@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pipeloom.errors import ScheduleError, listed
 from pipeloom.ir.action import Action, Op
+from pipeloom.ir.check.input_types import as_orders, check_actions
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Orders, Schedule
-from pipeloom.ir.well_formed import as_orders, check_actions
 
 
 def schedule_from_orders(
     orders: Orders, *, name: str, overlapped: frozenset[tuple[Action, Action]] = frozenset()
 ) -> Schedule:
-    """The schedule that `orders` are; whether it is legal, `pipeloom.ir.check` says.
+    """The schedule that `orders` are; whether it is legal, `pipeloom.ir.check.checker` says.
 
     A stage lives where its forwards stand; of several ranks, the one that runs the lowest micro-batch is the first
     replica. There are as many micro-batches and slices as the forwards count up to.

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 
 from pipeloom.errors import ScheduleError, folded
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.check.input_types import as_orders, as_pairs, check_groups, of_type, whole_number
 from pipeloom.ir.data_axis import DataAxis
-from pipeloom.ir.order import LARGE, Order
+from pipeloom.ir.large.order import LARGE, Order
 from pipeloom.ir.placement import Placement
-from pipeloom.ir.well_formed import as_orders, as_pairs, check_groups, of_type, whole_number
 
 if TYPE_CHECKING:
-    from pipeloom.ir.columns import Proof
+    from pipeloom.ir.large.columns import Proof
 
 F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
 
@@ -62,7 +62,7 @@ class Schedule:
             when both are ready, and both end with it.
         forward_only: True for evaluation: there are no backwards, and nothing is kept for them.
 
-    Raises ScheduleError for fields of another type; whether the schedule is legal, `pipeloom.ir.check` says.
+    Raises ScheduleError for fields of another type; whether the schedule is legal, `pipeloom.ir.check.checker` says.
     """
 
     name: str
@@ -93,13 +93,13 @@ class Schedule:
 
     @property
     def large(self) -> bool:
-        """Whether the columns of `pipeloom.ir.columns` are worth making."""
+        """Whether the columns of `pipeloom.ir.large.columns` are worth making."""
         return sum(map(len, self.orders)) >= LARGE
 
     @cached_property
     def proof(self) -> Proof | None:
         """That the schedule is legal, from its columns; None if it is not, or has no columns."""
-        from pipeloom.ir.columns import prove
+        from pipeloom.ir.large.columns import prove
 
         return prove(self)
 

@@ -10,13 +10,13 @@ import json
 import re
 from dataclasses import asdict
 
+from pipeloom.common.json_reader import Entry, read_json
 from pipeloom.errors import ScheduleError, folded
 from pipeloom.ir.action import Action, Op
+from pipeloom.ir.check.input_types import as_orders, of_type
 from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
-from pipeloom.ir.json_text import Entry, read_json
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Orders, Program, Schedule, WeightPolicy, schedule_of
-from pipeloom.ir.well_formed import as_orders, of_type
 
 # Longest names first, so that SEND_F is not read as an op S...
 _OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
-from pipeloom.ir.check import explained
+from pipeloom.ir.check.checker import explained
+from pipeloom.ir.check.input_types import of_type
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.from_orders import schedule_from_orders
 from pipeloom.ir.schedule import Program, Schedule, WeightPolicy, schedule_of
 from pipeloom.ir.text import parse_action
 from pipeloom.ir.walk import dependency_order
-from pipeloom.ir.well_formed import of_type
 
 _UNIT = re.compile(r"\(([^)]*)\)OVERLAP_F_B")
 

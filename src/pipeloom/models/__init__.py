@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pipeloom.common.lazy_exports import lazy_exports
 from pipeloom.models.gpt_config import GPTConfig
 
 if TYPE_CHECKING:
     from pipeloom.models.gpt import GPT, loss_fn
-    from pipeloom.models.init import init_parameters, materialize
+    from pipeloom.models.initial_values import init_parameters, materialize
 
-_HOMES = {"GPT": "gpt", "init_parameters": "init", "loss_fn": "gpt", "materialize": "init"}
+# Public names, and the module that each lives in.
+_HOMES = {
+    "GPT": "pipeloom.models.gpt",
+    "init_parameters": "pipeloom.models.initial_values",
+    "loss_fn": "pipeloom.models.gpt",
+    "materialize": "pipeloom.models.initial_values",
+}
 
-__all__ = ["GPT", "GPTConfig", "init_parameters", "loss_fn", "materialize"]
+__all__ = [
+    "GPT",
+    "GPTConfig",
+    "init_parameters",
+    "loss_fn",
+    "materialize",
+]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+__getattr__ = lazy_exports(__name__, _HOMES)

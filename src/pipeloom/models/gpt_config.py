@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
-from pipeloom.field_types import check_fields
 
 
 @dataclass(frozen=True)

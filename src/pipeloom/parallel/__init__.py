@@ -1,29 +1,38 @@
-"""Processes on named axes, and how copies of a pipeline share the work, the parameters and the memory.
+"""Processes on named axes, and how replicas of a pipeline share the work, the parameters and the memory.
 
 What needs torch is loaded when it is first used: degrees and options work without.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pipeloom.common.lazy_exports import lazy_exports
 from pipeloom.parallel.mesh_shape import AXES, MeshShape
-from pipeloom.parallel.offload.options import OffloadActivations
+from pipeloom.parallel.offload.targets import OffloadActivations
 from pipeloom.parallel.options import DataParallel, Precision
 
 if TYPE_CHECKING:
+    from pipeloom.parallel.data.update_parameters import update_parameters
     from pipeloom.parallel.mesh import Mesh
-    from pipeloom.parallel.offload.optimizer import OffloadedOptimizer
+    from pipeloom.parallel.offload.offloaded_optimizer import OffloadedOptimizer
 
-# Public names that need torch, and the module each lives in.
-_HOMES = {"Mesh": "pipeloom.parallel.mesh", "OffloadedOptimizer": "pipeloom.parallel.offload.optimizer"}
+# Public names, and the module that each lives in.
+_HOMES = {
+    "update_parameters": "pipeloom.parallel.data.update_parameters",
+    "Mesh": "pipeloom.parallel.mesh",
+    "OffloadedOptimizer": "pipeloom.parallel.offload.offloaded_optimizer",
+}
 
-__all__ = ["AXES", "DataParallel", "Mesh", "MeshShape", "OffloadActivations", "OffloadedOptimizer", "Precision"]
+__all__ = [
+    "AXES",
+    "DataParallel",
+    "Mesh",
+    "MeshShape",
+    "OffloadActivations",
+    "OffloadedOptimizer",
+    "Precision",
+    "update_parameters",
+]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'pipeloom.parallel' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+__getattr__ = lazy_exports(__name__, _HOMES)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeloom.errors import InputError
 from pipeloom.parallel.mesh_shape import AXES, MeshShape
-from pipeloom.runtime.collectives import all_gather_bytes, cpu_group, destroy_groups
+from pipeloom.processes.collectives import all_gather_bytes, cpu_group, destroy_groups
 
 
 class Mesh:

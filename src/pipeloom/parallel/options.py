@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity
-from pipeloom.parallel.offload.options import Place
+from pipeloom.parallel.offload.targets import Place
 
 Layout = Literal["elements", "parameters"]
 DType = Literal["fp32", "bf16", "fp16"]

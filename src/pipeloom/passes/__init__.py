@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.check import explained
+from pipeloom.ir.check.checker import explained
 from pipeloom.ir.data_axis import DataAxis
 from pipeloom.ir.schedule import Program, Schedule, schedule_of
 from pipeloom.passes.communication import insert_communication

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.schedule import Program
 from pipeloom.passes.groups import Group, groups_of, woven
-from pipeloom.words import counted
 
 _SLACK = 1 + 1e-9  # sums of sizes are not exact
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
-from pipeloom.ir.json_text import Entry, read_json
+from pipeloom.common.json_reader import Entry, read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

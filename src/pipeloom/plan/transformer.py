@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeloom.errors import InputError
 from pipeloom.plan.cluster import Cluster, links_beside
-from pipeloom.plan.slicing.costs import Array
+from pipeloom.plan.slicing.slice_costs import Array
 
 _VALUE_BYTES = 2
 _TILE = 128  # rows of a product that a processor of the device takes at once: fewer take as long

@@ -2,7 +2,7 @@
 
 from pipeloom.report.html import simulation_html
 from pipeloom.report.perfetto import trace, write_trace
-from pipeloom.report.run import write_report
+from pipeloom.report.run_report import write_report
 from pipeloom.report.svg import timeline_svg
 from pipeloom.report.terminal import print_timeline
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from pipeloom.common.quantities import number_text
 from pipeloom.ir.action import COMPUTE_OPS, Op
 from pipeloom.ir.schedule import Uses
 from pipeloom.sim.timeline import Span
-from pipeloom.words import number_text
 
 # Okabe and Ito's palette: told apart by colour-blind eyes, and dark text stays readable on each.
 COLOURS = {

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeloom.common.quantities import bytes_text, number_text
 from pipeloom.report.drawing import seconds_text
 from pipeloom.report.svg import timeline_svg
 from pipeloom.sim.timeline import Timeline
 from pipeloom.version import __version__
-from pipeloom.words import bytes_text, number_text
 
 
 def simulation_html(timelines: Sequence[Timeline], *, title: str | None = None, critical: bool = False) -> str:

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeloom.common.atomic_file import write_whole
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.schedule import Uses, dependencies
 from pipeloom.report.drawing import described
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.timeline import Span, Timeline
-from pipeloom.whole_file import write_whole
 
 # Names of the trace viewer's reserved colours; Perfetto colours by the letters of a slice's name instead.
 _CNAMES = {

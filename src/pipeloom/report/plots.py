@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from pipeloom.common.quantities import number_text
 from pipeloom.report.drawing import ticks
-from pipeloom.words import number_text
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54.0, 14.0, 12.0, 26.0
 _MOST_POINTS = 1200

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from pipeloom.common.quantities import number_text
 from pipeloom.ir.action import COMPUTE_OPS, Op
 from pipeloom.report.drawing import COLOURS, OP_NAMES, described, label, op_shares, seconds_text, ticks
 from pipeloom.sim import Span, Timeline, critical_path
 from pipeloom.sim.background import LINKS
-from pipeloom.words import number_text
 
 _LEFT, _RIGHT, _BAR, _LINK, _MEMORY, _GAP = 58.0, 46.0, 22.0, 6.0, 13.0, 9.0
 _TICK = 1.6  # width of what takes no time

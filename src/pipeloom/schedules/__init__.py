@@ -22,13 +22,13 @@ from pipeloom.schedules.hanayo import hanayo
 from pipeloom.schedules.interleaved import interleaved
 from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
-from pipeloom.schedules.own import from_file, from_function, from_orders, is_file
 from pipeloom.schedules.pipedream import StreamOptions, pipedream, pipedream_2bw, steady_length
-from pipeloom.schedules.search import EFFORT, Found, search, search_loop
-from pipeloom.schedules.search_prove import prove
+from pipeloom.schedules.search.constraint_program import prove
+from pipeloom.schedules.search.search import EFFORT, Found, search, search_loop
 from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
 from pipeloom.schedules.table import NAMED, Family
 from pipeloom.schedules.terapipe import terapipe
+from pipeloom.schedules.user_defined import from_file, from_function, from_orders, is_file
 from pipeloom.schedules.zb_auto import zb_auto
 from pipeloom.schedules.zb_v import zb_v
 from pipeloom.schedules.zero_bubble import zb_h1, zb_h2

@@ -19,8 +19,8 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.merging import Weaver
 from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.weaver import Weaver
 
 
 @sized

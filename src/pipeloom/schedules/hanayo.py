@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.check import live_activations
+from pipeloom.ir.check.checker import live_activations
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.merging import Weaver
 from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.weaver import Weaver
 
 
 @sized

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.order import STAGE_STEP, Order, encode
+from pipeloom.ir.large.order import STAGE_STEP, Order, encode
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.sizes import sized

@@ -9,7 +9,7 @@ lane.repeat(2, (0, B))               0B2 0B3
 from __future__ import annotations
 
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.order import MICROBATCH_MASK, MICROBATCH_SHIFT, MICROBATCH_STEP, Order, encode
+from pipeloom.ir.large.order import MICROBATCH_MASK, MICROBATCH_SHIFT, MICROBATCH_STEP, Order, encode
 
 
 class Phases:

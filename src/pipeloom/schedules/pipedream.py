@@ -25,7 +25,7 @@ from typing import Literal, TypedDict
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Op
-from pipeloom.ir.check import check_updates
+from pipeloom.ir.check.checker import check_updates
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule, WeightPolicy
 from pipeloom.schedules.phases import Phases

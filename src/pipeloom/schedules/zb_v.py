@@ -11,7 +11,7 @@ For m < 2p-1 the order is that of 2p-1 micro-batches without those that do not e
 from __future__ import annotations
 
 from pipeloom.ir.action import Op
-from pipeloom.ir.order import Order
+from pipeloom.ir.large.order import Order
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import Phases

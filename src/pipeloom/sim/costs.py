@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
-from pipeloom.field_types import check_fields
 from pipeloom.ir.action import Op
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.versions import weight_version_bytes

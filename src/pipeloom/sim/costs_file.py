@@ -27,8 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pipeloom.common.json_reader import Entry, read_json
 from pipeloom.errors import InputError
-from pipeloom.ir.json_text import Entry, read_json
 from pipeloom.sim.costs import SIZES, Costs
 from pipeloom.sim.network import Link, Network
 

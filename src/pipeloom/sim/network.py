@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from operator import add
 
+from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
-from pipeloom.field_types import check_fields
 from pipeloom.ir.schedule import Schedule
 from pipeloom.sim.costs import MOST, Costs, check_seconds
 

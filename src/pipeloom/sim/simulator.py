@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeloom.ir.check import explained
+from pipeloom.ir.check.checker import explained
 from pipeloom.ir.schedule import Program, Schedule, schedule_of
 from pipeloom.sim.build import build_timeline
 from pipeloom.sim.costs import Costs
@@ -29,7 +29,7 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     A large schedule without bandwidths and slice factors is timed by its columns, to the same numbers.
 
     Args:
-        pipeline: a legal schedule or program (`pipeloom.ir.check` proves that).
+        pipeline: a legal schedule or program (`pipeloom.ir.check.checker` proves that).
         costs: seconds of the computations, bytes of memory and messages.
         network: what messages cost; nothing if not given.
 

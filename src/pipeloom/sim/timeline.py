@@ -10,9 +10,9 @@ from functools import cached_property
 from operator import sub
 from typing import Literal
 
+from pipeloom.common.json_reader import Entry, load_json
 from pipeloom.errors import InputError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
-from pipeloom.ir.json_text import Entry, load_json
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule, Uses, WeightPolicy
 from pipeloom.ir.text import parse_action

@@ -1,9 +1,27 @@
 """From an nn.Module to stages: which layers, where to cut, what is tied."""
 
-from pipeloom.chain import Tie, partition
-from pipeloom.split.module import StageModule
-from pipeloom.split.profile import LayerTime, profile_layers
-from pipeloom.split.stages import Stages, TiedParameter, profile_model, split
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeloom.common.lazy_exports import lazy_exports
+from pipeloom.split.layer_chain import Tie, partition
+
+if TYPE_CHECKING:
+    from pipeloom.split.module import StageModule
+    from pipeloom.split.profile import LayerTime, profile_layers
+    from pipeloom.split.stages import Stages, TiedParameter, profile_model, split
+
+# Public names, and the module that each lives in.
+_HOMES = {
+    "LayerTime": "pipeloom.split.profile",
+    "StageModule": "pipeloom.split.module",
+    "Stages": "pipeloom.split.stages",
+    "TiedParameter": "pipeloom.split.stages",
+    "profile_layers": "pipeloom.split.profile",
+    "profile_model": "pipeloom.split.stages",
+    "split": "pipeloom.split.stages",
+}
 
 __all__ = [
     "LayerTime",
@@ -16,3 +34,5 @@ __all__ = [
     "profile_model",
     "split",
 ]
+
+__getattr__ = lazy_exports(__name__, _HOMES)

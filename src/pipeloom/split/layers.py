@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, SupportsIndex
 
 from torch import nn
 
-from pipeloom.chain import find_ties, partition
 from pipeloom.errors import SplitError
+from pipeloom.split.layer_chain import find_ties, partition
 from pipeloom.split.profile import LossFn, profile_layers
 
 

@@ -27,7 +27,7 @@ class LayerTime(NamedTuple):
         forward_seconds: median.
         backward_seconds: median of the full backward, of input and weights.
         activation_bytes: of all tensors of its output, as they are sent to the next layer.
-        parameter_bytes: of its weights, those that it shares with other layers (`pipeloom.chain.Tie`) too.
+        parameter_bytes: of its weights, those that it shares with other layers (`pipeloom.split.layer_chain.Tie`) too.
     """
 
     name: str

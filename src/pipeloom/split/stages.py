@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeloom.chain import Tie, find_ties
 from pipeloom.errors import SplitError, folded
 from pipeloom.split.huggingface import Decoder, DecoderStage, find_decoder
+from pipeloom.split.layer_chain import Tie, find_ties
 from pipeloom.split.layers import Layer, check_complete, count_layers, find_layers
 from pipeloom.split.module import StageModule
 from pipeloom.split.profile import LayerTime, LossFn, profile_layers

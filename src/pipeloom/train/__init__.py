@@ -1,0 +1,1 @@
+"""The trainer of `pipeloom train`: configuration, data, output, checkpoints, and the loop."""

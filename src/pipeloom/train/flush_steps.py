@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
-from pipeloom.runtime import LossScaler, Update
 from pipeloom.sim import Timeline, measured_timeline
-from pipeloom.train.less_memory import NUM_NUMBERS, offload_metrics, offload_numbers
-from pipeloom.train.measured_memory import MemoryProbe
-from pipeloom.train.metrics import (
+from pipeloom.train.config.memory_options import NUM_NUMBERS, offload_metrics, offload_numbers
+from pipeloom.train.optimizers import learning_rate, learning_rates, make_stepper, set_learning_rates
+from pipeloom.train.output.measured_memory import MemoryProbe
+from pipeloom.train.output.step_metrics import (
     Records,
     StepCost,
     Waits,
@@ -25,8 +25,8 @@ from pipeloom.train.metrics import (
     gathered_waits,
     read_cost,
 )
-from pipeloom.train.optimizer import learning_rate, learning_rates, make_stepper, set_learning_rates
 from pipeloom.train.run_parts import Batches, Live, RunParts
+from pipeloom.training import LossScaler, Update
 
 _LEAST_LOSS_SCALE = 2.0**-10  # gradients that overflow below it do so at any scale
 

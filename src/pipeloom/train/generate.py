@@ -9,10 +9,10 @@ from torch import Tensor
 
 from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.models import loss_fn
-from pipeloom.runtime import Pipeline
 from pipeloom.split import Stages
-from pipeloom.train.group import Group
-from pipeloom.train.tokenize import Tokenizer
+from pipeloom.train.data.tokenizers import Tokenizer
+from pipeloom.train.process_group import Group
+from pipeloom.training import Pipeline
 
 
 def generate(

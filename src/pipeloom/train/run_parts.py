@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeloom.runtime import Pipeline
-from pipeloom.train.config import TrainConfig
-from pipeloom.train.group import Group
-from pipeloom.train.journal import Journal
-from pipeloom.train.metrics import Predictor
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.output.journal import Journal
+from pipeloom.train.output.step_metrics import Predictor
+from pipeloom.train.process_group import Group
+from pipeloom.training import Pipeline
 
 Live = Callable[[int, float, float], None]  # step, loss, tokens a second
 Batches = Iterator[tuple[Tensor | None, Tensor | None]]

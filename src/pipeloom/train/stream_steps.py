@@ -13,13 +13,13 @@ import torch
 
 from pipeloom.ir import COMPUTE_OPS, Action, Op, Schedule
 from pipeloom.passes import lower, stretch
-from pipeloom.runtime import Stream
-from pipeloom.runtime.stream_options import Discount
 from pipeloom.sim import Timeline, measured_timeline
-from pipeloom.train.metrics import Records, cost_metrics, cost_numbers, gathered_records, read_cost
-from pipeloom.train.optimizer import learning_rate, learning_rates
+from pipeloom.train.config.stream_rules import staleness
+from pipeloom.train.optimizers import learning_rate, learning_rates
+from pipeloom.train.output.step_metrics import Records, cost_metrics, cost_numbers, gathered_records, read_cost
 from pipeloom.train.run_parts import Batches, Live, RunParts
-from pipeloom.train.streams import staleness
+from pipeloom.training import Stream
+from pipeloom.training.stream.update_options import Discount
 
 _MOST_SHOWN = 256  # micro-batches of a run in its report
 

@@ -1,4 +1,4 @@
-"""`Trainer`: one process's part of a run, step by step. `pipeloom.train.run` is the loop around it."""
+"""`Trainer`: one process's part of a run, step by step. `pipeloom.train.loop` is the loop around it."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeloom.common.quantities import counted
 from pipeloom.models import loss_fn
 from pipeloom.parallel import OffloadedOptimizer
+from pipeloom.processes.launcher import Membership
 from pipeloom.report import write_report
-from pipeloom.runtime import LossScaler, Pipeline
-from pipeloom.runtime.launcher import Membership
-from pipeloom.train import restart
-from pipeloom.train.build import build_stages, with_known_cut
-from pipeloom.train.config import TrainConfig
-from pipeloom.train.copies import share
-from pipeloom.train.data import Sampler
-from pipeloom.train.data_costs import measure_data_costs
+from pipeloom.train import resume
+from pipeloom.train.build_stages import build_stages, with_known_cut
+from pipeloom.train.config.data_parallel import share
+from pipeloom.train.config.memory_options import activations_away, offload_notices, shared, states_away
+from pipeloom.train.config.schedule_choice import make_schedule
+from pipeloom.train.config.slice_lengths import slice_lengths
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.config.validate import open_corpus
+from pipeloom.train.data.sampler import Sampler
 from pipeloom.train.flush_steps import FlushSteps
 from pipeloom.train.generate import generate
-from pipeloom.train.group import Group
-from pipeloom.train.journal import Journal
-from pipeloom.train.layout import make_schedule
-from pipeloom.train.less_memory import activations_away, offload_notices, shared, states_away
-from pipeloom.train.measured_memory import MemoryProbe
-from pipeloom.train.metrics import Predictor
-from pipeloom.train.notices import found_text, skipped_notice
-from pipeloom.train.optimizer import make_optimizer
-from pipeloom.train.output import in_use, prepare_output, write_timelines, writing
-from pipeloom.train.progress import Display
+from pipeloom.train.link_costs import measure_data_costs
+from pipeloom.train.optimizers import make_optimizer
+from pipeloom.train.output.directory import in_use, prepare_output, write_timelines, writing
+from pipeloom.train.output.journal import Journal
+from pipeloom.train.output.measured_memory import MemoryProbe
+from pipeloom.train.output.notices import found_text, skipped_notice
+from pipeloom.train.output.progress import Display
+from pipeloom.train.output.step_metrics import Predictor
+from pipeloom.train.process_group import Group
 from pipeloom.train.run_parts import RunParts
-from pipeloom.train.slices import slice_lengths
 from pipeloom.train.stream_steps import StreamSteps
-from pipeloom.train.validate import open_corpus
-from pipeloom.words import counted
+from pipeloom.training import LossScaler, Pipeline
 
 
 class Trainer:
@@ -109,12 +109,12 @@ class Trainer:
 
     def resume(self, checkpoint: Path | None) -> int:
         """Go on from a checkpoint where there is one; returns how many steps are done."""
-        restart.seed_generators(self.config.seed, 0, self.group.rank)
+        resume.seed_generators(self.config.seed, 0, self.group.rank)
         self.resumed = checkpoint
         if checkpoint is None:
             return 0
         self._journal.enter(f"loading {checkpoint}")
-        done = restart.load(self, checkpoint).step
+        done = resume.load(self, checkpoint).step
         self.first_step = done + 1
         self._steps.done = done
         return done
@@ -168,7 +168,7 @@ class Trainer:
     def save(self, step: int) -> Path:
         """Write ``checkpoint-{step}``."""
         self._journal.enter(f"checkpoint after step {step}")
-        return restart.save(self, step)
+        return resume.save(self, step)
 
     def report(self, shown: Display) -> None:
         """Rank 0 writes the timelines of the last step, measured and predicted, and the report."""

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from pipeloom.autograd.split_backward import Repeatable
+from pipeloom.engine.binders.activation_offload import ActivationMover
+from pipeloom.engine.overlap_times import OverlapTimes
+from pipeloom.engine.rank_state import Key
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.store import Ready, Region, Store, aligned
-from pipeloom.runtime.beside import BesideTimes
-from pipeloom.runtime.moves import ActivationMover
-from pipeloom.runtime.split_backward import Repeatable
-from pipeloom.runtime.state import Key
 
 _MOST_WRITES = 2  # at once: while one is written the next may come; what waits longer still takes its memory
 
@@ -138,7 +138,7 @@ class MovedActivations(ActivationMover):
         self._least_bytes = least_bytes
         self._entries: dict[Key, _Entry] = {}
         self._writes: deque[Future[None]] = deque()
-        self.times = BesideTimes()
+        self.times = OverlapTimes()
         self.moved_bytes = 0
 
     @property

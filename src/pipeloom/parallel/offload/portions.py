@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeloom.parallel.main_memory import Home, home_of
+from pipeloom.parallel.data.main_parameters import Home, home_of
 from pipeloom.parallel.offload.state_layout import Entry, Layouts
 from pipeloom.parallel.offload.store import Region, Store, aligned
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
-from pipeloom.parallel.offload.options import CPU, Place
+from pipeloom.parallel.offload.targets import CPU, Place
 
 _HOST = torch.device("cpu")
 PAGE_BYTES = 4096  # what direct I/O asks of addresses, offsets and lengths

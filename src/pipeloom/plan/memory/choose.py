@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import add
 
+from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
 from pipeloom.ir.recompute import Recompute
 from pipeloom.ir.schedule import Program, Schedule
-from pipeloom.plan.memory.ranks import Model, RankMemory, memory_of_rank, memory_of_ranks
+from pipeloom.plan.memory.rank_memory import Model, RankMemory, memory_of_rank, memory_of_ranks
 from pipeloom.plan.memory.units import stage_bytes, unit_counts
 from pipeloom.sim import Costs, Network, simulate
-from pipeloom.words import bytes_text
 
 _F, _B, _I, _W = Op.F, Op.B, Op.I, Op.W
 _MOST_COMBINATIONS = 3**7  # of one rank's stages; with more stages, all of them recompute alike

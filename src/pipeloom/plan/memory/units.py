@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.schedule import Program
-from pipeloom.parallel.buckets import BucketRule, Item
-from pipeloom.plan.memory.layers import num_parameters
-from pipeloom.plan.memory.states import Formats
+from pipeloom.parallel.data.buckets import BucketRule, Item
+from pipeloom.plan.memory.layer_memory import num_parameters
+from pipeloom.plan.memory.state_bytes import Formats
 from pipeloom.sim.costs import MOST_UNITS
 
 if TYPE_CHECKING:
-    from pipeloom.plan.memory.ranks import Model
+    from pipeloom.plan.memory.rank_memory import Model
 
 
 class Held(NamedTuple):
@@ -32,7 +32,7 @@ class StageUnits(NamedTuple):
 
 
 def units_of_rank(program: Program, model: Model, rank: int) -> dict[int, StageUnits]:
-    """As `pipeloom.parallel.stage_parameters.group_parameters` does, of a model in one format.
+    """As `pipeloom.parallel.data.stage_parameters.group_parameters` does, of a model in one format.
 
     What several stages of the rank share is the first one's.
     """

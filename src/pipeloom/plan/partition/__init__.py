@@ -5,13 +5,7 @@
 
 from pipeloom.plan.partition.dapple import SynchronousPlan, pivot_seconds, plan_synchronous
 from pipeloom.plan.partition.in_flight import noam_period
-from pipeloom.plan.partition.partition import (
-    Bottleneck,
-    Partition,
-    Stage,
-    data_parallel,
-    partition_layers,
-)
+from pipeloom.plan.partition.pipedream import Bottleneck, Partition, Stage, data_parallel, partition_layers
 from pipeloom.plan.partition.problem import Form, Level, Problem, check_levels
 from pipeloom.plan.partition.profile import LayerProfile, Profile, parse_profile
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeloom.plan.partition.partition import Partition
+from pipeloom.plan.partition.pipedream import Partition
 
 
 def noam_period(found: Partition) -> float:

@@ -39,10 +39,10 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.chain import Tie, weights_added
+from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError, folded
 from pipeloom.plan.partition.profile import MOST, Profile
-from pipeloom.words import counted
+from pipeloom.split.layer_chain import Tie, weights_added
 
 Array = NDArray[np.float64]
 Form = Literal["summed", "published"]

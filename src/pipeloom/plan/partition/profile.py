@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from pipeloom.chain import Tie
+from pipeloom.common.field_types import check_fields
+from pipeloom.common.json_reader import Entry, read_json
 from pipeloom.errors import InputError, folded
-from pipeloom.field_types import check_fields
-from pipeloom.ir.json_text import Entry, read_json
+from pipeloom.split.layer_chain import Tie
 
 _VERSION = 1
 _KEYS_OF_TIES = ("bytes", "layers")

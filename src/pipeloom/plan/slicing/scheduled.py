@@ -21,8 +21,8 @@ from pipeloom import schedules
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
 from pipeloom.ir.schedule import Schedule
-from pipeloom.plan.slicing.costs import Array, SliceTime, ask
 from pipeloom.plan.slicing.even import uniform
+from pipeloom.plan.slicing.slice_costs import Array, SliceTime, ask
 from pipeloom.plan.slicing.slicer import Slicing, check_sizes, slice_batch, stages_of
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.simulator import simulate

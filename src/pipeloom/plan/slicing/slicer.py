@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import InputError
-from pipeloom.plan.slicing.costs import Array, SliceCosts, SliceTime, ask
-from pipeloom.plan.slicing.search import Tables, measure, minimise
+from pipeloom.plan.slicing.slice_costs import Array, SliceCosts, SliceTime, ask
+from pipeloom.plan.slicing.slice_search import Tables, measure, minimise
 
 _MOST_CELLS = 2048  # a table has the square of them
 _TOLERANCE = 1e-3  # where no epsilon is given

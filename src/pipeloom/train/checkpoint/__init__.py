@@ -23,8 +23,9 @@ elements of a parameter says which (`ranges`), in saving and in loading. Nothing
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pipeloom.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from pipeloom.train.checkpoint.directory import latest, list_checkpoints, resolve
@@ -40,18 +41,18 @@ if TYPE_CHECKING:
     from pipeloom.train.checkpoint.writer import save
 
 _HOMES = {
-    "Checkpoint": "reader",
-    "OptimizerState": "state",
-    "RandomState": "state",
-    "latest": "directory",
-    "list_checkpoints": "directory",
-    "load": "reader",
-    "optimizer_state": "state",
-    "random_state": "state",
-    "resolve": "directory",
-    "restore_random_state": "state",
-    "save": "writer",
-    "verify": "manifest",
+    "Checkpoint": "pipeloom.train.checkpoint.reader",
+    "OptimizerState": "pipeloom.train.checkpoint.state",
+    "RandomState": "pipeloom.train.checkpoint.state",
+    "latest": "pipeloom.train.checkpoint.directory",
+    "list_checkpoints": "pipeloom.train.checkpoint.directory",
+    "load": "pipeloom.train.checkpoint.reader",
+    "optimizer_state": "pipeloom.train.checkpoint.state",
+    "random_state": "pipeloom.train.checkpoint.state",
+    "resolve": "pipeloom.train.checkpoint.directory",
+    "restore_random_state": "pipeloom.train.checkpoint.state",
+    "save": "pipeloom.train.checkpoint.writer",
+    "verify": "pipeloom.train.checkpoint.manifest",
 }
 
 __all__ = [
@@ -70,8 +71,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+__getattr__ = lazy_exports(__name__, _HOMES)

@@ -75,7 +75,7 @@ class DistributedExchange:
     def __init__(self, group: torch.distributed.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
         import torch.distributed as dist
 
-        from pipeloom.runtime.gloo_threads import let_gloo_finish
+        from pipeloom.processes.gloo_threads import let_gloo_finish
 
         let_gloo_finish()
         self._group = group
@@ -84,6 +84,6 @@ class DistributedExchange:
         self.size: int = dist.get_world_size(group)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        from pipeloom.runtime.collectives import all_gather_bytes
+        from pipeloom.processes.collectives import all_gather_bytes
 
         return all_gather_bytes(payload, self._group, self._device)

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeloom.common.field_types import check_fields
+from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
-from pipeloom.field_types import check_fields
-from pipeloom.runtime.ranges import Range
 from pipeloom.train.checkpoint.tensor_file import FileRecord
 
 FORMAT = "pipeloom-checkpoint"

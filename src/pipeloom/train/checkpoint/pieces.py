@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
-from pipeloom.runtime.ranges import Range
 from pipeloom.train.checkpoint.manifest import Manifest, root_name
 
 

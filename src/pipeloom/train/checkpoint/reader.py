@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
-from pipeloom.runtime.ranges import Range
 from pipeloom.train.checkpoint.directory import resolve
 from pipeloom.train.checkpoint.manifest import (
     INDEX_NAME,

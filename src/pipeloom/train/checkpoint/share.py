@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
-from pipeloom.runtime.ranges import Range
 from pipeloom.train.checkpoint.manifest import Part
 from pipeloom.train.checkpoint.pieces import Writer, assign_writers, piece_key
 from pipeloom.train.checkpoint.state import SAFETENSORS_TYPES, OptimizerState, RandomState, is_elementwise

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel import OffloadedOptimizer
-from pipeloom.runtime.ranges import Range
 
 # Names of the types that safetensors can hold.
 SAFETENSORS_TYPES: dict[torch.dtype, str] = {

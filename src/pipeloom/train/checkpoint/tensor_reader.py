@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
-from pipeloom.runtime.ranges import Range
 from pipeloom.train.checkpoint.manifest import verify_file
 from pipeloom.train.checkpoint.pieces import Piece, cover
 from pipeloom.train.checkpoint.tensor_file import FileRecord

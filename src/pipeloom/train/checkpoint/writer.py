@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
-from pipeloom.runtime.ranges import Range
 from pipeloom.train.checkpoint.directory import (
     keep_at_most,
     partial_directory,

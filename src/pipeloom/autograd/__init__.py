@@ -1,0 +1,1 @@
+"""Autograd: the two halves of a backward (I and W), recomputation, and what a graph keeps."""

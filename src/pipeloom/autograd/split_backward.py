@@ -1,0 +1,247 @@
+"""The two halves of a backward: I, the gradients of a stage's inputs, and W, those of its weights.
+
+I is one run of autograd's engine that frees the graph behind it, as B does. What makes it cheaper than B: where a
+weight enters a product (a linear layer, a convolution, a batched product, an embedding), the engine is not asked for
+the product's weight gradient, and autograd's nodes skip what nobody asks for. In its place the product's other factor
+and the gradient of its result are kept, and W computes the weight gradient from these two with autograd's own formula.
+
+    y = x @ w.T + b        AddmmBackward ──> b            I: dx = dy @ w      keeps x and dy
+                             │    └──> TBackward ──> w    W: dw = dy.T @ x    goes into TBackward, dy.sum(0) into b
+                             └──> graph of x
+
+All other gradients (norms, biases that are added elsewhere, compiled blocks, custom Functions: what autograd computes
+along with the gradient of the input, or too little to matter) are computed in I, set aside, and added in W. So nothing
+is computed twice, blocks under activation checkpointing are recomputed once, and ``.grad`` changes in W alone. Both
+kinds reach ``.grad`` through the parameter's own node of the graph: hooks on parameters run in W, once.
+
+The first stage has no input that wants a gradient. Its I goes as far as its first product: it costs and frees what the
+I of every other stage does.
+
+Which products a graph has is read off the graph after every forward: no module has to be prepared or known, and it may
+be another graph each time. What this builds on beside public functions: autograd's nodes show what they saved as
+``_saved_*``, and non-reentrant checkpointing gives every saved tensor out once for each handle of its holder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils import checkpoint
+
+from pipeloom.autograd.deferred_gradients import LEAF, plan
+from pipeloom.autograd.weight_products import PRODUCTS, Formula
+
+Root = Tensor | GradientEdge
+
+# What torch.autograd.backward and torch.autograd.grad call after checks that cost as much as a small stage's backward.
+run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+# W hands weight gradients to autograd in groups of about this size: few calls, and what is added is still in a cache.
+_GROUP_ELEMENTS = 2**16
+
+
+class Repeatable:
+    """What stands for a saved tensor under hooks that give it out however often they are asked."""
+
+
+_HOLDER = getattr(checkpoint, "_Holder", ())  # what stands for a saved tensor under checkpointing
+
+
+class WeightGradients:
+    """What I leaves for W: enough to add the weights' gradients, and nothing else of the graph."""
+
+    __slots__ = ("_formulas", "_gradients", "_heads", "_ready")
+
+    def __init__(
+        self,
+        heads: list[tuple[list[GradientEdge], bool]],
+        formulas: list[Formula | None],
+        gradients: list[Tensor | None],
+        ready: list[tuple[GradientEdge, Tensor]],
+    ) -> None:
+        self._heads = heads
+        self._formulas = formulas
+        self._gradients = gradients
+        self._ready = ready
+
+    def accumulate(self) -> None:
+        """Add to every parameter's ``.grad`` what B would have added. To be called once."""
+        heads = [head for head, _ in self._ready]
+        values = [gradient for _, gradient in self._ready]
+        formulas, gradients, size = self._formulas, self._gradients, 0
+        self._ready = []
+        for index, (edges, complete) in enumerate(self._heads):
+            formula, gradient = formulas[index], gradients[index]
+            formulas[index] = gradients[index] = None  # what they hold is free as soon as it is used
+            if formula is not None and gradient is not None:
+                for edge, value in zip(edges, formula(gradient), strict=True):
+                    heads.append(edge)
+                    values.append(value)
+                    size += value.numel()
+            # A parameter's contributions from several products are added up before they go to .grad, as in B.
+            if complete and size >= _GROUP_ELEMENTS:
+                run_backward(tuple(heads), tuple(values), False, False, (), True, True)
+                heads, values, size = [], [], 0
+        self._heads = []
+        if heads:
+            run_backward(tuple(heads), tuple(values), False, False, (), True, True)
+
+
+def backward_input(
+    roots: Sequence[Root], gradients: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> tuple[list[Tensor | None], WeightGradients]:
+    """Run I: backward from `roots` to `leaves`. The graph is freed; nothing is added to any ``.grad``.
+
+    Args:
+        roots: where the backward starts.
+        gradients: one for each root.
+        leaves: the stage's inputs that want a gradient; leaves of the graph, each once.
+
+    Returns:
+        The gradient of each of `leaves`, None where nothing depends on it; and what W needs.
+    """
+    if not roots:
+        return [None] * len(leaves), WeightGradients([], [], [], [])
+    nodes, shape, hooked = _survey(roots, leaves)
+    split = plan(shape)
+    products = split.products
+    if split.reused:  # the engine meets what was computed last first
+        products = sorted(products, key=lambda product: -nodes[product.position]._sequence_nr())
+    wanted: list[Any] = list(leaves)
+    heads: list[tuple[list[GradientEdge], bool]] = []
+    formulas: list[Formula | None] = []
+    caught: list[tuple[Tensor | None] | None] = [None] * len(products)
+    prehooks = []
+    for index, product in enumerate(products):
+        node = nodes[product.position]
+        edges = node.next_functions
+        wanted.append(GradientEdge(node, 0))
+        heads.append(([GradientEdge(*edges[operand]) for operand in product.operands], product.complete))
+        formula = PRODUCTS[product.name].formula
+        if product.checkpointed:
+            formulas.append(None)
+            prehooks.append(_read_when_executed(node, formula, product.operands, formulas, caught, index))
+        else:
+            formulas.append(formula(node, product.operands))
+            if product.executed:  # what is found at `wanted` is the gradient before the hooks of an executed node
+                node.register_prehook(partial(caught.__setitem__, index))
+    ready = [GradientEdge(nodes[position], 0) for position in split.ready]
+    wanted += ready
+    found = _run(roots, gradients, wanted, hooked, prehooks) if wanted else ()
+    start, end = len(leaves), len(leaves) + len(products)
+    results = [late[0] if late else early for late, early in zip(caught, found[start:end], strict=True)]
+    kept = [(edge, gradient) for edge, gradient in zip(ready, found[end:], strict=True) if gradient is not None]
+    return list(found[:start]), WeightGradients(heads, formulas, results, kept)
+
+
+def _run(
+    roots: Sequence[Root], gradients: Sequence[Tensor], wanted: Sequence[Any], hooked: list[Tensor], prehooks: list[Any]
+) -> Sequence[Tensor | None]:
+    """The gradients at `wanted`.
+
+    Hooks on parameters do not run: they are for the whole gradient, in W; not for what the engine finds of it here.
+    """
+    hooks: list[Any] = [leaf._backward_hooks for leaf in hooked]
+    own = [dict(group) for group in hooks]
+    for group in hooks:
+        group.clear()
+    try:
+        found: Sequence[Tensor | None] = run_backward(
+            tuple(roots), tuple(gradients), False, False, tuple(wanted), True, False
+        )
+    finally:
+        for group, content in zip(hooks, own, strict=True):
+            group.update(content)
+        for prehook in prehooks:
+            prehook.remove()
+    return found
+
+
+def _survey(roots: Sequence[Root], leaves: Sequence[Tensor]) -> tuple[list[Any], tuple[Any, ...], list[Tensor]]:
+    """All nodes of a graph, breadth first; its shape; and the leaves with hooks, inputs of the stage aside.
+
+    The shape is the number of roots and then, for every node, its type, where its edges lead (-1: nowhere), and
+
+    * for a product, whether its factors are `_checkpointed`,
+    * for a leaf's node, whether the leaf is one of `leaves`.
+    """
+    inputs = set(map(id, leaves))
+    places: dict[Any, int] = {}
+    for root in roots:
+        if isinstance(root, GradientEdge):  # else a leaf that is an output
+            places.setdefault(root.node, len(places))
+    nodes = list(places)
+    shape: list[Any] = [len(nodes)]
+    hooked = []
+    append, place_of = shape.append, places.get  # this loop is most of what a split costs
+    for node in nodes:  # grows while it is walked along
+        kind = type(node)
+        append(kind)
+        for child, _ in node.next_functions:
+            if child is None:
+                append(-1)
+                continue
+            place = place_of(child)
+            if place is None:
+                place = places[child] = len(nodes)
+                nodes.append(child)
+            append(place)
+        name = kind.__name__
+        if name == LEAF:
+            variable = node.variable
+            own = id(variable) in inputs
+            append(own)
+            if not own and variable._backward_hooks:
+                hooked.append(variable)
+        elif name in PRODUCTS:
+            append(_checkpointed(node, PRODUCTS[name].factors))
+    return nodes, tuple(shape), hooked
+
+
+class _Handles(dict[Any, Any]):
+    """The handles of a checkpoint's holder, which withdraws them after it gave its tensor out once."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if value is not None:
+            super().__setitem__(key, value)
+
+
+def _checkpointed(node: Any, factors: Sequence[str]) -> bool | None:
+    """Whether the saved tensors of a node will be recomputed by a checkpoint; None if they must not be read.
+
+    What other hooks on saved tensors do when they are asked twice (the node asks too) is not known.
+    """
+    found = False
+    for factor in factors:
+        saved = getattr(node, factor)
+        if saved.unpack_hook is not None:
+            holder = saved.data
+            if isinstance(holder, Repeatable):
+                continue
+            if not isinstance(holder, _HOLDER):
+                return None
+            if not isinstance(holder.handles, _Handles):
+                holder.handles = _Handles(holder.handles)
+            found = True
+    return found
+
+
+def _read_when_executed(
+    node: Any,
+    formula: Callable[[Any, tuple[int, ...]], Formula],
+    operands: tuple[int, ...],
+    formulas: list[Formula | None],
+    caught: list[tuple[Tensor | None] | None],
+    index: int,
+) -> Any:
+    """Read a node's factors when the engine comes to it: then a checkpoint recomputes once for it and for us."""
+
+    def read(gradients: tuple[Tensor | None]) -> None:
+        formulas[index], caught[index] = formula(node, operands), gradients
+
+    return node.register_prehook(read)

@@ -1,0 +1,21 @@
+"""One program on one rank: worker, binders of actions, stores of parameters, and the driver of several ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeloom.common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from pipeloom.engine.worker import RUNNABLE_OPS
+
+# Public names, and the module that each lives in.
+_HOMES = {
+    "RUNNABLE_OPS": "pipeloom.engine.worker",
+}
+
+__all__ = [
+    "RUNNABLE_OPS",
+]
+
+__getattr__ = lazy_exports(__name__, _HOMES)

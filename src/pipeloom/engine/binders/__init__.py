@@ -1,0 +1,1 @@
+"""Binders: each turns one action into the function that runs it."""

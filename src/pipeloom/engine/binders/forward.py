@@ -1,0 +1,181 @@
+"""Binders of F: run the stage, and hand on, lay out for sending, or rate what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+from torch.nn import Module
+
+from pipeloom.autograd.split_backward import Root
+from pipeloom.engine.binders.sequence_slices import cut_slice, join_slices, sliced_module
+from pipeloom.engine.rank_state import Extent, RankState, Step
+from pipeloom.errors import RunError
+from pipeloom.ir import Action, Op, Program
+from pipeloom.transport.values import Layout, Value, copied, flatten, unflatten
+
+
+def bind_forward(state: RankState, action: Action, program: Program) -> Step:
+    stage, _, microbatch, piece = action
+    assert microbatch is not None
+    key = (stage, microbatch, piece)
+    training = not program.schedule.forward_only
+    arrived, saved = state.arrived, state.saved
+    run = state.forwards[stage] if training else state.stages[stage]
+    module = sliced_module(state, action, program, run) if state.sliced else run
+    deliver = _bind_delivery(state, action, program) if stage < program.schedule.num_stages - 1 else None
+    loss = _bind_loss(state, action, program) if deliver is None else None
+    first = stage == 0
+    mover = state.mover if key in state.moved else None
+
+    def forward() -> None:
+        value, leaves = (_input(state, microbatch), []) if first else arrived.pop(key)
+        saved[key] = None
+        if len(saved) - state.num_away > state.peak_live_activations:
+            state.note_live()
+        try:
+            output = module(value)
+        except RuntimeError as error:
+            if not leaves or "a leaf Variable that requires grad" not in str(error):
+                raise
+            output = module(_copied(state, stage, value))
+        if deliver is not None:
+            roots = deliver(output)
+        else:
+            assert loss is not None
+            roots = loss(output)
+            if training and not roots and microbatch in state.batch.losses:
+                _check_nothing_to_train(leaves, state.stages[stage])
+        if training:
+            saved[key] = (leaves, roots)
+        else:
+            del saved[key]
+
+    if mover is None:
+        return forward, None
+
+    def caught_forward() -> None:
+        with mover.catching(key):
+            forward()
+
+    return caught_forward, None
+
+
+def _input(state: RankState, microbatch: int) -> Value:
+    """The model's input; a copy where this forward may have to be done again, for stages that change theirs."""
+    value = state.batch.inputs[microbatch]
+    return copied(value) if state.speculating else value
+
+
+def _copied(state: RankState, stage: int, value: Value) -> Value:
+    """A copy of a stage's input, which the stage changes in place; from now on it always gets one."""
+    state.copies_input[stage] = True
+    return copied(value)
+
+
+def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:
+    """What the last stage does with its output: the loss, or keeping it for the caller."""
+    stage, _, microbatch, piece = action
+    assert microbatch is not None
+    key = (stage, microbatch, piece)
+
+    def finish(output: Value) -> list[Root]:
+        batch = state.batch
+        if batch.targets is None or state.loss_fn is None:
+            batch.outputs[microbatch] = output
+            return []
+        loss = _checked(state.loss_fn(output, batch.targets[microbatch]))
+        weight = state.loss_weights[key] = batch.weights[microbatch]
+        batch.losses[microbatch] = loss.detach() * state.seed(weight, loss)
+        return [_root(loss)] if loss.requires_grad else []
+
+    def finish_slice(value: Value) -> list[Root]:
+        (output, mark), batch = value, state.batch
+        if batch.targets is None or state.loss_fn is None:
+            pieces = batch.outputs.setdefault(microbatch, [])
+            pieces.append(output)
+            if len(pieces) == program.schedule.num_slices:
+                batch.outputs[microbatch] = join_slices(pieces)
+            return []
+        extent = Extent(*mark.tolist())
+        loss = _checked(state.loss_fn(output, cut_slice(batch.targets[microbatch], extent)))
+        weight = state.loss_weights[key] = batch.weights[microbatch] * extent.share
+        weighed = loss.detach() * state.seed(weight, loss)
+        earlier = batch.losses.get(microbatch)
+        batch.losses[microbatch] = weighed if earlier is None else earlier + weighed
+        return [_root(loss)] if loss.requires_grad else []
+
+    return finish_slice if state.sliced else finish
+
+
+def _checked(loss: Tensor) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise RunError(f"loss_fn returned {shape}: it returns one number, the mean over the micro-batch")
+    if not loss.dtype.is_floating_point:
+        raise RunError(f"loss_fn returned a {loss.dtype}: a mean is a floating-point number; convert it")
+    return loss
+
+
+def _check_nothing_to_train(leaves: list[Tensor], stage: Module) -> None:
+    """A loss without a gradient is right only where nothing wants one, as under `Tensor.backward` on one process.
+
+    Raises:
+        RunError: an earlier stage, or this one, has parameters to train.
+    """
+    if leaves or any(parameter.requires_grad for parameter in stage.parameters()):
+        raise RunError(
+            "the loss needs no gradient, but parameters do: nothing would be trained; leave out detach(), item() and "
+            "no_grad() in loss_fn and in the last stage, or freeze the parameters"
+        )
+
+
+def _bind_delivery(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:
+    """What a stage does with its output: hand it to the next stage here, or lay it out for its SEND."""
+    stage, _, microbatch, piece = action
+    assert microbatch is not None
+    here = program.placement.rank_of(stage + 1, microbatch) == state.rank
+    next_key = (stage + 1, microbatch, piece)
+    send = action.with_op(Op.SEND_F)
+    departing, arrived = state.departing, state.arrived
+    enter = bind_entry(state, stage + 1, not program.schedule.forward_only) if here else None
+
+    def deliver(output: Value) -> list[Root]:
+        layout, tensors = flatten(output)
+        detached = [tensor.detach() for tensor in tensors]
+        if enter is not None:
+            arrived[next_key] = enter(layout, detached)
+        else:
+            departing[send] = (layout, detached)
+        return [_root(tensor) for tensor in tensors if tensor.requires_grad]
+
+    return deliver
+
+
+def bind_entry(
+    state: RankState, stage: int, training: bool
+) -> Callable[[Layout, list[Tensor]], tuple[Value, list[Tensor]]]:
+    """How a value enters a stage: its tensors that want a gradient become leaves of a new graph."""
+    copies_input = state.copies_input
+
+    def enter(layout: Layout, tensors: list[Tensor]) -> tuple[Value, list[Tensor]]:
+        if not training:
+            return unflatten(layout, tensors), []
+        leaves = [t.requires_grad_() for t, (_, _, wants) in zip(tensors, layout.specs, strict=True) if wants]
+        if copies_input[stage]:
+            tensors = [tensor.clone() for tensor in tensors]
+        return unflatten(layout, tensors), leaves
+
+    return enter
+
+
+def _root(tensor: Tensor) -> Root:
+    """Where a backward starts. The edge of the graph keeps no numbers alive, unlike the tensor."""
+    node = tensor.grad_fn
+    if node is None:
+        return tensor
+    # The graph of a Python function needs a node of C++ to stay alive, as in torch.autograd.graph.get_gradient_edge.
+    token = tensor.view_as(tensor).grad_fn if isinstance(node, BackwardCFunction) else None
+    return GradientEdge(node, tensor.output_nr, token)

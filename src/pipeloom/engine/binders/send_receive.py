@@ -1,0 +1,90 @@
+"""Binders of SEND and RECV, and how ranks notice that they make different calls, or are given different batches.
+
+With every message goes a number: which call this is, and how many samples its batch has. A rank that reads neither
+inputs nor targets learns the latter from the first message that says it, and passes it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeloom.engine.binders.forward import bind_entry
+from pipeloom.engine.rank_state import RankState, Step, unequal_lengths
+from pipeloom.engine.speculation import CancelledError
+from pipeloom.errors import PeerLost, RunError
+from pipeloom.ir import Action, Op, Program, peer_of
+from pipeloom.transport.call_numbers import call_name, call_only, cancel_number, num_samples_of
+from pipeloom.transport.interface import Channel, Lane, Message
+from pipeloom.transport.values import unflatten
+
+
+def bind_send(state: RankState, action: Action, program: Program) -> Step:
+    channel = Channel(state.rank, peer_of(action, program.placement), Lane.PIPELINE)
+    end, departing = state.transport.outgoing(channel).send, state.departing
+    state.sends[channel] = end
+
+    def send() -> None:
+        layout, tensors = departing.pop(action)
+        end(layout, tensors, state.call)
+
+    return send, None
+
+
+def bind_receive(state: RankState, action: Action, program: Program) -> Step:
+    stage, op, microbatch, piece = action
+    key = (stage, microbatch, piece)
+    channel = Channel(peer_of(action, program.placement), state.rank, Lane.PIPELINE)
+    end = state.transport.incoming(channel)
+    next_message, arrived, gradients = end.receive, state.arrived, state.gradients
+    if op is Op.RECV_F:
+        enter = bind_entry(state, stage, not program.schedule.forward_only)
+
+        def receive() -> None:
+            message = next_message()
+            if message.call != state.call:
+                message = _of_this_call(state, channel.source, message, next_message)
+            arrived[key] = enter(message.layout, message.tensors)
+    else:
+
+        def receive() -> None:
+            message = next_message()
+            if message.call != state.call:
+                message = _of_this_call(state, channel.source, message, next_message)
+            value = unflatten(message.layout, message.tensors)
+            gradients[key] = value if isinstance(value, tuple) else (value,)
+
+    return receive, end.ready
+
+
+def _of_this_call(state: RankState, source: int, message: Message, receive: Callable[[], Message]) -> Message:
+    """`message`, or the first behind it that belongs to this call; what a cancelled call left is dropped.
+
+    This rank then knows how many samples the batch has, if the message says so.
+    """
+    ours = call_only(state.call)
+    while (theirs := call_only(message.call)) != ours:
+        if theirs == cancel_number(ours):
+            text = f"rank {source} gave up {call_name(ours)}"
+            raise CancelledError(text) if state.speculating else PeerLost(text)
+        if theirs not in state.stale_calls:
+            raise RunError(
+                f"rank {source} is in {call_name(theirs)}, and this rank in {call_name(ours)}: every rank makes the "
+                "same calls in the same order"
+            )
+        message = receive()
+    state.call = _agreed(state, source, message.call)
+    return message
+
+
+def _agreed(state: RankState, source: int, theirs: int) -> int:
+    """The number that holds from now on, where rank `source` sent one of the same call."""
+    sent, own = num_samples_of(theirs), num_samples_of(state.call)
+    if sent and own and sent != own:
+        reads_inputs, reads_targets = bool(state.batch.inputs), state.batch.targets is not None
+        if reads_inputs != reads_targets:
+            raise RunError(unequal_lengths(own, sent) if reads_inputs else unequal_lengths(sent, own))
+        raise RunError(
+            f"rank {source} has a batch of {sent} samples and this rank one of {own}: a step has one batch; pass the "
+            "same on every rank"
+        )
+    return max(theirs, state.call)

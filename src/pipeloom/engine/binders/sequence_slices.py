@@ -1,0 +1,155 @@
+"""Slices of a sequence in the executor: what a binder wraps around the stage it calls.
+
+    stage 0        cut the slice from its micro-batch
+    other stages   a value comes as (value, extent): where the slice starts and ends in a sequence of which length
+    F, B, I        run inside the slice's context, in which attention finds the keys and values of earlier slices
+    last stage     the targets are cut by the same extent; a slice's loss counts by its share of the sequence
+
+A context belongs to one stage and micro-batch. It lives from the forward of slice 0 to the backward of slice 0, which
+comes last; in evaluation to the forward of the last slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from pipeloom.engine.rank_state import Batch, Extent, RankState, Step
+from pipeloom.errors import InputError
+from pipeloom.ir import Action, Program
+from pipeloom.slicing import RefuseRawAttention, SliceContext
+from pipeloom.split.layer_chain import even_parts
+from pipeloom.transport.values import Value, flatten, unflatten
+
+
+def slice_extents(length: int, num_slices: int, lengths: Sequence[int] | None) -> list[Extent]:
+    """Cut a sequence: by `lengths` where they add up to it, in proportion where not, else evenly, longer ones first.
+
+    Raises:
+        InputError: fewer tokens than slices.
+    """
+    if length < num_slices:
+        raise InputError(
+            f"a sequence of {length} tokens for {num_slices} slices: each needs at least one; use longer sequences, or "
+            f"a schedule of {max(1, length)} slices"
+        )
+    if lengths is None:
+        ends = list(accumulate(even_parts(length, num_slices)))
+    else:
+        whole = sum(lengths)
+        ends = [round(end * length / whole) for end in accumulate(lengths)]
+        for index in range(num_slices):  # every slice keeps a token however short the sequence is
+            ends[index] = max(ends[index], index + 1)
+            ends[index] = min(ends[index], length - (num_slices - 1 - index))
+    return [Extent(start, end, length) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def sequence_length(value: Value, what: str) -> int:
+    """The length of dimension 1 of the tensors that have one.
+
+    Raises:
+        InputError: there is none, or they differ.
+    """
+    _, tensors = flatten(value)
+    found = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
+    if len(found) != 1:
+        seen = f"tensors of {sorted(found)} tokens" if found else "no tensor of two dimensions or more"
+        raise InputError(f"{what} hold {seen}: slices are cut along dimension 1, which all share; reshape, or pad")
+    return found.pop()
+
+
+def cut_sequences(batch: Batch, num_slices: int, lengths: Sequence[int] | None) -> None:
+    """Say in the batch where its slices are, before any rank starts.
+
+    Raises:
+        InputError: sequences shorter than the number of slices, or inputs and targets of different length.
+    """
+    found = {
+        what: sequence_length(values[0], what)
+        for what, values in (("inputs", batch.inputs), ("targets", batch.targets))
+        if values
+    }
+    for length in found.values():
+        batch.extents = slice_extents(length, num_slices, lengths)
+    if len(set(found.values())) > 1:
+        raise InputError(
+            f"inputs are sequences of {found['inputs']} tokens and targets of {found['targets']}: every token has its "
+            "target; pass sequences of one length"
+        )
+
+
+def cut_slice(value: Value, extent: Extent) -> Value:
+    """The slice of a micro-batch; tensors of one dimension go with every slice."""
+    layout, tensors = flatten(value)
+    start, end, _ = extent
+    return unflatten(layout, [t[:, start:end] if t.dim() > 1 else t for t in tensors])
+
+
+def join_slices(values: Sequence[Value]) -> Value:
+    """Put the outputs of the slices of a micro-batch together along dimension 1; others are those of the last slice."""
+    layouts, tensors = zip(*map(flatten, values), strict=True)
+    joined = [torch.cat(column, 1) if column[0].dim() > 1 else column[-1] for column in zip(*tensors, strict=True)]
+    return unflatten(layouts[-1], joined)
+
+
+def sliced_module(
+    state: RankState, action: Action, program: Program, forward: Callable[[Value], Value]
+) -> Callable[[Value], Value]:
+    """The stage as F of a slice calls it: (value, extent) -> (value, extent), on the first stage from a micro-batch.
+
+    `forward` is the stage as F calls it where sequences are whole.
+    """
+    stage, _, microbatch, _ = action
+    assert microbatch is not None
+    module, contexts, extents = state.stages[stage], state.contexts, state.extents
+    key, context_key, num_slices = (stage, microbatch, action.slice), (stage, microbatch), program.schedule.num_slices
+    piece = action.slice or 0
+    first, last_slice = stage == 0, piece == num_slices - 1
+    forward_only = program.schedule.forward_only
+    to_check = piece > 0 and microbatch == 0  # once is enough, and every time would take its time
+
+    def run(value: Value) -> tuple[Value, Tensor]:
+        if first:
+            extent = state.batch.extents[piece]
+            value, mark = cut_slice(value, extent), torch.tensor(extent)
+        else:
+            value, mark = value
+            extent = Extent(*mark.tolist())
+        nonlocal to_check
+        watch = RefuseRawAttention(module) if to_check else nullcontext()
+        to_check = False
+        extents[key] = extent
+        if piece == 0:
+            seed = state.batch.seed
+            contexts[context_key] = SliceContext(None if seed is None else (seed, stage, microbatch))
+        with contexts[context_key].slice(piece, *extent), watch:
+            output = forward(value)
+        if forward_only:
+            del extents[key]
+            if last_slice:
+                contexts.pop(context_key).close()
+        return output, mark
+
+    return run
+
+
+def in_slice(state: RankState, action: Action, step: Step) -> Step:
+    """A backward inside its slice's context, where recomputed blocks find the same keys and values again."""
+    stage, _, microbatch, _ = action
+    assert microbatch is not None
+    run, ready = step
+    contexts, extents, key = state.contexts, state.extents, (stage, microbatch, action.slice)
+    piece = action.slice or 0
+
+    def backward() -> None:
+        context = contexts[stage, microbatch]
+        with context.slice(piece, *extents.pop(key)):
+            run()
+        if piece == 0:
+            contexts.pop((stage, microbatch)).close()
+
+    return backward, ready

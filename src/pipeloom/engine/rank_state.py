@@ -1,0 +1,220 @@
+"""`RankState`: what one rank holds while its program runs, and until when.
+
+    arrived[stage, b]    input of a forward, from RECV_F or the chunk before on this rank      until F
+    saved[stage, b]      input leaves and roots of the autograd graph: one live activation      F to B or I
+                         after a split backward's I, what its W needs: still the same one       I to W
+    gradients[stage, b]  gradient of a stage's output, from RECV_B or the chunk after            until B or I
+    departing[action]    a result on its way to another rank                                    until its SEND
+    contexts[stage, b]   keys and values of a micro-batch in slices                              F to B of its slice 0
+
+Of a stage's output only the graph is kept, not the numbers: after it is sent nobody here reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.autograd.recomputation import recomputed
+from pipeloom.autograd.split_backward import Root, WeightGradients
+from pipeloom.errors import InputError
+from pipeloom.ir import Action, Program
+from pipeloom.ir.recompute import Recompute
+from pipeloom.slicing import SliceContext
+from pipeloom.split.profile import may_change_input
+from pipeloom.transport.interface import Channel, Transport
+from pipeloom.transport.values import Layout, Value, flatten, split_batch
+
+if TYPE_CHECKING:
+    from pipeloom.engine.binders.activation_offload import ActivationMover
+
+LossFn = Callable[[Any, Any], Tensor]
+Key = tuple[int, int | None, int | None]  # stage, micro-batch, slice
+
+# What a binder makes of one action: the function that runs it, and what to ask before running it without blocking.
+Step = tuple[Callable[[], None], Callable[[], bool] | None]
+Binder = Callable[["RankState", Action, Program], Step]
+
+
+class Extent(NamedTuple):
+    """A slice: tokens `start` to `end` of a sequence of `length`."""
+
+    start: int
+    end: int
+    length: int
+
+    @property
+    def share(self) -> float:
+        """Of the sequence."""
+        return (self.end - self.start) / self.length
+
+
+@dataclass
+class Batch:
+    """What the actions of one step read and write beside messages.
+
+    Attributes:
+        inputs: of every micro-batch, on ranks with the first stage.
+        targets: of every micro-batch, on ranks with the last stage; None where no loss is asked for.
+        sizes: samples of every micro-batch, on ranks with the last stage.
+        weights: the share of each micro-batch in the loss, which is the mean over the batches of all copies.
+        losses: of the micro-batches whose last stage ran here, each times its weight; of slices, their sum.
+        outputs: of the last stage, where no loss is asked for; of slices, a list until all are there.
+        num_samples: of the batch; 0 where this process reads neither inputs nor targets.
+        extents: of the slices, on ranks that read inputs or targets; others learn them with each value.
+        seed: what the dropout masks of slices follow from; None: drawn where one is needed.
+    """
+
+    inputs: Sequence[Value] = ()
+    targets: Sequence[Value] | None = None
+    sizes: Sequence[int] = ()
+    weights: Sequence[float] = ()
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Value] = field(default_factory=dict)
+    num_samples: int = 0
+    extents: Sequence[Extent] = ()
+    seed: int | None = None
+
+    @classmethod
+    def cut(
+        cls,
+        num_microbatches: int,
+        inputs: Value,
+        targets: Value,
+        *,
+        needs_inputs: bool,
+        needs_targets: bool,
+    ) -> Batch:
+        """The batch as micro-batches, where this process needs it; weights as if there were no other copy.
+
+        Raises:
+            InputError: what is needed is missing, too short, of another length than the rest, or part of a graph.
+        """
+        batch = cls()
+        if needs_inputs:
+            batch.inputs, sizes = _cut(inputs, num_microbatches, "inputs", "first")
+            batch.num_samples = sum(sizes)
+        if needs_targets:
+            batch.targets, sizes = _cut(targets, num_microbatches, "targets", "last")
+            if needs_inputs and sum(sizes) != batch.num_samples:
+                raise InputError(unequal_lengths(batch.num_samples, sum(sizes)))
+            batch.num_samples, batch.sizes = sum(sizes), sizes
+            batch.weigh(batch.num_samples)
+        return batch
+
+    def weigh(self, all_samples: int) -> None:
+        """Set the weights: this batch is a part of `all_samples`."""
+        self.weights = [size / all_samples for size in self.sizes]
+
+
+def _cut(value: Value, num_microbatches: int, what: str, where: str) -> tuple[list[Value], list[int]]:
+    if value is None:
+        raise InputError(f"{what} are None on the rank with the {where} stage: it reads them; pass the batch")
+    pieces = split_batch(value, num_microbatches, what)
+    if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in flatten(value)[1]):
+        raise InputError(
+            f"{what} were computed with gradients: a step goes back to its batch and no further, once for each "
+            "micro-batch; detach() them"
+        )
+    return pieces
+
+
+def unequal_lengths(inputs: int, targets: int) -> str:
+    """What is said of `inputs` and `targets` samples."""
+    return (
+        f"inputs hold {inputs} samples and targets {targets}: every sample has its target; pass batches of one length"
+    )
+
+
+@dataclass(slots=True, eq=False)
+class RankState:
+    """One rank's modules and stores; the functions that binders make read and write it.
+
+    Attributes:
+        rank: which.
+        stages: the modules of the stages that this rank holds.
+        loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
+        transport: with all channels of the programs open.
+        sliced: whether micro-batches run in slices, be it one.
+        recompute: what backwards compute again, one a stage of the model; empty: nothing.
+        forwards: what F of each stage calls in training: its module, or what keeps less for the backward.
+        batch: of the running step.
+        call: of the running step, what goes with its messages (see `pipeloom.transport.call_numbers`).
+        speculating: whether the forwards that run may have to be done again.
+        stale_calls: numbers of cancelled calls, of which messages may still come.
+        sends: to all whom this rank sends to in the pipeline's own lane.
+        loss_scale: by what the loss is multiplied before its backward.
+        peak_live_activations: the most entries that `saved` had in the last run, those that are away aside.
+        mover: moves what forwards saved away and back, if somebody does.
+        moved: what it moves of the program that is bound next.
+        num_away: how many entries of `saved` are away.
+    """
+
+    rank: int
+    stages: dict[int, nn.Module]
+    loss_fn: LossFn | None
+    transport: Transport
+    sliced: bool = False
+    recompute: Sequence[Recompute] = ()
+    batch: Batch = field(default_factory=Batch)
+    call: int = 0
+    speculating: bool = False
+    stale_calls: tuple[int, ...] = ()
+    sends: dict[Channel, Callable[[Layout, list[Tensor], int], None]] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    peak_live_activations: int = 0
+    mover: ActivationMover | None = None
+    moved: Set[Key] = frozenset()
+    num_away: int = 0
+    arrived: dict[Key, tuple[Value, list[Tensor]]] = field(default_factory=dict)
+    saved: dict[Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = field(default_factory=dict)
+    gradients: dict[Key, Sequence[Tensor | None]] = field(default_factory=dict)
+    departing: dict[Action, tuple[Layout, list[Tensor]]] = field(default_factory=dict)
+    contexts: dict[tuple[int, int], SliceContext] = field(default_factory=dict)
+    extents: dict[Key, Extent] = field(default_factory=dict)
+    loss_weights: dict[Key, float] = field(default_factory=dict)
+    copies_input: dict[int, bool] = field(init=False)
+    forwards: dict[int, Callable[[Value], Value]] = field(init=False)
+    seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # A leaf may not be changed in place, so a stage that might do that to its input gets a copy of it.
+        self.copies_input = {stage: may_change_input(module) for stage, module in self.stages.items()}
+        kinds = self.recompute or [Recompute.NONE] * (max(self.stages, default=-1) + 1)
+        self.forwards = {stage: recomputed(module, kinds[stage]) for stage, module in self.stages.items()}
+
+    def begin(self, batch: Batch, call: int) -> None:
+        """Get ready for a run."""
+        self.batch, self.call, self.peak_live_activations = batch, call, 0
+
+    def clear(self) -> None:
+        """Let go of everything, also after an error."""
+        self.forget()
+        self.batch = Batch()
+
+    def forget(self) -> None:
+        """Let go of what was computed; the batch stays."""
+        for store in (self.arrived, self.saved, self.gradients, self.departing, self.extents, self.loss_weights):
+            store.clear()
+        for context in self.contexts.values():
+            context.close()
+        self.contexts.clear()
+        self.num_away = 0
+        if self.mover is not None:
+            self.mover.forget()
+
+    def note_live(self) -> None:
+        """An activation has come to be held."""
+        self.peak_live_activations = max(self.peak_live_activations, len(self.saved) - self.num_away)
+
+    def seed(self, weight: float, like: Tensor) -> Tensor:
+        """The gradient of the whole step's loss by one micro-batch's loss."""
+        key = (weight, like.dtype, like.device)
+        seed = self.seeds.get(key)
+        if seed is None or seed.shape != like.shape:
+            seed = self.seeds[key] = torch.full_like(like, weight, requires_grad=False)
+        return seed

@@ -1,0 +1,82 @@
+"""Drive the ranks of one process by a thread each."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+
+from pipeloom.errors import PeerLost
+from pipeloom.transport.loopback import LoopbackTransport
+
+
+class RankThreads:
+    """A thread for each rank; the cores are shared among them."""
+
+    def __init__(self, num_ranks: int, transport: LoopbackTransport) -> None:
+        self._transport = transport
+        cores = max(1, torch.get_num_threads() // num_ranks)
+        self._pool = ThreadPoolExecutor(num_ranks, "rank", initializer=torch.set_num_threads, initargs=(cores,))
+
+    def run(self, runs: Mapping[int, Iterator[None]]) -> None:
+        """Run all ranks to their ends; raises what went wrong first.
+
+        An interrupt of the caller, such as Ctrl-C, is raised when every rank stopped, at its next wait.
+        """
+        modes = _thread_modes()
+
+        futures: list[Future[None]] = []
+        begin = threading.Event()
+
+        def drive(rank: int) -> None:
+            begin.wait()
+            if len(futures) < len(runs):  # the caller was interrupted before all were there
+                return
+            try:
+                with ExitStack() as stack:
+                    for mode in modes:
+                        stack.enter_context(mode())
+                    for _ in runs[rank]:
+                        pass
+            except BaseException:
+                self._transport.interrupt(rank)
+                raise
+
+        try:
+            for rank in runs:
+                futures.append(self._pool.submit(drive, rank))
+            begin.set()
+            errors = [error for error in (future.exception() for future in futures) if error is not None]
+        except BaseException:
+            for rank in runs:
+                self._transport.interrupt(rank)
+            begin.set()
+            wait(futures)
+            raise
+        if errors:  # the cause, rather than those who lost their peer through it
+            raise min(errors, key=lambda error: isinstance(error, PeerLost))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def _thread_modes() -> list[Callable[[], AbstractContextManager[Any]]]:
+    """The caller's modes that torch keeps for each thread: gradients on or off, autocast. Not saved-tensor hooks."""
+    modes: list[Callable[[], AbstractContextManager[Any]]] = [
+        functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())
+    ]
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            autocast = functools.partial(
+                torch.autocast,
+                device,
+                dtype=torch.get_autocast_dtype(device),
+                cache_enabled=torch.is_autocast_cache_enabled(),
+            )
+            modes.append(autocast)
+    return modes

@@ -1,0 +1,1 @@
+"""What a rank holds of a model: parameters, gradients and buffers, and who else holds them."""

@@ -1,0 +1,202 @@
+"""Which parameters a rank holds, and which other ranks hold them too.
+
+Ranks that are processes each have a model of their own. Ranks that share a process are made to look the same: what
+several of them hold (tied parameters, replicas of a stage) exists once for each.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.engine.stores.gradient_sum import Shared
+from pipeloom.engine.stores.shared_buffers import BufferHome, SharedBuffers
+from pipeloom.errors import InputError, unwrapped
+from pipeloom.ir import Program
+from pipeloom.split import Stages
+
+
+def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dict[int, dict[int, nn.Module]]:
+    """For each of a process's ranks, the modules of its stages. The model itself is left as it is.
+
+    The modules are the model's own but for these: one that holds a parameter of an earlier rank is a copy with a copy
+    of that parameter and its hooks, in which everything else is the model's; what an earlier rank runs itself is copied
+    whole.
+
+    Raises:
+        InputError: a module that has to be copied cannot be.
+    """
+    taken_modules: set[int] = set()
+    taken_parameters: set[int] = set()
+    result: dict[int, dict[int, nn.Module]] = {}
+    for rank in ranks:
+        modules = {stage: cut_model.modules[stage] for stage in program.placement.stages_of[rank]}
+        copies: dict[int, nn.Parameter] = {}  # of this rank, by the identity of what they are copies of
+        for module in modules.values():
+            for parameter in module.parameters():
+                if id(parameter) in taken_parameters and id(parameter) not in copies:
+                    copies[id(parameter)] = _copied(parameter)
+        memo: dict[int, Any] = {}  # one for the rank: what two of its stages share, their copies share too
+        result[rank] = {
+            stage: _with_parameters(module, copies, memo, whole=any(id(m) in taken_modules for m in module.modules()))
+            for stage, module in modules.items()
+        }
+        for module in modules.values():
+            taken_modules.update(map(id, module.modules()))
+        for module in result[rank].values():
+            taken_parameters.update(map(id, module.parameters()))
+    return result
+
+
+def _copied(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same value, with the same hooks, as the model has it in a process of its own."""
+    made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, kind, None)
+        if hooks:
+            setattr(made, kind, OrderedDict(hooks))
+    return made
+
+
+def _with_parameters(
+    module: nn.Module, copies: dict[int, nn.Parameter], memo: dict[int, Any], *, whole: bool
+) -> nn.Module:
+    """`module`, or a copy of it, with some parameters replaced; `memo` is `copy.deepcopy`'s."""
+    if not (whole or any(id(parameter) in copies for parameter in module.parameters())):
+        return module
+    memo.update({id(parameter): parameter for parameter in module.parameters()})
+    for part in () if whole else module.modules():
+        if not any(id(parameter) in copies for parameter in part.parameters()):
+            memo[id(part)] = part
+        memo.update({id(buffer): buffer for buffer in part.buffers(recurse=False)})
+        # Hooks get the module that runs, and what they write down is for whoever registered them.
+        memo.update({id(value): value for name, value in vars(part).items() if name.endswith("_hooks")})
+    memo.update(copies)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise InputError(
+            f"{type(module).__name__} shares parameters with a stage of another rank and cannot be copied "
+            f"({unwrapped(str(error))}): ranks in one process need a copy each; run the ranks as processes, or "
+            "let copy.deepcopy work on it"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The parameters of a process's ranks.
+
+    Attributes:
+        names: canonical names of all parameters of the model, in its order.
+        held: for each rank of this process, its parameters by canonical name.
+        homes: by canonical name, all stages with a parameter that is held here.
+    """
+
+    names: tuple[str, ...]
+    held: dict[int, dict[str, nn.Parameter]]
+    homes: dict[str, tuple[int, ...]]
+    _program: Program
+    _buffers: dict[int, list[tuple[list[int], str, BufferHome]]]
+
+    @classmethod
+    def find(cls, by_rank: dict[int, dict[int, nn.Module]], cut_model: Stages, program: Program) -> Ownership:
+        tied = {parameter.name: parameter.stages for parameter in cut_model.tied}
+        held: dict[int, dict[str, nn.Parameter]] = {}
+        stages_of: dict[str, tuple[int, ...]] = {}
+        for rank, stages in by_rank.items():
+            held[rank] = {}
+            for stage, module in stages.items():
+                for alias, parameter in module.named_parameters():
+                    name = cut_model.canonical_names.get(alias, alias)
+                    held[rank][name] = parameter
+                    stages_of[name] = tied.get(name, (stage,))
+        return cls(cut_model.parameter_names, held, stages_of, program, _find_buffers(by_rank, cut_model, program))
+
+    def ranks_with(self, name: str) -> tuple[int, ...]:
+        """All ranks that hold a parameter, ascending."""
+        return self._program.ranks_of_group(self.homes[name])
+
+    def check_equal(self, value: Callable[[int, str], Tensor]) -> None:
+        """Raises InputError where a parameter is not the same on all ranks of this process that hold it.
+
+        Args:
+            value: of a rank's parameter, wherever it is.
+        """
+        names = {name: rank for rank, held in reversed(self.held.items()) for name in held}  # the lowest rank
+        for rank, held in self.held.items():
+            for name, parameter in held.items():
+                first = self.held[names[name]][name]
+                if first is not parameter and not _equal(value(names[name], name), value(rank, name)):
+                    raise InputError(
+                        f"parameter {name!r} differs on ranks {names[name]} and {rank}: every rank has a copy, and all "
+                        "are to be updated alike; make the optimizer from the Pipeline's parameters(), zero gradients "
+                        "with it, and load values with the Pipeline's load_state_dict()"
+                    )
+
+    def shared(self, rank: int) -> dict[int, Shared]:
+        """What REDUCE_GRAD sums on `rank`: by the stage it stands under, this rank's copies and all ranks with one."""
+        result: dict[int, Shared] = {}
+        stages = self._program.placement.stages_of[rank]
+        for group in self._program.gradient_groups:
+            lowest = min((stage for stage in group if stage in stages), default=None)
+            if lowest is not None:
+                result[lowest] = {
+                    name: (parameter, self.ranks_with(name))
+                    for name, parameter in self.held[rank].items()
+                    if set(group).issuperset(self.homes[name]) and len(self.ranks_with(name)) > 1
+                }
+        return result
+
+    def shared_buffers(self, rank: int) -> dict[int, SharedBuffers]:
+        """The buffers that several ranks hold, by the stage under which the REDUCE_GRAD stands that equals them."""
+        result = {}
+        for lowest in self.shared(rank):
+            group = next(group for group in self._program.gradient_groups if lowest in group)
+            found = {name: home for stages, name, home in self._buffers[rank] if set(group).issuperset(stages)}
+            result[lowest] = SharedBuffers(rank, found)
+        return result
+
+    def replica_buffers(self, rank: int, stage: int) -> SharedBuffers:
+        """The buffers that the replicas of one stage, and no other, hold."""
+        return SharedBuffers(rank, {name: home for stages, name, home in self._buffers[rank] if stages == [stage]})
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _find_buffers(
+    by_rank: dict[int, dict[int, nn.Module]], cut_model: Stages, program: Program
+) -> dict[int, list[tuple[list[int], str, BufferHome]]]:
+    """For each rank of this process, the buffers that other ranks hold too: their stages, names and places."""
+    canonical: dict[int, tuple[list[int], str]] = {}  # by a buffer's identity: its stages, its first name
+    for stage, module in enumerate(cut_model.modules):
+        for name, buffer in module.named_buffers():
+            canonical.setdefault(id(buffer), ([], name))[0].append(stage)
+    found: dict[int, list[tuple[list[int], str, BufferHome]]] = {rank: [] for rank in by_rank}
+    for rank, held in by_rank.items():
+        for stage, module in held.items():
+            for alias, original in cut_model.modules[stage].named_buffers():
+                stages, name = canonical[id(original)]
+                ranks = program.ranks_of_group(tuple(stages))
+                if len(ranks) > 1:
+                    owner, _, attribute = alias.rpartition(".")
+                    source = program.placement.rank_of(stages[0], 0)
+                    home = BufferHome(module.get_submodule(owner), attribute, source, ranks)
+                    found[rank].append((stages, name, home))
+    return found
+
+
+def common_dtype(cut_model: Stages) -> torch.dtype:
+    """The type in which norms of all parameters add up, the same on every rank."""
+    dtype: torch.dtype | None = None
+    for module in cut_model.modules:
+        for parameter in module.parameters():
+            dtype = parameter.dtype if dtype is None else torch.promote_types(dtype, parameter.dtype)
+    return dtype or torch.get_default_dtype()

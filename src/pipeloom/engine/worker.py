@@ -1,0 +1,295 @@
+"""`Worker`: one rank's stages and the loop that runs its program.
+
+A program is bound once: every action becomes a function without arguments that has its module, its channel and its
+place in the rank's stores (`pipeloom.engine.rank_state`) at hand. A step then is one loop over those functions;
+nothing is looked up in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from time import perf_counter
+from typing import Any
+
+from torch import nn
+
+from pipeloom.engine.binders.activation_offload import ActivationMover, bind_offload, bind_reload, moved_keys
+from pipeloom.engine.binders.backward import bind_backward, bind_input_backward, bind_weight_backward
+from pipeloom.engine.binders.forward import bind_forward
+from pipeloom.engine.binders.send_receive import bind_receive, bind_send
+from pipeloom.engine.binders.sequence_slices import in_slice
+from pipeloom.engine.driver import Run
+from pipeloom.engine.overlap_times import OverlapTimes
+from pipeloom.engine.rank_state import Batch, Binder, LossFn, RankState, Step
+from pipeloom.engine.speculation import CancelledError, ForwardState, Speculation
+from pipeloom.engine.stores.gradient_sum import GradientSum
+from pipeloom.engine.stores.parameter_store import ParameterStore
+from pipeloom.errors import InputError, PeerLost, PipeloomError, RunError, StageError
+from pipeloom.ir import Action, Op, Program
+from pipeloom.ir.recompute import Recompute
+from pipeloom.ir.walk import meets
+from pipeloom.passes import warm_up_lengths
+from pipeloom.processes.black_box import BLACKBOX_BYTES, label_of
+from pipeloom.transport.call_numbers import call_only, cancel_number, next_call
+from pipeloom.transport.interface import Transport
+from pipeloom.transport.values import flatten
+
+Record = tuple[Action, float, float]  # what ran, and when it started and ended (time.perf_counter, seconds)
+
+_BINDERS: dict[Op, Binder] = {
+    Op.F: bind_forward,
+    Op.B: bind_backward,
+    Op.I: bind_input_backward,
+    Op.W: bind_weight_backward,
+    Op.SEND_F: bind_send,
+    Op.SEND_B: bind_send,
+    Op.RECV_F: bind_receive,
+    Op.RECV_B: bind_receive,
+    Op.OFFLOAD: bind_offload,
+    Op.RELOAD: bind_reload,
+}
+RUNNABLE_OPS = frozenset(_BINDERS) | {Op.REDUCE_GRAD, Op.STEP}
+_COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
+_STORE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruction:
+    """One action, bound: a `Step` with a name."""
+
+    action: Action
+    run: Callable[[], None]
+    ready: Callable[[], bool] | None  # asked before `run` where one thread drives several ranks
+    label: bytes
+
+
+@dataclass
+class Bound:
+    """A program bound to one worker, and when its actions last started and ended (time.perf_counter, seconds).
+
+    Attributes:
+        instructions: what it runs.
+        num_warm_up: so many of the first can be thrown away and done again: forwards that need no backward.
+        program: what was bound.
+        starts, ends, beside: of the last run.
+    """
+
+    instructions: tuple[_Instruction, ...]
+    num_warm_up: int
+    program: Program
+    starts: list[float]
+    ends: list[float]
+    beside: OverlapTimes
+
+    @property
+    def training(self) -> bool:
+        return not self.program.schedule.forward_only
+
+    def records(self) -> list[Record]:
+        """The last run: every action with its start and end; of collectives and moves, when they were under way."""
+        beside = self.beside.records()
+        known = {action for action, _, _ in beside}
+        rows = zip(self.instructions, self.starts, self.ends, strict=True)
+        return [(i.action, start, end) for i, start, end in rows if i.action not in known] + beside
+
+
+class Worker:
+    """Runs the programs of one rank.
+
+    Args:
+        rank: which.
+        stages: the modules of the stages that this rank holds.
+        loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
+        transport: with all channels of the programs open.
+        gradient_sum: the parameters that other ranks hold too.
+        store: where this rank's parameters live.
+        sliced: whether micro-batches run in slices, be it one.
+        recompute: what backwards compute again, one a stage of the model; empty: nothing.
+        mover: of activations, where programs have OFFLOAD and RELOAD.
+        blackbox: a buffer of at least `BLACKBOX_BYTES` bytes into which the running action is written, for whoever
+            has to say after a crash what this rank was doing.
+
+    Attributes:
+        state: what this rank holds while it runs. Its `call` is a later one than was asked for if that had to be done
+            again.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stages: dict[int, nn.Module],
+        *,
+        loss_fn: LossFn | None,
+        transport: Transport,
+        gradient_sum: GradientSum,
+        store: ParameterStore,
+        sliced: bool = False,
+        recompute: Sequence[Recompute] = (),
+        mover: ActivationMover | None = None,
+        blackbox: Any = None,
+    ) -> None:
+        self.rank = rank
+        self.stages = stages
+        self.state = RankState(rank, stages, loss_fn, transport, sliced, recompute)
+        self.state.mover = mover
+        self.beside = store.times
+        if mover is not None:
+            mover.times = self.beside
+        self._gradient_sum = gradient_sum
+        self._store = store
+        self.blackbox = blackbox
+
+    @property
+    def live_activations(self) -> int:
+        """How many activations are held at this moment."""
+        return len(self.state.saved) - self.state.num_away
+
+    @property
+    def peak_live_activations(self) -> int:
+        """The most that were held at once in the last run."""
+        return self.state.peak_live_activations
+
+    def bind(self, program: Program) -> Bound:
+        """Turn this rank's part of `program` into functions."""
+        blocking = self.state.transport.blocking
+        self.state.moved = moved_keys(program, self.rank)
+        instructions = [
+            _Instruction(action, run, None if blocking else ready, label_of(action))
+            for action in program.orders[self.rank]
+            for run, ready in self.steps(action, program)
+        ]
+        times = len(instructions)
+        warm_up = set(program.orders[self.rank][: warm_up_lengths(program)[self.rank]])
+        num_warm_up = sum(1 for _ in takewhile(lambda instruction: instruction.action in warm_up, instructions))
+        return Bound(tuple(instructions), num_warm_up, program, [0.0] * times, [0.0] * times, self.beside)
+
+    def steps(self, action: Action, program: Program) -> list[Step]:
+        """The functions of one action."""
+        if meets(action):
+            (first, ready), *rest = self._gradient_sum.bind(action.stage)
+
+            def begin() -> None:
+                self._store.finish()  # what is summed over ranks has been summed over copies
+                first()
+
+            return [(begin, ready), *rest]
+        if action.op in _STORE_OPS:
+            run, ready = self._store.bind(action, program)
+            return [(self.beside.running(action, run), ready)]
+        binder = _BINDERS.get(action.op)
+        if binder is None:
+            raise InputError(
+                f"action {action} on rank {self.rank}: the executor runs {', '.join(op.value for op in _BINDERS)} and "
+                f"REDUCE_GRAD, and STEP in a stream; take a schedule without {action.op}"
+            )
+        step = binder(self.state, action, program)
+        if self.state.sliced and action.op in (Op.B, Op.I):
+            step = in_slice(self.state, action, step)
+        if action.op not in _COMPUTE_OPS:
+            return [step]
+        run, ready = self._store.around(action, step, program)
+        alone = program.data is None and self.state.mover is None
+        return [(run if alone else self.beside.running(action, run), ready)]
+
+    def run(self, bound: Bound, batch: Batch, call: int, speculation: Speculation | None = None) -> Run:
+        """Run a bound program; yields whenever it has to wait and the transport does not block.
+
+        Args:
+            bound: the program.
+            batch: what it reads and writes.
+            call: a number that is the same on all ranks if they make the same calls; it goes with every message.
+            speculation: says, during the warm-up, whether the parameters were the right ones. If not, the run begins
+                anew with the next call's number.
+
+        Raises:
+            StageError: the module, the loss or autograd raised.
+            PeerLost: a rank it waited for went away.
+        """
+        self.state.begin(batch, call)
+        self.beside.begin()
+        self.state.loss_scale = self._store.loss_scale
+        try:
+            start = 0
+            if speculation is not None:
+                start = self._warm_up(bound, speculation)
+            if bound.training:
+                self._gradient_sum.begin()
+            self._store.begin(bound.program)
+            yield from self._execute(bound, start, len(bound.instructions))
+            try:
+                self._store.finish()
+            except Exception as error:
+                raise self.explain(error, bound.instructions[-1].action) from error
+        finally:
+            self.state.clear()
+            self._store.end()
+
+    def _execute(self, bound: Bound, start: int, stop: int) -> Run:
+        """Run the instructions from `start` to before `stop`."""
+        starts, ends, blackbox = bound.starts, bound.ends, self.blackbox
+        position = start
+        try:
+            for position, instruction in enumerate(bound.instructions[start:stop], start):
+                if instruction.ready is not None:
+                    while not instruction.ready():
+                        yield
+                if blackbox is not None:
+                    blackbox[:BLACKBOX_BYTES] = instruction.label
+                starts[position] = perf_counter()
+                instruction.run()
+                ends[position] = perf_counter()
+        except CancelledError:
+            raise
+        except Exception as error:
+            raise self.explain(error, bound.instructions[position].action) from error
+
+    def _warm_up(self, bound: Bound, speculation: Speculation) -> int:
+        """Run forwards until it is known whether their parameters stand; returns how many instructions then count."""
+        state = self.state
+        before = ForwardState.take(self.stages.values(), with_random_state=speculation.owns_random_state)
+        failure: RunError | None = None
+        position = 0
+        state.speculating = True
+        try:
+            while position < bound.num_warm_up and not speculation.ready(self.rank):
+                for _ in self._execute(bound, position, position + 1):
+                    pass
+                position += 1
+        except CancelledError as error:
+            failure = PeerLost(str(error))
+        except StageError as error:  # it may be the wrong parameters that make a stage raise
+            failure = error
+        state.speculating = False
+        if failure is not None:  # before any wait: somebody may wait for what this rank will not send
+            self._cancel()
+        if speculation.validate(self.rank):
+            if failure is not None:
+                raise failure
+            return position
+        if failure is None:
+            self._cancel()
+        state.forget()
+        state.peak_live_activations = 0
+        before.restore()
+        state.stale_calls = (call_only(state.call), cancel_number(call_only(state.call)))
+        state.call = next_call(state.call)
+        return 0
+
+    def _cancel(self) -> None:
+        """Tell all who may wait for a forward of this call that none will come."""
+        for send in self.state.sends.values():
+            send(*flatten(None), cancel_number(self.state.call))
+
+    def explain(self, error: Exception, action: Action) -> PipeloomError:
+        """The error as the user is told it, with what this rank was doing."""
+        where = f"rank {self.rank}, stage {action.stage}, action {action}"
+        if action.microbatch is not None:
+            where += f", {'update' if action.op is Op.STEP else 'micro-batch'} {action.microbatch}"
+        text = " ".join(str(error).split())
+        if isinstance(error, PeerLost):
+            return PeerLost(f"{where}: {text}")
+        if isinstance(error, RunError):
+            return RunError(f"{where}: {text}")
+        return StageError(f"{where}: {type(error).__name__}: {text}")

@@ -1,0 +1,264 @@
+"""A large schedule as columns of integers, proved legal by whole columns at once.
+
+What `dependencies` says action by action, `needs` says of all actions together; a property test holds the two against
+each other. Of what an action needs, all but one stands on its own rank, where the order alone decides. So every action
+waits for the one before it on its rank and for at most one other, its `remote`; `rounds` walks the ranks by these.
+
+This says whether a schedule is legal; why it is not, `check` finds out by walking it action by action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import Op
+from pipeloom.ir.check.input_types import has_actions
+from pipeloom.ir.large.order import (
+    MICROBATCH_MASK,
+    MICROBATCH_SHIFT,
+    OP_NUMBER,
+    OP_SHIFT,
+    SLICE_MASK,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    Order,
+    encode,
+)
+from pipeloom.ir.large.rounds import walk_columns
+from pipeloom.ir.schedule import Schedule
+
+Ints = npt.NDArray[np.int32]
+Needs = Iterator[tuple[Ints, Ints]]
+
+F, B, I, W = (OP_NUMBER[op] for op in (Op.F, Op.B, Op.I, Op.W))  # noqa: E741
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Every action of a schedule, rank after rank; an index counts through all ranks.
+
+    Attributes:
+        codes: as in `Order`.
+        op: number of the op, see `OPS`.
+        stage, rank: of each action.
+        first: for each rank, the index of its first action; one more entry ends the last rank.
+        units: the index of each F that starts an overlapped unit; its partner is the next action.
+    """
+
+    codes: npt.NDArray[np.int64]
+    op: npt.NDArray[np.int8]
+    stage: Ints
+    rank: Ints
+    first: Ints
+    units: Ints
+
+    @property
+    def microbatch(self) -> Ints:
+        return ((self.codes >> MICROBATCH_SHIFT & MICROBATCH_MASK) - 1).astype(np.int32)
+
+    @property
+    def piece(self) -> Ints:
+        """The slice, -1 where there is none."""
+        return ((self.codes & SLICE_MASK) - 1).astype(np.int32)
+
+    def places(self, rank: int, stage: int, *ops: Op) -> Iterator[tuple[int, int]]:
+        """Where `rank` runs one of `ops` of `stage`: positions in its order, and the micro-batches."""
+        here = slice(self.first[rank], self.first[rank + 1])
+        at = np.flatnonzero(np.isin(self.op[here], [OP_NUMBER[op] for op in ops]) & (self.stage[here] == stage))
+        microbatches = (self.codes[here][at] >> MICROBATCH_SHIFT & MICROBATCH_MASK) - 1
+        return zip(at.tolist(), microbatches.tolist(), strict=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """That a schedule is legal, and what its timing needs.
+
+    Attributes:
+        columns: of the schedule.
+        remote: for each action, the index of the action on another rank that it waits for; their number for none.
+        remote_of_partner: likewise for the second member of the unit that an action starts; None without units.
+        sequence: all indices in an order that respects all dependencies.
+        rounds: where in `sequence` each round begins, and its end; None where it was walked action by action.
+        live: for each rank, the most activations alive at once.
+    """
+
+    columns: Columns
+    remote: Ints
+    remote_of_partner: Ints | None
+    sequence: Ints
+    rounds: tuple[int, ...] | None
+    live: tuple[int, ...]
+
+
+def columns_of(schedule: Schedule) -> Columns | None:
+    """The columns; None where something is no action, a number is too large, or an overlapped unit is none."""
+    if not all(map(has_actions, schedule.orders)):
+        return None
+    try:
+        parts = [
+            np.frombuffer(o.codes, np.int64) if isinstance(o, Order) else np.array([*map(encode, o)], np.int64)
+            for o in schedule.orders
+        ]
+        pairs = np.array([[encode(first), encode(second)] for first, second in schedule.overlapped], np.int64)
+    except ScheduleError:
+        return None
+    codes = np.concatenate(parts)
+    first = np.zeros(len(parts) + 1, np.int32)
+    np.cumsum([len(part) for part in parts], out=first[1:])
+    columns = Columns(
+        codes=codes,
+        op=(codes >> OP_SHIFT).astype(np.int8),
+        stage=(codes >> STAGE_SHIFT & STAGE_MASK).astype(np.int32),
+        rank=np.repeat(np.arange(len(parts), dtype=np.int32), np.diff(first)),
+        first=first,
+        units=np.empty(0, np.int32),
+    )
+    if not len(pairs):
+        return columns
+    units = _units(columns, pairs)
+    return None if units is None else Columns(**{n: getattr(columns, n) for n in _COLUMNS}, units=units)
+
+
+_COLUMNS = ("codes", "op", "stage", "rank", "first")
+
+
+def _units(columns: Columns, pairs: npt.NDArray[np.int64]) -> Ints | None:
+    """The indices of the first members; None unless each is an F with its own B or I directly behind it."""
+    codes, last = columns.codes, len(columns.codes) - 1
+    found = np.flatnonzero(np.isin(codes, pairs[:, 0]))
+    if len(found) != len(pairs) or len(np.unique(pairs)) != pairs.size or found[-1] == last:
+        return None
+    pairs = pairs[np.argsort(pairs[:, 0])]
+    units = found[np.argsort(codes[found])]
+    after = columns.op[units + 1]
+    legal = (columns.op[units] == F) & ((after == B) | (after == I)) & (columns.rank[units] == columns.rank[units + 1])
+    if not (legal.all() and (codes[units] == pairs[:, 0]).all() and (codes[units + 1] == pairs[:, 1]).all()):
+        return None
+    return np.sort(units).astype(np.int32)
+
+
+def prove(schedule: Schedule) -> Proof | None:
+    """The proof that a schedule is legal; None if it is not, or has no columns."""
+    if min(schedule.num_microbatches, schedule.num_slices) < 1 or len(schedule.orders) != schedule.num_ranks:
+        return None
+    columns = columns_of(schedule)
+    if columns is None or not _fits(schedule, columns):
+        return None
+    places = _places(schedule, columns)
+    if places is None:
+        return None
+    remote = _remote(schedule, columns, *places)
+    if remote is None:
+        return None
+    partner = None
+    if len(columns.units):  # the F waits for both, the other member then for nobody
+        partner = np.full_like(remote, len(columns.codes))
+        partner[columns.units] = remote[columns.units + 1]
+        remote[columns.units + 1] = len(columns.codes)
+    walked = walk_columns(columns.first, remote, partner)
+    if walked is None:
+        return None
+    return Proof(
+        columns=columns,
+        remote=remote,
+        remote_of_partner=partner,
+        sequence=walked[0],
+        rounds=walked[1],
+        live=_live(schedule, columns),
+    )
+
+
+def _fits(schedule: Schedule, columns: Columns) -> bool:
+    """Whether every action has a legal op, stage, micro-batch and slice and stands on a rank that holds its stage."""
+    codes, stage, microbatch, piece = columns.codes, columns.stage, columns.microbatch, columns.piece
+    legal_slice = piece == -1 if schedule.num_slices == 1 else (piece >= 0) & (piece < schedule.num_slices)
+    legal_op = (columns.op >= min(F, B, I, W)) & (columns.op <= max(F, B, I, W))
+    legal = legal_op & legal_slice & (stage < schedule.num_stages)
+    legal &= (microbatch >= 0) & (microbatch < schedule.num_microbatches)
+    if not len(codes) or not legal.all():
+        return False
+    replicas = schedule.placement.replicas
+    counts = np.array([*map(len, replicas)], np.int32)
+    table = np.array([(*ranks, *(-1,) * (int(counts.max()) - len(ranks))) for ranks in replicas], np.int32)
+    return bool((table[stage, microbatch % counts[stage]] == columns.rank).all())
+
+
+def _places(schedule: Schedule, columns: Columns) -> tuple[Ints, Ints, Ints, Ints] | None:
+    """Where F, the backward and W of each (stage, micro-batch, slice) stand; None if one is missing or twice.
+
+    Returns:
+        For each action its cell, a number for (stage, micro-batch, slice); for each cell the index of its F, of its B
+        or I, and of its W (-1 where there is none).
+    """
+    m, k = schedule.num_microbatches, schedule.num_slices
+    count = schedule.num_stages * m * k
+    if count > len(columns.codes):
+        return None
+    op = columns.op
+    cell = (columns.stage * m + columns.microbatch) * k + np.maximum(columns.piece, 0)
+    tables = []
+    for chosen in (op == F, (op == B) | (op == I), op == W):
+        at = np.full(count, -1, np.int32)
+        indices = np.flatnonzero(chosen)
+        at[cell[indices]] = indices
+        if len(indices) != np.count_nonzero(at >= 0):
+            return None
+        tables.append(at)
+    forward, backward, weight = tables
+    split = np.zeros(count, bool)
+    split[cell[op == I]] = True
+    backwards_due = (backward >= 0) == (not schedule.forward_only)
+    if not ((forward >= 0).all() and backwards_due.all() and ((weight >= 0) == split).all()):
+        return None
+    return cell, forward, backward, weight
+
+
+def needs(schedule: Schedule, columns: Columns, cell: Ints, forward: Ints, backward: Ints, weight: Ints) -> Needs:
+    """Pairs of columns: actions, and for each of them one that it needs. The relation of `dependencies`."""
+    op, stage, k = columns.op, columns.stage, schedule.num_slices
+    a_stage = schedule.num_microbatches * k  # cells from one stage to the next
+    forwards, backwards = (np.flatnonzero(chosen).astype(np.int32) for chosen in (op == F, (op == B) | (op == I)))
+    inner = forwards[stage[forwards] > 0]
+    yield inner, forward[cell[inner] - a_stage]
+    yield backwards, forward[cell[backwards]]
+    inner = backwards[stage[backwards] < schedule.num_stages - 1]
+    yield inner, backward[cell[inner] + a_stage]
+    weights = np.flatnonzero(op == W).astype(np.int32)
+    yield weights, backward[cell[weights]]
+    if k > 1:
+        piece = columns.piece
+        later = forwards[piece[forwards] > 0]
+        yield later, forward[cell[later] - 1]
+        earlier = backwards[piece[backwards] < k - 1]
+        yield earlier, backward[cell[earlier] + 1]
+
+
+def _remote(
+    schedule: Schedule, columns: Columns, cell: Ints, forward: Ints, backward: Ints, weight: Ints
+) -> Ints | None:
+    """`Proof.remote`; None if an action stands before one of its own rank that it needs."""
+    count = len(columns.codes)
+    remote = np.full(count, count, np.int32)
+    begins = np.arange(count, dtype=np.int32)  # where what an action needs has to stand before: its unit begins there
+    begins[columns.units + 1] -= 1
+    for users, needed in needs(schedule, columns, cell, forward, backward, weight):
+        here = columns.rank[users] == columns.rank[needed]
+        if (needed[here] >= begins[users[here]]).any():
+            return None
+        remote[users[~here]] = needed[~here]
+    return remote
+
+
+def _live(schedule: Schedule, columns: Columns) -> tuple[int, ...]:
+    op = columns.op
+    bounds = list(zip(columns.first[:-1].tolist(), columns.first[1:].tolist(), strict=True))
+    if schedule.forward_only:
+        return tuple(int(end > first) for first, end in bounds)
+    # Every rank ends with none alive, so one sum can run through all of them.
+    alive = np.cumsum((op == F).astype(np.int8) - ((op == B) | (op == W)), dtype=np.int32)
+    return tuple(int(alive[first:end].max()) if end > first else 0 for first, end in bounds)

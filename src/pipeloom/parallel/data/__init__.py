@@ -1,0 +1,1 @@
+"""Data-parallel replicas: units of parameters, main parameters, gradient reduction and ZeRO."""

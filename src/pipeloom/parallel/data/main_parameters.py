@@ -1,0 +1,265 @@
+"""Main parameters in a store: between updates and gathers they take no memory (ZeRO-Infinity, arXiv:2104.07857).
+
+This copy's pieces of a unit lie one behind the other, each from the beginning of a page:
+
+    region    | a a a . | b . . . | c c c c c c . |
+    gather    one read of all, from which each piece goes to its place, in the format of forwards
+    update    those that a portion of the optimizer updates, beside their states in its buffer, and back
+
+A main parameter that is away reads as NaN, in its own shape, and takes gradients as ever.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pipeloom.engine.stores.parameter_bytes import Gauge, Offloaded
+from pipeloom.errors import InputError, RunError
+from pipeloom.parallel.data.replica_group import Wait, no_wait
+from pipeloom.parallel.offload.mover import Mover
+from pipeloom.parallel.offload.store import PIECE_BYTES, Ready, Region, Store, aligned, copy_across, open_store
+from pipeloom.parallel.offload.targets import Place
+
+_HOME = "_home_of_main_parameter"  # an attribute of parameters
+
+
+class Home:
+    """Where one main parameter is while no update has it.
+
+    Args:
+        store, region: its pages.
+        parameter: whose values will be there.
+        first: of its elements in this copy's segment.
+
+    Attributes:
+        written: the write that was asked for last.
+        is_away: whether the parameter's own memory has other values.
+    """
+
+    def __init__(self, store: Store, region: Region, parameter: Tensor, first: int) -> None:
+        self.store, self.region, self.first = store, region, first
+        self.shape, self.dtype = parameter.shape, parameter.dtype
+        self.num_bytes = parameter.numel() * parameter.itemsize
+        self.written: Future[None] | None = None
+        self.is_away = False
+        self._missing = parameter.new_full((), math.nan if parameter.is_floating_point() else 0).expand(self.shape)
+
+    def bring(self, parameter: nn.Parameter, pages: Tensor) -> None:
+        """Have the parameter lie in memory that has its pages."""
+        parameter.data = self._values(pages)
+        self.is_away = False
+
+    def leave(self, parameter: nn.Parameter) -> None:
+        """Let go of that memory."""
+        parameter.data = self._missing
+        self.is_away = True
+
+    def write(self, values: Tensor) -> None:
+        """Take values, as many as the parameter has."""
+        if self.written is not None:
+            wait([self.written])  # whatever came of it
+            self.written = None
+        flat = values.detach().to(self.dtype).reshape(-1).contiguous()
+        self.store.write(self.region, flat.view(torch.uint8))
+
+    def live(self) -> Tensor:
+        """The parameter as it is in the store, on the host: what is written into it is written there."""
+        self.settle()
+        return self._values(self.store.view(self.region))
+
+    def settle(self) -> None:
+        """Wait for an update on its way; raises RunError where it was lost."""
+        if self.written is not None:
+            self.written.result()
+
+    def _values(self, pages: Tensor) -> Tensor:
+        return pages[: self.num_bytes].view(self.dtype).view(self.shape)
+
+
+def home_of(parameter: Tensor) -> Home | None:
+    """Where a main parameter is between updates; None where that is its own memory."""
+    home: Home | None = vars(parameter).get(_HOME)
+    return home
+
+
+def value_of(parameter: nn.Parameter) -> Tensor:
+    """A main parameter as a tensor that may be read and written wherever it is, on the host if it is away."""
+    home = home_of(parameter)
+    return home.live() if home is not None else parameter.detach()
+
+
+def open_mover(place: str | None) -> Mover | None:
+    """To and from a new store for one rank's main parameters; None: they stay in memory."""
+    return None if place is None else Mover(open_store(Place.parse(place)))
+
+
+def away(parameters: Iterable[nn.Parameter], mover: Mover | None) -> Offloaded:
+    """What of these parameters is away, and what moved so far."""
+    if mover is None:
+        return Offloaded(0, 0, 0.0)
+    held = sum(home.num_bytes for parameter in parameters if (home := home_of(parameter)) is not None)
+    return Offloaded(held, mover.store.read_bytes + mover.store.written_bytes, mover.wait_seconds)
+
+
+class MainMemory(ABC):
+    """This copy's segment of a unit, in the format of updates."""
+
+    @abstractmethod
+    def fill(self, place: Tensor) -> Wait:
+        """Begin to copy it to its place in gathered memory, in the format of that; what is returned waits for it."""
+
+    @abstractmethod
+    def prefetch(self, place: Tensor | None) -> None:
+        """Begin what `fill` would wait for; None: its place is not allocated yet."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forget what `prefetch` began."""
+
+    @abstractmethod
+    def copy_to(self, place: Tensor) -> None:
+        """`fill`, and wait; also when the pipeline is closed."""
+
+
+class HeldMemory(MainMemory):
+    """A segment in memory, `own`."""
+
+    def __init__(self, own: Tensor) -> None:
+        self._own = own
+
+    def fill(self, place: Tensor) -> Wait:
+        if place.data_ptr() != self._own.data_ptr():
+            place.copy_(self._own)
+        return no_wait
+
+    def prefetch(self, place: Tensor | None) -> None:
+        pass
+
+    def drop(self) -> None:
+        pass
+
+    def copy_to(self, place: Tensor) -> None:
+        place.copy_(self._own)
+
+
+class AwayMemory(MainMemory):
+    """A segment in a store.
+
+    Args:
+        own: its values.
+        parameters: main parameters, views of `own`; they take no memory from now on.
+        mover: to and from the store.
+        dtype: of gathered memory.
+        gathered: counts what is read before there is gathered memory for it.
+
+    Raises:
+        InputError: the store has no room.
+    """
+
+    def __init__(
+        self, own: Tensor, parameters: Iterable[nn.Parameter], mover: Mover, dtype: torch.dtype, gathered: Gauge
+    ) -> None:
+        _watch_steps()
+        self._mover, self._gathered = mover, gathered
+        self._empty, self._num_elements = own.new_empty(0, dtype=dtype), own.numel()
+        parameters = list(parameters)
+        for empty in filter(lambda parameter: not parameter.numel(), parameters):
+            empty.data = own.new_empty(0)  # of none of that memory
+        held = [parameter for parameter in parameters if parameter.numel()]
+        sizes = [aligned(parameter.numel() * parameter.itemsize) for parameter in held]
+        try:
+            self._region, end = mover.store.reserve(sum(sizes)) if sizes else Region(0, 0), 0
+        except RunError as error:
+            raise InputError(str(error)) from error
+        self._homes: list[Home] = []
+        for parameter, size in zip(held, sizes, strict=True):
+            first = int(parameter.storage_offset() - own.storage_offset())
+            home = Home(mover.store, self._region.part(end, size), parameter, first)
+            setattr(parameter, _HOME, home)
+            self._homes.append(home)
+            home.write(parameter)
+            home.leave(parameter)
+            end += size
+        self._begun: tuple[Tensor, Future[None]] | None = None
+        self._aside = 0  # bytes of what was read before it has its place
+
+    def fill(self, place: Tensor) -> Wait:
+        target, read = self._begun = self._begun or (place, self._start_read(place))
+
+        def arrive() -> None:
+            self._mover.wait(read)
+            if target.data_ptr() != place.data_ptr():
+                place.copy_(target)
+            self.drop()
+
+        return arrive
+
+    def prefetch(self, place: Tensor | None) -> None:
+        if self._begun is None:
+            if place is None:
+                place = self._empty.new_empty(self._num_elements)
+                self._aside = place.nbytes
+                self._gathered.add(self._aside)
+            self._begun = place, self._start_read(place)
+
+    def drop(self) -> None:
+        if self._begun is not None and not self._aside:
+            wait([self._begun[1]])  # its place may be freed next
+        self._gathered.add(-self._aside)
+        self._begun, self._aside = None, 0
+
+    def copy_to(self, place: Tensor) -> None:
+        self._read(place, self._writes(), Ready(place.device))
+
+    def _start_read(self, target: Tensor) -> Future[None]:
+        """Begin to read it, behind updates on their way."""
+        return self._mover.read(partial(self._read, target, self._writes(), Ready(target.device)))
+
+    def _writes(self) -> list[Future[None]]:
+        return [home.written for home in self._homes if home.written is not None]
+
+    def _read(self, target: Tensor, behind: list[Future[None]], ready: Ready) -> None:
+        for write in behind:
+            write.result()
+        ready.wait()
+        room = self._mover.store.room(target.device)
+        for start in range(0, self._region.num_bytes, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, self._region.num_bytes)
+            self._mover.store.read(self._region.part(start, stop - start), room[: stop - start])
+            self._place(room, start, stop, target)
+
+    def _place(self, room: Tensor, start: int, stop: int, target: Tensor) -> None:
+        """Copy what was read of the region, bytes `start` to `stop`, to its places in the segment."""
+        for home in self._homes:
+            offset = home.region.offset - self._region.offset
+            begin, end = max(offset, start), min(offset + home.num_bytes, stop)
+            if begin < end:
+                values = room[begin - start : end - start].view(home.dtype)
+                first = home.first + (begin - offset) // home.dtype.itemsize
+                copy_across(target[first : first + values.numel()], values)
+
+
+@cache
+def _watch_steps() -> None:
+    """From now on no optimizer of this process updates what is away."""
+    register_optimizer_step_pre_hook(_refuse_what_is_away)
+
+
+def _refuse_what_is_away(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            home = home_of(parameter)
+            if home is not None and home.is_away and parameter.grad is not None:
+                raise InputError(
+                    f"step() of {type(optimizer).__name__}, whose parameters are offloaded: they are not in memory; "
+                    "wrap it in pipeloom.OffloadedOptimizer, and call step() of that"
+                )

@@ -1,0 +1,104 @@
+"""What a pipeline does for its data axis and its number formats, beside running its program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.engine.stores.parameter_store import LossFn, ParameterStore, Sharing
+from pipeloom.errors import InputError
+from pipeloom.ir import DataAxis
+from pipeloom.parallel.data.parameter_formats import DTYPES
+from pipeloom.parallel.data.replica_group import ReplicaGroup
+from pipeloom.parallel.data.unit_store import UnitStore
+from pipeloom.parallel.offload.targets import Place
+from pipeloom.parallel.options import DataParallel, Precision, axis_of
+from pipeloom.processes.process_mesh import ProcessMesh
+from pipeloom.transport.values import Value, flatten, unflatten
+
+
+def share(mesh: ProcessMesh | None, data: Any, precision: Any, timeout_seconds: float) -> Sharing:
+    """What copies of a pipeline share.
+
+    Args:
+        mesh: whose axis dp are the copies; None: there is one.
+        data: `DataParallel`, the name of a strategy, or None: ddp.
+        precision: `Precision`, the name of a format, or None: that of the model.
+        timeout_seconds: how long copies wait for each other.
+
+    Raises:
+        InputError: an unknown name, or parameters that are to be offloaded and cannot be.
+    """
+    options, formats = DataParallel.of(data), Precision.of(precision)
+    axis = axis_of(options, formats, 1 if mesh is None else mesh.degree("dp"))
+    if axis is None:
+        return Sharing()
+    return DataSharing(axis, options, formats, ReplicaGroup(mesh, timeout_seconds))
+
+
+class DataSharing(Sharing):
+    """Main parameters beside the modules' own, or sums over copies."""
+
+    def __init__(self, axis: DataAxis, data: DataParallel, precision: Precision, copies: ReplicaGroup) -> None:
+        self._data, self._precision, self._copies = data, precision, copies
+        self.axis = axis
+        self.copy = copies.index
+        self.sharded = axis.shards_optimizer
+        away = "memory" if data.offload is None else Place.parse(data.offload).kind
+        self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients, away]
+
+    def check_device(self, device: torch.device) -> None:
+        if self._data.offload is not None and Place.parse(self._data.offload).kind == device.type:
+            raise InputError(
+                f"offload of parameters to {self._data.offload!r} of a model that is in the CPU's memory: nothing "
+                "would move; take disk:PATH, or leave it out"
+            )
+
+    def store(
+        self,
+        stages: Mapping[int, nn.Module],
+        held: Mapping[str, nn.Parameter],
+        homes: Mapping[str, tuple[int, ...]],
+        layers: Sequence[Sequence[str]],
+    ) -> ParameterStore:
+        assert self.axis is not None
+        return UnitStore(stages, held, homes, layers, self.axis, self._data, self._precision, self._copies)
+
+    def sum_samples(self, count: int, refusal: Exception | None = None) -> int:
+        own = torch.tensor([count if refusal is None else -1], dtype=torch.int64)
+        counts = [int(found) for found in self._copies.gather(own)]
+        if refusal is not None:
+            raise refusal
+        refusing = [str(copy) for copy, found in enumerate(counts) if found < 0]
+        if refusing:
+            raise InputError(
+                f"copy {', '.join(refusing)} of the pipeline refused its batch: all copies take a step together; see "
+                "what it said"
+            )
+        return sum(counts)
+
+    def sum_losses(self, loss: Tensor) -> Tensor:
+        return self._copies.sum_in_order(loss)
+
+    def leave(self) -> None:
+        self._copies.leave()
+
+    def inputs(self, value: Value) -> Value:
+        return (
+            value if not self._precision.has_masters or value is None else _cast(value, DTYPES[self._precision.dtype])
+        )
+
+    def loss_fn(self, loss_fn: LossFn | None) -> LossFn | None:
+        if loss_fn is None or not self._precision.has_masters:
+            return loss_fn
+        return lambda output, targets: loss_fn(_cast(output, torch.float32), targets)
+
+
+def _cast(value: Value, dtype: torch.dtype) -> Value:
+    """The value with its floating-point tensors in another format."""
+    layout, tensors = flatten(value)
+    cast = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+    return unflatten(layout, cast)

@@ -1,0 +1,264 @@
+"""`OffloadedOptimizer`: an optimizer whose states live in host memory or in a file, and whose parameters may.
+
+An update goes over the parameters in portions. While one is updated, the next is read and the one before written
+(ZeRO-Infinity, arXiv:2104.07857, section 5.2: three buffers):
+
+    buffer 0   read 0 | update 0 | write 0 |  read 3  | ...
+    buffer 1          |  read 1  | update 1 | write 1 |
+    buffer 2                     |  read 2  | update 2 | ...
+
+Every update is the optimizer's own, given a part of its parameters, so the numbers are those of the optimizer alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError, RunError
+from pipeloom.parallel.data.main_parameters import home_of
+from pipeloom.parallel.data.update_parameters import update_parameters
+from pipeloom.parallel.offload.mover import Mover
+from pipeloom.parallel.offload.offloaded_states import OffloadedStates, State
+from pipeloom.parallel.offload.portions import Portion, make_portions
+from pipeloom.parallel.offload.state_layout import Layouts
+from pipeloom.parallel.offload.store import HostStore, Ready, Store, open_store, page_buffer
+from pipeloom.parallel.offload.targets import CPU, Place
+from pipeloom.processes.host_memory import give_back_now
+
+_NUM_BUFFERS = 3
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer: the same groups, options, steps and state dict, states elsewhere.
+
+    What it is wrapped around keeps its own type and shows its states as tensors wherever they are (``optimizer.state``,
+    ``state_dict()``), read when they are looked at; it is stepped through the wrapper only. Parameters that the
+    pipeline keeps elsewhere (`pipeloom.DataParallel.offload`) come for their update, and go back, with their states.
+
+    Args:
+        optimizer: any of torch's kind whose state is kept for each parameter.
+        where: "cpu" (host memory, for parameters on a GPU), "disk:PATH" (a file in a directory), or a `Store`. None:
+            states stay in memory, and only parameters move.
+        portion_bytes: about how many bytes are moved together; three times as much memory is taken.
+        least_bytes: smaller states stay where they are.
+
+    Raises:
+        InputError: states that are on the host already, a directory that cannot be used or is too full for all states,
+            an optimizer that keeps state in its groups or cannot be stepped in portions.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        where: str | Store | None,
+        *,
+        portion_bytes: int = 32 << 20,
+        least_bytes: int = 4096,
+    ) -> None:
+        # Not the constructor of its base: groups, state and hooks are those of the wrapped optimizer.
+        if portion_bytes < 1 or least_bytes < 1:
+            raise InputError(
+                f"portion_bytes is {portion_bytes} and least_bytes {least_bytes}: sizes are at least 1; raise them"
+            )
+        if isinstance(where, str):
+            place = Place.parse(where)
+            if place.kind == CPU and all(p.device.type == "cpu" for g in optimizer.param_groups for p in g["params"]):
+                raise InputError(
+                    "offload of states to 'cpu' of parameters that are in the CPU's memory: nothing would move; take "
+                    "disk:PATH, or leave it out"
+                )
+            where = open_store(place)
+        if where is None:
+            held = [home_of(p) for g in optimizer.param_groups for p in g["params"] if p.numel()]
+            if held and not any(held):  # a copy of which all pieces are empty has nothing to move
+                raise InputError(
+                    "OffloadedOptimizer without a place, of parameters that are in memory: nothing would move; name a "
+                    "place for states, such as disk:PATH, or pass data=pipeloom.DataParallel(..., offload=...)"
+                )
+            where, least_bytes = HostStore(), sys.maxsize  # of nothing
+        self.wrapped = optimizer
+        self._mover = Mover(where)
+        try:
+            self._portions = make_portions(optimizer, Layouts(optimizer, least_bytes), portion_bytes)
+            for portion in filter(lambda portion: portion.num_bytes, self._portions):
+                portion.region = where.reserve(portion.num_bytes)
+        except RunError as error:
+            self._mover.close()
+            raise InputError(str(error)) from error
+        except BaseException:
+            self._mover.close()
+            raise
+        self._largest = max((portion.buffer_bytes for portion in self._portions), default=0)
+        self._buffers: list[Tensor] = []
+        self._writes: dict[int, Future[None]] = {}  # by buffer, the last that was asked for
+        self._states = OffloadedStates(self._portions, self._mover)
+        self._adopt()
+        optimizer.register_step_pre_hook(_refuse_direct_steps)
+
+    widens_gradients = True  # see `pipeloom.update_parameters`
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.wrapped.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        self._adopt()
+        return self.wrapped.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.wrapped.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+    def __repr__(self) -> str:
+        return f"OffloadedOptimizer({self.wrapped!r})"
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Of the states that are elsewhere."""
+        return sum(entry.num_bytes for p in self._portions for entries in p.entries.values() for entry in entries)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of states, read and written so far; see `Pipeline.offloaded` for parameters."""
+        return self._mover.store.read_bytes + self._mover.store.written_bytes
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long updates have waited for reads and writes so far."""
+        return self._mover.wait_seconds
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all parameters that have a gradient."""
+        if self._mover.closed:
+            raise InputError("step() of an OffloadedOptimizer after its close(): states are gone; close it last")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._adopt()
+        due = [portion for portion in self._portions if any(p.grad is not None for p, _ in portion.parameters)]
+        reads: list[Future[None]] = [self._read(portion, number) for number, portion in enumerate(due[:1])]
+        for number, portion in enumerate(due):
+            if number + 1 < len(due):
+                reads.append(self._read(due[number + 1], number + 1))
+            self._mover.wait(reads[number])
+            self._update(portion, self._buffer(number))
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of the wrapped optimizer."""
+        self.wrapped.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of the wrapped optimizer; read when it is looked at: to be used or copied before the next step."""
+        self._adopt()
+        return self.wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of the wrapped optimizer; what it loads moves away."""
+        self.wrapped.load_state_dict(state_dict)
+        self._adopt()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises InputError: room for all states is made at the beginning."""
+        raise InputError("add_param_group after states are offloaded: add the group first, then offload them")
+
+    def close(self) -> None:
+        """Let go of the file or the memory: the states are gone. Closing twice does nothing."""
+        for portion in self._portions:
+            if portion.homes and portion.written is not None:
+                portion.written.exception()  # what was lost, a gather of the parameter says
+        self._mover.close()
+
+    def _adopt(self) -> None:
+        """Move away whatever states the wrapped optimizer holds itself, such as loaded ones."""
+        held = self.wrapped.state
+        if held is self._states:
+            return
+        self._states.clear()
+        for parameter, state in held.items():
+            self._states[parameter] = state
+        wrapped: Any = self.wrapped  # whose state need not be a dict
+        wrapped.state = self._states
+
+    def _buffer(self, number: int) -> Tensor:
+        """The buffer of the `number`-th portion of an update."""
+        count = min(_NUM_BUFFERS, len(self._portions))
+        while len(self._buffers) < count:
+            self._buffers.append(page_buffer(self._largest, self._portions[0].parameters[0][0].device))
+        return self._buffers[number % count]
+
+    def _read(self, portion: Portion, number: int) -> Future[None]:
+        """Begin to fill the buffer of the `number`-th portion, behind writes of the portion and from the buffer."""
+        buffer, ready = self._buffer(number), Ready(portion.parameters[0][0].device)
+        behind = [write for write in (portion.written, self._writes.get(id(buffer))) if write is not None]
+        return self._mover.read(partial(self._states.fetch, portion, buffer, ready, behind))
+
+    def _update(self, portion: Portion, buffer: Tensor) -> None:
+        states = {parameter: self._states.assemble(parameter, buffer) for parameter, _ in portion.parameters}
+        before: dict[Tensor, State] = {parameter: state for parameter, state in states.items() if state}
+        with _here(portion, buffer), _only(self.wrapped, portion.parameters, before) as after:
+            update_parameters(self.wrapped)
+        self._writes[id(buffer)] = self._states.put(portion, after, buffer)
+        if len(after) > len(before):  # states were born, and lay between what stays: the heap has holes
+            after.clear()
+            give_back_now()
+
+
+def _refuse_direct_steps(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if isinstance(optimizer.state, OffloadedStates):
+        raise InputError(
+            f"step() of {type(optimizer).__name__}, whose states are offloaded: it would change copies of them; call "
+            "that of the OffloadedOptimizer"
+        )
+
+
+@contextmanager
+def _here(portion: Portion, buffer: Tensor) -> Iterator[None]:
+    """Parameters of a portion that are away lie in its buffer."""
+    try:
+        for parameter, (home, offset) in portion.homes.items():
+            home.bring(parameter, buffer[offset:])
+        yield
+    finally:
+        for parameter, (home, _) in portion.homes.items():
+            home.leave(parameter)
+
+
+@contextmanager
+def _only(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[nn.Parameter, int]], state: dict[Tensor, State]
+) -> Iterator[dict[Tensor, State]]:
+    """The optimizer with some of its parameters and their states; yields the states, which change."""
+    groups, whole = optimizer.param_groups, optimizer.state
+    lists = [group["params"] for group in groups]
+    some: dict[int, list[nn.Parameter]] = {}
+    for parameter, number in parameters:
+        some.setdefault(number, []).append(parameter)
+    local: defaultdict[Tensor, State] = defaultdict(dict, state)
+    try:
+        for number, members in some.items():
+            groups[number]["params"] = members
+        optimizer.param_groups = [groups[number] for number in some]
+        optimizer.state = local
+        yield local
+    finally:
+        for group, members in zip(groups, lists, strict=True):
+            group["params"] = members
+        optimizer.param_groups, optimizer.state = groups, whole

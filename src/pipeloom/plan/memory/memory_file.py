@@ -1,0 +1,89 @@
+"""``memory.json`` of a run: what every process was to hold, and what it held.
+
+    {"kinds": ["parameters", ...],
+     "processes": [{"process": 0, "copy": 0, "rank": 0, "predicted": {"parameters": 1.0, ..., "peak": 9.0},
+                    "measured": {"parameters": 1.0, ..., "peak": null}}, ...]}
+
+Bytes. What was not measured is null or left out; "peak" is the most of all kinds together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeloom.common.atomic_file import write_whole
+from pipeloom.common.json_reader import Entry, read_json
+from pipeloom.errors import InputError
+from pipeloom.plan.memory.rank_memory import KINDS
+
+FILE = "memory.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRow:
+    """One process of a run.
+
+    Attributes:
+        process: its number among all.
+        copy, rank: which rank of which copy of the pipeline it is.
+        predicted, measured: bytes by kind, and "peak"; None for what is not known.
+    """
+
+    process: int
+    copy: int
+    rank: int
+    predicted: Mapping[str, float | None]
+    measured: Mapping[str, float | None]
+
+
+def write_memory(directory: Path, rows: Sequence[MemoryRow]) -> Path:
+    """Write ``memory.json`` into a run's directory; one process calls it with the rows of all."""
+    path = directory / FILE
+    processes = [
+        {
+            "process": row.process,
+            "copy": row.copy,
+            "rank": row.rank,
+            "predicted": dict(row.predicted),
+            "measured": dict(row.measured),
+        }
+        for row in rows
+    ]
+    write_whole(path, json.dumps({"kinds": list(KINDS), "processes": processes}, indent=1) + "\n")
+    return path
+
+
+def read_memory(directory: Path) -> list[MemoryRow]:
+    """The inverse of `write_memory`.
+
+    Raises:
+        InputError: there is no such file, or it holds something else.
+    """
+    path = directory / FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = read_json(text, str(path), "an object with kinds and processes").fields(("kinds", "processes"))
+        return [_row(row) for row in data["processes"].members("process", str(path))]
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror or error}): a run of `pipeloom train` writes it; name its "
+            "output_dir"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no text: remove it, or name another directory") from error
+
+
+def _row(row: Entry) -> MemoryRow:
+    data = row.fields(("process", "copy", "rank", "predicted", "measured"))
+    process, copy, rank = (data[name].whole() for name in ("process", "copy", "rank"))
+    return MemoryRow(
+        process=process, copy=copy, rank=rank, predicted=_sizes(data["predicted"]), measured=_sizes(data["measured"])
+    )
+
+
+def _sizes(sizes: Entry) -> dict[str, float | None]:
+    kinds = sizes.fields((), (*KINDS, "peak"))
+    return {kind: None if size.value is None else size.number() for kind, size in kinds.items()}

@@ -1,0 +1,226 @@
+"""Measure what slices cost on this machine: a stage as a pipeline runs it on slices, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from statistics import median
+from time import perf_counter, thread_time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pipeloom.errors import InputError
+from pipeloom.models.gpt import GPT
+from pipeloom.models.gpt_config import GPTConfig
+from pipeloom.models.initial_values import init_parameters
+from pipeloom.plan.slicing.slice_costs import Sample, SliceCosts, fit
+from pipeloom.slicing import Slice, SliceContext, make_sliceable
+from pipeloom.split import StageModule
+from pipeloom.split.profile import Clock, threads_of_a_rank, time_once, untouched
+
+_LONG_SECONDS = 0.1  # of a slice, forward and backward: more is run once; what is new the first time is a small part
+_MOST_SECONDS = 1.0  # of a slice: no larger ones are measured
+
+
+class Measured(NamedTuple):
+    """Fitted costs, and the root mean square of their relative error over the slices measured with context."""
+
+    costs: SliceCosts
+    forward_error: float
+    backward_error: float
+
+
+def measure_slices(
+    config: GPTConfig, *, num_ranks: int, grid: int = 8, piece: int = 1, batch: int = 1, num_rounds: int = 3
+) -> Measured:
+    """Costs of slices of sequences of ``config.sequence_length`` tokens on a rank of pipeloom's GPT.
+
+    The rank measured is one with most blocks; embedding and head are left out.
+
+    Args:
+        config: sizes of the model.
+        num_ranks: ranks that share its blocks.
+        grid, piece, batch, num_rounds: as for `measure_stage_slices`.
+
+    Raises:
+        InputError: more ranks than blocks.
+    """
+    if num_ranks > config.layers:
+        raise InputError(f"{num_ranks} ranks share {config.layers} blocks: each has one at least; ask for fewer ranks")
+    with torch.random.fork_rng(devices=[]):
+        model = GPT(replace(config, layers=-(-config.layers // num_ranks)))
+        init_parameters(model, seed=0)
+        return measure_stage_slices(
+            StageModule((f"blocks.{index}", block) for index, block in enumerate(model.blocks)),
+            lambda samples, tokens: torch.randn(samples, tokens, config.width),
+            sequence=config.sequence_length,
+            num_ranks=num_ranks,
+            grid=grid,
+            piece=piece,
+            batch=batch,
+            num_rounds=num_rounds,
+        )
+
+
+def measure_stage_slices(
+    stage: nn.Module,
+    sample: Callable[[int, int], Any],
+    *,
+    sequence: int,
+    num_ranks: int,
+    grid: int = 8,
+    piece: int = 1,
+    batch: int = 1,
+    num_rounds: int = 3,
+) -> Measured:
+    """Costs of slices of sequences of `sequence` tokens, of any stage that can be sliced, measured here and fitted.
+
+    It computes with as many threads as the launcher gives each of `num_ranks` ranks of this machine; where that is one,
+    its own time counts, so that what else the machine does disturbs little. A message costs what copying the stage's
+    output in and out takes.
+
+    Args:
+        stage: one of `pipeloom.split.split`, a Hugging Face decoder's too; `make_sliceable` prepares it.
+        sample: ``sample(samples, tokens)`` makes an input of the stage: tensors [samples, tokens, ...], or of one
+            dimension.
+        sequence: tokens of a sequence.
+        num_ranks: ranks of this machine.
+        grid: the shortest slice that matters.
+        piece: sequences that are sliced together; in the costs they count as one.
+        batch: the most of those that may go together in a slice.
+        num_rounds: times that each slice is run after one that does not count, medians are taken; long ones are run
+            once and no more.
+
+    Raises:
+        InputError: the stage cannot be sliced. SplitError: it has no values.
+    """
+    make_sliceable(stage)
+    forward: list[Sample] = []
+    backward: list[Sample] = []
+    with threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
+        slices = _Slices(stage, sample, sequence, num_rounds)
+        for length, context in _points(sequence, grid):
+            there, back = slices.time(piece, length, context)
+            forward.append(Sample(length, context, there))
+            backward.append(Sample(length, context, back))
+        latency, per_token = _message(slices.token_bytes, sequence)
+        size = 1
+        while size < batch and forward[-1].seconds + backward[-1].seconds < _MOST_SECONDS:
+            size = min(2 * size, batch)
+            there, back = slices.time(size * piece, sequence, 0)
+            forward.append(Sample(size * sequence, 0, there))
+            backward.append(Sample(size * sequence, 0, back))
+    (there_form, forward_error), (back_form, backward_error) = fit(forward), fit(backward)
+    costs = SliceCosts(forward=there_form, backward=back_form, latency=latency, seconds_per_token_sent=per_token)
+    return Measured(costs, forward_error, backward_error)
+
+
+class _InSlice(nn.Module):
+    """A stage on one slice of its context, as `time_once` calls it."""
+
+    def __init__(self, stage: nn.Module, context: SliceContext, index: int, start: int, end: int, length: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self._context, self._place = context, (index, start, end, length)
+
+    def entered(self) -> AbstractContextManager[Slice]:
+        return self._context.slice(*self._place)
+
+    def forward(self, value: Any) -> Any:
+        with self.entered():
+            return self.stage(value)
+
+    def cut(self, value: Any) -> Any:
+        """Its part of the sequence."""
+        _, start, end, _ = self._place
+        return tree_map(lambda leaf: leaf[:, start:end] if isinstance(leaf, Tensor) and leaf.dim() > 1 else leaf, value)
+
+
+class _Slices:
+    """Times slices of a stage where a pipeline runs them: behind others, and in the middle of the sequence."""
+
+    def __init__(self, stage: nn.Module, sample: Callable[[int, int], Any], sequence: int, num_rounds: int) -> None:
+        self._stage, self._sample, self._sequence, self._num_rounds = stage, sample, sequence, num_rounds
+        self.token_bytes = 0  # of the output, all samples of the last run together
+
+    def time(self, samples: int, length: int, context: int) -> tuple[float, float]:
+        """Seconds forward and backward of `length` tokens behind `context` others."""
+        value = self._sample(samples, self._sequence)
+        clock = Clock([self._stage], value, _timer())
+        with untouched([self._stage], clock.cuda):
+            times = [self._run(value, length, context, clock)]
+            if sum(times[0]) < _LONG_SECONDS:
+                times = [self._run(value, length, context, clock) for _ in range(self._num_rounds)]
+        forward, backward = zip(*times, strict=True)
+        return median(forward), median(backward)
+
+    def _run(self, value: Any, length: int, context: int, clock: Clock) -> tuple[float, float]:
+        """One slice: behind one of all tokens before it, and before one of a token where the sequence goes on.
+
+        The slice before leaves keys and values; the one behind runs its backward first, and leaves their gradients.
+        """
+        end = context + length
+        whole = min(end + 1, self._sequence)
+        shared = SliceContext()
+        places = [(a, b) for a, b in ((0, context), (context, end), (end, whole)) if a < b]
+        pieces = [_InSlice(self._stage, shared, index, a, b, whole) for index, (a, b) in enumerate(places)]
+        index = places.index((context, end))
+
+        @contextmanager
+        def behind() -> Iterator[None]:
+            for later in pieces[index + 1 :]:
+                time_once(later, later.cut(value), clock, around_backward=later.entered)
+            with pieces[index].entered():
+                yield
+
+        with torch.no_grad():
+            for earlier in pieces[:index]:
+                earlier(earlier.cut(value))
+        forward, backward, output = time_once(pieces[index], pieces[index].cut(value), clock, around_backward=behind)
+        shared.close()
+        sizes = [leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+        self.token_bytes = sum(sizes) // length
+        return forward, backward
+
+
+def _timer() -> Callable[[], float]:
+    """Autograd runs the backward of CPU tensors in the thread that asks for it."""
+    return thread_time if torch.get_num_threads() == 1 else perf_counter
+
+
+def _points(sequence: int, grid: int) -> Iterator[tuple[int, int]]:
+    """Lengths and contexts to measure: lengths in steps of about 1.5, each alone and behind some contexts."""
+    lengths = {min(grid, sequence), sequence}
+    length = float(grid)
+    while length < sequence:
+        lengths.add(max(grid, round(length / grid) * grid))
+        length *= 1.5
+    for tokens in sorted(each for each in lengths if each <= sequence):
+        yield tokens, 0
+    for quarter in (1, 2, 3):
+        context = quarter * sequence // 4
+        room = sequence - context
+        for part in (16, 4, 2, 1):
+            if context and room // part:
+                yield room // part, context
+
+
+def _message(token_bytes: int, sequence: int) -> tuple[float, float]:
+    """Seconds of copying a message in and out: of none, and a token more."""
+
+    def copy(tokens: int) -> float:
+        source, target = torch.ones(2, tokens, token_bytes, dtype=torch.uint8)
+        times, now = [], _timer()
+        for _ in range(7):
+            start = now()
+            target.copy_(source)
+            source.copy_(target)
+            times.append(now() - start)
+        return sorted(times)[3]
+
+    short, long = copy(1), copy(max(2, sequence))
+    return short, max(0.0, long - short) / max(1, sequence - 1)

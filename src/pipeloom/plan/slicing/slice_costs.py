@@ -1,0 +1,223 @@
+"""What one slice of a sequence costs one rank: the linear form of TeraPipe (arXiv:2102.07988), and its JSON file.
+
+    t(b, l, ctx) = base(b l) + [ctx > 0] (a0 + b (a1 l + a2 ctx + a3 l ctx)) + latency + seconds_per_token_sent b l
+
+`l` tokens of each of `b` sequences attend to themselves and to the `ctx` tokens before them. `base` is measured, and
+interpolated between the measured lengths; the context part is fitted by least squares (`fit`). The last two are the
+message to the next rank, during which the paper counts both ranks as busy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeloom.common.field_types import check_fields
+from pipeloom.common.json_reader import Entry, read_json
+from pipeloom.errors import InputError, folded
+from pipeloom.sim.costs import MOST
+
+Array = NDArray[np.float64]
+
+
+class SliceTime(Protocol):
+    """Any callable ``(batch, length, context) -> (forward seconds, backward seconds)`` of one rank on one slice.
+
+    It is called with numbers. One that has an attribute ``takes_arrays = True`` is called once with arrays of lengths
+    and contexts instead, which is what makes thousands of tokens fast.
+    """
+
+    def __call__(self, batch: int, length: Any, context: Any) -> tuple[Any, Any]: ...
+
+
+def ask(stage: SliceTime, batch: int, length: Any, context: Any) -> Array:
+    """What a rank's costs say, forward and backward: shape (2,), or (2, slices) where it is asked with arrays.
+
+    Raises:
+        InputError: it says no pair of numbers.
+    """
+    answer: Any = stage(batch, length, context)
+    try:
+        forward, backward = answer
+        if np.ndim(length) == 0:
+            return np.array([float(forward), float(backward)])
+        return np.array([np.broadcast_to(np.asarray(each, np.float64), np.shape(length)) for each in answer])
+    except (TypeError, ValueError, OverflowError) as error:
+        said = "too large" if isinstance(error, OverflowError) else folded(answer)
+        raise InputError(
+            f"costs of a slice are {said}: they are two numbers, seconds of its forward and of its backward; return "
+            "both"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearTime:
+    """Seconds of one rank's share for one direction.
+
+    Attributes:
+        base: ``(tokens, seconds)`` without context, tokens ascending. Below the first it stays, beyond the last it
+            rises as between the last two (from nothing, where there is one alone).
+        context: a0, a1, a2, a3.
+    """
+
+    base: tuple[tuple[float, float], ...]
+    context: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        tokens = [tokens for tokens, _ in self.base]
+        if not self.base or not all(a < b for a, b in pairwise([0.0, *tokens])):
+            raise InputError(
+                f"base has tokens {tokens}: there is one point at least, above 0, and they ascend; sort them"
+            )
+
+    def __call__(self, batch: int, length: Any, context: Any) -> Array:
+        """Seconds of slices of `length` tokens of `batch` sequences, `context` tokens before each."""
+        length, context = np.asarray(length, dtype=np.float64), np.asarray(context, dtype=np.float64)
+        tokens, seconds = np.array([(0.0, 0.0), *self.base]).T
+        asked = batch * length
+        a0, a1, a2, a3 = self.context
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is used
+            slope = (seconds[-1] - seconds[-2]) / (tokens[-1] - tokens[-2])
+            base = np.interp(asked, tokens[1:], seconds[1:]) + slope * np.maximum(asked - tokens[-1], 0.0)
+            extra = a0 + batch * (a1 * length + a2 * context + a3 * length * context)
+            return np.asarray(base + np.where(context > 0, extra, 0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceCosts:
+    """One rank's share of a model: forward, backward, and the message that follows either.
+
+    Attributes:
+        forward, backward: computing.
+        latency: seconds of a message of no length.
+        seconds_per_token_sent: what each of its tokens adds.
+    """
+
+    forward: LinearTime
+    backward: LinearTime
+    latency: float = 0.0
+    seconds_per_token_sent: float = 0.0
+
+    @property
+    def takes_arrays(self) -> bool:
+        return True
+
+    def __call__(self, batch: int, length: Any, context: Any) -> tuple[Array, Array]:
+        message = self.latency + self.seconds_per_token_sent * batch * np.asarray(length, dtype=np.float64)
+        return self.forward(batch, length, context) + message, self.backward(batch, length, context) + message
+
+    def to_json(self) -> str:
+        """The text of a costs file; `parse_slice_costs` reads it back exactly."""
+        phases = {name: {"base": getattr(self, name).base, "context": getattr(self, name).context} for name in _PHASES}
+        return json.dumps({**phases, "latency": self.latency, "seconds_per_token_sent": self.seconds_per_token_sent})
+
+
+class Sample(NamedTuple):
+    """What was measured: `length` tokens behind `context` others took `seconds`; one sequence."""
+
+    length: int
+    context: int
+    seconds: float
+
+
+def fit(samples: Sequence[Sample]) -> tuple[LinearTime, float]:
+    """The linear form of measurements, and how far it is from them.
+
+    The base is the median of what was measured at each length without context. The context part is fitted to the rest
+    by least squares. Both are of relative errors, for long slices would drown short ones otherwise; and both know that
+    more tokens and more context take no time away: noise would say so else, and a form fitted to it would fall below 0
+    between or beyond what was measured.
+
+    Args:
+        samples: measurements.
+
+    Returns:
+        The form, which is nowhere negative and never falls, and the root mean square of the relative error over the
+        samples that it does not meet (0 if there are none).
+
+    Raises:
+        InputError: nothing was measured without context, or a time is not a positive number.
+    """
+    alone: dict[int, list[float]] = defaultdict(list)
+    for length, context, seconds in samples:
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise InputError(f"a slice of {length} tokens took {seconds} s: a time is more than 0; measure it again")
+        if context == 0:
+            alone[length].append(seconds)
+    if not alone:
+        raise InputError("no slice was measured without context: the base of the cost needs some; add lengths")
+    lengths = sorted(alone)
+    base = _rising([median(alone[length]) for length in lengths])
+    fitted = LinearTime(base=tuple((float(length), time) for length, time in zip(lengths, base, strict=True)))
+    length, context, seconds = np.array(samples, dtype=np.float64).T
+    behind = context > 0
+    if behind.any():
+        terms = np.stack([np.ones_like(length), length, context, length * context], axis=1)[behind]
+        scale = terms.max(axis=0)  # lengths squared beside ones: without it the fit loses digits
+        wanted = 1 - fitted(1, length, 0)[behind] / seconds[behind]
+        a0, a1, a2, a3 = (float(a) for a in _nonnegative(terms / scale / seconds[behind, None], wanted) / scale)
+        fitted = LinearTime(base=fitted.base, context=(a0, a1, a2, a3))
+    error = fitted(1, length, context) / seconds - 1
+    missed = error[np.abs(error) > 1e-12]
+    return fitted, float(np.sqrt(np.mean(missed**2))) if len(missed) else 0.0
+
+
+def _rising(seconds: Sequence[float]) -> list[float]:
+    """The nearest times, by relative error, that never fall; the same ones if they do not."""
+    if all(a <= b for a, b in pairwise(seconds)):
+        return list(seconds)
+    steps = np.tril(np.ones((len(seconds), len(seconds))))  # every time is a sum of steps that are 0 or more
+    times = np.array(seconds)
+    return [float(time) for time in np.cumsum(_nonnegative(steps / times[:, None], np.ones_like(times)))]
+
+
+def _nonnegative(matrix: Array, wanted: Array) -> Array:
+    from scipy.optimize import nnls  # costs that are read from a file need no scipy
+
+    return np.asarray(nnls(matrix, wanted, maxiter=100 * matrix.shape[1])[0])
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+_PHASES = ("forward", "backward")
+_MESSAGE = ("latency", "seconds_per_token_sent")
+_FORM = (
+    '{"forward": {"base": [[tokens, seconds], ...], "context": [a0, a1, a2, a3]}, "backward": {...}, "latency": '
+    'seconds, "seconds_per_token_sent": seconds}'
+)
+
+
+def parse_slice_costs(text: str) -> SliceCosts:
+    """Read the JSON of a costs file; `context`, `latency` and `seconds_per_token_sent` are 0 where left out.
+
+    Raises:
+        InputError: it is not one; the message names the key and the rule.
+    """
+    data = read_json(text, "the file of costs of slices", _FORM).fields(_PHASES, _MESSAGE)
+    forward, backward = (_phase(data[name]) for name in _PHASES)
+    message = {name: data[name].number(most=MOST) for name in _MESSAGE if name in data}
+    return SliceCosts(forward=forward, backward=backward, **message)
+
+
+def _phase(phase: Entry) -> LinearTime:
+    data = phase.fields(("base",), ("context",))
+    points = [point.members("entry", length=2) for point in data["base"].members("point")]
+    base = tuple((tokens.number(above=True, most=MOST), seconds.number(most=MOST)) for tokens, seconds in points)
+    context = {}
+    if "context" in data:
+        a0, a1, a2, a3 = (a.number(least=-MOST, most=MOST) for a in data["context"].members("a", length=4))
+        context["context"] = (a0, a1, a2, a3)
+    try:
+        return LinearTime(base=base, **context)
+    except InputError as error:
+        raise InputError(f"{phase.what}: {error}") from error

@@ -1,0 +1,115 @@
+"""The few collectives a pipeline needs beside its messages, over a CPU process group and without pickling."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.errors import PeerLost, PipeloomError, shortened
+from pipeloom.processes.gloo_threads import let_gloo_finish
+
+_LOST = "another process went away, or did not come in time, during a collective"
+
+# What says so in plain RuntimeErrors: of gloo's connections, and of waits of torch.distributed and of its stores.
+_LOST_WORDS = re.compile(r"gloo/transport/|timed?[ -]?out|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
+# What a backend reports of this process alone, or of a call that was wrong.
+_LOCAL_WORDS = re.compile(r"^\[enforce fail|out of memory|ncclUnhandledCudaError|ncclInvalid")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error of a collective, or of a message, says that another process is gone or late.
+
+    torch.distributed has a type of its own for what NCCL and its stores say, and raises a plain RuntimeError for gloo;
+    so does every fault of this process alone, such as memory that is not there.
+    """
+    if isinstance(error, PipeloomError):
+        return isinstance(error, PeerLost)
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        return False
+    if _LOCAL_WORDS.search(str(error)):
+        return False
+    return isinstance(error, dist.DistError) or _LOST_WORDS.search(str(error)) is not None
+
+
+@contextmanager
+def noticing_lost_peers(lost: str = _LOST) -> Iterator[None]:
+    """Errors that say that another process is gone or late are PeerLost with the words `lost`; others stay."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PipeloomError) or not is_lost_peer(error):
+            raise
+        raise PeerLost(f"{lost} ({first_line(error)})") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Of what a backend says, which may go on with its stack."""
+    return shortened(str(error).strip().split("\n")[0], 200)
+
+
+def cpu_group() -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
+    """A gloo group of all processes, and what was made for it: nothing where the default group is one."""
+    let_gloo_finish()
+    if "gloo" not in dist.get_backend_config():
+        made = dist.new_group(backend="gloo")
+        return made, (made,)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD, ()
+
+
+def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Let go of process groups, with their threads and sockets: of each on its own, whoever else still uses it.
+
+    What is destroyed already, as all groups are after ``destroy_process_group()``, stays so.
+    """
+    for group in groups:
+        with suppress(ValueError):
+            dist.destroy_process_group(group)
+
+
+def all_reduce(values: Tensor, group: dist.ProcessGroup, timeout_seconds: float) -> Tensor:
+    """The sum over a CPU group's processes, in place.
+
+    Raises:
+        PeerLost: one of them went away, or did not come in time.
+    """
+    with noticing_lost_peers():
+        dist.all_reduce(values, group=group, async_op=True).wait(timedelta(seconds=timeout_seconds))
+    return values
+
+
+def all_gather_bytes(
+    payload: bytes,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    lost: str = _LOST,
+    timeout_seconds: float | None = None,
+) -> list[bytes]:
+    """Every rank's bytes, in order of rank, on every rank.
+
+    Two all-gathers: the lengths, then the bytes padded to the longest. `device` is where the group's backend wants its
+    tensors. Others are waited for as long as the group does, or `timeout_seconds`.
+
+    Raises:
+        PeerLost: one of them went away, or did not come in time; in the words `lost`.
+    """
+    timeout = () if timeout_seconds is None else (timedelta(seconds=timeout_seconds),)
+    with noticing_lost_peers(lost):
+        length = torch.tensor([len(payload)], device=device)
+        lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(lengths, length, group=group, async_op=True).wait(*timeout)
+        sizes = [int(size) for size in lengths]
+        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        if payload:
+            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        padded = padded.to(device)
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=group, async_op=True).wait(*timeout)
+    return [row[:size].cpu().numpy().tobytes() for row, size in zip(gathered, sizes, strict=True)]

@@ -1,0 +1,284 @@
+"""Start the ranks of a run as processes of this machine, watch them, and end them all when one is lost.
+
+    launcher ──starts──> rank 0, rank 1, ...      RANK, LOCAL_RANK, WORLD_SIZE as under torchrun
+       │                    │
+       └─── black box ◀─────┘                     a page of shared memory for each rank: step, action, last words
+
+The ranks meet through a file without a name (a memfd), so nothing listens on a port and nothing stays on a disk. Each
+rank writes its step and its current action into its black box; the launcher reads it when the rank is lost. A rank
+dies with its launcher. No torch here: a launcher starts in a tenth of a second and stays small.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+
+from pipeloom.errors import InputError, PeerLost, PipeloomError
+from pipeloom.processes.black_box import BlackBox
+
+_LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
+_PEER_LOST = 3  # exit code by which a rank tells its launcher that another rank is the cause
+_POLL_SECONDS = 0.02
+_CAUSE_SECONDS = 3.0  # how long the launcher waits for the rank that caused the loss that others report, if any runs
+_GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """How this process belongs to a run of several: started by `launch` or by torchrun.
+
+    Attributes:
+        meeting: what torch.distributed takes as ``init_method``.
+        black_box: where a launched rank leaves its traces; None under torchrun.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    meeting: str
+    black_box: BlackBox | None = None
+
+
+def membership(environment: Mapping[str, str]) -> Membership | None:
+    """The membership that the environment tells of; None where this process is alone.
+
+    Raises:
+        InputError: RANK, LOCAL_RANK or WORLD_SIZE is no number, or RANK is none of the ranks.
+    """
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    meeting, black_box = "env://", None
+    if _LAUNCHED in environment:
+        launcher, file, box = (int(number) for number in environment[_LAUNCHED].split(":"))
+        _die_with(launcher)
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # Ctrl-C is the launcher's: this is for one rank alone
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # unwinding takes longer than others take to miss this rank
+        meeting, black_box = f"file:///proc/self/fd/{file}", BlackBox(box)
+    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if rank >= world_size:  # it would wait for others that do not know of it
+        raise InputError(f"environment variable RANK is {rank}: it is below WORLD_SIZE, {world_size}; correct it")
+    return Membership(
+        rank=rank,
+        local_rank=_number(environment, "LOCAL_RANK"),
+        world_size=world_size,
+        meeting=meeting,
+        black_box=black_box,
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "0")
+    if not text.isdecimal():
+        raise InputError(f"environment variable {name} is {text!r}: it must be a number; torchrun sets it")
+    return int(text)
+
+
+def _die_with(launcher: int) -> None:
+    """Have the kernel kill this process when its launcher ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended before the kernel knew
+        os._exit(1)
+
+
+@contextmanager
+def last_words(member: Membership | None) -> Iterator[None]:
+    """Leave an error in the black box, where there is one, and end this rank with the exit code for it.
+
+    The launcher says it then, once for all ranks. Without a black box errors pass through, under the rank's name.
+    """
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, PipeloomError)
+        if member is None or member.black_box is None:
+            if member is not None and known:
+                raise type(error)(f"rank {member.rank}: {error}") from error
+            raise
+        if not known:
+            traceback.print_exc()
+        member.black_box.last_words = str(error) if known else f"{type(error).__name__}: {error}"
+        leave(2 if isinstance(error, InputError) else _PEER_LOST if isinstance(error, PeerLost) else 1)
+
+
+def leave(code: int) -> NoReturn:
+    """End this rank without the interpreter's clean-up.
+
+    After an error, because other ranks may be gone and nothing here may wait for them. After success, because gloo's
+    threads may still let go of tensors while the interpreter shuts down, which aborts the process now and then.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    name: str
+    process: subprocess.Popen[bytes]
+    black_box: BlackBox
+
+
+def launch(names: Sequence[str], arguments: Sequence[str]) -> int:
+    """Run ``python ARGUMENTS`` as one process for each of `names`, the ranks, and wait for them.
+
+    When a rank ends with an error or by a signal, all others are ended and one line says which, how, and in which step
+    and action. SIGINT, SIGTERM and SIGHUP end all ranks too, unless they are ignored already, as SIGHUP is under nohup.
+    A rank that is stopped is told of and waited for. Nothing is left behind: no process, no file.
+
+    Returns:
+        0 when all ranks did their work, 2 when one refused its input, 128 + number after a signal, else 1.
+
+    Raises:
+        InputError: this machine is not Linux, whose memfd and parent-death signal the launcher stands on.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise InputError(f"the launcher needs Linux, this is {sys.platform}: use torchrun, or `--local`")
+    ranks: list[_Rank] = []
+    signals: list[int] = []  # that came, to be looked at in turn: raised, a second one would cut short what ends ranks
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    asked = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, note) for number in asked}
+    # Ranks inherit this: they are background processes, which a terminal with `stty tostop` would stop as they write.
+    previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    try:
+        with _anonymous_file("meeting") as meeting:
+            for rank in range(len(names)):
+                if not signals:
+                    ranks.append(_start(rank, names, arguments, meeting))
+            code, line = _watch(ranks, signals)
+    finally:
+        _end(ranks)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if line is not None:
+        if sys.stdout.isatty():  # a progress bar was cut off: leave its line, show the cursor again
+            sys.stdout.write("\n\x1b[?25h")
+            sys.stdout.flush()
+        sys.stderr.write(f"pipeloom: {line}\n")
+    return code
+
+
+@contextmanager
+def _anonymous_file(name: str, size: int = 0) -> Iterator[int]:
+    """A descriptor of a file in memory that has no name; children may inherit it."""
+    descriptor = os.memfd_create(f"pipeloom-{name}")
+    try:
+        os.truncate(descriptor, size)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _start(rank: int, names: Sequence[str], arguments: Sequence[str], meeting: int) -> _Rank:
+    num_ranks = len(names)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores // num_ranks)), "GLOO_SOCKET_IFNAME": "lo"}
+    with _anonymous_file(f"black-box-{rank}", BlackBox.SIZE) as descriptor:
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            _LAUNCHED: f"{os.getpid()}:{meeting}:{descriptor}",
+        }
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**defaults, **os.environ, **place},
+            stdin=subprocess.DEVNULL,
+            pass_fds=(meeting, descriptor),
+            process_group=0,  # a Ctrl-C of the terminal reaches the launcher alone, which ends the ranks in order
+        )
+        return _Rank(names[rank], process, BlackBox(descriptor))
+
+
+def _watch(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str | None]:
+    """Wait until all ranks are done, one is lost or a signal is in `signals`; the exit code, and a line about it."""
+    deadline = None
+    while True:
+        if signals:
+            phase = ranks[0].black_box.phase if ranks else ""
+            return 128 + signals[0], f"{_signal_name(signals[0])}: all ranks were ended{phase and ', in ' + phase}"
+        codes = [rank.process.poll() for rank in ranks]
+        if all(code == 0 for code in codes):
+            return 0, None
+        lost = {rank: code for rank, code in enumerate(codes) if code}
+        if lost:
+            deadline = deadline or time.monotonic() + _CAUSE_SECONDS
+            if set(lost.values()) != {_PEER_LOST} or None not in codes or time.monotonic() > deadline:
+                return _explain(ranks, lost)
+        _tell_of_stops(ranks)
+        time.sleep(_POLL_SECONDS)
+
+
+def _tell_of_stops(ranks: Sequence[_Rank]) -> None:
+    """Say which ranks were stopped since the last call: all others wait for them, in silence."""
+    for rank in ranks:
+        number, found = rank.process.pid, None
+        if rank.process.returncode is None:
+            with suppress(ChildProcessError):  # it ended just now
+                found = os.waitid(os.P_PID, number, os.WSTOPPED | os.WNOHANG)
+        if found is not None:
+            sys.stderr.write(
+                f"pipeloom: warning: {rank.name} (process {number}) was stopped by {_signal_name(found.si_status)}; "
+                f"the run waits for it: `kill -CONT {number}` lets it go on\n"
+            )
+            sys.stderr.flush()
+
+
+def _explain(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> tuple[int, str]:
+    """The exit code, and which rank was lost first, how, and where it was."""
+
+    def likelihood(rank: int) -> int:  # of being the cause: killed, refused its input, failed, lost a peer
+        return 0 if lost[rank] < 0 else {2: 1, _PEER_LOST: 3}.get(lost[rank], 2)
+
+    rank = min(lost, key=likelihood)
+    code, name, box = lost[rank], ranks[rank].name, ranks[rank].black_box
+    if code == 2 and box.last_words:
+        return 2, f"error: {box.last_words}"
+    where = f" in {box.phase or 'its start'}" + (f", last action {box.action}" if box.action else "")
+    if code < 0:
+        how = f"was killed by {_signal_name(-code)}"
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        text = f"{name} {how}{hint}{where}"
+    else:
+        text = f"{name} failed{where}: {box.last_words or f'exit code {code}'}"
+    return 1, f"error: {text}; all ranks were ended"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """End every rank that still runs: SIGTERM, then SIGKILL; return when all are gone."""
+
+    def to_all(number: int) -> None:
+        for rank in ranks:
+            if rank.process.returncode is None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(rank.process.pid, number)
+
+    to_all(signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    to_all(signal.SIGKILL)
+    for rank in ranks:
+        rank.process.wait()

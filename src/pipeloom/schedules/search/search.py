@@ -1,0 +1,236 @@
+"""`search`: a schedule for these stages, these ranks, these links and this memory, never worse than a named one.
+
+    p=3, m=4, equal times, no limit
+    rank 0  0F0 0F1 0F2 ... ... 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    rank 1  ... 1F0 1F1 ... 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    rank 2  ... ... 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+
+1. Every named schedule of the same placement that keeps the memory caps is a start, and so is one micro-batch after the
+   other, which holds the least of all.
+2. Greedy phases: many rules of what a rank starts next are played, and the best are bred (`search_rules`,
+   `search_evolution`). A forward starts only where all that is under way can still end within the cap.
+3. The best orders are improved by moves on the critical path (`search_moves`): many a little, a few of them more.
+4. Tiny steps are searched to the end (`search_exact`).
+
+The search stops early where it meets a bound that no order can beat (`search_bounds`). At the end the named schedules
+as they are, B and overlapped units and all, and several of the best orders are measured alike, and the shortest is
+taken: to the search a message takes its time whatever else is on its link, `measure` may know better.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules.conditions import Conditions
+from pipeloom.schedules.search.bounds import lower_bound
+from pipeloom.schedules.search.exact import bound_alone, shortest
+from pipeloom.schedules.search.operations import IntOrders, Work
+from pipeloom.schedules.search.tabu import improve
+from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.table import NAMED
+
+_GREEDY = 0.6  # part of the effort that goes into greedy phases
+_CHOSEN = (12, 4, 1)  # orders that are improved: a third of the rest for many, a third for the best of these, and so on
+_TINY = 40  # actions up to which the shortest step is proved, where that needs few beginnings
+_WIDTH = 300  # beginnings of the same length that are kept for that
+_ALONE = ((1e-5, None), (4e-5, 2))  # beginnings for each unit of effort, and ranks, for a better bound
+_NEAR = 1e-9
+_MOST_MOVES = 3000  # for each order
+_MEASURED = 12  # of the orders that are found
+EFFORT = 6_000_000  # about a second for each million
+
+Measure = Callable[[Schedule], float]  # seconds of a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        schedule: the schedule, checked to keep all caps.
+        makespan: seconds of its step, as they were measured.
+        best_named: the best named schedule of the same placement and under the same caps, with the makespan that it
+            has as it is, measured alike; None if none of them keeps the caps.
+        lower_bound: seconds below which no schedule of this placement and within these caps can come.
+    """
+
+    schedule: Schedule
+    makespan: float
+    best_named: tuple[str, float] | None
+    lower_bound: float
+
+
+def search(
+    *,
+    placement: Placement,
+    num_microbatches: int,
+    conditions: Conditions | None = None,
+    effort: int = EFFORT,
+    seed: int = 0,
+    measure: Measure | None = None,
+) -> Found:
+    """Search for the shortest step under these conditions; never longer than the best named schedule's.
+
+    Args:
+        placement: which ranks hold which stage.
+        num_microbatches: m.
+        conditions: times, latencies and memory; equal times, no latency and no limit if not given.
+        effort: work to be done, about a million for each second, but not by the clock: the same effort finds the same
+            on every machine. 0 plays one generation of rules and improves nothing.
+        seed: of all that is drawn by chance; the same seed finds the same schedule.
+        measure: seconds of a schedule by all that is known of costs and links, never fewer than under `conditions`,
+            which they are if not given. It chooses among the named schedules and the best that are found.
+
+    Raises:
+        ScheduleError: conditions for another placement, or caps below what one micro-batch holds.
+    """
+    conditions = conditions or Conditions.uniform(placement)
+    if (conditions.num_stages, conditions.num_ranks) != (placement.num_stages, placement.num_ranks):
+        raise ScheduleError(
+            f"search over {placement.num_stages} stages on {placement.num_ranks} ranks: the conditions are for "
+            f"{conditions.num_stages} and {conditions.num_ranks}; give one entry for each"
+        )
+    work = Work(placement, num_microbatches, conditions)
+    _check_caps(work)
+    bound = lower_bound(work)
+    measure = measure or work.makespan_of
+    named = _named(work)
+    found, bound = _shortest(work, [work.one_by_one(), *map(work.orders_of, named)], bound, effort, seed)
+    best_named = min(((measure(schedule), schedule) for schedule in named), key=_makespan, default=None)
+    made = [work.schedule("search", orders) for seconds, orders in found[:_MEASURED] if seconds < math.inf]
+    measured = [(measure(schedule), schedule) for schedule in made]
+    if best_named is not None:
+        measured.append((best_named[0], replace(best_named[1], name="search")))
+    makespan, schedule = min(measured, key=_makespan)
+    return Found(
+        schedule=schedule,
+        makespan=makespan,
+        best_named=None if best_named is None else (best_named[1].name, best_named[0]),
+        lower_bound=min(bound * min(1.0, conditions.overlap), makespan),  # as if all ran in overlapped units
+    )
+
+
+@sized
+def search_loop(
+    *, num_ranks: int, num_microbatches: int, num_chunks: int = 1, conditions: Conditions | None = None
+) -> Schedule:
+    """The schedule that `search` finds for stages in a loop."""
+    placement = Placement.loop(num_ranks, num_chunks)
+    return search(placement=placement, num_microbatches=num_microbatches, conditions=conditions).schedule
+
+
+def _check_caps(work: Work) -> None:
+    """Refuse caps below what one micro-batch holds.
+
+    Raises:
+        ScheduleError: some rank's is.
+    """
+    least = work.least_caps()
+    short = [rank for rank, needed in enumerate(least) if needed > work.caps[rank]]
+    if short:
+        rank = short[0]
+        others = f" (and ranks {', '.join(map(str, short[1:]))} theirs)" if len(short) > 1 else ""
+        raise ScheduleError(
+            f"search: rank {rank} may hold {_plain(work.conditions.caps[rank])}, but one micro-batch keeps "
+            f"{_plain(least[rank])} there; raise the limit to at least that{others}: the smallest caps that do are "
+            f"{', '.join(map(_plain, least))}"
+        )
+
+
+def _plain(number: float) -> str:
+    """All digits, so that the number can be pasted."""
+    return str(int(number)) if number.is_integer() else repr(number)
+
+
+def _shortest(
+    work: Work, starts: list[IntOrders], bound: float, effort: int, seed: int
+) -> tuple[list[tuple[float, IntOrders]], float]:
+    """The three phases; ends early at the bound. Orders with makespans, best first, and the bound."""
+    found = [(work.makespan(orders), orders) for orders in starts]
+
+    def done() -> bool:
+        return min(found, key=_makespan)[0] <= bound * (1 + _NEAR)
+
+    if not done():
+        from pipeloom.schedules.search.evolution import evolve
+
+        found += evolve(work, int(effort * _GREEDY), bound, seed)
+    rng = random.Random(seed)
+    steps = int(effort * (1 - _GREEDY)) // (max(1, len(work.actions)) * len(_CHOSEN))
+    for most in _CHOSEN:
+        chosen = _different(sorted(found, key=_makespan), most)
+        for _, orders in chosen:
+            if not done():
+                found.append(improve(work, orders, bound, min(_MOST_MOVES, steps // len(chosen)), rng))
+    found.sort(key=_makespan)
+    makespan = found[0][0]
+    if len(work.actions) <= _TINY and makespan > bound * (1 + _NEAR) and not work.replicated and effort:
+        makespan, better, proved = shortest(work, makespan, _WIDTH)
+        bound = max(bound, proved)
+        if better:
+            found.insert(0, (makespan, better))
+    if not work.replicated:
+        bound = _raised(work, makespan, bound, effort)
+    return _distinct(found), bound
+
+
+def _raised(work: Work, makespan: float, bound: float, effort: int) -> float:
+    """A better bound, from each rank alone; those that give most are tried again with more beginnings."""
+    ranks = list(range(work.placement.num_ranks))
+    for part, most in _ALONE:
+        given = []
+        for rank in ranks[:most]:
+            width = int(effort * part)
+            if width and makespan > bound * (1 + _NEAR):
+                given.append((-bound_alone(work, rank, makespan, bound, width), rank))
+        bound = max([bound, *(-least for least, _ in given)])
+        ranks = [rank for _, rank in sorted(given)]
+    return bound
+
+
+def _makespan(pair: tuple[float, Any]) -> float:
+    return pair[0]
+
+
+def _different(found: list[tuple[float, IntOrders]], most: int) -> list[tuple[float, IntOrders]]:
+    """The best, no two with the same makespan."""
+    chosen: list[tuple[float, IntOrders]] = []
+    for makespan, orders in found:
+        if not chosen or makespan > chosen[-1][0] * (1 + _NEAR):
+            chosen.append((makespan, orders))
+    return chosen[:most]
+
+
+def _distinct(found: list[tuple[float, IntOrders]]) -> list[tuple[float, IntOrders]]:
+    """The same, each order once, where it stands first."""
+    first: dict[tuple[tuple[int, ...], ...], tuple[float, IntOrders]] = {}
+    for makespan, orders in found:
+        first.setdefault(tuple(map(tuple, orders)), (makespan, orders))
+    return list(first.values())
+
+
+def _named(work: Work) -> list[Schedule]:
+    """The named schedules that are legal here and keep the caps."""
+    placement, found = work.placement, []
+    for family in NAMED.values():
+        if family.stream:
+            continue  # what is searched for is one step, with a flush at its end
+        try:
+            schedule = family(
+                num_ranks=placement.num_ranks,
+                num_microbatches=work.num_microbatches,
+                num_chunks=placement.num_chunks,
+                conditions=work.conditions,
+            )
+        except ScheduleError:
+            continue  # not for these sizes
+        if schedule.placement == placement and work.all_fit(work.orders_of(schedule)):
+            found.append(schedule)
+    return found

@@ -1,0 +1,239 @@
+"""Improvement phase of the search: tabu search over moves on the critical path (Nowicki and Smutnicki, 1996).
+
+What delays an action is the one before it on its own rank or a value from another rank. A run of actions of one rank
+in which each delays the next is a *block*. Only taking an action of a block behind its last or before its first can
+shorten the step. What a move comes to is estimated with the heads and tails of all other actions as they are (Balas and
+Vazacopoulos, 1998); the best that is not tabu is made, also if it is longer.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from pipeloom.ir.action import Op
+from pipeloom.schedules.search.operations import IntOrders, Work
+
+_REACH = 6  # how far from the end of a block an action may be that moves there
+_TRIES = 6  # moves that are made and timed before a step is given up
+_PATIENCE = 400  # steps without a new best before going back to it
+_NEAR = 1e-9
+
+
+@dataclass(slots=True)
+class _Timed:
+    """Orders with their times: for each action its end, its tail, its arrival and the tail behind its successor."""
+
+    orders: IntOrders
+    ends: list[float]
+    tails: list[float]
+    arrivals: list[float]
+    behind: list[float]
+    makespan: float
+
+
+@dataclass(slots=True)
+class _Move:
+    """One action of a rank from position `source` to `target`, and the makespan that this is thought to give."""
+
+    estimate: float
+    rank: int
+    source: int
+    target: int
+
+
+def improve(work: Work, orders: IntOrders, bound: float, steps: int, rng: random.Random) -> tuple[float, IntOrders]:
+    """The best makespan and orders found from `orders` in `steps` steps; stops at `bound`, keeps all caps."""
+    return _Tabu(work, bound, rng).run(orders, steps)
+
+
+@dataclass(slots=True)
+class _Tabu:
+    work: Work
+    bound: float
+    rng: random.Random
+    until: dict[tuple[int, int], int] = field(
+        default_factory=dict
+    )  # step before which the first may not go before the second
+    step: int = 0
+
+    def run(self, orders: IntOrders, steps: int) -> tuple[float, IntOrders]:
+        current = self._timed([list(order) for order in orders])
+        assert current is not None
+        best, best_orders, found_at = current.makespan, [list(order) for order in orders], 0
+        for self.step in range(steps):
+            if best <= self.bound * (1 + _NEAR):
+                break
+            if self.step - found_at > _PATIENCE:
+                again = self._timed([list(order) for order in best_orders])
+                assert again is not None
+                current, found_at = again, self.step
+                self.until.clear()
+            following = self._next(current, best)
+            if following is None:
+                self.until.clear()
+                continue
+            current = following
+            if current.makespan < best * (1 - _NEAR):
+                best, best_orders, found_at = current.makespan, [list(order) for order in current.orders], self.step
+        return best, best_orders
+
+    def _timed(self, orders: IntOrders) -> _Timed | None:
+        """All times of these orders; None if some actions wait in a circle."""
+        work = self.work
+        timed = work.ends(orders)
+        if timed is None:
+            return None
+        ends, passed = timed
+        seconds, before, after, lag, where = work.seconds, work.before, work.after, work.lag, work.rank
+        tails, behind, arrivals = [0.0] * len(ends), [0.0] * len(ends), [0.0] * len(ends)
+        last = [0.0] * len(orders)
+        for n in reversed(passed):
+            user, rank = after[n], where[n]
+            tail = last[rank]
+            if user >= 0:
+                reach = tails[user] + seconds[user] + lag[user]
+                behind[n] = reach
+                if reach > tail:
+                    tail = reach
+            tails[n] = tail
+            last[rank] = tail + seconds[n]
+            need = before[n]
+            if need >= 0:
+                arrivals[n] = ends[need] + lag[n]
+        return _Timed(orders, ends, tails, arrivals, behind, max(ends, default=0.0))
+
+    def _next(self, current: _Timed, best: float) -> _Timed | None:
+        """The legal neighbour within the cap with the best estimate; none that is tabu unless it is a new best."""
+        moves = self._moves(current)
+        for move in moves:
+            move.estimate *= 1 + _NEAR * self.rng.random()  # equals in any order
+        moves.sort(key=lambda move: move.estimate)
+        tried = 0
+        for move in moves:
+            order = current.orders[move.rank]
+            if self._is_tabu(order, move) and move.estimate >= best * (1 - _NEAR):
+                continue
+            changed = list(order)
+            changed.insert(move.target, changed.pop(move.source))
+            if not self.work.fits(move.rank, changed):
+                continue
+            orders = list(current.orders)
+            orders[move.rank] = changed
+            following = self._timed(orders)
+            if following is not None:
+                self._forbid(order, move)
+                return following
+            tried += 1
+            if tried == _TRIES:
+                break
+        return None
+
+    def _is_tabu(self, order: list[int], move: _Move) -> bool:
+        n, until, step = order[move.source], self.until, self.step
+        if move.source < move.target:
+            passed = order[move.source + 1 : move.target + 1]
+            return any(until.get((other, n), 0) > step for other in passed)
+        passed = order[move.target : move.source]
+        return any(until.get((n, other), 0) > step for other in passed)
+
+    def _forbid(self, order: list[int], move: _Move) -> None:
+        """To undo the move: what it put later may not go first again for a while."""
+        n, until = order[move.source], self.step + self.rng.randint(12, 30)
+        if move.source < move.target:
+            for other in order[move.source + 1 : move.target + 1]:
+                self.until[n, other] = until
+        else:
+            for other in order[move.target : move.source]:
+                self.until[other, n] = until
+
+    def _moves(self, current: _Timed) -> list[_Move]:
+        moves = []
+        for rank, first, last in self._blocks(current):
+            if first == last:
+                continue
+            order = current.orders[rank]
+            for source in range(max(first, last - _REACH), last):
+                target = self._latest(order, source, last)
+                if target > source:
+                    moves.append(_Move(self._estimate(current, order, source, target), rank, source, target))
+            for source in range(first + 1, min(last, first + _REACH) + 1):
+                target = self._earliest(order, source, first)
+                if target < source and not (source == first + 1 and last == source):  # the same swap is there already
+                    moves.append(_Move(self._estimate(current, order, source, target), rank, source, target))
+        return moves
+
+    def _blocks(self, current: _Timed) -> list[tuple[int, int, int]]:
+        """``(rank, first, last)`` positions of the runs that a longest chain takes through the ranks, last to first."""
+        work, ends, orders = self.work, current.ends, current.orders
+        position = {n: at for order in orders for at, n in enumerate(order)}
+        n = max((order[-1] for order in orders if order), key=lambda last: ends[last])
+        blocks, near = [], _NEAR * current.makespan
+        while True:
+            rank = work.rank[n]
+            order = orders[rank]
+            last = at = position[n]
+            start = ends[n] - work.seconds[n]
+            while at and ends[order[at - 1]] >= start - near:
+                need = work.before[order[at]]
+                meet = need >= 0 and work.rank[need] != rank and current.arrivals[order[at]] >= start - near
+                if meet and self.rng.random() < 0.5:
+                    break  # of two longest chains, either
+                at -= 1
+                start = ends[order[at]] - work.seconds[order[at]]
+            blocks.append((rank, at, last))
+            need = work.before[order[at]]
+            if need < 0 or current.arrivals[order[at]] < start - near:
+                return blocks
+            n = need
+
+    def _latest(self, order: list[int], source: int, last: int) -> int:
+        """How far to the back, up to `last`, an action can go without overtaking its like or what needs it."""
+        actions = self.work.actions
+        stage, op, microbatch, _ = actions[order[source]]
+        user = self.work.after[order[source]]
+        for at in range(source + 1, last + 1):
+            other = actions[order[at]]
+            if order[at] == user or (
+                other.stage == stage and (other.op is op or (other.microbatch == microbatch and op is not Op.W))
+            ):
+                return at - 1
+        return last
+
+    def _earliest(self, order: list[int], source: int, first: int) -> int:
+        """How far to the front, down to `first`."""
+        actions = self.work.actions
+        stage, op, microbatch, _ = actions[order[source]]
+        need = self.work.before[order[source]]
+        for at in range(source - 1, first - 1, -1):
+            other = actions[order[at]]
+            if order[at] == need or (
+                other.stage == stage and (other.op is op or (other.microbatch == microbatch and op is not Op.F))
+            ):
+                return at + 1
+        return first
+
+    def _estimate(self, current: _Timed, order: list[int], source: int, target: int) -> float:
+        """The longest chain through the actions that change places, if all others stay as they are."""
+        seconds, arrivals, behind = self.work.seconds, current.arrivals, current.behind
+        if source < target:
+            low, moved = source, [*order[source + 1 : target + 1], order[source]]
+        else:
+            low, moved = target, [order[source], *order[target:source]]
+        high = low + len(moved)
+        clock = current.ends[order[low - 1]] if low else 0.0
+        ends = []
+        for n in moved:
+            if arrivals[n] > clock:
+                clock = arrivals[n]
+            clock += seconds[n]
+            ends.append(clock)
+        tail = current.tails[order[high]] + seconds[order[high]] if high < len(order) else 0.0
+        longest = 0.0
+        for n, end in zip(reversed(moved), reversed(ends), strict=True):
+            if behind[n] > tail:
+                tail = behind[n]
+            if end + tail > longest:
+                longest = end + tail
+            tail += seconds[n]
+        return longest

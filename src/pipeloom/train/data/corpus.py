@@ -1,0 +1,224 @@
+"""Text files as one memory-mapped stream of tokens.
+
+Several ranks may prepare the same corpus at once: each writes under a name of its own and renames it into place, so
+the last one wins with the same content, and a stream that is already mapped stays as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pipeloom.common.atomic_file import whole_file, write_whole
+from pipeloom.errors import DataError
+from pipeloom.train.data.text_files import find_files
+from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Part = Literal["train", "validation"]
+
+_FORMAT = 2  # changes when the same files would give another stream
+_BATCH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens for training and for validation.
+
+    Attributes:
+        train: token ids, memory-mapped.
+        validation: token ids, memory-mapped.
+        tokenizer: what made them; ``tokenizer.decode`` turns ids back into text.
+        num_files: text files that are in it.
+        skipped: why files were passed over, and how many for each reason.
+        divided_by: "file", or "position" where the files are too few or too unequal to divide them.
+        left_out: directories between the files with what runs of pipeloom wrote.
+    """
+
+    train: NDArray[Any]
+    validation: NDArray[Any]
+    tokenizer: Tokenizer
+    num_files: int
+    skipped: Mapping[str, int]
+    divided_by: str
+    left_out: Sequence[Path] = ()
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.tokenizer.vocabulary_size
+
+    def num_windows(self, sequence_length: int, part: Part = "train") -> int:
+        """How many windows of `sequence_length` inputs and their targets there are, without overlap.
+
+        Raises:
+            DataError: not one.
+        """
+        tokens = self._part(part)
+        count = (len(tokens) - 1) // sequence_length
+        if count < 1:
+            fix = "raise data.validation_fraction, give --eval_steps 0, " if part == "validation" else ""
+            raise DataError(
+                f"the {part} data has {len(tokens)} tokens: one window takes {sequence_length + 1} (sequence_length + "
+                f"1); {fix}add text or lower sequence_length"
+            )
+        return count
+
+    def windows(self, indices: ArrayLike, sequence_length: int, part: Part = "train") -> tuple[Tensor, Tensor]:
+        """Windows by number -> (inputs [B, S], targets [B, S]), int64; targets are the inputs one token on."""
+        import torch  # here, so that data can be prepared and checked without it
+
+        tokens, count = self._part(part), self.num_windows(sequence_length, part)
+        chosen = np.asarray(indices, np.int64)
+        inputs = tokens[: count * sequence_length].reshape(count, sequence_length)[chosen]
+        targets = tokens[1 : count * sequence_length + 1].reshape(count, sequence_length)[chosen]
+        return torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
+
+    def validation_batches(
+        self, sequence_length: int, batch_size: int, num_batches: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The first `num_batches` batches of the validation data, always the same; fewer where it is short.
+
+        Only full batches, unless there is not one: then a single smaller one.
+        """
+        count = self.num_windows(sequence_length, "validation")
+        for batch in range(min(num_batches, max(1, count // batch_size))):
+            chosen = range(batch * batch_size, min((batch + 1) * batch_size, count))
+            yield self.windows(chosen, sequence_length, "validation")
+
+    def _part(self, part: Part) -> NDArray[Any]:
+        return self.train if part == "train" else self.validation
+
+
+def prepare_corpus(
+    path: str | None,
+    tokenizer: str | None,
+    directory: Path,
+    validation_fraction: float = 0.05,
+    *,
+    output_dir: Path | None = None,
+) -> Corpus:
+    """Turn text files into tokens, once, and map them into memory.
+
+    Args:
+        path: a directory (all files below it that are UTF-8 text, hidden ones left out), a glob pattern, or one
+            file. None: the ``.py`` files of this interpreter's standard library, without its tests and without
+            installed packages.
+        tokenizer: a JSON file of the `tokenizers` library. None: bytes.
+        directory: where the stream is kept; it is used again while files, sizes, times and tokenizer stay the same.
+        validation_fraction: part of the text kept for validation: whole files, chosen by a hash of their relative
+            path. Where that would miss the fraction by more than a factor of four, the end of the stream instead.
+        output_dir: where the run writes; it is no text, and neither are the output directories of other runs.
+
+    Raises:
+        DataError: missing, unreadable or empty data, no text, no tokenizer, a directory that cannot be written.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise DataError(f"validation_fraction={validation_fraction}: it is a fraction of the text; use 0 up to 1")
+    encoder = load_tokenizer(tokenizer)
+    found = find_files(path, directory, output_dir)
+    root, files = found.root, found.files
+    key = blake2b(encoder.fingerprint, digest_size=12)
+    key.update(json.dumps([_FORMAT, str(root), validation_fraction, [_facts(file) for file in files]]).encode())
+    stream, about = (directory / f"corpus-{key.hexdigest()}{ending}" for ending in (".bin", ".json"))
+    try:
+        facts = _read_about(stream, about, encoder)
+        if facts is None:
+            directory.mkdir(parents=True, exist_ok=True)
+            with whole_file(stream) as out:
+                facts = _write_stream(out, root, files, encoder, validation_fraction)
+            write_whole(about, json.dumps(facts))
+        tokens = np.asarray(np.memmap(stream, encoder.dtype, "r", shape=(facts["num_tokens"],)))
+    except OSError as error:
+        raise DataError(f"{error.filename or directory}: {error.strerror}; name a directory to write to") from None
+    return Corpus(
+        train=tokens[: facts["num_train_tokens"]],
+        validation=tokens[facts["num_train_tokens"] :],
+        tokenizer=encoder,
+        num_files=facts["num_files"],
+        skipped={reason: n for reason, n in {**facts["skipped"], **found.passed_over}.items() if n},
+        divided_by=facts["divided_by"],
+        left_out=found.left_out,
+    )
+
+
+def _facts(file: Path) -> list[Any]:
+    """What changes when the content of `file` does."""
+    try:
+        stat = file.stat()
+    except OSError as error:
+        raise DataError(f"data file {file}: {error.strerror}; make it readable or leave it out") from None
+    return [str(file), stat.st_size, stat.st_mtime_ns]
+
+
+def _read_text(file: Path) -> str | None:
+    """The content of `file`, or None where it is no UTF-8 text."""
+    try:
+        text = file.read_bytes().decode()
+    except UnicodeDecodeError:
+        return None
+    except OSError as error:
+        raise DataError(f"data file {file}: {error.strerror}; make it readable or leave it out") from None
+    return None if "\0" in text else text
+
+
+def _in_validation(file: Path, root: Path, fraction: float) -> bool:
+    name = file.relative_to(root).as_posix() if file.is_relative_to(root) else file.as_posix()
+    digest = blake2b(os.fsencode(name), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def _write_stream(
+    out: BinaryIO, root: Path, files: Sequence[Path], tokenizer: Tokenizer, fraction: float
+) -> dict[str, Any]:
+    """Write the training files, then the validation files; return what `about` says of them."""
+    num_tokens, num_files, counts = 0, 0, []
+    skipped = {"not UTF-8 text": 0, "empty": 0}
+    for wanted in (False, True):
+        texts: list[str] = []
+        chosen = [file for file in files if _in_validation(file, root, fraction) is wanted]
+        for index, file in enumerate(chosen):
+            text = _read_text(file)
+            skipped["not UTF-8 text"] += text is None
+            skipped["empty"] += text == ""
+            if text:
+                texts.append(text)
+                num_files += 1
+            if texts and (index == len(chosen) - 1 or sum(map(len, texts)) > _BATCH_BYTES):
+                tokens = tokenizer.encode(texts)
+                num_tokens += len(tokens)
+                out.write(tokens.tobytes())
+                texts.clear()
+        counts.append(num_tokens)
+    if not num_tokens:
+        binary = skipped["not UTF-8 text"]
+        what = f"{binary} of them no UTF-8 text, the others empty" if binary else "all empty"
+        raise DataError(f"data in {root}: {len(files)} files, {what}; training needs text; name other files")
+    num_train, kept = counts[0], num_tokens - counts[0]
+    by_file = fraction * num_tokens / 4 <= kept <= min(4 * fraction, (1 + fraction) / 2) * num_tokens
+    return {
+        "num_tokens": num_tokens,
+        "num_train_tokens": num_train if by_file else round(num_tokens * (1 - fraction)),
+        "num_files": num_files,
+        "skipped": skipped,
+        "divided_by": "file" if by_file else "position",
+    }
+
+
+def _read_about(stream: Path, about: Path, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """What is known of a stream written before, or None if it is not there, whole."""
+    try:
+        facts: dict[str, Any] = json.loads(about.read_bytes())
+        whole = stream.stat().st_size == facts["num_tokens"] * tokenizer.dtype.itemsize
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return facts if whole else None

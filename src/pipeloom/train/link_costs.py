@@ -1,0 +1,136 @@
+"""What goes over the link between copies of a pipeline, and what that takes: measured before the first step."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pipeloom.ir import DataAxis, Granularity, Op
+from pipeloom.parallel.data.collective_times import time_collectives
+from pipeloom.parallel.data.replica_group import ReplicaGroup
+from pipeloom.sim import Costs, Network
+from pipeloom.sim.background import gather_seconds, reduce_seconds
+from pipeloom.sim.data_link import DataLink, TimedCollective, fit_data_link, slowdown
+from pipeloom.train.process_group import Group
+from pipeloom.training import Pipeline
+
+_MOST_BYTES = 32 << 20  # of a collective that is timed: it is made of nothing else
+_SMALL = 16  # and of how many times less bytes the other size is
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCosts:
+    """Arguments of `pipeloom.sim.Costs`, by stage, and the link."""
+
+    parameter_bytes: tuple[float, ...]
+    gradient_bytes: tuple[float, ...]
+    units: tuple[int, ...]
+    link: DataLink
+
+    def by_itself(self, data: DataAxis, costs: Costs) -> Costs:
+        """`costs` of computations as measured in runs -> without what they lost to collectives beside them.
+
+        Where collectives run for every micro-batch, all measured times have that loss: of all units but the one that
+        is gathered before the computation, and reduced behind it. At most half of a time is taken for lost.
+        """
+        if data.granularity is not Granularity.MICROBATCH or not self.link.slowdown:
+            return costs
+        network = Network(**self.link.network())
+        gathers, reductions = (
+            [
+                self.link.slowdown * (count - 1) * form(data, size / count, network)
+                for size, count in zip(sizes, self.units, strict=True)
+            ]
+            for form, sizes in ((gather_seconds, self.parameter_bytes), (reduce_seconds, self.gradient_bytes))
+        )
+        if not data.shards_parameters:  # gathered once a step
+            gathers = [0.0] * len(gathers)
+        both = [a + b for a, b in zip(gathers, reductions, strict=True)]
+        less: dict[str, Any] = {
+            "forward": _less(costs.forward, gathers),
+            "backward": _less(costs.backward, both),
+            "backward_input": _less(costs.backward_input, gathers),
+            "backward_weight": _less(costs.backward_weight, reductions),
+        }
+        return replace(costs, **less)
+
+
+def measure_data_costs(pipeline: Pipeline, group: Group) -> DataCosts | None:
+    """Every process calls it; all get the same. None where there is one copy."""
+    program = pipeline.program
+    if group.mesh is None or program.data is None or program.data.degree == 1:
+        return None
+    copies = ReplicaGroup(group.mesh)
+    stages = {stage: sizes for store in pipeline.stores.values() for stage, sizes in store.unit_bytes().items()}
+    timed: list[TimedCollective] = []
+    for index, op in enumerate((Op.UNSHARD, Op.REDUCE_GRAD)):
+        units = [unit[index] for sizes in stages.values() for unit in sizes]
+        mean = min(_MOST_BYTES, sum(units) // max(1, len(units)))
+        found = time_collectives(
+            copies,
+            program.data.strategy,
+            op,
+            (max(1, mean // _SMALL), mean),
+            device=group.device,
+            meet=lambda: group.all_gather(b""),
+            repeats=9,
+        )
+        timed += [TimedCollective(op, *each) for each in found]
+    known = [json.loads(each) for each in group.all_gather(json.dumps(_answer(stages, timed)).encode())]
+    link = _link(pipeline, group, known)
+    sizes = {int(stage): found for each in known for stage, found in each["stages"].items()}
+    every = [sizes.get(stage, []) for stage in range(program.schedule.num_stages)]
+    return DataCosts(
+        parameter_bytes=tuple(float(sum(unit[0] for unit in stage)) for stage in every),
+        gradient_bytes=tuple(float(sum(unit[1] for unit in stage)) for stage in every),
+        units=tuple(max(1, len(stage)) for stage in every),
+        link=link,
+    )
+
+
+def _less(times: Any, lost: list[float]) -> tuple[float, ...]:
+    return tuple(max(time / 2, time - seconds) for time, seconds in zip(times, lost, strict=True))
+
+
+def _answer(stages: dict[int, list[tuple[int, int]]], timed: list[TimedCollective]) -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        "stages": stages,
+        "timed": timed,
+        "host": platform.node(),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _link(pipeline: Pipeline, group: Group, known: list[dict[str, Any]]) -> DataLink:
+    """The mean over processes, and over machines of what computations on CPUs lose."""
+    data = pipeline.program.data
+    assert data is not None
+    every = [TimedCollective(Op(op), *rest) for each in known for op, *rest in each["timed"]]
+    mean = [
+        TimedCollective(op, size, *(sum(column) / len(column) for column in zip(*found, strict=True)))
+        for op in (Op.UNSHARD, Op.REDUCE_GRAD)
+        for size in sorted({each.num_bytes for each in every if each.op is op})
+        if (found := [(each.seconds, each.cpu_seconds) for each in every if (each.op, each.num_bytes) == (op, size)])
+    ]
+    lost = 0.0
+    if group.device.type == "cpu":
+        losses = [_loss([each for each in known if each["host"] == host]) for host in {e["host"] for e in known}]
+        lost = sum(losses) / len(losses)
+    return fit_data_link(data, mean, lost)
+
+
+def _loss(processes: list[dict[str, Any]]) -> float:
+    """On one machine: of collectives, each process's largest count."""
+    busy = 0.0
+    for each in processes:
+        largest = max((TimedCollective(*timed) for timed in each["timed"]), key=lambda timed: timed.num_bytes)
+        busy += largest.cpu_seconds / largest.seconds
+    cores = max(each["cores"] for each in processes)
+    return slowdown(sum(each["threads"] for each in processes), busy, cores)

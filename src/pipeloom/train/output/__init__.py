@@ -1,0 +1,1 @@
+"""What a run leaves in its output directory and shows on the terminal."""

@@ -1,0 +1,169 @@
+"""The output directory: nothing of an earlier run is lost, nothing of it is mixed with this one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeloom.common.atomic_file import UNFINISHED, write_whole
+from pipeloom.errors import InputError, RunError
+from pipeloom.sim import Timeline
+from pipeloom.train.checkpoint.directory import clean, list_checkpoints
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.data.text_files import CONFIG_HEAD
+from pipeloom.train.output.repeatable_config import repeatable, to_yaml
+from pipeloom.version import __version__
+
+_FILES = (
+    "metrics.jsonl",
+    "config.yaml",
+    "environment.json",
+    "timelines.json",
+    "timeline.json.gz",
+    "report.html",
+    "memory.json",
+)
+_RELEASE_SECONDS = 2.0  # how long a run that was killed may take to let go of its directory
+
+
+@contextmanager
+def in_use(directory: Path) -> Iterator[None]:
+    """Hold the output directory (flock; the kernel drops it with the process).
+
+    Raises:
+        InputError: another run holds it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    deadline = time.monotonic() + _RELEASE_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise InputError(
+                        f"output_dir {directory} is in use by another run: two runs cannot share it; name another"
+                    ) from None
+                time.sleep(0.02)
+            except OSError:  # a file system without locks
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str | None:
+    """Make the output directory ready for the steps after `step`; one process calls it.
+
+    A run that goes on keeps its metrics up to the checkpoint; what came after it, and all of another run, is moved
+    into ``previous-1/``, ``previous-2/``, ... What killed runs left of saves is put right, and what they left of
+    tokens deleted.
+
+    Returns:
+        What was moved, in one line, or None.
+    """
+    directory = Path(config.output_dir)
+    clean(directory)
+    for unfinished in (directory / "data").glob(UNFINISHED):  # all processes of this run have their tokens by now
+        unfinished.unlink(missing_ok=True)
+    goes_on = resumed is not None and resumed.absolute().parent == directory.absolute()
+    later = [entry.path for entry in list_checkpoints(directory) if not goes_on or entry.step > step]
+    stale = [path for path in later if not path.name.startswith(".")]
+    if not goes_on:
+        stale += [directory / name for name in _FILES if (directory / name).exists()]
+    place = None
+    if stale:
+        place = _free_place(directory)
+        for path in stale:
+            path.rename(place / path.name)
+    if goes_on:
+        _cut_metrics(directory / "metrics.jsonl", step)
+    write_whole(
+        directory / "config.yaml",
+        f"{CONFIG_HEAD}{__version__}; repeat this run: pipeloom train --config {directory.absolute() / 'config.yaml'}\n"
+        + to_yaml(repeatable(config)),
+    )
+    write_whole(directory / "environment.json", json.dumps(_environment(), indent=2) + "\n")
+    return f"an earlier run was moved to {place}" if place else None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say which file could not be written, and why.
+
+    Raises:
+        RunError: the system refused, such as for a disk that is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{error.filename or path} cannot be written: {error.strerror or error}; make room, then go on with "
+            "--resume_from_checkpoint latest"
+        ) from error
+
+
+def _free_place(directory: Path) -> Path:
+    number = 1
+    while True:
+        place = directory / f"previous-{number}"
+        try:
+            place.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return place
+
+
+def _cut_metrics(path: Path, step: int) -> None:
+    """Drop the lines after `step`, and a last line that a killed run left unfinished."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    write_whole(path, "".join(kept))
+
+
+def append_metrics(directory: Path, row: Mapping[str, Any]) -> None:
+    """Add one line to ``metrics.jsonl``. What is not finite (nan, inf) is written as null, so that the line is JSON."""
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
+    path = directory / "metrics.jsonl"
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(plain, allow_nan=False) + "\n")
+
+
+def _environment() -> dict[str, Any]:
+    import torch  # here, so that the launcher can use this module without it
+
+    return {
+        "pipeloom": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads a rank": torch.get_num_threads(),
+    }
+
+
+def write_timelines(output_dir: Path, *, measured: Timeline, predicted: Timeline) -> None:
+    """Write ``timelines.json``: one step as it ran, and as it was predicted."""
+    path = output_dir / "timelines.json"
+    timelines = {"measured": json.loads(measured.to_json()), "predicted": json.loads(predicted.to_json())}
+    with writing(path):
+        write_whole(path, json.dumps(timelines))

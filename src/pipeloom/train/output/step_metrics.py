@@ -1,0 +1,269 @@
+"""What a step cost: measured on every rank, summed in one collective, set against what the simulator says."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import statistics
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeloom.ir import Action, Op, Program, Schedule
+from pipeloom.ir.text import parse_action
+from pipeloom.ir.walk import in_background
+from pipeloom.sim import Costs, Network, Timeline, simulate
+from pipeloom.train.link_costs import DataCosts
+from pipeloom.train.process_group import Group
+from pipeloom.training import Pipeline
+
+Records = Sequence[tuple[int, Sequence[tuple[Action, float, float]]]]
+Waits = Mapping[int, Mapping[Action, float]]
+
+_OPS = (Op.F, Op.B, Op.I, Op.W)
+_MOVES = (Op.OFFLOAD, Op.RELOAD)
+_SENT_BY = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
+_RECENT_STEPS = 20  # medians are taken over so many steps
+_RECENT_MESSAGES = 5  # and over the messages of so many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """One step on all ranks; of several copies of the pipeline, the mean over them.
+
+    Attributes:
+        bubble_fraction: 1 - mean computing time of the ranks / longest time from a rank's first to its last
+            computation, or what runs beside computations. Each rank takes it by its own clock, so it holds across
+            machines.
+        peak_memory_bytes: for each process, its peak so far; copy after copy, the ranks of each in order.
+        live_activations: for each rank, the most held at once; all copies hold as many.
+        stage_seconds: [stages, 4]: median seconds of F, B, I, W of one micro-batch (of its slices, added up), averaged
+            over the ranks with the stage; 0 where there is none.
+        slice_factors: [2, slices]: what the slices of a micro-batch take over their mean, forward and backward; None
+            where there is one.
+    """
+
+    bubble_fraction: float
+    peak_memory_bytes: list[int]
+    live_activations: list[int]
+    stage_seconds: Tensor
+    slice_factors: Tensor | None = None
+
+
+def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_processes: int) -> Tensor:
+    """This process's share of the sum over processes that `read_cost` reads; float64.
+
+    Args:
+        pipeline: that just stepped.
+        records: its records of that step.
+        process, num_processes: which of how many processes this is, copy after copy, the ranks of each in order.
+    """
+    ranks, stages = pipeline.num_ranks, pipeline.schedule.num_stages
+    by_rank = torch.zeros(ranks, 3, dtype=torch.float64)  # busy seconds, first to last, live activations
+    memory = torch.zeros(num_processes, dtype=torch.float64)
+    slices = pipeline.schedule.num_slices
+    by_stage = torch.zeros(2, stages, len(_OPS), slices, dtype=torch.float64)  # medians, and how many ranks have one
+    memory[process] = peak_memory_bytes()
+    for rank, rows in records:
+        durations: dict[tuple[int, int, int], list[float]] = {}
+        waits = pipeline.waits[rank]
+        for action, start, end in rows:
+            if action.op in _OPS:
+                key = (action.stage, _OPS.index(action.op), action.slice or 0)
+                durations.setdefault(key, []).append(end - start - waits.get(action, 0.0))
+        counted = [row for row in rows if row[0].op in _OPS or in_background(row[0], pipeline.schedule)]
+        by_rank[rank, 0] = sum(map(sum, durations.values()))
+        by_rank[rank, 1] = max((end for _, _, end in counted), default=0) - min((s for _, s, _ in counted), default=0)
+        by_rank[rank, 2] = pipeline.peak_live_activations[rank]
+        for key, found in durations.items():
+            by_stage[0][key] += statistics.median(found)
+            by_stage[1][key] += 1
+    return torch.cat([by_rank.flatten(), memory, by_stage.flatten()])
+
+
+def read_cost(numbers: Tensor, schedule: Schedule, num_processes: int) -> StepCost:
+    """The inverse of `cost_numbers`, after the sum over processes."""
+    copies = max(1, num_processes // schedule.num_ranks)
+    ranks, shape = schedule.num_ranks, (2, schedule.num_stages, len(_OPS), schedule.num_slices)
+    by_rank, memory, by_stage = torch.split(numbers, [3 * ranks, num_processes, math.prod(shape)])
+    busy, seconds, live = by_rank.view(ranks, 3).unbind(1)
+    medians, counts = by_stage.view(shape)
+    seconds_of_slices = medians / counts.clamp_min(1)  # [stages, 4, slices]
+    return StepCost(
+        bubble_fraction=float(1 - busy.mean() / seconds.max()),
+        peak_memory_bytes=[int(value) for value in memory.tolist()],
+        live_activations=[int(value) // copies for value in live.tolist()],
+        stage_seconds=seconds_of_slices.sum(2),
+        slice_factors=_factors(seconds_of_slices.sum(0)) if schedule.num_slices > 1 else None,
+    )
+
+
+def _factors(seconds: Tensor) -> Tensor:
+    """[4, slices] seconds of F, B, I, W -> [2, slices]: forward and backward over their means."""
+    both = torch.stack([seconds[0], seconds[1:].sum(0)])
+    return both / both.mean(1, keepdim=True).clamp_min(1e-12)
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has held: of its GPU if it uses one, else its resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Predictor:
+    """Simulates programs with the times that recent steps measured.
+
+    Args:
+        data: of the link to other copies.
+    """
+
+    def __init__(self, data: DataCosts | None = None) -> None:
+        self._data = data
+        self._recent: deque[Tensor] = deque(maxlen=_RECENT_STEPS)
+        self._factors: deque[Tensor] = deque(maxlen=_RECENT_STEPS)
+        self._messages: deque[MessageTimes] = deque(maxlen=_RECENT_MESSAGES)
+        self._warm = False
+
+    def observe(self, cost: StepCost) -> None:
+        """Take in a step. The first one, which warms up, counts only until there is another."""
+        if not self._warm and self._recent:
+            self._recent.clear()
+            self._factors.clear()
+            self._warm = True
+        self._recent.append(cost.stage_seconds)
+        if cost.slice_factors is not None:
+            self._factors.append(cost.slice_factors)
+
+    def observe_messages(self, records: Records) -> None:
+        """Take in what the messages of a step took; records of all ranks, one clock."""
+        self._messages.append(message_times(records))
+
+    def predict(self, program: Program) -> Timeline:
+        """A step or a stream of the stages that were observed, as it should go."""
+        f, b, i, w = torch.stack(list(self._recent)).median(0).values.unbind(1)
+        costs = Costs(  # a stage has seconds of B, of I and W, or of all three
+            forward=tuple(f.tolist()),
+            backward_input=tuple(torch.where(i > 0, i, b / 2).tolist()),
+            backward_weight=tuple(torch.where(w > 0, w, b / 2).tolist()),
+            backward=tuple(torch.where(b > 0, b, i + w).tolist()),
+            slice_factors=self._slice_factors(),
+            other={Op.STEP: self._recent_median("update"), **self._moves(program.schedule.num_stages)},
+        )
+        data: dict[str, Any] = {}
+        if self._data is not None and program.data is not None:
+            costs = replace(
+                costs,
+                parameter_bytes=self._data.parameter_bytes,
+                gradient_bytes=self._data.gradient_bytes,
+                units=self._data.units,
+            )
+            costs = self._data.by_itself(program.data, costs)
+            data = self._data.link.network()
+        send, latency, receive = (self._recent_median(kind) for kind in ("send", "arrival", "receive"))
+        network = Network(
+            latency_seconds=max(0.0, latency - receive), send_seconds=send, receive_seconds=receive, **data
+        )
+        return simulate(program, costs, network)
+
+    def _moves(self, num_stages: int) -> dict[Op, tuple[float, ...]]:
+        """For each stage, the seconds of an OFFLOAD and of a RELOAD."""
+        found: dict[tuple[Op, int], list[float]] = {}
+        for times in self._messages:
+            for key, seconds in times.moves.items():
+                found.setdefault(key, []).extend(seconds)
+        return {
+            op: tuple(statistics.median(found.get((op, stage), (0.0,))) for stage in range(num_stages)) for op in _MOVES
+        }
+
+    def _recent_median(self, kind: str) -> float:
+        found = [value for times in self._messages for value in getattr(times, kind)]
+        return statistics.median(found) if found else 0.0
+
+    def _slice_factors(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        if not self._factors:
+            return None
+        forward, backward = torch.stack(list(self._factors)).median(0).values.tolist()
+        return tuple(forward), tuple(backward)
+
+
+def cost_metrics(cost: StepCost, predictor: Predictor, program: Program, group: Group) -> dict[str, Any]:
+    """What a row of metrics has of a cost; process 0 also predicts."""
+    return {
+        "bubble_fraction": cost.bubble_fraction,
+        "predicted_bubble_fraction": predictor.predict(program).bubble_fraction if group.rank == 0 else math.nan,
+        "peak_memory_bytes": cost.peak_memory_bytes,
+        "live_activations": cost.live_activations,
+    }
+
+
+class MessageTimes(NamedTuple):
+    """What the messages of one step took, in seconds.
+
+    Attributes:
+        send: every SEND.
+        arrival: from the end of a SEND to the end of the RECV that already waited for it.
+        receive: every RECV whose message had been sent before.
+        update: every STEP inside the program.
+        moves: by op and stage, every OFFLOAD and RELOAD.
+    """
+
+    send: list[float]
+    arrival: list[float]
+    receive: list[float]
+    update: list[float]
+    moves: dict[tuple[Op, int], list[float]]
+
+
+def message_times(records: Records) -> MessageTimes:
+    """Read from the records of all ranks. Negative differences (clocks of two machines) count as 0."""
+    ends = {action: end for _, rows in records for action, _, end in rows if action.op in _SENT_BY.values()}
+    times = MessageTimes([], [], [], [], {})
+    for _, rows in records:
+        for action, start, end in rows:
+            if action.op in _SENT_BY.values():
+                times.send.append(end - start)
+            elif action.op is Op.STEP:
+                times.update.append(end - start)
+            elif action.op in _MOVES:
+                times.moves.setdefault((action.op, action.stage), []).append(end - start)
+            elif action.op in _SENT_BY:
+                source = action.stage + (-1 if action.op is Op.RECV_F else 1)
+                sent = ends.get(action._replace(stage=source, op=_SENT_BY[action.op]))
+                if sent is None:  # of a long stream only the last records are there
+                    continue
+                if start <= sent:
+                    times.arrival.append(max(0.0, end - sent))
+                else:
+                    times.receive.append(end - start)
+    return times
+
+
+def gathered_waits(group: Group, waits: Waits, num_ranks: int) -> list[float]:
+    """For each rank of the first copy, how long computations waited inside; every process calls it with its own."""
+    own = {
+        rank: math.fsum(seconds for action, seconds in found.items() if action.op in _OPS)
+        for rank, found in waits.items()
+        if group.copy == 0
+    }
+    gathered: dict[str, float] = {}
+    for payload in group.all_gather(json.dumps(own).encode()):
+        gathered |= json.loads(payload)
+    return [gathered.get(str(rank), 0.0) for rank in range(num_ranks)]
+
+
+def gathered_records(group: Group, records: Records) -> Records:
+    """The records of all ranks of the first copy, by rank, on every process; `records` are this one's."""
+    shown = records if group.copy == 0 else []
+    own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in shown]
+    gathered = [item for payload in group.all_gather(json.dumps(own).encode()) for item in json.loads(payload)]
+    return [
+        (rank, [(parse_action(action), start, end) for action, start, end in rows]) for rank, rows in sorted(gathered)
+    ]

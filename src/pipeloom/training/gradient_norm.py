@@ -1,0 +1,66 @@
+"""The gradient norm over all stages, and clipping by it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeloom.training.pipeline import Pipeline
+
+
+def gradient_norms(pipeline: Pipeline, rank: int | None = None) -> Tensor:
+    """The 2-norms of the gradients that this process owns, or one of its ranks, as the share of a sum over all.
+
+    Shape [2, number of parameters of the model], float64: the norms in the model's order and, below them, ones where
+    there is a gradient. Parameters of other processes, copies of what a lower rank holds too and, where all copies of
+    the pipeline have the same gradients, those of the copies behind the first are zero. Where copies have parts of
+    them, squares stand in place of norms.
+    """
+    norms = torch.zeros(2, len(pipeline.parameter_names), dtype=torch.float64)
+    sharing = pipeline.sharing
+    if sharing.copy > 0 and not sharing.sharded:
+        return norms
+    owned = [(position, p.grad) for position, p in pipeline.owned_parameters(rank) if p.grad is not None]
+    if owned:
+        positions = [position for position, _ in owned]
+        found = torch.stack([_norm(grad).double().cpu() for _, grad in owned])
+        norms[0, positions] = found.square() if sharing.sharded else found
+        norms[1, positions] = 1.0
+    return norms
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """Its 2-norm, of 16-bit numbers in 32 bits."""
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    return norm
+
+
+def total_norm(pipeline: Pipeline, norms: Tensor) -> Tensor:
+    """The 2-norm over all parameters, from a sum of `gradient_norms`."""
+    # Parameters without a gradient are left out, not zero: they would change the order in which the others add up.
+    found = norms[0, norms[1] > 0]
+    if pipeline.sharing.sharded:
+        found = found.sqrt()
+    norm: Tensor = torch.linalg.vector_norm(found.to(pipeline.norm_dtype))
+    return norm
+
+
+def clip_by_norms(pipeline: Pipeline, norms: Tensor, max_norm: float) -> Tensor:
+    """The second half of `clip_grad_norm`: clip by the sum over processes of their `gradient_norms`."""
+    norm = total_norm(pipeline, norms)
+    torch.nn.utils.clip_grads_with_norm_(list(pipeline.parameters()), max_norm, norm)
+    return norm
+
+
+def clip_grad_norm(pipeline: Pipeline, max_norm: float) -> Tensor:
+    """Scale all gradients of the model so that their common 2-norm is at most `max_norm`.
+
+    Every rank calls it after `Pipeline.step`. The norm is taken over all stages, each parameter once (tied ones and
+    replicas too), from the parameters' norms in the model's order: bitwise what torch.nn.utils.clip_grad_norm_ gives
+    for the uncut model.
+
+    Returns:
+        The norm before clipping, on every rank.
+    """
+    norms = pipeline.sum_over_processes(gradient_norms(pipeline))
+    return clip_by_norms(pipeline, norms, max_norm)

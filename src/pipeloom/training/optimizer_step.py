@@ -1,0 +1,147 @@
+"""One training step: gradients, their norm over all ranks, and the update that both decide about.
+
+    BarrierStep         every rank waits for the norm of all, then updates its parameters
+    PostValidatedStep   every rank goes on at once and learns afterwards whether it was right (post_validation.py)
+
+Both give the same weights, optimizer states and norms to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import InputError
+from pipeloom.parallel.data.update_parameters import update_parameters
+from pipeloom.training.gradient_norm import clip_by_norms, gradient_norms
+from pipeloom.training.loss_scaler import LossScaler
+from pipeloom.training.pipeline import Pipeline
+from pipeloom.transport.values import Value
+
+Numbers = Callable[[], Tensor]
+
+# Of torch: rows and columns, or an orthogonal matrix, or one step for all. Others cannot be known by name.
+_LOOK_AT_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon")
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What became of one step.
+
+    Attributes:
+        loss: the mean over all samples, on every rank.
+        grad_norm: the 2-norm of all gradients before clipping.
+        applied: False where loss or norm is not finite: the weights stayed as they were.
+        numbers: the sum over processes of what each gave to `OptimizerStep.step`; float64.
+        skipped: whether only the scale of the loss was too large for float16: the next step has a smaller one.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    applied: bool
+    numbers: Tensor
+    skipped: bool = False
+
+
+def check_optimizer(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+    """Raises InputError where the optimizer has parameters that are not the pipeline's, or pieces it cannot update."""
+    held = set(pipeline.parameters())
+    if any(p not in held for group in optimizer.param_groups for p in group["params"]):
+        raise InputError(
+            "the optimizer has parameters that are not the pipeline's: the step updates those of its pipeline; make it "
+            "from pipeline.parameters()"
+        )
+    cut = any(span.stop - span.start > 0 and not span.is_whole for span in pipeline.ranges.values())
+    if cut and type(optimizer).__name__ in _LOOK_AT_WHOLE_PARAMETERS:
+        raise InputError(
+            f"{type(optimizer).__name__} on pieces of parameters: its update looks at whole ones; pass "
+            'data=pipeloom.DataParallel(..., layout="parameters") to the Pipeline'
+        )
+
+
+class OptimizerStep(ABC):
+    """Runs steps of a pipeline and updates its parameters.
+
+    Args:
+        pipeline: that trains.
+        optimizer: over parameters of `pipeline`, all that this process holds or some.
+        max_norm: the largest 2-norm of all gradients together; larger ones are scaled down to it.
+
+    Raises:
+        InputError: `max_norm` is not positive, or the optimizer has parameters that are not the pipeline's.
+    """
+
+    def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf) -> None:
+        if not max_norm > 0:
+            raise InputError(f"max_norm is {max_norm}: a norm to clip to is above 0; leave it out for no clipping")
+        check_optimizer(pipeline, optimizer)
+        self._pipeline = pipeline
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+
+    @abstractmethod
+    def step(self, inputs: Value = None, targets: Value = None, numbers: Numbers | None = None) -> list[Update]:
+        """Train on one batch; every rank calls it.
+
+        Args:
+            inputs, targets: as for `Pipeline.step`.
+            numbers: called after the backward, gives a tensor [n] whose sum over processes comes with the update.
+
+        Returns:
+            The updates that have become final, at most one: this step's or the one before.
+        """
+
+    @abstractmethod
+    def settle(self) -> list[Update]:
+        """Make all updates final; every rank calls it before weights or optimizer state are read.
+
+        Returns:
+            Those that have become final.
+        """
+
+
+class BarrierStep(OptimizerStep):
+    """All ranks wait for each other before they update.
+
+    Args:
+        sum_over_processes: adds a float64 tensor on the CPU over all processes; by default over the pipeline's group.
+        scaler: of the loss, for float16.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_norm: float = math.inf,
+        sum_over_processes: Callable[[Tensor], Tensor] | None = None,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        super().__init__(pipeline, optimizer, max_norm=max_norm)
+        self._scaler = scaler
+        self._sum = sum_over_processes or pipeline.sum_over_processes
+
+    def step(self, inputs: Value = None, targets: Value = None, numbers: Numbers | None = None) -> list[Update]:
+        if self._scaler is not None:
+            self._pipeline.loss_scale = self._scaler.scale
+        loss = self._pipeline.step(inputs, targets)
+        norms = gradient_norms(self._pipeline)
+        own = numbers() if numbers is not None else torch.empty(0)
+        summed = self._sum(torch.cat([norms.flatten(), own.double()]))
+        norm = clip_by_norms(self._pipeline, summed[: norms.numel()].view_as(norms), self._max_norm)
+        applied = bool(loss.isfinite()) and bool(norm.isfinite())
+        if applied:
+            update_parameters(self._optimizer)
+        self._optimizer.zero_grad(set_to_none=True)
+        skipped = self._scaler is not None and not applied and bool(loss.isfinite())
+        if self._scaler is not None and (applied or skipped):
+            self._scaler.update(finite=applied)
+        return [Update(loss, norm, applied, summed[norms.numel() :], skipped)]
+
+    def settle(self) -> list[Update]:
+        return []

@@ -1,0 +1,290 @@
+"""The optimizer step without a barrier: post-validation (Zero Bubble, arXiv:2401.10241, section 4).
+
+Clipping and the check for numbers that are not finite need the gradients of all ranks, so all ranks wait for the
+slowest. Yet nearly always the answer is "update, and do not clip". So each rank adds its share to what it got from the
+rank before, passes it on, updates as if that were all, and begins its next step. The last rank then has the sum of all
+shares and sends it back the other way. A rank that it reaches during its warm-up learns whether it was right.
+
+    rank 0   B W W |U0| F F F F F . . . V B        U0..U2: update, by the sum of the shares so far
+    rank 1     B W W |U1| F F F . . . V B          U2 has them all and knows what is right
+    rank 2       B W W |U2| F B                    V: validate, before the first backward
+              shares ─▶ ─▶   ◀─ ◀─ all shares
+
+If somebody was wrong, everybody cancels the forwards of the warm-up, those who were wrong take their update back and
+do the right one, and all begin the step anew. What a rank sees at its first backward thus is what it would have seen
+behind a barrier, to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.engine.result_exchange import total
+from pipeloom.errors import InputError, RunError
+from pipeloom.training.gradient_norm import gradient_norms, total_norm
+from pipeloom.training.optimizer_step import Numbers, OptimizerStep, Update
+from pipeloom.training.pipeline import Pipeline
+from pipeloom.training.post_validation.snapshot import Snapshot
+from pipeloom.transport.interface import Incoming, Outgoing
+from pipeloom.transport.values import Value, flatten, unflatten
+
+
+class _Change(IntEnum):
+    """What an update does to the parameters."""
+
+    NONE = 0
+    WHOLE = 1  # by the gradients as they are
+    CLIPPED = 2  # by the gradients scaled down
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """The shares of some ranks in what an update depends on, or of all.
+
+    Attributes:
+        norms: [2, parameters of the model], as `gradient_norms`.
+        changes: [ranks], the `_Change` that each has made, 0 for those that are not in the sum.
+        numbers: [n], what the caller wants to have summed.
+        losses: by micro-batch.
+    """
+
+    norms: Tensor
+    changes: Tensor
+    numbers: Tensor
+    losses: dict[int, Tensor]
+
+    def __add__(self, other: _Shares) -> _Shares:
+        return _Shares(
+            self.norms + other.norms,
+            self.changes + other.changes,
+            self.numbers + other.numbers,
+            {**self.losses, **other.losses},
+        )
+
+    def send(self, end: Outgoing, device: torch.device, call: int) -> None:
+        sums = torch.cat([self.norms.flatten(), self.changes, self.numbers]).to(device)
+        end.send(*flatten((sums, self.losses)), call)
+
+    def received(self, value: Any) -> _Shares:
+        """What a peer sent, whose parts are as long as these."""
+        sums, losses = value
+        parts = torch.split(sums.cpu(), [self.norms.numel(), self.changes.numel(), self.numbers.numel()])
+        return _Shares(parts[0].view_as(self.norms), parts[1], parts[2], losses)
+
+
+class PostValidatedStep(OptimizerStep):
+    """No rank waits for a later one before it updates; who was wrong does it again.
+
+    Any optimizer of torch's interface whose update of a parameter depends on that parameter alone, its gradient, its
+    state and the options of its group. Beside parameters, gradients and optimizer state a rank holds a copy of all
+    three. Anything but `Pipeline.step` on this pipeline settles first: `evaluate` and `forward` do by themselves;
+    call `settle` before you read weights or optimizer state, and at the end.
+
+    Attributes:
+        num_updates: so far.
+        num_rollbacks: for each rank of this process, how often it took an update back.
+        num_repeats: how often the forwards of a warm-up had been for nothing.
+
+    Raises:
+        InputError: see `OptimizerStep`; later, an optimizer that keeps state in the options of its groups.
+    """
+
+    def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf) -> None:
+        if pipeline.sharing.axis is not None:
+            raise InputError(
+                "PostValidatedStep on a pipeline with copies, shards or masters: it is for whole parameters, "
+                "those that forwards read; use BarrierStep"
+            )
+        super().__init__(pipeline, optimizer, max_norm=max_norm)
+        if not isinstance(optimizer.state, dict):
+            raise InputError(
+                f"{type(optimizer).__name__} keeps its states elsewhere: an update that may be taken back needs them "
+                "at hand; take BarrierStep, or leave the states where they are"
+            )
+        self._ranks = {rank: _RankUpdate(rank, pipeline, optimizer, max_norm) for rank in pipeline.local_ranks}
+        self._pending = False
+        self.num_updates = 0
+        self.num_repeats = 0
+
+    @property
+    def num_rollbacks(self) -> dict[int, int]:
+        return {rank: update.num_rollbacks for rank, update in self._ranks.items()}
+
+    def step(self, inputs: Value = None, targets: Value = None, numbers: Numbers | None = None) -> list[Update]:
+        losses = self._pipeline.accumulate(inputs, targets)
+        final = self._final()
+        own = numbers().double() if numbers is not None else torch.empty(0, dtype=torch.float64)
+        self.num_updates += 1
+        with self._pipeline.driver.ended_by_errors():
+            for update in self._ranks.values():
+                update.begin(self.num_updates, losses, own)
+                losses, own = {}, torch.zeros_like(own)  # of a process, its first rank has them
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or learning rate schedulers warn
+        self._pending = True
+        self._pipeline.speculate(self)
+        return final
+
+    def settle(self) -> list[Update]:
+        self._pipeline.settle()
+        return self._final()
+
+    def _final(self) -> list[Update]:
+        """The update before, which all ranks of this process have validated."""
+        if not self._pending:
+            return []
+        self._pending = False
+        first = next(iter(self._ranks.values()))
+        self.num_repeats += not first.stands
+        return [first.final()]
+
+    # What the workers ask during the warm-up
+
+    @property
+    def owns_random_state(self) -> bool:
+        return len(self._ranks) == 1
+
+    def ready(self, rank: int) -> bool:
+        return self._ranks[rank].ready()
+
+    def validate(self, rank: int) -> bool:
+        return self._ranks[rank].validate()
+
+
+class _RankUpdate:
+    """One rank's part."""
+
+    def __init__(self, rank: int, pipeline: Pipeline, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        self._rank = rank
+        self._pipeline = pipeline
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._all_parameters = pipeline.rank_parameters(rank)
+        held = set(self._all_parameters)
+        self._groups = [[p for p in group["params"] if p in held] for group in optimizer.param_groups]
+        self._device = self._all_parameters[0].device if self._all_parameters else torch.device("cpu")
+        neighbours = pipeline.neighbours(rank)
+        self._before = neighbours.get(rank - 1)
+        self._behind = neighbours.get(rank + 1)
+        self._snapshot = Snapshot()
+        self._options: list[dict[str, Any]] = []
+        self._number = 0
+        self._shares: _Shares  # those up to this rank's; after validation, all
+        self._change = _Change.NONE
+        self.stands = True  # whether no rank made a wrong update
+        self.num_rollbacks = 0
+
+    @property
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self._groups for parameter in group)
+
+    def begin(self, number: int, losses: dict[int, Tensor], numbers: Tensor) -> None:
+        """Update by what is known here, and pass it on."""
+        self._number = number
+        # A later step may have other options, such as a learning rate, before this one is validated.
+        self._options = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
+        shares = _Shares(
+            gradient_norms(self._pipeline, self._rank),
+            torch.zeros(self._pipeline.num_ranks, dtype=torch.float64),
+            numbers,
+            {microbatch: loss.detach() for microbatch, loss in losses.items()},
+        )
+        if self._before is not None:
+            shares = shares + self._receive(shares, self._before[1])
+        right = self._right_change(shares)
+        # Shares only grow: what must be clipped or left out by some of them, must be so by all. How far, nobody knows.
+        self._change = right if self._behind is None or right is _Change.WHOLE else _Change.NONE
+        shares.changes[self._rank] = self._change
+        self._know(shares)
+        if self._behind is not None and self._change is not _Change.NONE:
+            self._snapshot.take(list(self._parameters), self._optimizer.state)
+        self._apply(self._change)
+        if self._behind is None:
+            self._drop_gradients()
+
+    def ready(self) -> bool:
+        return self._behind is None or self._behind[1].ready()
+
+    def validate(self) -> bool:
+        """Wait for all shares, pass them on, and put this rank's update right; True where every rank's was."""
+        if self._behind is None:  # it had them all from the beginning
+            return self.stands
+        self._know(self._receive(self._shares, self._behind[1]), is_all=True)
+        right = self._right_change(self._shares)
+        if self._change is not right:
+            if self._change is not _Change.NONE:
+                self._snapshot.restore(self._optimizer.state)
+                self.num_rollbacks += 1
+            self._apply(right)
+        self._snapshot.release()
+        self._drop_gradients()
+        return self.stands
+
+    def final(self) -> Update:
+        """What came out, after validation."""
+        shares = self._shares
+        applied = self._right_change(shares) is not _Change.NONE
+        return Update(total(shares.losses), self._norm(shares), applied, shares.numbers)
+
+    def _know(self, shares: _Shares, *, is_all: bool = False) -> None:
+        """Take shares in and pass them on: down the ranks until all are there, then up."""
+        self._shares = shares
+        if self._behind is not None and not is_all:
+            shares.send(self._behind[0], self._device, self._number)
+            return
+        self.stands = bool((shares.changes == self._right_change(shares)).all())
+        if self._before is not None:
+            shares.send(self._before[0], self._device, self._number)
+
+    def _receive(self, like: _Shares, end: Incoming) -> _Shares:
+        message = end.receive()
+        if message.call != self._number:
+            raise RunError(
+                f"rank {self._rank} is at update {self._number} and a neighbour at {message.call}: every rank makes "
+                "the same calls in the same order"
+            )
+        return like.received(unflatten(message.layout, message.tensors))
+
+    def _norm(self, shares: _Shares) -> Tensor:
+        return total_norm(self._pipeline, shares.norms)
+
+    def _right_change(self, shares: _Shares) -> _Change:
+        """What to do if these were all shares."""
+        norm, losses = self._norm(shares), shares.losses
+        if not norm.isfinite() or (losses and not total(losses).isfinite()):
+            return _Change.NONE
+        # As torch.nn.utils.clip_grads_with_norm_ computes it, which scales where this is below 1.
+        return _Change.CLIPPED if self._max_norm / (norm + 1e-6) < 1 else _Change.WHOLE
+
+    def _apply(self, change: _Change) -> None:
+        """Update this rank's parameters, by the options that this step began with."""
+        if change is _Change.NONE:
+            return
+        if change is _Change.CLIPPED:
+            torch.nn.utils.clip_grads_with_norm_(self._all_parameters, self._max_norm, self._norm(self._shares))
+        # The optimizer as it would be if it were for this rank alone; the state is the same object.
+        kind = type(self._optimizer)
+        view = object.__new__(kind)
+        view.__dict__ = {key: value for key, value in self._optimizer.__dict__.items() if key != "step"}
+        groups = [
+            {**options, "params": group} for options, group in zip(self._options, self._groups, strict=True) if group
+        ]
+        view.param_groups = [dict(group) for group in groups]
+        kind.step(view)
+        for before, after in zip(groups, view.param_groups, strict=True):
+            written = sorted(key for key in after if after[key] is not before.get(key))
+            if written:
+                raise InputError(
+                    f"{kind.__name__} writes {', '.join(written)} into its parameter groups: an update that may be "
+                    "taken back must keep its state by parameter; take BarrierStep for this optimizer"
+                )
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None

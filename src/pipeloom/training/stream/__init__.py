@@ -1,0 +1,1 @@
+"""Training in which parameters change while micro-batches are in flight (PipeDream and its family)."""

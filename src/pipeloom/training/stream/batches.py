@@ -1,0 +1,123 @@
+"""The batches of a stream, taken from the user's iterable when the first of their micro-batches is due."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from pipeloom.engine.rank_state import Batch
+from pipeloom.errors import CallerError, InputError, one_line
+from pipeloom.ir import Schedule
+
+
+def length_of(batches: Any) -> int | None:
+    """None where nobody knows, such as a DataLoader's over a data set without a length."""
+    try:
+        return len(batches)
+    except TypeError:
+        return None
+
+
+class StreamBatches:
+    """One process's batches of one run. Of each, what this process reads is kept until it is read.
+
+    Args:
+        batches: gives ``(inputs, targets)`` of each batch; not looked at where this process reads neither.
+        num_batches: how many.
+        schedule: of the whole run.
+        ranks: of this process.
+
+    Attributes:
+        batch: what the actions of the run read and write. Its inputs, targets and weights come by micro-batch, each
+            once; a weight is the micro-batch's share of the samples of its batch.
+        num_samples: of the batches that were taken so far, by their number.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any] | None, num_batches: int, schedule: Schedule, ranks: Sequence[int]
+    ) -> None:
+        assert schedule.microbatches_per_update is not None
+        self._num_batches, self._size = num_batches, schedule.microbatches_per_update
+        self._place, self._last, self._ranks = schedule.placement, schedule.num_stages - 1, ranks
+        self._reads_inputs = any(rank in self._place.replicas[0] for rank in ranks)
+        self._reads_targets = any(rank in self._place.replicas[self._last] for rank in ranks)
+        reads = self._reads_inputs or self._reads_targets
+        self._iterator: Iterator[Any] = iter(batches) if reads and batches is not None else iter(())
+        self._num_taken = 0
+        self._lock = threading.Lock()  # ranks of one process may have a thread each
+        self._inputs, self._targets, self._weights = (
+            _Pieces(self.take_until, schedule.num_microbatches) for _ in range(3)
+        )
+        self.num_samples: dict[int, int] = {}
+        self.batch = Batch(
+            inputs=self._inputs if self._reads_inputs else (),
+            targets=self._targets if self._reads_targets else None,
+            weights=self._weights,
+        )
+
+    def finish(self) -> None:
+        """Take also what nobody here had to read: the iterator is where it is on other processes that read it."""
+        if self._reads_inputs or self._reads_targets:
+            self.take_until(self._num_batches * self._size - 1)
+        self._iterator = iter(())  # the user's is not kept
+
+    def take_until(self, microbatch: int) -> None:
+        """Take batches until that of `microbatch` is there."""
+        with self._lock:
+            while self._num_taken <= microbatch // self._size:
+                self._take()
+
+    def _take(self) -> None:
+        number = self._num_taken
+        try:
+            value = next(self._iterator)
+        except StopIteration:
+            raise CallerError(
+                f"batches: item {number} is missing, they ended after {number} of {self._num_batches}: a run takes as "
+                "many as it was told; give more, or pass num_batches"
+            ) from None
+        except Exception as error:
+            raise CallerError(
+                f"batches: item {number} raised {one_line(error)}: a run needs {self._num_batches}; correct what gives "
+                "them"
+            ) from error
+        cut = self._cut(number, value)
+        self._keep(self._inputs, 0, cut.inputs)
+        self._keep(self._targets, self._last, cut.targets or ())
+        self._keep(self._weights, self._last, cut.weights)
+        self.num_samples[number] = cut.num_samples
+        self._num_taken += 1
+
+    def _cut(self, number: int, value: Any) -> Batch:
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+            raise CallerError(
+                f"batches: item {number} is a {type(value).__name__}{length}: a batch is (inputs, targets); give pairs"
+            )
+        try:
+            return Batch.cut(self._size, *value, needs_inputs=self._reads_inputs, needs_targets=self._reads_targets)
+        except InputError as error:
+            raise CallerError(f"batches: item {number}: {error}") from error
+
+    def _keep(self, pieces: _Pieces, stage: int, values: Sequence[Any]) -> None:
+        """Keep the pieces whose micro-batches this process runs at `stage`."""
+        for microbatch, value in enumerate(values, self._num_taken * self._size):
+            if self._place.rank_of(stage, microbatch) in self._ranks:
+                pieces.kept[microbatch] = value
+
+
+class _Pieces(Sequence[Any]):
+    """One thing of every micro-batch; reading it takes it out."""
+
+    def __init__(self, take_until: Callable[[int], None], length: int) -> None:
+        self.kept: dict[int, Any] = {}
+        self._take_until = take_until
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, microbatch: Any) -> Any:
+        self._take_until(microbatch)
+        return self.kept.pop(microbatch)

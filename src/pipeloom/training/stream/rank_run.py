@@ -1,0 +1,293 @@
+"""`StreamRank`: one rank's part in a run of a stream.
+
+Of a long stream actions become functions as they come up, not before. (Its program is made before, in time linear in
+its length: for 20,000 micro-batches on 4 ranks some seconds, once for runs of one length.)
+
+What a flushed step has not:
+
+    F, I             with the version of the parameters that the weight policy gives the micro-batch
+    B, W             likewise; what they add to the gradients goes into the sum of the micro-batch's update
+    REDUCE_GRAD      the sum goes to the other replicas of the stage
+    STEP             with what the others sent, the stage's next version is made
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+import torch
+
+from pipeloom.engine.driver import Run
+from pipeloom.engine.rank_state import Step, unequal_lengths
+from pipeloom.engine.stores.ownership import Ownership
+from pipeloom.engine.worker import Record, Worker
+from pipeloom.errors import CallerError, RunError
+from pipeloom.ir import Action, Op, Program
+from pipeloom.ir.versions import num_updates
+from pipeloom.processes.black_box import BLACKBOX_BYTES, label_of
+from pipeloom.training.stream.batches import StreamBatches
+from pipeloom.training.stream.replica_gradients import Mailbox, ReplicaGradients
+from pipeloom.training.stream.stage_updates import StreamOptimizer
+from pipeloom.training.stream.update_options import StageUpdate
+from pipeloom.training.stream.weight_versions import WeightVersions
+from pipeloom.transport.call_numbers import call_number, num_samples_of
+
+_NUM_RECORDS = 1 << 16  # the last so many are kept
+_MOST_BOUND = 1 << 13  # actions: a kilobyte or two each
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """What all ranks of one run know.
+
+    Attributes:
+        program: of the whole run.
+        used: the version of each stage and micro-batch.
+        call: the number of this run among the pipeline's calls.
+        batches_before: how many batches ran before this run.
+    """
+
+    program: Program
+    used: Mapping[tuple[int, int], int]
+    call: int
+    batches_before: int
+
+    @property
+    def batch_size(self) -> int:
+        """Micro-batches of a batch."""
+        assert self.program.schedule.microbatches_per_update is not None
+        return self.program.schedule.microbatches_per_update
+
+    def microbatches_of(self, stage: int, update: int) -> range:
+        """What an update of a stage holds, on all its replicas."""
+        interval = self.program.schedule.update_interval(stage)
+        return range(update * interval, (update + 1) * interval)
+
+    def describe(self, stage: int, update: int) -> StageUpdate:
+        held = self.microbatches_of(stage, update)
+        num_batches = len(held) // self.batch_size
+        return StageUpdate(
+            stage=stage,
+            update=update,
+            batch=self.batches_before + held.stop // self.batch_size - 1,
+            num_batches=num_batches,
+            num_input_batches=len(self.microbatches_of(0, 0)) // self.batch_size,
+            num_before=self.batches_before // num_batches + update,
+            delay=update - min(self.used[stage, b] for b in held),
+        )
+
+
+class StreamRank:
+    """Runs one rank's part of a stream once.
+
+    Args:
+        worker: of the rank.
+        plan: of the run.
+        batches: of this process.
+        optimizer: of this process.
+        ownership: of this process.
+        on_losses: called on ranks with the last stage, behind each of its updates, with the losses of the micro-batches
+            that ran here, each times its share of its batch.
+        poll: called behind every update.
+
+    Attributes:
+        norms: by stage and update, of the gradient before clipping.
+        records: what ran when; of a long run, the last of it.
+        peak_weight_bytes: of the parameters of all its stages that want a gradient, in all versions, the most at once.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        plan: StreamPlan,
+        batches: StreamBatches,
+        optimizer: StreamOptimizer,
+        ownership: Ownership,
+        on_losses: Callable[[dict[int, float]], None],
+        poll: Callable[[], None],
+    ) -> None:
+        self._worker, self._plan, self._batches, self._optimizer = worker, plan, batches, optimizer
+        self._ownership, self._on_losses, self._poll = ownership, on_losses, poll
+        self._calls: dict[int, int] = {}  # by batch: the number of its messages, which says how many samples it has
+        self._weights: dict[int, WeightVersions] = {}
+        self._replicas: dict[int, ReplicaGradients] = {}
+        self._rates: dict[tuple[int, int], list[float] | None] = {}  # by stage and update, that replicas were told
+        self._last_stage = plan.program.schedule.num_stages - 1
+        self._intervals = {stage: plan.program.schedule.update_interval(stage) for stage in worker.stages}
+        self.norms: dict[tuple[int, int], float] = {}
+        self.records: deque[Record] = deque(maxlen=_NUM_RECORDS)
+        self.peak_weight_bytes = 0
+
+    @property
+    def peak_weight_versions(self) -> int:
+        """The most versions of one stage that existed at once."""
+        return max(weights.peak_versions for weights in self._weights.values())
+
+    def run(self) -> Run:
+        """The whole run; yields whenever it has to wait and the transport does not block."""
+        worker, state = self._worker, self._worker.state
+        action: Action | None = None
+        state.begin(self._batches.batch, self._plan.call)
+        try:
+            self._begin()
+            blocking, blackbox = state.transport.blocking, worker.blackbox
+            for action, label, steps in self._bound():
+                for run, ready in steps:
+                    while ready is not None and not blocking and not ready():
+                        yield
+                    if blackbox is not None:
+                        blackbox[:BLACKBOX_BYTES] = label
+                    start = perf_counter()
+                    run()
+                    self.records.append((action, start, perf_counter()))
+        except Exception as error:
+            if action is None or isinstance(error, CallerError):
+                raise
+            raise worker.explain(error, action) from error
+        finally:
+            for weights in self._weights.values():
+                weights.close()
+            state.clear()
+
+    def _bound(self) -> Iterable[tuple[Action, bytes, list[Step]]]:
+        """The rank's actions with what they do: of a run that is not long made beforehand, where it keeps nobody."""
+        order = self._plan.program.orders[self._worker.rank]
+        bound = ((action, label_of(action), self._steps(action)) for action in order)
+        return list(bound) if len(order) <= _MOST_BOUND else bound
+
+    def _begin(self) -> None:
+        """Make version 0 of every stage, and what replicas need."""
+        rank, schedule = self._worker.rank, self._plan.program.schedule
+        uses: dict[int, Counter[int]] = {stage: Counter() for stage in self._worker.stages}
+        for action in schedule.orders[rank]:
+            if action.op in (Op.B, Op.W):
+                assert action.microbatch is not None
+                uses[action.stage][self._plan.used[action.stage, action.microbatch]] += 1
+        mailboxes: dict[int, Mailbox] = {}
+        for stage, module in self._worker.stages.items():
+            self._weights[stage] = WeightVersions(module, uses[stage], self._optimizer.trained)
+            replicas = schedule.placement.replicas[stage]
+            if len(replicas) > 1:
+                for peer in replicas:
+                    if peer != rank and peer not in mailboxes:
+                        mailboxes[peer] = Mailbox(rank, peer, self._worker.state.transport, self._plan.call)
+                named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+                buffers = self._ownership.replica_buffers(rank, stage)
+                self._replicas[stage] = ReplicaGradients(
+                    rank, stage, replicas, named, buffers, mailboxes, num_updates(schedule, stage)
+                )
+        self._note_bytes()
+
+    def _note_bytes(self) -> None:
+        held = sum(weights.num_bytes for weights in self._weights.values())
+        self.peak_weight_bytes = max(self.peak_weight_bytes, held)
+
+    def _steps(self, action: Action) -> list[Step]:
+        stage, op, number, _ = action
+        assert number is not None
+        if op is Op.STEP:
+            return self._update_steps(stage, number)
+        if op is Op.REDUCE_GRAD:
+            return [(partial(self._send_gradients, stage, number // self._intervals[stage]), None)]
+        ((run, ready),) = self._worker.steps(action, self._plan.program)
+        if op in (Op.F, Op.I):
+            return [(self._forward(action, run), ready)]
+        if op in (Op.B, Op.W):
+            return [(self._backward(stage, number, run), ready)]
+        return [(self._message(number // self._plan.batch_size, run), ready)]
+
+    def _message(self, batch: int, run: Callable[[], None]) -> Callable[[], None]:
+        """Messages say how many samples their batch has, so far as this rank knows that."""
+        state, calls, unknown = self._worker.state, self._calls, self._plan.call
+
+        def message() -> None:
+            state.call = calls.get(batch, unknown)
+            run()
+            calls[batch] = state.call
+
+        return message
+
+    def _forward(self, action: Action, run: Callable[[], None]) -> Callable[[], None]:
+        """F or I by the version that the micro-batch meets."""
+        stage, op, microbatch, _ = action
+        assert microbatch is not None
+        install, version = self._weights[stage].install, self._plan.used[stage, microbatch]
+        reads = op is Op.F and stage in (0, self._last_stage)
+
+        def forward() -> None:
+            if reads:
+                self._read(microbatch)
+            install(version)
+            run()
+
+        return forward
+
+    def _read(self, microbatch: int) -> None:
+        """Take the batch, and see that it is as long as other ranks say."""
+        batches, batch = self._batches, microbatch // self._plan.batch_size
+        batches.take_until(microbatch)
+        own, said = batches.num_samples[batch], num_samples_of(self._calls.get(batch, 0))
+        if said and own != said:
+            raise RunError(unequal_lengths(*((own, said) if batches.batch.inputs else (said, own))))
+        self._calls[batch] = self._plan.call + call_number(0, False, own)
+
+    def _backward(self, stage: int, microbatch: int, run: Callable[[], None]) -> Callable[[], None]:
+        """B or W, into the sum of the micro-batch's update."""
+        version, update = self._plan.used[stage, microbatch], microbatch // self._intervals[stage]
+        begin, end = self._weights[stage].begin_backward, self._weights[stage].end_backward
+
+        def backward() -> None:
+            begin(version, update)
+            run()
+            end(version, update)
+
+        return backward
+
+    def _send_gradients(self, stage: int, update: int) -> None:
+        weights = self._weights[stage]
+        rates = self._rates[stage, update] = self._optimizer.rates(self._plan.describe(stage, update))
+        each = None if rates is None else self._optimizer.rate_of_each(weights.parameters, rates)
+        self._replicas[stage].send(update, weights.gradients(update), each)
+
+    def _update_steps(self, stage: int, update: int) -> list[Step]:
+        """Wait for the other replicas, then update."""
+        replicas = self._replicas.get(stage)
+        received = replicas.receives(update) if replicas is not None else []
+        return [*received, (partial(self._update, self._plan.describe(stage, update)), None)]
+
+    def _update(self, what: StageUpdate) -> None:
+        stage, update = what.stage, what.update
+        weights, replicas = self._weights[stage], self._replicas.get(stage)
+        losses = self._losses_of(update) if stage == self._last_stage else {}
+        gradients = weights.gradients(update)
+        if replicas is not None:
+            gradients, rates = replicas.total(update, gradients), self._rates.pop((stage, update))
+        else:
+            rates = self._optimizer.rates(what)
+        if what.num_batches > 1:  # of every batch they are the mean over its samples
+            found = [gradient for gradient in gradients if gradient is not None]
+            if found:
+                torch._foreach_mul_(found, 1 / what.num_batches)
+        self.norms[stage, update] = self._optimizer.apply(weights, gradients, what, rates)
+        self._note_bytes()
+        if losses:
+            self._on_losses(losses)
+        self._poll()
+
+    def _losses_of(self, update: int) -> dict[int, float]:
+        """The losses of the update's micro-batches that ran here on the last stage; to be called once."""
+        stage, place = self._last_stage, self._plan.program.placement
+        held = [b for b in self._plan.microbatches_of(stage, update) if place.rank_of(stage, b) == self._worker.rank]
+        losses = {b: float(self._worker.state.batch.losses.pop(b)) for b in held}
+        wrong = next((b for b, loss in losses.items() if not math.isfinite(loss)), None)
+        if wrong is not None:
+            raise RunError(
+                f"the loss of micro-batch {wrong} is {losses[wrong]}: training cannot go on from there; lower the "
+                "learning rate, or go on from an earlier state"
+            )
+        return losses

@@ -1,0 +1,299 @@
+"""Messages over torch.distributed: gloo between CPU ranks of several machines, NCCL between CUDA ranks.
+
+Every channel has a process group of its own, so that messages of two channels never wait for each other and a failure
+stays where it is; closing destroys it. A message starts with an envelope of fixed size, always by a CPU group, since a
+receiver has to know sizes beforehand. It holds the layout, and the tensors too if they are small and on the CPU; else
+they follow.
+
+    envelope   | kind | length of layout | call | layout | tensors, each aligned to 64 bytes |
+    layout     a message of its own, where it is too long for the envelope
+    payloads   one message a tensor, where the envelope says so
+
+On the receiving side one thread a channel takes messages off the wire as they come, which is what posting receives
+early means where sizes are not known beforehand; how far a sender can run ahead is bounded by the schedule. Sends are
+asynchronous; what they hold is dropped as soon as they are done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.errors import PeerLost
+from pipeloom.processes.collectives import destroy_groups, first_line, is_lost_peer, noticing_lost_peers
+from pipeloom.transport.interface import Channel, Incoming, Message, Outgoing, Transport
+from pipeloom.transport.values import Layout, decode
+
+_ENVELOPE_BYTES = 1 << 14
+_HEAD = struct.Struct("<IIQ")  # kind, length of the layout, call
+_FOR_EVER = timedelta(days=365)  # of a group: its receives wait while nobody has anything to send
+_CLOSING_SECONDS = 5.0
+_PAD = 64
+_END, _WHOLE, _FOLLOWED = 0, 1, 2  # kinds: closes the channel; holds all; payloads follow
+
+
+class _Link:
+    """One of the two process groups of a channel, as one of its two ranks sees it.
+
+    Args:
+        group: of two processes.
+        peer: the other one's place in it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
+        self._groups = [group]  # kept: it serves also after destroy_process_group
+        self._peer = peer
+
+    def send(self, tensor: Tensor) -> dist.Work:
+        return self._groups[0].send([tensor], self._peer, 0)
+
+    def receive(self, tensor: Tensor) -> None:
+        self._groups[0].recv([tensor], self._peer, 0).wait()
+
+    def close(self, *, orderly: bool) -> None:
+        """Destroy the group. Its threads and sockets go when nobody holds it, be it a thread that still receives."""
+        if not orderly:  # NCCL would wait for a peer that may be gone
+            for group in self._groups:
+                group.abort()
+        destroy_groups(self._groups)
+        self._groups.clear()
+
+
+class _Outgoing(Outgoing):
+    def __init__(self, channel: Channel, control: _Link, data: _Link, timeout_seconds: float) -> None:
+        self._channel = channel
+        self._control = control
+        self._data = data
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, layout: Layout, tensors: Sequence[Tensor], call: int = 0) -> None:
+        self.release()
+        start = _payload_start(layout)
+        whole = start + layout.num_bytes <= _ENVELOPE_BYTES and all(t.device.type == "cpu" for t in tensors)
+        envelope = _envelope(_WHOLE if whole else _FOLLOWED, layout.header, call)
+        if whole:
+            for place, tensor in zip(_places(envelope, layout), tensors, strict=True):
+                place.copy_(tensor)
+        payloads = [] if whole else [_wire_form(tensor.detach()) for tensor in tensors if tensor.numel()]
+        self._post(envelope, self._control)
+        if not _fits(layout.header):
+            self._post(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), self._control)
+        for payload in payloads:
+            self._post(payload, self._data)
+
+    def _post(self, tensor: Tensor, link: _Link) -> None:
+        with noticing_lost_peers(f"rank {self._channel.target} cannot be reached"):
+            self._in_flight.append((link.send(tensor), tensor))
+
+    def release(self) -> None:
+        """Forget sends that are done."""
+        while self._in_flight and self._in_flight[0][0].is_completed():
+            self._in_flight.popleft()
+
+    def end_step(self) -> None:
+        """Wait until everything is on its way."""
+        with noticing_lost_peers(f"rank {self._channel.target} did not take what this rank sent"):
+            while self._in_flight:
+                self._in_flight[0][0].wait(self._timeout)
+                self._in_flight.popleft()
+
+    def finish(self) -> bool:
+        """Close the channel: the other side's thread ends when this arrives. Returns whether it did."""
+        try:
+            self._post(_envelope(_END, b"", 0), self._control)
+            while self._in_flight:
+                self._in_flight.popleft()[0].wait(timedelta(seconds=_CLOSING_SECONDS))
+        except RuntimeError:  # the peer is gone: nobody is left to tell
+            self._in_flight.clear()
+            return False
+        return True
+
+
+class _Incoming(Incoming):
+    def __init__(
+        self,
+        channel: Channel,
+        control: _Link,
+        data: _Link,
+        device: torch.device,
+        timeout_seconds: float,
+        idle: Callable[[], bool],
+    ) -> None:
+        self._channel = channel
+        self._control = control
+        self._data = data
+        self._device = device
+        self._timeout_seconds = timeout_seconds
+        self._idle = idle
+        self._messages: SimpleQueue[Message | Exception] = SimpleQueue()
+        self.thread = threading.Thread(target=self._listen, name=f"receive-{channel.source}", daemon=True)
+        self.thread.start()
+
+    def ready(self) -> bool:
+        return not self._messages.empty()
+
+    def receive(self) -> Message:
+        while not self._idle() and self._messages.empty():  # somebody may wait for what this rank still has to send
+            time.sleep(0.001)
+        try:
+            message = self._messages.get(timeout=self._timeout_seconds)
+        except Empty:
+            raise PeerLost(
+                f"rank {self._channel.target} waited {self._timeout_seconds:g} s for rank {self._channel.source}"
+            ) from None
+        if isinstance(message, Exception):
+            self._messages.put(message)  # whoever asks again gets the same answer
+            if not isinstance(message, ConnectionError) and not is_lost_peer(message):
+                raise message
+            raise PeerLost(
+                f"rank {self._channel.source} ended while rank {self._channel.target} waited for it "
+                f"({first_line(message)})"
+            ) from message
+        return message
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
+                self._control.receive(envelope)
+                view = envelope.numpy().data
+                kind, length, call = _HEAD.unpack_from(view)
+                if kind == _END:
+                    self._messages.put(ConnectionError("it closed the channel"))
+                    return
+                if _HEAD.size + length <= _ENVELOPE_BYTES:
+                    layout = decode(bytes(view[_HEAD.size : _HEAD.size + length]))
+                else:
+                    header = torch.empty(length, dtype=torch.uint8)
+                    self._control.receive(header)
+                    layout = decode(header.numpy().tobytes())
+                if kind == _WHOLE:
+                    tensors = _places(envelope, layout)
+                else:
+                    tensors = [self._receive_tensor(shape, dtype) for shape, dtype, _ in layout.specs]
+                self._messages.put(Message(layout, tensors, call))
+        except Exception as error:  # handed to the rank's own thread, which raises it with its context
+            self._messages.put(error)
+
+    def _receive_tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        if tensor.numel():
+            self._data.receive(_wire_form(tensor))
+        return tensor
+
+
+class TorchDistributedTransport(Transport):
+    """Channels over the default process group's backend.
+
+    Args:
+        rank: of the pipeline, that this process is.
+        device: where received tensors are to lie.
+        copies: for every copy of the pipeline, the processes (ranks in the default group) that are its ranks; this
+            process is in one of them. None: one copy, of the whole default group.
+        timeout_seconds: how long a receive may wait.
+        idle: asked while a receive waits, and again until it says that this process has nothing left to send.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        device: torch.device,
+        copies: Sequence[Sequence[int]] | None = None,
+        timeout_seconds: float = 1800.0,
+        idle: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._rank = rank
+        self._process = dist.get_rank()
+        self._copies = copies or (range(dist.get_world_size()),)
+        self._device = device
+        self._timeout_seconds = timeout_seconds
+        self._idle = idle
+        self._outgoing: dict[Channel, _Outgoing] = {}
+        self._incoming: dict[Channel, _Incoming] = {}
+        self._links: list[_Link] = []
+
+    def open(self, channels: Iterable[Channel]) -> None:
+        atexit.register(self.close)  # a thread that still listens when the interpreter ends would abort the process
+        # Every process makes every group, of all copies: torch.distributed counts them to name them. Only the two
+        # members of one meet.
+        for channel in channels:
+            for copy in self._copies:
+                members = sorted((copy[channel.source], copy[channel.target]))
+                control = dist.new_group(members, timeout=_FOR_EVER, backend="gloo")
+                data = control if self._device.type == "cpu" else dist.new_group(members, timeout=_FOR_EVER)
+                if self._process not in members:
+                    continue
+                peer = 1 - members.index(self._process)
+                links = _Link(control, peer), _Link(data, peer)
+                self._links += links
+                if channel.source == self._rank:
+                    self._outgoing[channel] = _Outgoing(channel, *links, self._timeout_seconds)
+                else:
+                    self._incoming[channel] = _Incoming(
+                        channel, *links, self._device, self._timeout_seconds, self._idle
+                    )
+
+    def outgoing(self, channel: Channel) -> Outgoing:
+        return self._outgoing[channel]
+
+    def incoming(self, channel: Channel) -> Incoming:
+        return self._incoming[channel]
+
+    def end_step(self) -> None:
+        for end in self._outgoing.values():
+            end.end_step()
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        told = [outgoing.finish() for outgoing in self._outgoing.values()]
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        for incoming in self._incoming.values():
+            incoming.thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        orderly = all(told) and not any(incoming.thread.is_alive() for incoming in self._incoming.values())
+        for link in self._links:
+            link.close(orderly=orderly)
+        self._links.clear()
+        self._outgoing.clear()
+        self._incoming.clear()
+
+
+def _fits(header: bytes) -> bool:
+    return _HEAD.size + len(header) <= _ENVELOPE_BYTES
+
+
+def _envelope(kind: int, header: bytes, call: int) -> Tensor:
+    envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
+    head = _HEAD.pack(kind, len(header), call) + (header if _fits(header) else b"")
+    envelope.numpy().data[: len(head)] = head
+    return envelope
+
+
+def _payload_start(layout: Layout) -> int:
+    return -(-(_HEAD.size + len(layout.header)) // _PAD) * _PAD
+
+
+def _places(envelope: Tensor, layout: Layout) -> list[Tensor]:
+    """The part of an envelope that holds tensors, as tensors."""
+    first = _payload_start(layout)
+    return [
+        envelope[first + offset : first + offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        for (shape, dtype, _), offset in zip(layout.specs, layout.offsets, strict=True)
+    ]
+
+
+def _wire_form(tensor: Tensor) -> Tensor:
+    """Contiguous, and as bytes where a backend has no such dtype; on a fresh contiguous tensor a view of it."""
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.view(-1).view(torch.uint8) if tensor.device.type == "cpu" else tensor

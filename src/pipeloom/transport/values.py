@@ -1,0 +1,180 @@
+"""Values that cross a stage boundary: tensors, or tuples, lists and dicts of them, and plain constants.
+
+A value is flattened to its tensors and a `Layout`. The layout travels with every message, so that shapes, dtypes and
+structure may change from one micro-batch to the next. It is JSON on the wire: nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import InputError
+from pipeloom.split.layer_chain import even_parts
+
+Value = Any  # Tensor | tuple | list | dict[str | int, Value] | int | float | bool | str | None
+_TENSOR = "t"  # the structure of a lone tensor, by far the most frequent value
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Everything about a value but its numbers.
+
+    Attributes:
+        structure: JSON of the nesting (see `_strip`), with ``"t"`` where a tensor stands.
+        specs: shape, dtype and "wants a gradient" of each tensor, in order of traversal.
+        header: the same as bytes, for the wire.
+        offsets: where each tensor starts in a message's payload, aligned to 64 bytes.
+        num_bytes: the length of the payload.
+    """
+
+    structure: str
+    specs: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+    header: bytes
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+
+@lru_cache(maxsize=4096)
+def _layout(structure: str, specs: tuple[tuple[torch.Size, torch.dtype, bool], ...]) -> Layout:
+    offsets, end = [], 0
+    for shape, dtype, _ in specs:
+        offsets.append(end)
+        end += -(-shape.numel() * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    tensors = [[list(shape), str(dtype).removeprefix("torch."), wants] for shape, dtype, wants in specs]
+    header = json.dumps([structure, tensors], separators=(",", ":")).encode()
+    return Layout(structure, specs, header, tuple(offsets), end)
+
+
+@lru_cache(maxsize=4096)
+def decode(header: bytes) -> Layout:
+    """The layout whose `Layout.header` these bytes are."""
+    structure, tensors = json.loads(header)
+    specs = tuple((torch.Size(shape), getattr(torch, dtype), wants) for shape, dtype, wants in tensors)
+    return _layout(structure, specs)
+
+
+def flatten(value: Value, what: str = "a stage returned") -> tuple[Layout, list[Tensor]]:
+    """Take a value apart; the inverse of `unflatten`, but that subclasses of tuple, list and dict come out as these.
+
+    Args:
+        value: what is to travel.
+        what: how an error begins.
+
+    Raises:
+        InputError: the value holds something that is neither a dense tensor nor a plain constant.
+    """
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
+        return _layout(_TENSOR, ((value.shape, value.dtype, value.requires_grad),)), [value]
+    tensors: list[Tensor] = []
+    structure = _encoded(_strip(value, tensors, what))
+    return _layout(structure, tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)), tensors
+
+
+def unflatten(layout: Layout, tensors: Sequence[Tensor]) -> Value:
+    """Put a value together again."""
+    if layout.structure == _TENSOR:
+        return tensors[0]
+    return _fill(_decoded(layout.structure), iter(tensors))
+
+
+def copied(value: Value) -> Value:
+    """The value with a copy of each of its tensors."""
+    layout, tensors = flatten(value)
+    return unflatten(layout, [tensor.clone() for tensor in tensors])
+
+
+@lru_cache(maxsize=4096)
+def _encoded(structure: Any) -> str:
+    """What `_strip` left, as JSON."""
+    return json.dumps(structure)
+
+
+@lru_cache(maxsize=4096)
+def _decoded(structure: str) -> Any:
+    return json.loads(structure)
+
+
+def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
+    """The nesting as tuples, which can be looked up: equal ones are the same, so 1, 1.0 and True say what they are."""
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not value.is_nested:
+            tensors.append(value)
+            return _TENSOR
+        kind = "nested tensor" if value.is_nested else f"{value.layout} tensor"
+    elif isinstance(value, tuple | list):  # a class of the user's would have to be looked up by name on the other side
+        items = tuple([_strip(item, tensors, what) for item in value])
+        return "tuple" if isinstance(value, tuple) else "list", items
+    elif isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+        pairs = [(type(key).__name__, key, _strip(item, tensors, what)) for key, item in value.items()]
+        return "dict", tuple(pairs)
+    elif isinstance(value, float):  # as text, for 0.0 and -0.0 are equal
+        return "float", repr(float(value))
+    elif value is None or isinstance(value, bool | int | str):
+        return "constant", kind, value
+    raise InputError(
+        f"{what} a {kind}: what travels are dense tensors, tuples, lists and dicts of them and plain constants; turn "
+        "it into one of these"
+    )
+
+
+def _fill(structure: Any, tensors: Any) -> Value:
+    if structure == _TENSOR:
+        return next(tensors)
+    kind, *content = structure
+    if kind == "constant":
+        return content[-1]
+    if kind == "float":
+        return float(content[0])
+    if kind == "dict":
+        return {key: _fill(item, tensors) for _, key, item in content[0]}
+    items = [_fill(item, tensors) for item in content[0]]
+    return items if kind == "list" else tuple(items)
+
+
+def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Value], list[int]]:
+    """Cut a batch along dimension 0 of all its tensors into micro-batches of nearly equal size, larger ones first.
+
+    Returns:
+        The micro-batches and the number of samples in each.
+
+    Raises:
+        InputError: the batch has no tensor, tensors of different length, or fewer samples than micro-batches.
+    """
+    layout, tensors = flatten(value, f"{what} hold")
+    lengths = {t.shape[0] if t.dim() else -1 for t in tensors}
+    if len(lengths) != 1 or -1 in lengths:
+        seen = f"tensors of {sorted(lengths)} samples" if lengths else "no tensor"
+        if -1 in lengths:
+            seen = "a tensor without dimensions"
+        raise InputError(f"{what} hold {seen}: every tensor of a batch needs the samples along dimension 0; reshape it")
+    length = lengths.pop()
+    if length == 0:
+        raise InputError(f"{what} hold 0 samples: every micro-batch needs at least one; leave out empty batches")
+    if length < num_microbatches:
+        raise InputError(
+            f"{what} hold {length} samples for {num_microbatches} micro-batches: each needs at least one sample; "
+            f"use a batch of {num_microbatches} or more, or a schedule of {length} micro-batches"
+        )
+    if num_microbatches == 1:
+        return [unflatten(layout, tensors)], [length]
+    sizes = even_parts(length, num_microbatches)
+    pieces = [torch.split(t, sizes) for t in tensors]
+    if layout.structure == _TENSOR:
+        return list(pieces[0]), sizes
+    return [unflatten(layout, [piece[b] for piece in pieces]) for b in range(num_microbatches)], sizes
+
+
+def join_batch(values: Sequence[Value]) -> Value:
+    """Concatenate the outputs of micro-batches along dimension 0; tensors without dimension are stacked."""
+    layouts, tensors = zip(*map(flatten, values), strict=True)
+    joined = [torch.cat(column) if column[0].dim() else torch.stack(column) for column in zip(*tensors, strict=True)]
+    return unflatten(layouts[0], joined)
