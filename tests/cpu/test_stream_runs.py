@@ -379,6 +379,19 @@ def test_nothing_of_the_user_is_kept_after_a_run() -> None:
     assert [str(record[0]) for record in records if record[0].op.value == "F"] == [f"0F{b}" for b in range(6)]
 
 
+def test_a_run_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long run is bound block by block: same numbers, and every action is recorded once."""
+    rule, batches = Rule("stash", (1, 2, 1)), make_batches(30)
+    expected, _ = run(make_stages(3), make_schedule(rule, 30), batches)
+    monkeypatch.setattr("pipeloom.training.stream.rank_run._BLOCK", 7)
+    pipe, stream = run(make_stages(3), make_schedule(rule, 30), batches)
+    compare(pipe, {name: parameter.detach() for name, parameter in expected.named_parameters()})
+    for (rank, found), (_, whole) in zip(pipe.records, expected.records, strict=True):
+        assert [action for action, _, _ in found] == [action for action, _, _ in whole]
+        assert len(found) >= len(stream.program(30).orders[rank]) > 7
+        assert all(0 < start <= end for _, start, end in found)
+
+
 def test_numbers_that_are_not_finite_end_the_run() -> None:
     with pytest.raises(RunError, match=r"rank 1, stage 1, action 1STEP2, .* loss of micro-batch 2 is nan: training"):
         run([Fails("", 0), Fails("nan", 3)], pipedream(num_ranks=2, num_microbatches=8), make_batches(8))

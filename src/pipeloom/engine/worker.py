@@ -7,10 +7,9 @@ nothing is looked up in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from time import perf_counter
 from typing import Any
 
 from torch import nn
@@ -21,22 +20,20 @@ from pipeloom.engine.binders.forward import bind_forward
 from pipeloom.engine.binders.send_receive import bind_receive, bind_send
 from pipeloom.engine.binders.sequence_slices import in_slice
 from pipeloom.engine.driver import Run
+from pipeloom.engine.instructions import InstructionList, Record, explained
 from pipeloom.engine.overlap_times import OverlapTimes
 from pipeloom.engine.rank_state import Batch, Binder, LossFn, RankState, Step
 from pipeloom.engine.speculation import CancelledError, ForwardState, Speculation
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.stores.parameter_store import ParameterStore
-from pipeloom.errors import InputError, PeerLost, PipeloomError, RunError, StageError
+from pipeloom.errors import InputError, PeerLost, RunError, StageError
 from pipeloom.ir import Action, Op, Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.ir.walk import meets
 from pipeloom.passes import warm_up_lengths
-from pipeloom.processes.black_box import BLACKBOX_BYTES, label_of
 from pipeloom.transport.call_numbers import call_only, cancel_number, next_call
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import flatten
-
-Record = tuple[Action, float, float]  # what ran, and when it started and ended (time.perf_counter, seconds)
 
 _BINDERS: dict[Op, Binder] = {
     Op.F: bind_forward,
@@ -56,31 +53,19 @@ _STORE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 
 
 @dataclass(frozen=True, slots=True)
-class _Instruction:
-    """One action, bound: a `Step` with a name."""
-
-    action: Action
-    run: Callable[[], None]
-    ready: Callable[[], bool] | None  # asked before `run` where one thread drives several ranks
-    label: bytes
-
-
-@dataclass
 class Bound:
-    """A program bound to one worker, and when its actions last started and ended (time.perf_counter, seconds).
+    """A program bound to one worker.
 
     Attributes:
         instructions: what it runs.
         num_warm_up: so many of the first can be thrown away and done again: forwards that need no backward.
         program: what was bound.
-        starts, ends, beside: of the last run.
+        beside: when collectives and moves of the last run were under way.
     """
 
-    instructions: tuple[_Instruction, ...]
+    instructions: InstructionList
     num_warm_up: int
     program: Program
-    starts: list[float]
-    ends: list[float]
     beside: OverlapTimes
 
     @property
@@ -91,8 +76,7 @@ class Bound:
         """The last run: every action with its start and end; of collectives and moves, when they were under way."""
         beside = self.beside.records()
         known = {action for action, _, _ in beside}
-        rows = zip(self.instructions, self.starts, self.ends, strict=True)
-        return [(i.action, start, end) for i, start, end in rows if i.action not in known] + beside
+        return [record for record in self.instructions.records() if record[0] not in known] + beside
 
 
 class Worker:
@@ -139,7 +123,7 @@ class Worker:
             mover.times = self.beside
         self._gradient_sum = gradient_sum
         self._store = store
-        self.blackbox = blackbox
+        self._blackbox = blackbox
 
     @property
     def live_activations(self) -> int:
@@ -153,17 +137,16 @@ class Worker:
 
     def bind(self, program: Program) -> Bound:
         """Turn this rank's part of `program` into functions."""
-        blocking = self.state.transport.blocking
         self.state.moved = moved_keys(program, self.rank)
-        instructions = [
-            _Instruction(action, run, None if blocking else ready, label_of(action))
-            for action in program.orders[self.rank]
-            for run, ready in self.steps(action, program)
-        ]
-        times = len(instructions)
-        warm_up = set(program.orders[self.rank][: warm_up_lengths(program)[self.rank]])
+        order = program.orders[self.rank]
+        instructions = self.bind_steps((action, step) for action in order for step in self.steps(action, program))
+        warm_up = set(order[: warm_up_lengths(program)[self.rank]])
         num_warm_up = sum(1 for _ in takewhile(lambda instruction: instruction.action in warm_up, instructions))
-        return Bound(tuple(instructions), num_warm_up, program, [0.0] * times, [0.0] * times, self.beside)
+        return Bound(instructions, num_warm_up, program, self.beside)
+
+    def bind_steps(self, steps: Iterable[tuple[Action, Step]]) -> InstructionList:
+        """Instructions of this rank, one for each of `steps`."""
+        return InstructionList(self.rank, steps, blocking=self.state.transport.blocking, blackbox=self._blackbox)
 
     def steps(self, action: Action, program: Program) -> list[Step]:
         """The functions of one action."""
@@ -217,33 +200,14 @@ class Worker:
             if bound.training:
                 self._gradient_sum.begin()
             self._store.begin(bound.program)
-            yield from self._execute(bound, start, len(bound.instructions))
+            yield from bound.instructions.run(start)
             try:
                 self._store.finish()
             except Exception as error:
-                raise self.explain(error, bound.instructions[-1].action) from error
+                raise explained(error, self.rank, bound.program.orders[self.rank][-1]) from error
         finally:
             self.state.clear()
             self._store.end()
-
-    def _execute(self, bound: Bound, start: int, stop: int) -> Run:
-        """Run the instructions from `start` to before `stop`."""
-        starts, ends, blackbox = bound.starts, bound.ends, self.blackbox
-        position = start
-        try:
-            for position, instruction in enumerate(bound.instructions[start:stop], start):
-                if instruction.ready is not None:
-                    while not instruction.ready():
-                        yield
-                if blackbox is not None:
-                    blackbox[:BLACKBOX_BYTES] = instruction.label
-                starts[position] = perf_counter()
-                instruction.run()
-                ends[position] = perf_counter()
-        except CancelledError:
-            raise
-        except Exception as error:
-            raise self.explain(error, bound.instructions[position].action) from error
 
     def _warm_up(self, bound: Bound, speculation: Speculation) -> int:
         """Run forwards until it is known whether their parameters stand; returns how many instructions then count."""
@@ -254,7 +218,7 @@ class Worker:
         state.speculating = True
         try:
             while position < bound.num_warm_up and not speculation.ready(self.rank):
-                for _ in self._execute(bound, position, position + 1):
+                for _ in bound.instructions.run(position, position + 1):
                     pass
                 position += 1
         except CancelledError as error:
@@ -281,15 +245,3 @@ class Worker:
         """Tell all who may wait for a forward of this call that none will come."""
         for send in self.state.sends.values():
             send(*flatten(None), cancel_number(self.state.call))
-
-    def explain(self, error: Exception, action: Action) -> PipeloomError:
-        """The error as the user is told it, with what this rank was doing."""
-        where = f"rank {self.rank}, stage {action.stage}, action {action}"
-        if action.microbatch is not None:
-            where += f", {'update' if action.op is Op.STEP else 'micro-batch'} {action.microbatch}"
-        text = " ".join(str(error).split())
-        if isinstance(error, PeerLost):
-            return PeerLost(f"{where}: {text}")
-        if isinstance(error, RunError):
-            return RunError(f"{where}: {text}")
-        return StageError(f"{where}: {type(error).__name__}: {text}")

@@ -8,13 +8,14 @@ from typing import Any, Self
 
 from pipeloom.engine.binders.activation_offload import ActivationMover
 from pipeloom.engine.driver import Driver
+from pipeloom.engine.instructions import Record
 from pipeloom.engine.lowered_programs import Programs
 from pipeloom.engine.rank_state import Batch, LossFn
 from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.engine.speculation import Speculation
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.stores.parameter_store import Sharing
-from pipeloom.engine.worker import Bound, Record, Worker
+from pipeloom.engine.worker import Bound, Worker
 from pipeloom.ir import Action, Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory

@@ -1,7 +1,7 @@
 """`StreamRank`: one rank's part in a run of a stream.
 
-Of a long stream actions become functions as they come up, not before. (Its program is made before, in time linear in
-its length: for 20,000 micro-batches on 4 ranks some seconds, once for runs of one length.)
+A long run is bound to functions block by block. (Its program is made beforehand, in time linear in its length: some
+seconds for 20,000 micro-batches on 4 ranks, once for all runs of one length.)
 
 What a flushed step has not:
 
@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 
 import torch
 
 from pipeloom.engine.driver import Run
+from pipeloom.engine.instructions import Record
 from pipeloom.engine.rank_state import Step, unequal_lengths
 from pipeloom.engine.stores.ownership import Ownership
-from pipeloom.engine.worker import Record, Worker
-from pipeloom.errors import CallerError, RunError
+from pipeloom.engine.worker import Worker
+from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program
 from pipeloom.ir.versions import num_updates
-from pipeloom.processes.black_box import BLACKBOX_BYTES, label_of
 from pipeloom.training.stream.batches import StreamBatches
 from pipeloom.training.stream.replica_gradients import Mailbox, ReplicaGradients
 from pipeloom.training.stream.stage_updates import StreamOptimizer
@@ -38,7 +37,7 @@ from pipeloom.training.stream.weight_versions import WeightVersions
 from pipeloom.transport.call_numbers import call_number, num_samples_of
 
 _NUM_RECORDS = 1 << 16  # the last so many are kept
-_MOST_BOUND = 1 << 13  # actions: a kilobyte or two each
+_BLOCK = 1 << 13  # actions that are bound at once: a kilobyte or two each
 
 
 @dataclass(frozen=True)
@@ -131,34 +130,20 @@ class StreamRank:
     def run(self) -> Run:
         """The whole run; yields whenever it has to wait and the transport does not block."""
         worker, state = self._worker, self._worker.state
-        action: Action | None = None
         state.begin(self._batches.batch, self._plan.call)
         try:
             self._begin()
-            blocking, blackbox = state.transport.blocking, worker.blackbox
-            for action, label, steps in self._bound():
-                for run, ready in steps:
-                    while ready is not None and not blocking and not ready():
-                        yield
-                    if blackbox is not None:
-                        blackbox[:BLACKBOX_BYTES] = label
-                    start = perf_counter()
-                    run()
-                    self.records.append((action, start, perf_counter()))
-        except Exception as error:
-            if action is None or isinstance(error, CallerError):
-                raise
-            raise worker.explain(error, action) from error
+            order = self._plan.program.orders[worker.rank]
+            for first in range(0, len(order), _BLOCK):
+                block = worker.bind_steps((a, step) for a in order[first : first + _BLOCK] for step in self._steps(a))
+                try:
+                    yield from block.run()
+                finally:
+                    self.records.extend(record for record in block.records() if record[2])  # an error leaves 0.0
         finally:
             for weights in self._weights.values():
                 weights.close()
             state.clear()
-
-    def _bound(self) -> Iterable[tuple[Action, bytes, list[Step]]]:
-        """The rank's actions with what they do: of a run that is not long made beforehand, where it keeps nobody."""
-        order = self._plan.program.orders[self._worker.rank]
-        bound = ((action, label_of(action), self._steps(action)) for action in order)
-        return list(bound) if len(order) <= _MOST_BOUND else bound
 
     def _begin(self) -> None:
         """Make version 0 of every stage, and what replicas need."""
