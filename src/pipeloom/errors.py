@@ -2,39 +2,39 @@
 
     PipeloomError
     ├── InputError            the caller's input is wrong; the command line answers with exit code 2
-    │   ├── ScheduleError     a schedule or program is not legal
-    │   ├── SplitError        a model cannot be cut as asked
+    │   ├── ScheduleError     a schedule or program is invalid
+    │   ├── SplitError        a model cannot be split as requested
     │   ├── DataError         training data is missing, unreadable or too small
-    │   └── CheckpointError   a checkpoint is foreign, damaged or does not fit the model
-    └── RunError              something failed while running; exit code 1
-        ├── StageError        the user's module or loss raised inside an action
-        ├── CallerError       what the user gave a stream beside its stages raised, or gave something wrong
-        └── PeerLost          another rank went away
+    │   └── CheckpointError   a checkpoint is unreadable, damaged or does not match the model
+    └── RunError              a failure during a run; exit code 1
+        ├── StageError        the user's module or loss function raised inside an action
+        ├── CallerError       the user's batches or callbacks of a stream raised, or returned an invalid value
+        └── PeerLost          the connection to another rank was lost
 
-Each message is one line of three parts: what was seen, the rule it breaks, and the fix.
+Each message is one line: ``<name>=<value>: <rule>. <fix>.``
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # of `typing`, whose import takes longer than a command should need before it answers Ctrl-C
+TYPE_CHECKING = False  # importing it from `typing` would delay the moment from which a command handles Ctrl-C
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
 class PipeloomError(Exception):
-    """Base class of all errors that pipeloom raises on purpose."""
+    """Base class of pipeloom's errors."""
 
 
 class InputError(PipeloomError, ValueError):
-    """Wrong input, found before any communication started."""
+    """Invalid input, found before any communication starts."""
 
 
 class ScheduleError(InputError):
-    """A schedule or program that is not legal."""
+    """An invalid schedule or program."""
 
 
 class SplitError(InputError):
-    """A model that cannot be cut into the stages asked for."""
+    """A model that cannot be split into the requested stages."""
 
 
 class DataError(InputError):
@@ -42,27 +42,27 @@ class DataError(InputError):
 
 
 class CheckpointError(InputError):
-    """A checkpoint that is foreign, damaged, or of another model."""
+    """A checkpoint that is unreadable, damaged, or does not match the model."""
 
 
 class RunError(PipeloomError, RuntimeError):
-    """A failure while a pipeline was running."""
+    """A failure during a run."""
 
 
 class StageError(RunError):
-    """The user's module, loss function or autograd raised inside an action."""
+    """The user's module, loss function or its backward raised inside an action."""
 
 
 class CallerError(RunError):
-    """The batches of a stream, its `learning_rate` or its `on_update` raised, or gave something wrong: no stage did."""
+    """The batches, `learning_rate` or `on_update` of a stream raised, or returned an invalid value."""
 
 
-class PeerLost(RunError):  # noqa: N818  # reads as what happened, like KeyboardInterrupt
-    """A rank that this rank exchanges messages with went away."""
+class PeerLost(RunError):  # noqa: N818  # named after the event, like KeyboardInterrupt
+    """The connection to another rank was lost."""
 
 
 def one_line(error: BaseException) -> str:
-    """An error of somebody else's, for the middle of a message."""
+    """An error as ``Type: message`` on one line, to quote inside another message."""
     return f"{type(error).__name__}: {unwrapped(str(error))}"
 
 
@@ -72,20 +72,20 @@ def unwrapped(text: str) -> str:
 
 
 def folded(value: object, most: int = 60) -> str:
-    """A value of the user's as Python writes it, for the middle of a message, on one line of at most `most` letters."""
+    """The ``repr`` of a user's value on one line of at most `most` characters, to quote inside a message."""
     from reprlib import Repr
 
-    short = Repr()  # what is long may be a million actions
+    short = Repr()  # abbreviates while it formats: a value may hold a million actions
     short.maxstring = short.maxother = short.maxlong = most
     try:
         text = short.repr(value)
-    except Exception:  # of a number with more digits than Python writes
+    except Exception:  # such as ValueError for an int with more digits than Python converts
         text = f"a value of type {type(value).__name__}"
     return shortened(text, most)
 
 
 def shortened(text: str, most: int) -> str:
-    """`text` on one line; of what is longer than `most` letters, the middle is left out."""
+    """`text` on one line of at most `most` characters; the middle of a longer text is left out."""
     text = unwrapped(text)
     if len(text) <= most:
         return text
@@ -94,7 +94,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def listed(values: Iterable[object], most: int = 8) -> str:
-    """``0, 1, 2``, or the first of many: ``0, 1, ... of 100``."""
+    """``0, 1, 2``, or the first `most` values and their number: ``0, 1, ... of 100``."""
     given = list(values)
     first = ", ".join(map(str, given[:most]))
     return first if len(given) <= most else f"{first}, ... of {len(given)}"

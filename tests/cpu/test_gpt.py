@@ -191,7 +191,7 @@ def test_it_learns_to_count():
         ({"layers": 0}, "layers=0"),
         ({"vocabulary_size": -1}, "vocabulary_size=-1"),
         ({"dropout": 1.0}, "dropout=1.0"),
-        ({"positions": "alibi"}, "positions of GPTConfig is 'alibi': it is one of rotary, learned"),
+        ({"positions": "alibi"}, "GPTConfig.positions='alibi': must be one of rotary, learned"),
     ],
 )
 def test_bad_sizes_are_refused_in_one_line(changes, said):

@@ -122,7 +122,7 @@ def test_sizes_are_read_and_written_with_their_units(tmp_path, capsys):
         file.write_text(to_yaml(config))
         assert parse(["--config", str(file)]) == config == TrainConfig.from_mapping(yaml.safe_load(to_yaml(config)))
     for wrong in ("lots", "-1", "0.5", "1e-3", "1.5.GiB", "1XB", "1e999", "nan", True, None):
-        with pytest.raises(InputError, match="write bytes, such as 8e9, 16GB or 16GiB"):
+        with pytest.raises(InputError, match="Use a form such as 8e9, 16GB or 16GiB"):
             Bytes.parse(wrong)
     with pytest.raises(SystemExit):
         parse(

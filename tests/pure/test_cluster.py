@@ -109,17 +109,17 @@ def test_the_end_of_a_step():
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("efficiency", 1.5, "efficiency of the cluster file is 1.5: it is a finite number above 0, at most 1"),
-        ("efficiency", None, "efficiency of the cluster file is None"),
-        ("devices_per_node", 2.5, "devices_per_node of the cluster file is 2.5: it is a whole number, 1 or more"),
+        ("efficiency", 1.5, "the cluster file: efficiency=1.5: must be a finite number > 0 and <= 1"),
+        ("efficiency", None, "the cluster file: efficiency=None"),
+        ("devices_per_node", 2.5, "the cluster file: devices_per_node=2.5: must be an integer >= 1"),
         (
             "device.operations_per_second",
             0,
-            "operations_per_second of device of the cluster file is 0: it is a finite number above 0",
+            "the cluster file: device.operations_per_second=0: must be a finite number > 0",
         ),
-        ("device.name", 5, "name of device of the cluster file is 5: it is text"),
-        ("inside_node.latency_seconds", -1, "latency_seconds of inside_node of the cluster file is -1"),
-        ("between_nodes", [], "between_nodes of the cluster file is no object"),
+        ("device.name", 5, "the cluster file: device.name=5: must be a string"),
+        ("inside_node.latency_seconds", -1, "the cluster file: inside_node.latency_seconds=-1"),
+        ("between_nodes", [], "the cluster file: between_nodes=[]: must be an object with keys"),
         ("between_nodes.speed", 1, "'speed'"),
     ],
 )
@@ -139,7 +139,7 @@ def test_bad_cluster_files_are_refused_by_key(path, value, named):
 def test_a_cluster_file_without_a_key():
     data = json.loads(TEXT)
     del data["device"]["launch_seconds"]
-    with pytest.raises(InputError, match="device of the cluster file lacks the key 'launch_seconds'"):
+    with pytest.raises(InputError, match="the cluster file: device: missing key 'launch_seconds'"):
         parse_cluster(json.dumps(data))
-    with pytest.raises(InputError, match="no JSON"):
+    with pytest.raises(InputError, match="not valid JSON"):
         parse_cluster("{")

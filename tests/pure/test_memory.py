@@ -306,7 +306,7 @@ def test_memory_of_a_run_reads_back(tmp_path):
     write_memory(tmp_path, rows)
     assert read_memory(tmp_path) == rows
     (tmp_path / "memory.json").write_text("{}")
-    with pytest.raises(InputError, match=r"memory.json lacks the key .kinds.: its keys are kinds, processes"):
+    with pytest.raises(InputError, match=r"memory.json: missing key .kinds.\. Add it \(keys kinds, processes\)"):
         read_memory(tmp_path)
     with pytest.raises(InputError, match="cannot be read"):
         read_memory(tmp_path / "nowhere")

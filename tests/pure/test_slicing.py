@@ -341,17 +341,17 @@ def test_a_costs_file_round_trips():
     [
         ({"forward": None}, "forward"),
         ({"forward": {"context": [0, 0, 0, 0]}}, "'base'"),
-        ({"forward": {"base": []}}, "forward of the file of costs of slices: base has tokens []"),
-        ({"forward": {"base": [[1, 2, 3]]}}, "base of forward of"),
+        ({"forward": {"base": []}}, "the slice costs file: forward: base has tokens []"),
+        ({"forward": {"base": [[1, 2, 3]]}}, "forward.base[0]=[1, 2, 3]: must be a list of length 2"),
         (
             {"backward": {"base": [[8, 1], [8, 2]]}},
-            "backward of the file of costs of slices: base has tokens [8.0, 8.0]",
+            "the slice costs file: backward: base has tokens [8.0, 8.0]",
         ),
-        ({"backward": {"base": [[0, 1]]}}, "base of backward of"),
-        ({"backward": {"base": [[8, -1]]}}, "entry 1 of point 0 of base of backward of"),
-        ({"backward": {"base": [["8", 1]]}}, "entry 0 of point 0 of base of backward of"),
-        ({"forward": {"base": [[8, 1]], "context": [1, 2]}}, "context of forward of"),
-        ({"forward": {"base": [[8, 1]], "context": [1, 2, 3, float("inf")]}}, "a 3 of context of forward of"),
+        ({"backward": {"base": [[0, 1]]}}, "backward.base[0][0]=0"),
+        ({"backward": {"base": [[8, -1]]}}, "backward.base[0][1]=-1"),
+        ({"backward": {"base": [["8", 1]]}}, "backward.base[0][0]='8'"),
+        ({"forward": {"base": [[8, 1]], "context": [1, 2]}}, "forward.context=[1, 2]: must be a list of length 4"),
+        ({"forward": {"base": [[8, 1]], "context": [1, 2, 3, float("inf")]}}, "forward.context[3]=inf"),
         ({"forward": {"base": [[8, 1]], "contxt": [1, 2, 3, 4]}}, "contxt"),
         ({"latency": -1}, "latency"),
         ({"latency": True}, "latency"),
@@ -368,7 +368,7 @@ def test_bad_costs_files_are_refused_by_key(change, named):
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"forward": {"base": [[8, 1]]}}', "[" * 100_000, '{"a": 1, "a": 1}'])
 def test_what_is_no_costs_file_is_refused(text):
-    with pytest.raises(InputError, match="costs of slices"):
+    with pytest.raises(InputError, match="slice costs file"):
         parse_slice_costs(text)
 
 

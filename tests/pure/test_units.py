@@ -185,9 +185,7 @@ def test_files_and_options_say_the_same(tmp_path, capsys):
         error = capsys.readouterr().err
         assert named in error
         assert error.count("\n") == 1
-    with pytest.raises(
-        InputError, match=r"units of stage 0 of the costs file is 1\.5: it is a whole number, 1 or more"
-    ):
+    with pytest.raises(InputError, match=r"the costs file: stages\[0\].units=1\.5: must be an integer >= 1"):
         parse_costs(json.dumps(text | {"stages": [stage | {"units": 1.5}]}))
 
 

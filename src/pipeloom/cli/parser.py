@@ -84,7 +84,7 @@ class Parser(ArgumentParser):
             return f"option {found[1]} has no value: it needs one; give it"
         if found := (
             re.match(r'Parser key "([^"]+)": (.*) (?:Got value|Given value): (.*)$', message)
-            or re.match(r'Parser key "([^"]+)": (Not of type \w+): (.*) is no number', message)
+            or re.match(r'Parser key "([^"]+)": (Not of type \w+): (.*) is not a number', message)
         ):
             key, text, value = found.groups()
             choices = re.search(r"Literal\[([^]]*)\]", text)

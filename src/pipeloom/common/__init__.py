@@ -1,1 +1,1 @@
-"""Helpers of every room: typed fields, quantities as text, JSON that people write, files written whole."""
+"""Shared helpers: dataclass type checks, quantities as text, JSON input, atomic file writes, lazy imports."""

@@ -1,4 +1,4 @@
-"""Files that are there whole: as they were before, or as they are meant to be, whatever instant a process dies at."""
+"""Atomic file writes: a file has its old or its new content, even if the process is killed while it writes."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-UNFINISHED = ".pipeloom-*.tmp"  # names of what is being written; a process that is killed leaves it behind
+UNFINISHED = ".pipeloom-*.tmp"  # temporary files; a killed process leaves them behind
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` when the block ends; after an error `path` is what it was.
+    """Open a temporary file that replaces `path` when the block ends; after an error, `path` is unchanged.
 
-    What is written lies beside it until then, under a hidden name. A symbolic link and what is no plain file
-    (``/dev/stdout``, a named pipe) are written directly, as by `open`: a rename would take their place.
+    The temporary file has a hidden name in the same directory. Symbolic links and special files (``/dev/stdout``,
+    named pipes) are written directly, as by `open`, because a rename would replace them.
 
     Raises:
-        OSError: it cannot be written; the error names `path`.
+        OSError: the file cannot be written; the error names `path`.
     """
     before = _plain_mode(path)
     if before is None:
         with path.open("wb") as file:
             yield file
         return
-    aside = path.with_name(UNFINISHED.replace("*", secrets.token_hex(8)))
+    temporary = path.with_name(UNFINISHED.replace("*", secrets.token_hex(8)))
     try:
-        with aside.open("xb") as file:
+        with temporary.open("xb") as file:
             if before:
                 os.fchmod(file.fileno(), before)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        temporary.replace(path)
     except OSError as error:
-        if error.filename not in (None, str(aside)):
+        if error.filename not in (None, str(temporary)):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write all of a file by `whole_file`; text as UTF-8, with bytes that came out of the system as they were.
+    """Write `content` to `path` with `whole_file`; text as UTF-8, with undecodable bytes of file names restored.
 
     Raises:
-        OSError: it cannot be written; the error names `path`.
+        OSError: the file cannot be written; the error names `path`.
     """
     with whole_file(path) as file:
         file.write(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
 
 
 def _plain_mode(path: Path) -> int | None:
-    """The permissions of a plain file, 0 where there is nothing yet, None for what a rename must not replace.
+    """The permissions of a regular file, 0 if `path` does not exist, None for links and special files.
 
     Raises:
-        OSError: it is a file that must not be written, or cannot be looked at.
+        OSError: the file is not writable, or its directory cannot be searched.
     """
     try:
         found = path.lstat()
@@ -67,5 +67,5 @@ def _plain_mode(path: Path) -> int | None:
         return 0
     if not stat.S_ISREG(found.st_mode):
         return None
-    os.close(os.open(path, os.O_WRONLY))  # what `open` refuses is refused
+    os.close(os.open(path, os.O_WRONLY))  # a rename would ignore missing write permission
     return stat.S_IMODE(found.st_mode)

@@ -1,4 +1,4 @@
-"""`check_fields`: what a dataclass is made of has the types that it declares, or one line says what has not."""
+"""`check_fields`: checks the fields of a dataclass against their type annotations."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from pipeloom.errors import InputError, folded
 
 _NAMES = {
     float: ("a number", "numbers"),
-    int: ("a whole number", "whole numbers"),
+    int: ("an integer", "integers"),
     bool: ("True or False", "True or False"),
-    str: ("text", "texts"),
+    str: ("a string", "strings"),
     NoneType: ("None", "None"),
 }
-_KINDS = {float: Real, int: Integral}  # numpy's numbers are numbers too
+_KINDS = {float: Real, int: Integral}  # which include numpy's scalars
 
 
 def check_fields(made: Any, *, but: Collection[str] = (), error: type[InputError] = InputError) -> None:
-    """Compare the fields of a dataclass with their annotations; numbers are not taken for booleans, or the other way.
+    """Check the fields of a dataclass against their annotations. A bool is no number here, and a number no bool.
 
     Args:
-        made: in its ``__post_init__``.
-        but: fields that are not looked at.
-        error: what is raised.
+        made: the instance; call this in its ``__post_init__``.
+        but: fields that are not checked.
+        error: the error class to raise.
 
     Raises:
-        InputError: the first field that is of another type, what it is and what it should be.
+        InputError: a field has the wrong type; the message has the first one's name, value and expected type.
     """
     for name, hint in _hints(made.__class__):
         fault = None if name in but else _fault(getattr(made, name), hint, name)
         if fault is not None:
             place, value, wanted = fault
-            raise error(f"{place} of {type(made).__name__} is {folded(value)}: it is {_named(wanted)}; correct it")
+            raise error(f"{type(made).__name__}.{place}={folded(value)}: must be {_named(wanted)}.")
 
 
 @lru_cache(maxsize=256)
@@ -49,18 +49,18 @@ def _hints(kind: Hashable) -> tuple[tuple[str, Any], ...]:
 
 @lru_cache(maxsize=1024)
 def _choices(hint: Any) -> tuple[tuple[Any, Any, tuple[Any, ...]], ...]:
-    """The types that a value may have, each with its origin (``tuple``) and what it is of."""
+    """The alternatives of a type hint, each with its origin (``tuple``) and type arguments."""
     choices = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return tuple((choice, get_origin(choice), get_args(choice)) for choice in choices)
 
 
 def _fault(value: Any, hint: Any, place: str) -> tuple[str, Any, Any] | None:
-    """Where something is wrong, what is there, and what should be; None where nothing is."""
+    """The first mismatch as (place, value, type hint); None if the value matches."""
     for choice, kind, wanted in _choices(hint):
         if isinstance(kind, type) and isinstance(value, kind) and not isinstance(value, str):
             if isinstance(value, tuple) and kind is tuple and wanted[-1] is not ... and len(value) != len(wanted):
                 return place, value, hint
-            if not isinstance(value, Mapping) and _alike(value, wanted):
+            if not isinstance(value, Mapping) and _match_exactly(value, wanted):
                 return None
             faults = (_fault(item, of, f"{place}[{key}]") for key, item, of in _members(value, wanted))
             return next((fault for fault in faults if fault is not None), None)
@@ -71,15 +71,15 @@ def _fault(value: Any, hint: Any, place: str) -> tuple[str, Any, Any] | None:
     return place, value, hint
 
 
-def _alike(value: Any, wanted: tuple[Any, ...]) -> bool:
-    """Whether all members are exactly of the types that they should be: what is long is mostly so, and quick to see."""
+def _match_exactly(value: Any, wanted: tuple[Any, ...]) -> bool:
+    """Whether all members have exactly the declared types: a fast path for long containers."""
     if wanted[-1] is ... or len(wanted) == 1:
         return set(map(type, value)) <= {wanted[0]}
     return tuple(map(type, value)) == wanted
 
 
 def _members(value: Any, wanted: tuple[Any, ...]) -> Iterator[tuple[Any, Any, Any]]:
-    """What a container holds, by what it is found, and of what type it should be."""
+    """(key or index, member, type hint) of each member of a container."""
     if isinstance(value, Mapping):
         yield from ((key, item, wanted[1]) for key, item in value.items())
     elif isinstance(value, AbstractSet):

@@ -1,4 +1,4 @@
-"""JSON that people write: read key by key; what is not as it should be is refused in one line that names it."""
+"""Reads JSON files that people write, and reports the first wrong entry in one line with its path."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pipeloom.errors import InputError, folded
 
-_MOST_DIGITS = 300  # a float holds 308; more digits of a whole number are an infinity, as 1e999 is
+_MOST_DIGITS = 300  # below the largest float, 1.8e308; a longer integer becomes infinite, as 1e999 does
 Word = TypeVar("Word", bound=StrEnum)
 
 
 def load_json(text: str) -> Any:
-    """The value of a JSON text. Whole numbers beyond every float are infinite.
+    """Parse JSON. Integers beyond the range of a float become infinite.
 
     Raises:
-        ValueError: it is no JSON, has a key twice in one object, or is nested too deep.
+        ValueError: the text is not valid JSON, has a duplicate key in one object, or is nested too deep.
     """
     try:
         return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
@@ -27,98 +27,108 @@ def load_json(text: str) -> Any:
         raise ValueError("it is nested too deep") from error
 
 
-def read_json(text: str, what: str, form: str, error: type[InputError] = InputError) -> Entry:
-    """The value of a JSON text, to be asked for what it should be.
+def read_json(text: str, source: str, form: str, error: type[InputError] = InputError) -> Entry:
+    """Parse JSON and return its root entry.
 
     Args:
-        text: of a file.
-        what: it is, for messages, such as ``the profile``.
-        form: that it should have.
-        error: what refusals raise.
+        text: the content of a file.
+        source: the name of the file's content in error messages, such as ``the profile``.
+        form: the expected content, for error messages.
+        error: the error class that the returned entry raises.
 
     Raises:
-        InputError: it is no JSON.
+        InputError: the text is not valid JSON.
     """
     try:
-        return Entry(load_json(text), what, error)
+        return Entry(load_json(text), source, error=error)
     except (TypeError, ValueError) as cause:
-        raise error(f"{what} is no JSON ({cause}): write {form}") from cause
+        raise error(f"{source} is not valid JSON ({cause}). Expected {form}.") from cause
 
 
 class Entry(NamedTuple):
-    """A value in a JSON text. Every method returns it as what it should be, or raises `error`.
+    """A value in a JSON document. Each method returns the value as the type of its name, or raises `error`.
 
     Attributes:
-        value: as the parser has it.
-        what: it is, for messages, such as ``forward of stage 2 of the costs file``.
-        error: the kind of error.
+        value: the parsed value.
+        source: the document in error messages, such as ``the costs file``.
+        path: the place in the document, such as ``stages[2].forward``; empty for the root.
+        error: the error class.
     """
 
     value: Any
-    what: str
+    source: str
+    path: str = ""
     error: type[InputError] = InputError
 
-    def refuse(self, rule: str, fix: str = "correct it") -> NoReturn:
-        """Raise the error: this value breaks `rule`."""
-        raise self.error(f"{self.what} is {folded(self.value)}: {rule}; {fix}")
+    @property
+    def place(self) -> str:
+        """The document and the path in it, for error messages."""
+        return f"{self.source}: {self.path}" if self.path else self.source
+
+    def refuse(self, rule: str, fix: str = "") -> NoReturn:
+        """Raise the error that this value breaks `rule`."""
+        is_value = "=" if self.path else " is "
+        raise self.error(f"{self.place}{is_value}{folded(self.value)}: {rule}.{fix and f' {fix}.'}")
 
     def fields(self, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Entry]:
-        """An object with all of the `required` keys, and no others but the `optional` ones."""
+        """The entries of an object that has all `required` keys, and no others but `optional` ones."""
         known = (*required, *optional)
+        keys = f"keys {', '.join(known)}"
         if not isinstance(self.value, Mapping):
-            raise self.error(f"{self.what} is no object: its keys are {', '.join(known)}; write them")
+            self.refuse(f"must be an object with {keys}")
         for key in required:
             if key not in self.value:
-                raise self.error(f"{self.what} lacks the key {key!r}: its keys are {', '.join(known)}; add it")
+                raise self.error(f"{self.place}: missing key {key!r}. Add it ({keys}).")
         for key in self.value:
             if key not in known:
-                raise self.error(f"{self.what} has a key {folded(key)}: its keys are {', '.join(known)}; drop it")
-        return {key: Entry(value, f"{key} of {self.what}", self.error) for key, value in self.value.items()}
+                raise self.error(f"{self.place}: unknown key {folded(key)}. Remove it ({keys}).")
+        prefix = f"{self.path}." if self.path else ""
+        return {key: Entry(value, self.source, prefix + key, self.error) for key, value in self.value.items()}
 
-    def members(self, name: str, owner: str | None = None, *, length: int | None = None) -> list[Entry]:
-        """A list, each member of which is called `name` and its number, of the `owner` (the list itself)."""
+    def members(self, *, length: int | None = None) -> list[Entry]:
+        """The entries of a list, which has `length` of them if that is given."""
         if not isinstance(self.value, list):
-            self.refuse("it is a list", "put it into brackets")
+            self.refuse("must be a list")
         if length is not None and len(self.value) != length:
-            self.refuse(f"it is a list of {length}")
-        owner = owner or self.what
-        return [Entry(value, f"{name} {n} of {owner}", self.error) for n, value in enumerate(self.value)]
+            self.refuse(f"must be a list of length {length}")
+        return [Entry(value, self.source, f"{self.path}[{n}]", self.error) for n, value in enumerate(self.value)]
 
     def _is_finite(self) -> bool:
         number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
         return number and abs(self.value) <= sys.float_info.max
 
     def number(self, *, least: float = 0.0, most: float = math.inf, above: bool = False) -> float:
-        """A finite number from `least` to `most`; `above` leaves `least` itself out."""
+        """A finite number from `least` to `most`; `above` excludes `least` itself."""
         value = self.value
         if not self._is_finite() or not least <= value <= most or (above and value == least):
-            low = "" if least == -math.inf else f" above {least:g}" if above else f", {least:g} or more"
-            self.refuse(f"it is a finite number{low}{'' if most == math.inf else f', at most {most:g}'}")
+            low = "" if least == -math.inf else f" {'>' if above else '>='} {least:g}"
+            high = "" if most == math.inf else f"{' and' if low else ''} <= {most:g}"
+            self.refuse(f"must be a finite number{low}{high}")
         return float(value)
 
     def whole(self, *, least: int = 0) -> int:
-        """A whole number from `least`; 8.0 is one."""
+        """An integer from `least`; a float without a fraction, such as 8.0, counts."""
         value = self.value
         if not self._is_finite() or value != int(value) or value < least:
-            self.refuse(f"it is a whole number, {least} or more")
+            self.refuse(f"must be an integer >= {least}")
         return int(value)
 
     def text(self) -> str:
-        """A text."""
+        """A string."""
         if not isinstance(self.value, str):
-            self.refuse("it is text", "write it in quotes")
+            self.refuse("must be a string")
         return self.value
 
     def flag(self) -> bool:
         """True or false."""
         if not isinstance(self.value, bool):
-            self.refuse("it is true or false")
+            self.refuse("must be true or false")
         return self.value
 
     def word(self, kind: type[Word]) -> Word:
-        """A member of an enum."""
+        """A member of an enum, by its value."""
         if self.value not in list(kind):
-            self.refuse(f"it is one of {', '.join(kind)}", "choose one")
+            self.refuse(f"must be one of {', '.join(kind)}")
         return kind(self.value)
 
 
@@ -126,7 +136,7 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for key, value in pairs:
         if key in made:
-            raise ValueError(f"the key {key!r} stands twice in one object")
+            raise ValueError(f"duplicate key {key!r} in one object")
         made[key] = value
     return made
 

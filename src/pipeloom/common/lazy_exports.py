@@ -1,21 +1,21 @@
-"""Public names of a package, each imported when it is first used: importing the package then loads no torch."""
+"""Lazy imports of a package's public names, so that importing the package does not import torch."""
 
 from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # importing typing would take most of the time that importing pipeloom takes
+TYPE_CHECKING = False  # importing `typing` would take most of pipeloom's import time
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
 
 def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the ``__getattr__`` of a package.
+    """Return a ``__getattr__`` for a package.
 
     Args:
-        package: its ``__name__``.
-        homes: for each public name, the full name of the module that defines it, or of the submodule that it names.
+        package: the package's ``__name__``.
+        homes: public name -> full name of the module that defines it, or of the submodule with that name.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807

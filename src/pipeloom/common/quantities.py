@@ -1,4 +1,4 @@
-"""Numbers and their nouns, as messages and reports say them, and sizes as options are given them."""
+"""Formats numbers for messages and reports, and parses the sizes and bandwidths of options."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 
 class Bytes(int):
-    """A number of bytes as options have it: ``Bytes.parse("1.5GiB")`` is 1610612736, written ``1536MiB``."""
+    """A number of bytes in an option: ``Bytes.parse("1.5GiB")`` is 1610612736, written ``1536MiB``."""
 
     __slots__ = ()
 
     @classmethod
     def parse(cls, given: object) -> Bytes:
-        """From a number (``8e9``) or a text with a unit (``16GB``, ``16GiB``); parts beside whole bytes are left out.
+        """Parse a number (``8e9``) or a string with a unit (``16GB``, ``16GiB``); fractions of a byte are dropped.
 
         Raises:
-            InputError: it is no number of bytes.
+            InputError: `given` is not a number of bytes.
         """
         found = _amount(given, r"(?:E\+?\d{1,2})?")
         if found is None or 0 < found < 1:
-            raise InputError(f"{given} is no number of bytes: write bytes, such as 8e9, 16GB or 16GiB")
+            raise InputError(f"{given} is not a number of bytes. Use a form such as 8e9, 16GB or 16GiB.")
         return cls(found)
 
     @property
     def written(self) -> str | int:
-        """The same in YAML, with a unit of which it is a small multiple, where there is one; `parse` reads it back."""
+        """The value for YAML, with the largest binary unit that divides it; `parse` reads it back."""
         for unit in ("TI", "GI", "MI", "KI"):
             count, rest = divmod(int(self), _UNITS[unit])
             if 0 < count < 10_000 and not rest:
@@ -42,25 +42,25 @@ class Bytes(int):
 
 
 class BytesPerSecond(float):
-    """A bandwidth as options have it: ``BytesPerSecond.parse("12GB")`` and ``parse("12GB/s")`` are 12e9."""
+    """A bandwidth in an option: ``BytesPerSecond.parse("12GB")`` and ``parse("12GB/s")`` are 12e9."""
 
     __slots__ = ()
 
     @classmethod
     def parse(cls, given: object) -> BytesPerSecond:
-        """From a number (``1.25e9``) or a text with a unit.
+        """Parse a number (``1.25e9``) or a string with a unit.
 
         Raises:
-            InputError: it is no number of bytes a second.
+            InputError: `given` is not a number of bytes per second.
         """
         found = _amount(str(given).strip().removesuffix("/s"), r"(?:E[+-]?\d{1,3})?")
         if found is None or not math.isfinite(float(found)):
-            raise InputError(f"{given} is no number of bytes a second: write them, such as 1.25e9, 12GB or 100MiB")
+            raise InputError(f"{given} is not a number of bytes per second. Use a form such as 1.25e9, 12GB or 100MiB.")
         return cls(found)
 
 
 def _amount(given: object, exponent: str) -> Decimal | None:
-    """The bytes of a number with or without a unit; None where it is none."""
+    """The number of bytes in `given`, with or without a unit; None if it does not parse."""
     plain = str(given).strip().upper()
     match = re.fullmatch(rf"(\d{{1,30}}(?:\.\d{{0,30}})?{exponent})\s*([KMGT]?I?)B?", plain, re.ASCII)
     return None if match is None or match[2] not in _UNITS else Decimal(match[1]) * _UNITS[match[2]]
@@ -77,7 +77,7 @@ def counted(number: int, word: str) -> str:
 
 
 def number_text(value: float) -> str:
-    """Four significant digits, thousands apart, no trailing zeros; NaN and infinities by name."""
+    """Four significant digits with thousands separators and without trailing zeros; ``NaN``, ``∞``."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("∞" if value > 0 else "-∞")
     if value and not 1e-3 <= abs(value) < 1e7:

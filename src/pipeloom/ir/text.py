@@ -86,14 +86,14 @@ def from_json(text: str) -> Schedule:
     Raises:
         ScheduleError: the text is no JSON of a schedule.
     """
-    return _schedule(read_json(text, "the schedule", "it with pipeloom.ir.text.to_json", ScheduleError))
+    return _schedule(read_json(text, "the schedule", "the output of pipeloom.ir.text.to_json", ScheduleError))
 
 
 def _schedule(entry: Entry) -> Schedule:
     data = entry.fields(_SCHEDULE_KEYS, ("microbatches_per_update",))
     count = data.get("microbatches_per_update")
-    places = [place.members("rank") for place in data["placement"].members("stage", data["placement"].what)]
-    pairs = [pair.members("action", length=2) for pair in data["overlapped"].members("pair")]
+    places = [place.members() for place in data["placement"].members()]
+    pairs = [pair.members(length=2) for pair in data["overlapped"].members()]
     return Schedule(
         name=data["name"].text(),
         num_microbatches=data["num_microbatches"].whole(),
@@ -108,7 +108,7 @@ def _schedule(entry: Entry) -> Schedule:
 
 
 def _orders(entry: Entry) -> Orders:
-    return tuple(tuple(parse_action(word) for word in order.text().split()) for order in entry.members("order"))
+    return tuple(tuple(parse_action(word) for word in order.text().split()) for order in entry.members())
 
 
 def program_to_json(program: Program) -> str:
@@ -131,9 +131,9 @@ def program_from_json(text: str) -> Program:
     Raises:
         ScheduleError: the text is no JSON of a program.
     """
-    entry = read_json(text, "the program", "it with pipeloom.ir.text.program_to_json", ScheduleError)
+    entry = read_json(text, "the program", "the output of pipeloom.ir.text.program_to_json", ScheduleError)
     data = entry.fields(("schedule", "gradient_groups", "data", "orders"))
-    groups = [group.members("stage") for group in data["gradient_groups"].members("group")]
+    groups = [group.members() for group in data["gradient_groups"].members()]
     return Program(
         schedule=_schedule(data["schedule"]),
         orders=_orders(data["orders"]),

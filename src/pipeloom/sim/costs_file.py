@@ -71,14 +71,14 @@ def parse_costs(text: str) -> CostsFile:
     """
     root = read_json(text, "the costs file", "an object with stages, latency, memory_cap_bytes")
     data = root.fields(("stages",), _ENTRIES[1:])
-    stages = [stage.fields(_TIMES, _OPTIONAL) for stage in data["stages"].members("stage", root.what)]
+    stages = [stage.fields(_TIMES, _OPTIONAL) for stage in data["stages"].members()]
     if not stages:
-        data["stages"].refuse("a model has one stage at least", "write its times")
+        data["stages"].refuse("must have an entry per stage")
     for number, stage in enumerate(stages):
         if odd := sorted(set(stage) ^ set(stages[0])):
             raise InputError(
-                f"stage {number} of {root.what} has other keys than stage 0 ({odd[0]!r}): all stages have the same "
-                "keys; give it to all, or to none"
+                f"{root.source}: key {odd[0]!r} is in only one of stages[0] and stages[{number}]: all stages need the "
+                "same keys. Add it to all, or remove it."
             )
     columns: dict[str, Any] = {
         what: tuple(stage[what].whole(least=1) if what == "units" else stage[what].number() for stage in stages)
@@ -87,7 +87,7 @@ def parse_costs(text: str) -> CostsFile:
     }
     caps = None
     if "memory_cap_bytes" in data and data["memory_cap_bytes"].value is not None:
-        caps = tuple(cap.number() for cap in data["memory_cap_bytes"].members("cap"))
+        caps = tuple(cap.number() for cap in data["memory_cap_bytes"].members())
         if "activation_bytes" not in columns:
             raise InputError(
                 "memory_cap_bytes limit nothing without activation_bytes of the stages; add them, or drop it"
@@ -96,7 +96,7 @@ def parse_costs(text: str) -> CostsFile:
 
 
 def _network(data: dict[str, Entry], sized: bool) -> Network:
-    links = [_link(link) for link in data["links"].members("link", "the costs file")] if "links" in data else []
+    links = [_link(link) for link in data["links"].members()] if "links" in data else []
     known: dict[str, Any] = {what: data[what].number() for what in _BESIDE if what in data}
     if "bytes_per_second" in data and data["bytes_per_second"].value is not None:
         known["bytes_per_second"] = data["bytes_per_second"].number()
@@ -111,7 +111,7 @@ def _network(data: dict[str, Entry], sized: bool) -> Network:
 
 def _link(link: Entry) -> Link:
     entries = link.fields(("ranks", "bytes_per_second"))
-    pairs = [pair.members("rank", length=2) for pair in entries["ranks"].members("pair", link.what)]
+    pairs = [pair.members(length=2) for pair in entries["ranks"].members()]
     return Link(
         ranks=frozenset((source.whole(), target.whole()) for source, target in pairs),
         bytes_per_second=entries["bytes_per_second"].number(),
@@ -122,4 +122,4 @@ def _latency(latency: Entry) -> float | tuple[tuple[float, ...], ...]:
     """A number, or a table with a row for each source rank."""
     if not isinstance(latency.value, list):
         return latency.number()
-    return tuple(tuple(each.number() for each in row.members("entry")) for row in latency.members("row"))
+    return tuple(tuple(each.number() for each in row.members()) for row in latency.members())

@@ -220,9 +220,9 @@ class Timeline:
             return cls(
                 name=str(data["name"]),
                 kind="measured" if data["kind"] == "measured" else "simulated",
-                ideal_seconds=Entry(data["ideal_seconds"], "ideal_seconds").number(),
-                num_microbatches=Entry(data["num_microbatches"], "num_microbatches").whole(),
-                num_slices=Entry(data["num_slices"], "num_slices").whole(),
+                ideal_seconds=Entry(data["ideal_seconds"], "the timeline", "ideal_seconds").number(),
+                num_microbatches=Entry(data["num_microbatches"], "the timeline", "num_microbatches").whole(),
+                num_slices=Entry(data["num_slices"], "the timeline", "num_slices").whole(),
                 placement=Placement(tuple(tuple(map(int, ranks)) for ranks in data["placement"])),
                 spans=_spans(data["spans"]),
                 background=_spans(data.get("background", ())),

@@ -66,7 +66,7 @@ def read_memory(directory: Path) -> list[MemoryRow]:
     try:
         text = path.read_text(encoding="utf-8")
         data = read_json(text, str(path), "an object with kinds and processes").fields(("kinds", "processes"))
-        return [_row(row) for row in data["processes"].members("process", str(path))]
+        return [_row(row) for row in data["processes"].members()]
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error.strerror or error}): a run of `pipeloom train` writes it; name its "

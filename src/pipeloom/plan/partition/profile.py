@@ -71,7 +71,7 @@ class Profile:
             raise InputError("the profile has no layers: a model has one at least; profile it again")
         for number, layer in enumerate(self.layers):
             for key in _KEYS[1:]:
-                Entry(getattr(layer, key), f"{key} of layer {number} of the profile").number()
+                Entry(getattr(layer, key), "the profile", f"layers[{number}].{key}").number()
         for key in _KEYS[1:]:
             total = sum(float(getattr(layer, key)) for layer in self.layers)
             if total > MOST:
@@ -81,7 +81,7 @@ class Profile:
     def _check_ties(self) -> None:
         shared = [0.0] * len(self.layers)
         for number, (size, layers) in enumerate(self.ties):
-            Entry(size, f"bytes of tie {number} of the profile").number()
+            Entry(size, "the profile", f"ties[{number}].bytes").number()
             whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
             if not whole or len(layers) < 2 or list(layers) != sorted(set(layers) & set(range(len(shared)))):
                 raise InputError(
@@ -124,10 +124,10 @@ def parse_profile(text: str) -> Profile:
     root = read_json(text, "the profile", f'{{"layers": [{{{form}}}, ...]}}')
     data = root.fields(("layers",), ("version", "ties"))
     if "version" in data and data["version"].whole() != _VERSION:
-        data["version"].refuse(f"this pipeloom reads version {_VERSION}", "profile the model anew")
-    layers = [layer.fields(_KEYS) for layer in data["layers"].members("layer", root.what)]
-    ties = [tie.fields(_KEYS_OF_TIES) for tie in data["ties"].members("tie", root.what)] if "ties" in data else []
+        data["version"].refuse(f"this release reads version {_VERSION}", "Profile the model again")
+    layers = [layer.fields(_KEYS) for layer in data["layers"].members()]
+    ties = [tie.fields(_KEYS_OF_TIES) for tie in data["ties"].members()] if "ties" in data else []
     return Profile.of(
         ((layer["name"].text(), *(layer[key].number() for key in _KEYS[1:])) for layer in layers),  # type: ignore[misc]
-        ((tie["bytes"].number(), tuple(each.whole() for each in tie["layers"].members("layer"))) for tie in ties),
+        ((tie["bytes"].number(), tuple(each.whole() for each in tie["layers"].members())) for tie in ties),
     )

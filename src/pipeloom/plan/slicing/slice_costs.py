@@ -203,7 +203,7 @@ def parse_slice_costs(text: str) -> SliceCosts:
     Raises:
         InputError: it is not one; the message names the key and the rule.
     """
-    data = read_json(text, "the file of costs of slices", _FORM).fields(_PHASES, _MESSAGE)
+    data = read_json(text, "the slice costs file", _FORM).fields(_PHASES, _MESSAGE)
     forward, backward = (_phase(data[name]) for name in _PHASES)
     message = {name: data[name].number(most=MOST) for name in _MESSAGE if name in data}
     return SliceCosts(forward=forward, backward=backward, **message)
@@ -211,13 +211,13 @@ def parse_slice_costs(text: str) -> SliceCosts:
 
 def _phase(phase: Entry) -> LinearTime:
     data = phase.fields(("base",), ("context",))
-    points = [point.members("entry", length=2) for point in data["base"].members("point")]
+    points = [point.members(length=2) for point in data["base"].members()]
     base = tuple((tokens.number(above=True, most=MOST), seconds.number(most=MOST)) for tokens, seconds in points)
     context = {}
     if "context" in data:
-        a0, a1, a2, a3 = (a.number(least=-MOST, most=MOST) for a in data["context"].members("a", length=4))
+        a0, a1, a2, a3 = (a.number(least=-MOST, most=MOST) for a in data["context"].members(length=4))
         context["context"] = (a0, a1, a2, a3)
     try:
         return LinearTime(base=base, **context)
     except InputError as error:
-        raise InputError(f"{phase.what}: {error}") from error
+        raise InputError(f"{phase.place}: {error}") from error
