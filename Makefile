@@ -1,6 +1,7 @@
 # make train    a fresh machine with Python 3.11 or later: sets up .venv and trains the default model
 # make test     sets up .venv with the development tools and runs the tests
 # make lint     ruff and mypy
+# make mutants  changes single operators of the code and reports which changes no test notices (an hour)
 # make clean    removes .venv and caches
 #
 #   make train ARGS="--steps 50 --parallel.pipeline 4"     options for `pipeloom train`
@@ -17,7 +18,7 @@ WORKERS ?= 2
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: train test lint clean
+.PHONY: train test lint mutants clean
 
 train: $(VENV)/.ready-run
 	$(BIN)/pipeloom train $(ARGS)
@@ -29,6 +30,10 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+mutants: $(VENV)/.ready-dev
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev,mutants]'
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
