@@ -18,6 +18,7 @@ from typing import Any
 
 import pipeloom as pl
 from pipeloom import cli
+from pipeloom.ir.versions import versions_used
 from pipeloom.passes import lower, repeat_steps
 from pipeloom.plan.slicing import parse_slice_costs, slice_batch, slicing_timeline, uniform
 from pipeloom.report import timeline_svg
@@ -248,7 +249,7 @@ def _versions() -> str:
     }
     rows = [f"| micro-batch | {' | '.join(streams)} |", f"|---|{'---|' * len(streams)}"]
     for b in range(10):
-        used = (" ".join(str(each.versions_used[stage, b]) for stage in range(4)) for each in streams.values())
+        used = (" ".join(str(versions_used(each)[stage, b]) for stage in range(4)) for each in streams.values())
         rows.append(f"| {b} | {' | '.join(f'`{versions}`' for versions in used)} |")
     return "\n".join(rows)
 

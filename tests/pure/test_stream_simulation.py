@@ -12,7 +12,9 @@ import pytest
 from pipeloom.cli import main
 from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import Op, Schedule, check
+from pipeloom.ir.large.proof import proof_of
 from pipeloom.ir.text import from_json, to_json
+from pipeloom.ir.versions import versions_used
 from pipeloom.passes import lower
 from pipeloom.report import timeline_svg
 from pipeloom.report.perfetto import trace
@@ -118,10 +120,10 @@ def test_large_streams_are_checked_and_timed_by_their_columns(replicas):
     updates = 4100 // lcm(*replicas) // (1 if len(replicas) == 3 else 8)
     schedule = stream("stash", replicas, updates)
     assert schedule.large
-    assert schedule.proof is not None
+    assert proof_of(schedule) is not None
     copied = replace(schedule, orders=tuple(tuple(order) for order in schedule.orders))
     for each in (schedule, copied, from_json(to_json(schedule))):
-        used = each.versions_used
+        used = versions_used(each)
         assert all(v == newest_by_counting(s, b, replicas, 1, None) for (s, b), v in used.items())
         assert len(used) == schedule.num_stages * schedule.num_microbatches
     small = stream("stash", replicas, 40)
@@ -155,7 +157,7 @@ def test_pictures_show_updates_and_versions():
         svg = timeline_svg([timeline])
         assert svg.count("STEP0 on rank") == 3
         assert "update of parameters" in svg
-        used = schedule.versions_used
+        used = versions_used(schedule)
         for (stage, b), version in used.items():
             for op in "FB":
                 assert f"<title>{stage}{op}{b} on rank" in svg

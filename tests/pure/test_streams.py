@@ -10,7 +10,7 @@ import pytest
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Action, Op, Placement, Schedule, WeightPolicy, check
-from pipeloom.ir.versions import num_updates, weight_version_bytes, with_updates
+from pipeloom.ir.versions import num_updates, versions_used, weight_version_bytes, with_updates
 from pipeloom.passes import lower
 from pipeloom.schedules import build, pipedream, pipedream_2bw
 
@@ -77,7 +77,7 @@ def test_versions_lag_and_are_held_as_the_papers_say(p):
     assert check(stream("vertical", (1,) * p, 1)).weight_versions == (1,) * p
     for b in range(3 * p):  # newest is version b when B of micro-batch b begins
         for d in range(p):
-            lags = [b - stream(kind, (1,) * p, 3 * p).versions_used[d, b] for kind in ("stash", "vertical")]
+            lags = [b - versions_used(stream(kind, (1,) * p, 3 * p))[d, b] for kind in ("stash", "vertical")]
             assert lags == [min(b, p - 1 - d), min(b, p - 1)]
 
 
@@ -92,7 +92,7 @@ def test_two_buffers_are_enough_from_p_minus_1_micro_batches_on(p):
     for each in (p - 1, p, 2 * p + 1):
         schedule = stream("2bw", (1,) * p, 5, each)
         assert check(schedule).weight_versions == (2,) * p
-        assert all(version == max(b // each - 1, 0) for (_, b), version in schedule.versions_used.items())
+        assert all(version == max(b // each - 1, 0) for (_, b), version in versions_used(schedule).items())
 
 
 @pytest.mark.parametrize("replicas", VECTORS)
@@ -102,7 +102,7 @@ def test_every_micro_batch_uses_the_version_that_counting_gives(replicas, more):
     stages = range(len(replicas))
     for each in (1, 2, 3, 5):
         schedules_of = {kind: stream(kind, replicas, 7, each, in_flight) for kind in ("stash", "vertical")}
-        used = {kind: schedule.versions_used for kind, schedule in schedules_of.items()}
+        used = {kind: versions_used(schedule) for kind, schedule in schedules_of.items()}
         for b in range(schedules_of["stash"].num_microbatches):
             newest = [newest_by_counting(s, b, replicas, each, in_flight) for s in stages]
             assert [used["stash"][s, b] for s in stages] == newest
@@ -128,7 +128,7 @@ def test_2bw_of_replicas_takes_the_fewest_micro_batches_that_two_versions_are_en
             continue
         schedule = stream("2bw", replicas, 5, each)
         assert max(check(schedule).weight_versions) == 2  # one where an update that is made later is made in time
-        for (stage, b), version in schedule.versions_used.items():
+        for (stage, b), version in versions_used(schedule).items():
             assert version == max(b // lcm(each, replicas[stage]) - 1, 0)
 
 
@@ -152,7 +152,7 @@ def by_hand() -> list[Schedule]:
 )
 def test_versions_held_are_those_that_somebody_still_needs(schedule):
     """Action by action: what exists is the newest version of a stage and every older one that a backward will use."""
-    used = schedule.versions_used
+    used = versions_used(schedule)
     sizes = [3.0 + stage for stage in range(schedule.num_stages)]
     most_bytes = []
     for rank, held in enumerate(schedule.placement.stages_of):

@@ -14,6 +14,7 @@ import pytest
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Placement, Schedule, WeightPolicy, check
 from pipeloom.ir.text import parse_orders
+from pipeloom.ir.versions import versions_used
 from pipeloom.passes import lower, stretch
 from pipeloom.schedules import pipedream, steady_length
 from pipeloom.schedules.pipedream import noam_in_flight
@@ -88,7 +89,7 @@ def test_a_planned_run_takes_about_a_kilobyte_for_each_micro_batch_and_stage() -
     tracemalloc.start()
     try:
         longer = stretch(schedule, count)
-        planned = lower(longer), longer.versions_used
+        planned = lower(longer), versions_used(longer)
         assert len(planned[1]) == 4 * count
         assert 500 < tracemalloc.get_traced_memory()[0] / (4 * count) < 1500
     finally:

@@ -11,12 +11,12 @@ knows what an action has to wait for; the checker, the simulator, the passes and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, wraps
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TypeVar, cast
 
 from pipeloom.errors import ScheduleError, folded
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
@@ -25,8 +25,7 @@ from pipeloom.ir.data_axis import DataAxis
 from pipeloom.ir.large.order import LARGE, Order
 from pipeloom.ir.placement import Placement
 
-if TYPE_CHECKING:
-    from pipeloom.ir.large.columns import Proof
+T = TypeVar("T")
 
 F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
 
@@ -95,24 +94,6 @@ class Schedule:
     def large(self) -> bool:
         """Whether the columns of `pipeloom.ir.large.columns` are worth making."""
         return sum(map(len, self.orders)) >= LARGE
-
-    @cached_property
-    def proof(self) -> Proof | None:
-        """That the schedule is legal, from its columns; None if it is not, or has no columns."""
-        from pipeloom.ir.large.columns import prove
-
-        return prove(self)
-
-    @cached_property
-    def versions_used(self) -> Uses:
-        """Of a stream, the version that F and B of each stage and micro-batch use; see `pipeloom.ir.versions`.
-
-        Raises:
-            ScheduleError: an F stands before the update that makes its version.
-        """
-        from pipeloom.ir.versions import find_versions
-
-        return find_versions(self)
 
     @property
     def num_ranks(self) -> int:
@@ -214,6 +195,20 @@ class Program:
     def ranks_of_group(self, group: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that hold a stage of a gradient group, ascending."""
         return tuple(sorted({rank for stage in group for rank in self.placement.replicas[stage]}))
+
+
+def once_per_schedule(derive: Callable[[Schedule], T]) -> Callable[[Schedule], T]:
+    """`derive`, called at most once for each `Schedule` object: the result stays with the object."""
+    key = f"{derive.__module__}.{derive.__qualname__}"
+
+    @wraps(derive)
+    def derived(schedule: Schedule) -> T:
+        kept = schedule.__dict__
+        if key not in kept:
+            kept[key] = derive(schedule)
+        return cast("T", kept[key])
+
+    return derived
 
 
 def schedule_of(pipeline: Schedule | Program) -> Schedule:

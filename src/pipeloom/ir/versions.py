@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.schedule import Schedule, Uses, WeightPolicy
+from pipeloom.ir.large.proof import proof_of
+from pipeloom.ir.schedule import Schedule, Uses, WeightPolicy, once_per_schedule
 
 _LAST_BACKWARDS = (Op.B, Op.W)
 
@@ -86,8 +87,9 @@ def with_updates(schedule: Schedule, rank: int) -> Iterator[Action]:
     yield from behind.get(len(order), ())
 
 
-def find_versions(schedule: Schedule) -> Uses:
-    """The version that F and B of each stage and micro-batch use; `Schedule.versions_used` finds it once.
+@once_per_schedule
+def versions_used(schedule: Schedule) -> Uses:
+    """The version that F and B of each stage and micro-batch of a stream use.
 
     Raises:
         ScheduleError: an F stands before the update that makes its version.
@@ -119,7 +121,7 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
 
     A version lives from its update until the next one, or until the last backward that uses it if that comes later.
     """
-    used = schedule.versions_used
+    used = versions_used(schedule)
     lives = (_lives(schedule, rank, used) for rank in range(schedule.num_ranks))
     return tuple(max((int(_most((life, 1) for life in each)) for each in of.values()), default=1) for of in lives)
 
@@ -133,7 +135,7 @@ def weight_version_bytes(schedule: Schedule, parameter_bytes: Sequence[float]) -
     """
     if schedule.microbatches_per_update is None:
         return tuple(sum(parameter_bytes[stage] for stage in held) for held in schedule.placement.stages_of)
-    used = schedule.versions_used
+    used = versions_used(schedule)
     lives = (_lives(schedule, rank, used) for rank in range(schedule.num_ranks))
     return tuple(_most((life, parameter_bytes[s]) for s, each in of.items() for life in each) for of in lives)
 
@@ -157,10 +159,10 @@ def _lanes(schedule: Schedule, rank: int) -> dict[int, _Lane]:
     """The stages of a rank, ascending."""
     lanes = {stage: _Lane([], [], [], []) for stage in schedule.placement.stages_of[rank]}
     order = schedule.orders[rank]
-    if schedule.large and schedule.proof is not None:
+    if (proof := proof_of(schedule)) is not None:
         for stage, lane in lanes.items():
-            lane.forwards.extend(schedule.proof.columns.places(rank, stage, Op.F))
-            lane.backwards.extend(schedule.proof.columns.places(rank, stage, *_LAST_BACKWARDS))
+            lane.forwards.extend(proof.columns.places(rank, stage, Op.F))
+            lane.backwards.extend(proof.columns.places(rank, stage, *_LAST_BACKWARDS))
     else:
         for position, (stage, op, microbatch, _) in enumerate(order):
             assert microbatch is not None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pipeloom.ir.check.checker import explained
+from pipeloom.ir.large.proof import proof_of
 from pipeloom.ir.schedule import Program, Schedule, schedule_of
 from pipeloom.sim.build import build_timeline
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.events import spans_by_events
 from pipeloom.sim.network import Network
 from pipeloom.sim.timeline import Timeline
+
+if TYPE_CHECKING:
+    from pipeloom.ir.large.columns import Proof
 
 
 def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None = None) -> Timeline:
@@ -45,9 +51,10 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
 
 
 def _simulate(pipeline: Schedule | Program, schedule: Schedule, costs: Costs, network: Network) -> Timeline:
-    has_columns = pipeline is schedule and schedule.large and schedule.proof is not None
-    if has_columns and not network.limited and costs.slice_factors is None:
-        return _timed_by_rounds(schedule, costs, network)
+    if pipeline is schedule and not network.limited and costs.slice_factors is None:
+        proof = proof_of(schedule)
+        if proof is not None:
+            return _timed_by_rounds(schedule, proof, costs, network)
     found = spans_by_events(pipeline, costs, network)
     return build_timeline(
         schedule,
@@ -63,11 +70,9 @@ def _simulate(pipeline: Schedule | Program, schedule: Schedule, costs: Costs, ne
     )
 
 
-def _timed_by_rounds(schedule: Schedule, costs: Costs, network: Network) -> Timeline:
+def _timed_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Network) -> Timeline:
     from pipeloom.sim.levels import byte_curves, live_curves, spans_by_rounds
 
-    proof = schedule.proof
-    assert proof is not None
     rows = spans_by_rounds(schedule, proof, costs, network)
     keeps = costs.bytes_kept(schedule)
     return Timeline(

@@ -16,7 +16,7 @@ from pipeloom.ir.action import COMPUTE_OPS, Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule, Uses, WeightPolicy
 from pipeloom.ir.text import parse_action
-from pipeloom.ir.versions import weight_versions
+from pipeloom.ir.versions import versions_used, weight_versions
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.events import Transfer
 from pipeloom.sim.rows import Curve, Point, SpanRow
@@ -125,7 +125,11 @@ class Timeline:
         Of a stream in its steady state: see `steady_period`, None where it is too short for one. Else of steps one
         behind the other: the makespan over the micro-batches.
         """
-        return steady_period(self) if self.is_stream else self.makespan / self.num_microbatches
+        return (
+            steady_period(self.schedule, self.compute_spans)
+            if self.is_stream
+            else self.makespan / self.num_microbatches
+        )
 
     @property
     def ideal_period_seconds(self) -> float:
@@ -177,7 +181,7 @@ class Timeline:
     def versions_used(self) -> Uses:
         """Of a whole stream, the version of the parameters for each stage and micro-batch; else empty."""
         whole = 2 * self.placement.num_stages * self.num_microbatches <= sum(map(len, self.compute_spans))
-        return self.schedule.versions_used if self.is_stream and whole else {}
+        return versions_used(self.schedule) if self.is_stream and whole else {}
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
 from pipeloom.ir.check.completeness import check_complete, refuse_place
 from pipeloom.ir.check.input_types import check_actions
 from pipeloom.ir.check.memory import check_data_axis, check_offload, check_reductions
+from pipeloom.ir.large.proof import proof_of
 from pipeloom.ir.schedule import Orders, Program, Schedule, WeightPolicy, schedule_of
 from pipeloom.ir.versions import weight_versions
 from pipeloom.ir.walk import walk
@@ -48,7 +49,7 @@ def check(pipeline: Schedule | Program) -> Checked:
     """
     schedule = schedule_of(pipeline)
     _check_sizes(schedule)
-    proven = schedule.proof if schedule.large else None
+    proven = proof_of(schedule)
     if proven is None:
         check_actions(schedule.orders, f"schedule {schedule.name!r}")
         check_complete(schedule)

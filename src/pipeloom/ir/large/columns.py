@@ -30,7 +30,7 @@ from pipeloom.ir.large.order import (
     encode,
 )
 from pipeloom.ir.large.rounds import walk_columns
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.schedule import Schedule, once_per_schedule
 
 Ints = npt.NDArray[np.int32]
 Needs = Iterator[tuple[Ints, Ints]]
@@ -142,6 +142,7 @@ def _units(columns: Columns, pairs: npt.NDArray[np.int64]) -> Ints | None:
     return np.sort(units).astype(np.int32)
 
 
+@once_per_schedule
 def prove(schedule: Schedule) -> Proof | None:
     """The proof that a schedule is legal; None if it is not, or has no columns."""
     if min(schedule.num_microbatches, schedule.num_slices) < 1 or len(schedule.orders) != schedule.num_ranks:

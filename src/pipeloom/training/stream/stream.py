@@ -14,7 +14,7 @@ import torch
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Program, check
-from pipeloom.ir.versions import check_drained
+from pipeloom.ir.versions import check_drained, versions_used
 from pipeloom.passes import lower, stretch
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.stream.agreement import agree
@@ -240,7 +240,7 @@ class Stream:
         if self._last_length is None or self._last_length[0].num_microbatches != length:
             schedule = stretch(self._pipeline.schedule, length)
             check(schedule)
-            self._last_length = lower(schedule), schedule.versions_used
+            self._last_length = lower(schedule), versions_used(schedule)
         return self._last_length
 
     def _agree(self, count: int, rates: list[float] | None) -> bool:
