@@ -30,7 +30,12 @@ from pipeloom.train.config.train_config import options
 
 DOCS = Path(__file__).parent
 PICTURES = DOCS / "pictures"
-TABLES_IN = (DOCS.parent / "README.md", DOCS / "cli.md", DOCS / "gallery.md", DOCS / "pipedream.md")
+TABLES_IN = (
+    DOCS.parent / "README.md",
+    DOCS / "reference" / "cli.md",
+    DOCS / "reference" / "gallery.md",
+    DOCS / "how-to" / "streams.md",
+)
 SIMULATED = {
     "naive.svg": "naive --ranks 4 --microbatches 4",
     "gpipe.svg": "gpipe --ranks 4 --microbatches 8",
@@ -66,7 +71,7 @@ def draw(directory: Path) -> list[Path]:
 
 def _eager() -> str:
     """The schedule that new-schedule.md works out, made by the code that stands there."""
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "new-schedule.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "tutorials" / "new-schedule.md").read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
     exec(next(block for block in blocks if "def eager_one_f_one_b" in block), names)
     schedule = names["eager_one_f_one_b"](num_ranks=4, num_microbatches=8)
@@ -139,7 +144,7 @@ def _convergence() -> str:
 
 def _slices() -> str:
     """A sequence whole, in even slices and in the best ones, by the costs that slicing.md shows."""
-    page = (DOCS / "slicing.md").read_text(encoding="utf-8")
+    page = (DOCS / "how-to" / "slicing.md").read_text(encoding="utf-8")
     costs = parse_slice_costs(next(iter(re.findall(r"```json\n(.*?)```", page, re.DOTALL))))
     found = slice_batch(costs, sequence=2048, num_ranks=4, grid=32).slices[0]
     cuts = {"whole": (2048,), "4 even slices": uniform(sequence=2048, num_slices=4), f"{len(found)} slices": found}
@@ -189,7 +194,7 @@ def _gallery() -> str:
             f"{held.capitalize()} a rank{cut}; {family.constraints}.\n"
             f"Bubble `{family.bubble}`, here {bubble}; "
             f"most live activations on rank d `{family.peak}`, here {peaks}.\n\n"
-            f"![{name} on 4 ranks and 8 micro-batches](pictures/gallery-{name}.svg)"
+            f"![{name} on 4 ranks and 8 micro-batches](../pictures/gallery-{name}.svg)"
         )
     return "\n".join(rows) + "\n\n" + "\n\n".join(sections)
 

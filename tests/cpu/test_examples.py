@@ -165,13 +165,13 @@ def test_the_readme_example_runs_as_printed(tmp_path: Path, capsys: Capture) -> 
 
 
 PAGES = (
-    "docs/own-model.md",
-    "docs/new-schedule.md",
-    "docs/slicing.md",
-    "docs/pipedream.md",
-    "docs/partitioning.md",
-    "docs/less-memory.md",
-    "docs/checkpoints.md",
+    "docs/tutorials/own-model.md",
+    "docs/tutorials/new-schedule.md",
+    "docs/how-to/slicing.md",
+    "docs/how-to/streams.md",
+    "docs/how-to/partitioning.md",
+    "docs/how-to/reducing-memory.md",
+    "docs/reference/checkpoints.md",
 )
 
 
@@ -195,6 +195,6 @@ def test_code_in_the_documentation_runs_as_printed(
 
 def test_all_code_that_is_not_run_says_so() -> None:
     run = {"README.md", *PAGES}
-    for page in (ROOT / "docs").glob("*.md"):
-        name = f"docs/{page.name}"
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = str(page.relative_to(ROOT))
         assert name in run or not _blocks(name), name

@@ -357,7 +357,7 @@ def test_a_bad_profile_names_what_is_wrong(capsys, tmp_path, content, message):
 
 
 def test_the_worked_example_of_the_documentation_is_what_is_printed(capsys, tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs" / "partitioning.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "partitioning.md").read_text()
     monkeypatch.chdir(tmp_path)
     Path("profile.json").write_text(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
     command, shown = re.search(r"\$ pipeloom partition ([^\n]*)\n(?!\$|```)(.*?)```", page, re.DOTALL).groups()

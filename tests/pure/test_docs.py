@@ -16,7 +16,12 @@ from pipeloom import cli
 from pipeloom.cli.parser import Parser
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("README.md")),
+]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -70,7 +75,7 @@ def test_relative_links_lead_somewhere(name):
 
 def test_every_page_and_picture_is_reachable():
     text = "\n".join(page.read_text() for page in PAGES)
-    for path in (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "pictures").glob("*.svg")):
+    for path in (*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "pictures").glob("*.svg")):
         assert path.name in text, path
 
 
@@ -130,7 +135,7 @@ def test_commands_parse(name, monkeypatch, capsys, tmp_path):
 
 
 def test_the_reference_lists_every_command():
-    reference = (ROOT / "docs/cli.md").read_text()
+    reference = (ROOT / "docs/reference/cli.md").read_text()
     rows = [f"| [`{name}`](#{name}) | {text} |" for name, text in cli.COMMANDS.items()]
     assert re.findall(r"^\| \[`\w+`\]\(#.*$", reference, re.MULTILINE) == rows
 
@@ -156,7 +161,7 @@ def test_other_commands_name_files_that_exist(name):
 
 
 def test_the_reference_has_every_option(monkeypatch, capsys):
-    reference = (ROOT / "docs" / "cli.md").read_text()
+    reference = (ROOT / "docs" / "reference" / "cli.md").read_text()
     seen: list[Parser] = []
 
     def remember(self, *args, **kwargs):
@@ -190,7 +195,7 @@ def test_the_reference_has_every_option(monkeypatch, capsys):
 def test_json_keys_of_simulate_are_in_the_reference(capsys):
     import json
 
-    reference = (ROOT / "docs" / "cli.md").read_text()
+    reference = (ROOT / "docs" / "reference" / "cli.md").read_text()
     line = "pipeloom simulate 1f1b --ranks 4 --microbatches 8 --json"
     assert cli.main(line.split()[1:]) == 0
     printed = capsys.readouterr().out
@@ -200,7 +205,7 @@ def test_json_keys_of_simulate_are_in_the_reference(capsys):
 
 
 def test_printed_timelines_are_what_is_printed_now(capsys):
-    page = (ROOT / "docs" / "quickstart.md").read_text()
+    page = (ROOT / "docs" / "tutorials" / "quickstart.md").read_text()
     command = "pipeloom simulate 1f1b --ranks 4 --microbatches 8"
     shown = re.search(rf"\$ {command}\n(.*?)\n\.\.\.", page, re.DOTALL)[1]
     assert cli.main(command.split()[1:]) == 0
@@ -209,7 +214,7 @@ def test_printed_timelines_are_what_is_printed_now(capsys):
 
 
 def test_printed_memory_is_what_is_printed_now(capsys):
-    page = (ROOT / "docs" / "memory.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "memory.md").read_text()
     blocks = re.findall(r"```console\n\$ pipeloom (.*?)\n(.*?)\n```", page, re.DOTALL)
     assert len(blocks) == 6
     for words, shown in blocks:

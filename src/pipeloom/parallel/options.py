@@ -14,7 +14,7 @@ DType = Literal["fp32", "bf16", "fp16"]
 GradientDType = Literal["float32", "same"]
 
 # Of `DataParallel.bucket_bytes`, as torch's DDP has it: what a few messages carry of a large model. Smaller ones were
-# no faster where they were measured (see docs/data-parallel.md).
+# no faster where they were measured (see docs/how-to/data-parallel.md).
 BUCKET_BYTES = 25 << 20
 
 
