@@ -1,7 +1,9 @@
 # make train    a fresh machine with Python 3.11 or later: sets up .venv and trains the default model
 # make test     sets up .venv with the development tools and runs the tests
+# make check    linters and the quick tests, under 90 seconds on two idle cores: run it before every commit
 # make lint     ruff and mypy
 # make mutants  changes single operators of the code and reports which changes no test notices (an hour)
+# make docs     builds the documentation site into site/; broken links are errors
 # make clean    removes .venv and caches
 #
 #   make train ARGS="--steps 50 --parallel.pipeline 4"     options for `pipeloom train`
@@ -18,13 +20,16 @@ WORKERS ?= 2
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: train test lint mutants clean
+.PHONY: train test check lint docs mutants clean
 
 train: $(VENV)/.ready-run
 	$(BIN)/pipeloom train $(ARGS)
 
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+check: lint
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m quick $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
@@ -35,8 +40,11 @@ mutants: $(VENV)/.ready-dev
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev,mutants]'
 	$(BIN)/python -m tests.mutants $(ARGS)
 
+docs: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or later found; install one, or name it: make PYTHON=/path/to/python"; exit 1; }
@@ -51,3 +59,8 @@ $(VENV)/.ready-dev: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing pipeloom, torch and the development tools into $(VENV); this takes a minute or more, the first time only"
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.ready-run
+
+$(VENV)/.ready-docs: $(VENV)/.ready-run
+	@echo "installing the documentation tools into $(VENV)"
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[docs]'
+	@touch $@

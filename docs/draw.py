@@ -70,8 +70,9 @@ def draw(directory: Path) -> list[Path]:
 
 
 def _eager() -> str:
-    """The schedule that new-schedule.md works out, made by the code that stands there."""
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "tutorials" / "new-schedule.md").read_text(encoding="utf-8"), re.DOTALL)
+    """The schedule of the tutorial new-schedule.md, built by the code on that page."""
+    page = (DOCS / "tutorials" / "new-schedule.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(next(block for block in blocks if "def eager_one_f_one_b" in block), names)
     schedule = names["eager_one_f_one_b"](num_ranks=4, num_microbatches=8)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.processes import Crew
 from benchmarks.common.reference import write_reference
-from benchmarks.common.report import environment, save, table
+from benchmarks.common.report import Parts, environment, markdown, save, table
 from benchmarks.common.statistics import spread
 from benchmarks.common.systems import Bench, System, build_checked, step_seconds
 from benchmarks.common.workloads import TinyWorkload
@@ -81,7 +81,7 @@ def measure(names: list[str], num_microbatches: int, num_rounds: int, num_steps:
     return results
 
 
-def tables(results: dict[str, Any], num_microbatches: int) -> str:
+def tables(results: dict[str, Any], num_microbatches: int) -> Parts:
     rows = []
     for name, result in results.items():
         num_ranks = CASES[name].num_ranks
@@ -111,7 +111,7 @@ def tables(results: dict[str, Any], num_microbatches: int) -> str:
         "us CPU per F or B",
         "us wall a step",
     )
-    return f"{table(header, rows)}\n\nM={num_microbatches} micro-batches a step; median (quartiles) over rounds."
+    return [table(header, rows), f"M={num_microbatches} micro-batches per step; median (quartiles) over rounds."]
 
 
 def main() -> None:
@@ -125,10 +125,10 @@ def main() -> None:
     machine = environment()
     names = [name for name in CASES if name in arguments.cases or name in BARE.values()]
     results = measure(names, arguments.microbatches, arguments.rounds, arguments.steps)
-    text = tables(results, arguments.microbatches)
-    print(text)
+    parts = tables(results, arguments.microbatches)
+    print(markdown(parts))
     settings = {"rounds": arguments.rounds, "steps": arguments.steps, "microbatches": arguments.microbatches}
-    save(arguments.output, settings, machine, results, text)
+    save(arguments.output, settings, machine, results, parts)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from benchmarks.barrier_free.subject import (
     Subject,
 )
 from benchmarks.common.processes import Crew
-from benchmarks.common.report import environment, save, table
+from benchmarks.common.report import Parts, environment, markdown, save, table
 from benchmarks.common.statistics import spread
 
 import pipeloom as pl
@@ -66,7 +66,7 @@ def measure(names: Sequence[str], rounds: int) -> dict[str, Any]:
     return results
 
 
-def tables(results: dict[str, Any]) -> str:
+def tables(results: dict[str, Any]) -> Parts:
     header = ("schedule", "step", "theory ms", "ms a step", "over the barrier's")
     rows = []
     for name, result in results.items():
@@ -76,7 +76,7 @@ def tables(results: dict[str, Any]) -> str:
             ratio = spread([a / b for a, b in zip(values, seconds["barrier"], strict=True)])
             shown = f"{expected * 1e3:.0f}" if expected else ""
             rows.append((name, system, shown, spread(values).show("{:.1f}", 1e3), ratio.show("{:.3f}")))
-    return table(header, rows)
+    return [table(header, rows)]
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ def main() -> None:
     arguments = parser.parse_args()
     machine = environment()
     results = measure(arguments.schedules, arguments.rounds)
-    print(tables(results))
+    print(markdown(tables(results)))
     save(arguments.output, {"rounds": arguments.rounds, "steps": STEPS_IN_A_ROW}, machine, results, tables(results))
 
 

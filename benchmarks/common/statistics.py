@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -14,9 +15,22 @@ class Spread(NamedTuple):
     first_quartile: float
     third_quartile: float
 
-    def show(self, pattern: str = "{:.2f}", scale: float = 1.0) -> str:
-        middle, low, high = (pattern.format(value * scale) for value in self)
-        return f"{middle} ({low}-{high})"
+    def show(self, pattern: str = "{:.2f}", scale: float = 1.0) -> Cell:
+        """The cell of a table: median and quartiles times `scale`, each formatted by `pattern`."""
+        scaled = Spread(*(value * scale for value in self))
+        middle, low, high = map(pattern.format, scaled)
+        return Cell(f"{middle} ({low}-{high})", scaled)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table that keeps the numbers behind its text."""
+
+    text: str
+    spread: Spread
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import environment, save, table
+from benchmarks.common.report import Parts, environment, markdown, save, table
 from benchmarks.common.statistics import spread
 
 SYSTEMS = {
@@ -67,7 +67,7 @@ def curves(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return found
 
 
-def tables(results: dict[str, list[dict[str, Any]]]) -> str:
+def tables(results: dict[str, list[dict[str, Any]]]) -> Parts:
     """What each reached, and when it was where 1F1B ended."""
     goal = statistics.median(run["evaluations"][-1][1] for run in next(iter(results.values())))
     first = next(iter(results))
@@ -86,7 +86,7 @@ def tables(results: dict[str, list[dict[str, Any]]]) -> str:
                 "" if steps is None else f"{statistics.median(seconds):.1f}",
             )
         )  # fmt: skip
-    return table(header, rows)
+    return [table(header, rows)]
 
 
 def _seconds_to(run: dict[str, Any], step: float) -> float:
@@ -122,10 +122,10 @@ def main() -> None:
     options = parser.parse_args()
     machine = environment()
     results = measure(options)
-    text = tables(results)
-    print(text)
+    parts = tables(results)
+    print(markdown(parts))
     settings = {"seeds": options.seeds, "steps": options.steps, "ranks": options.ranks, "train": options.train}
-    save(options.output, settings, machine, results, text)
+    save(options.output, settings, machine, results, parts)
     if options.curves is not None:
         options.curves.write_text(json.dumps(curves(results), indent=1) + "\n", encoding="utf-8")
 

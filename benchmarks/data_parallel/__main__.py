@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.common.peers import prepare_deepspeed
 from benchmarks.common.ping_pong import one_way_seconds
 from benchmarks.common.processes import Crew, CrewError
-from benchmarks.common.report import environment, save, table
-from benchmarks.common.statistics import ratio, spread
+from benchmarks.common.report import Parts, Table, environment, markdown, save, table
+from benchmarks.common.statistics import Spread, ratio, spread
 from benchmarks.common.workloads import GPTWorkload
 from benchmarks.data_parallel.predict import Predictions
 from benchmarks.data_parallel.systems import ReplicaGroup, System, step_seconds
@@ -151,9 +151,9 @@ def computing_of(name: str) -> str:
     return name if name.endswith("PP4") else f"{name.rsplit(maxsplit=1)[0]} ddp"
 
 
-def tables(results: dict[str, Any]) -> str:
+def tables(results: dict[str, Any]) -> Parts:
     """Every system's times, prediction and error, then the ratios, by configuration."""
-    text = []
+    parts: list[str | Table] = []
     for label, result in results.items():
         rows: list[tuple[object, ...]] = []
         for name, found in result["outcomes"].items():
@@ -167,22 +167,22 @@ def tables(results: dict[str, Any]) -> str:
             foreseen = "" if predicted is None else f"{1e3 * predicted:.1f}"
             used = spread(result["cpu"][name]).show("{:.0f}", 1e3)
             rows.append((name, own, both, foreseen, used, f"{found:.0e}"))
-        text.append(f"### {label}\n")
+        parts.append(f"### {label}")
         header = ("system", "ms a step", "ms with the update", "simulated step", "CPU ms, 4 processes", "largest error")
-        text.append(table(header, rows) + "\n")
-        text += [f"{name} {found}\n" for name, found in result["outcomes"].items() if ":" in str(found)]
+        parts.append(table(header, rows))
+        parts += [f"{name} {found}" for name, found in result["outcomes"].items() if ":" in str(found)]
         rows = []
         for a, b in comparisons(list(result["seconds"])):
             with_update = ratio(result["with_update"][a], result["with_update"][b]).show("{:.3f}")
             step = "" if _is_one_call(b) else ratio(result["seconds"][a], result["seconds"][b]).show("{:.3f}")
             cpu = ratio(result["cpu"][a], result["cpu"][b]).show("{:.3f}")
             rows.append((f"{a} / {b}", step, with_update, cpu))
-        text.append(table(("ratio of times: median (quartiles)", "step", "with the update", "CPU"), rows) + "\n")
+        parts.append(table(("ratio of times: median (quartiles)", "step", "with the update", "CPU"), rows))
         collectives = ", ".join(
             f"{name} {1e3 * seconds:.1f}" for name, seconds in result["collectives"].items() if seconds
         )
-        text.append(f"All layers of a rank, by themselves, ms: {collectives}\n")
-    return "\n".join(text)
+        parts.append(f"All layers of a rank, by themselves, ms: {collectives}")
+    return parts
 
 
 def _is_one_call(name: str) -> bool:
@@ -205,6 +205,16 @@ def comparisons(names: list[str]) -> list[tuple[str, str]]:
     return [pair for pair in pairs if pair[1] in names]
 
 
+def headlines(results: dict[str, Any]) -> dict[str, Spread]:
+    """Ratios for the README: step with update, against the libraries that can do it."""
+    found = {}
+    for label, result in results.items():
+        for a, b in comparisons(list(result["with_update"])):
+            if not b.endswith("PP4"):
+                found[f"{label}: {a} / {b}"] = ratio(result["with_update"][a], result["with_update"][b])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data_parallel", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
@@ -221,9 +231,9 @@ def main() -> None:
     results = {}
     for label in arguments.configurations:
         results[label] = measure(CONFIGURATIONS[label], chosen, arguments.rounds, arguments.steps)
-        print(tables({label: results[label]}), flush=True)
+        print(markdown(tables({label: results[label]})), flush=True)
     settings = {"rounds": arguments.rounds, "steps": arguments.steps, "num_processes": NUM_PROCESSES}
-    save(arguments.output, settings, machine, results, tables(results))
+    save(arguments.output, settings, machine, results, tables(results), headlines(results))
 
 
 if __name__ == "__main__":

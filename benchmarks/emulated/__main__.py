@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common.peers import TORCH_SCHEDULES
-from benchmarks.common.report import environment, save, table
-from benchmarks.common.statistics import ratio, spread
+from benchmarks.common.report import Parts, Table, environment, markdown, save, table
+from benchmarks.common.statistics import Spread, ratio, spread
 from benchmarks.common.waiting import measure_waiting, simulated, waiting_schedule, waiting_systems
 from benchmarks.emulated import slices
 
@@ -35,7 +35,7 @@ def measure(num_ranks: int, names: list[str], num_rounds: int) -> dict[str, Any]
     return result
 
 
-def tables(results: dict[int, Any]) -> str:
+def tables(results: dict[int, Any]) -> Parts:
     """For each size a table: times and bubbles, simulated and measured, and torch's."""
     header = (
         "schedule",
@@ -51,7 +51,7 @@ def tables(results: dict[int, Any]) -> str:
         "% over simulated",
         "pipeloom / torch",
     )
-    text = []
+    parts: list[str | Table] = []
     for num_ranks, result in results.items():
         rows = []
         for name, theory in result["simulated_seconds"].items():
@@ -69,14 +69,25 @@ def tables(results: dict[int, Any]) -> str:
                 row.append(ratio(own, peer).show("{:.3f}"))
             rows.append(row + [""] * (len(header) - len(row)))
         worst, messages = max(result["errors"].values()), spread(result["message_seconds"])
-        text.append(
-            f"### {num_ranks} ranks, {result['num_microbatches']} micro-batches\n\n{table(header, rows)}\n\n"
+        parts += [f"### {num_ranks} ranks, {result['num_microbatches']} micro-batches", table(header, rows)]
+        parts.append(
             f"A message by itself took {messages.show('{:.2f}', 1e3)} ms, F and B of one stage alone "
             f"{result['bare_seconds'] * 1e3:.2f} ms instead of 30 ms; the largest error of a loss or gradient is "
             f"{worst:.0e}. The processes "
-            f"{'ran' if result['urgent'] else 'could not be made to run'} before all others of the machine.\n"
+            f"{'ran' if result['urgent'] else 'could not be made to run'} before all others of the machine."
         )
-    return "\n".join(text)
+    return parts
+
+
+def headlines(results: dict[int, Any]) -> dict[str, Spread]:
+    """Ratios for the README: measured over simulated step time."""
+    return {
+        f"{num_ranks} ranks: {name}, measured / simulated": spread(
+            [value / theory for value in result["seconds"][f"pipeloom {name}"]]
+        )
+        for num_ranks, result in results.items()
+        for name, theory in result["simulated_seconds"].items()
+    }
 
 
 def main() -> None:
@@ -90,15 +101,15 @@ def main() -> None:
     machine = environment()
     if arguments.slices:
         sliced = {count: slices.measure(count, arguments.rounds) for count in slices.MICROBATCHES}
-        print(slices.tables(sliced))
+        print(markdown(slices.tables(sliced)))
         output = arguments.output.with_stem(f"{arguments.output.stem}_slices")
         save(output, {"rounds": arguments.rounds}, machine, sliced, slices.tables(sliced))
         return
     results = {}
     for num_ranks in arguments.ranks:
         results[num_ranks] = measure(num_ranks, arguments.schedules, arguments.rounds)
-        print(tables({num_ranks: results[num_ranks]}), flush=True)
-    save(arguments.output, {"rounds": arguments.rounds}, machine, results, tables(results))
+        print(markdown(tables({num_ranks: results[num_ranks]})), flush=True)
+    save(arguments.output, {"rounds": arguments.rounds}, machine, results, tables(results), headlines(results))
 
 
 if __name__ == "__main__":

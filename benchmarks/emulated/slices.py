@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.common.ping_pong import one_way_seconds
 from benchmarks.common.processes import Crew
 from benchmarks.common.reference import write_reference
-from benchmarks.common.report import table
+from benchmarks.common.report import Parts, Table, table
 from benchmarks.common.statistics import ratio, spread
 from benchmarks.common.systems import Bench, Record, System, build_checked, step_seconds
 from benchmarks.common.workloads import SequenceCosts, WaitingSequences
@@ -115,13 +115,13 @@ def measure(num_microbatches: int, num_rounds: int) -> dict[str, Any]:
     return {"systems": results, "urgent": urgent, "message_seconds": messages}
 
 
-def tables(results: dict[int, Any]) -> str:
+def tables(results: dict[int, Any]) -> Parts:
     """For each number of sequences a table: times simulated and measured, the gain, and the peak of rank 0."""
     header = (
         "system", "simulated ms", "measured ms", "measured / simulated", "simulated with messages",
         "measured / that", f"times {WHOLE}", "sequences held",
     )  # fmt: skip
-    text = []
+    parts: list[str | Table] = []
     for count, result in results.items():
         systems = result["systems"]
         rows = [
@@ -142,10 +142,10 @@ def tables(results: dict[int, Any]) -> str:
         )
         worst = max(one["error"] for one in systems.values())
         ran = "ran" if result["urgent"] else "could not be made to run"
-        text.append(
-            f"### {NUM_RANKS} ranks, {count} sequences a step\n\n{table(header, rows)}\n\n{lengths}\n\nThe largest "
-            f"error of a loss or gradient is {worst:.0e}. A message by itself took "
+        parts += [f"### {NUM_RANKS} ranks, {count} sequences per step", table(header, rows), lengths]
+        parts.append(
+            f"The largest error of a loss or gradient is {worst:.0e}. A message by itself took "
             f"{spread(result['message_seconds']).show('{:.2f}', 1e3)} ms. The processes {ran} before all others of the "
-            "machine.\n"
+            "machine."
         )
-    return "\n".join(text)
+    return parts

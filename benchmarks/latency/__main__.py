@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import environment, save, table
+from benchmarks.common.report import Parts, environment, markdown, save, table
 from benchmarks.common.statistics import spread
 from benchmarks.common.systems import System
 from benchmarks.common.waiting import measure_waiting, simulated, waiting_systems
@@ -21,7 +21,7 @@ def label(name: str, latency_ms: float) -> str:
     return f"{name} {latency_ms:g} ms"
 
 
-def tables(results: dict[str, Any], names: list[str], latencies_ms: list[float]) -> str:
+def tables(results: dict[str, Any], names: list[str], latencies_ms: list[float]) -> Parts:
     """One row for each schedule, three columns for each latency."""
     header = ["schedule"]
     for latency in latencies_ms:
@@ -36,10 +36,11 @@ def tables(results: dict[str, Any], names: list[str], latencies_ms: list[float])
             row += [f"{theory * 1e3:.0f}", measured.show("{:.0f}", 1e3)]
             row += [f"{100 * (measured.median / theory - 1):.1f}", spread(peer).show("{:.0f}", 1e3) if peer else ""]
         rows.append(row)
-    return (
-        f"{table(header, rows)}\n\nmilliseconds a step, median (quartiles); P={NUM_RANKS}, M={NUM_MICROBATCHES}; "
-        f"without a bubble {NUM_MICROBATCHES * 30} ms"
+    note = (
+        f"Milliseconds per step, median (quartiles); P={NUM_RANKS}, M={NUM_MICROBATCHES}; "
+        f"without a bubble {NUM_MICROBATCHES * 30} ms."
     )
+    return [table(header, rows), note]
 
 
 def main() -> None:
@@ -62,10 +63,10 @@ def main() -> None:
             predicted[label(name, latency)] = simulated(schedule, latency / 1e3).makespan
     results = measure_waiting(NUM_RANKS, NUM_MICROBATCHES, systems, arguments.rounds)
     results["simulated_seconds"] = predicted
-    text = tables(results, names, latencies)
-    print(text)
+    parts = tables(results, names, latencies)
+    print(markdown(parts))
     settings = {"rounds": arguments.rounds, "num_ranks": NUM_RANKS, "num_microbatches": NUM_MICROBATCHES}
-    save(arguments.output, settings, machine, results, text)
+    save(arguments.output, settings, machine, results, parts)
 
 
 if __name__ == "__main__":

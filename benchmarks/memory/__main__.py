@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common.processes import Crew
-from benchmarks.common.report import environment, save, table
+from benchmarks.common.report import Parts, environment, markdown, save, table
 from benchmarks.common.workloads import GPTWorkload
 from benchmarks.memory.subject import KINDS, Holder, Layout, Report
 
@@ -95,7 +95,7 @@ def _off_percent(row: dict[str, Any]) -> float:
     return max((100 * (value / _expected(row) - 1) for value in found), key=abs)
 
 
-def tables(states: list[dict[str, Any]], activations: list[dict[str, Any]]) -> str:
+def tables(states: list[dict[str, Any]], activations: list[dict[str, Any]]) -> Parts:
     """One row for each case and mesh: the process that holds most."""
     rows: list[tuple[object, ...]] = []
     for row in states:
@@ -107,12 +107,12 @@ def tables(states: list[dict[str, Any]], activations: list[dict[str, Any]]) -> s
         off = f"{row['off_percent']:+.1f} % ({row['moment']})"
         rows.append((name, FORMULAS[row["strategy"]][0], *numbers, off, *(f"{size:.2f}" for size in kinds)))
     header = ("bytes a parameter", "formula", "is", "held", "most in a step", "off by", *KINDS, "other")
-    text = table(header, rows)
+    parts = [table(header, rows)]
     rows = [
         (row["schedule"], *(f"{held}, {foreseen}" for held, foreseen in row["held, simulated"])) for row in activations
     ]
     header = ("live activations: held, simulated", *(f"process {rank}" for rank in range(NUM_PROCESSES)))
-    return text + "\n\n" + table(header, rows)
+    return [*parts, table(header, rows)]
 
 
 def main() -> None:
@@ -123,9 +123,9 @@ def main() -> None:
     with Crew("memory", NUM_PROCESSES, Holder) as crew:
         states = state_rows(crew)
         activations = activation_rows(crew)
-    text = tables(states, activations)
-    print("\n" + text)
-    save(arguments.output, {"workload": str(WORKLOAD)}, machine, {"states": states, "activations": activations}, text)
+    parts = tables(states, activations)
+    print("\n" + markdown(parts))
+    save(arguments.output, {"workload": str(WORKLOAD)}, machine, {"states": states, "activations": activations}, parts)
     wrong = [row for row in states if row["off_percent"] > 5 or (row["exact"] and row["off_percent"] < -5)]
     assert not wrong, f"more than 5 % from the formula: {[(row['pp'], row['dp'], row['strategy']) for row in wrong]}"
     assert all(held == foreseen for row in activations for held, foreseen in row["held, simulated"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from benchmarks.common.births import Births
-from benchmarks.common.report import environment, save, table
+from benchmarks.common.report import Table, environment, markdown, save, table
 from benchmarks.common.statistics import ratio, spread
 from torch import Tensor, nn
 
@@ -63,7 +63,7 @@ def time_steps(pipes: dict[str, pl.Pipeline], batch: tuple[Tensor, Tensor], num_
     return seconds, computing
 
 
-def measure_steps(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def measure_steps(arguments: argparse.Namespace) -> tuple[dict[str, Any], Table]:
     config = GPTConfig(
         layers=arguments.layers, width=arguments.width, heads=8, sequence_length=256, tie_embeddings=False
     )
@@ -104,7 +104,7 @@ def measure_steps(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return results, table(header, rows)
 
 
-def measure_updates(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def measure_updates(arguments: argparse.Namespace) -> tuple[dict[str, Any], Table]:
     """Updates of AdamW, with states in memory, in a file, and what the disk alone would take."""
 
     def parameters() -> list[nn.Parameter]:
@@ -165,7 +165,7 @@ def moved_bytes(pipe: pl.Pipeline, optimizer: Any) -> int:
     return pipe.offloaded[0] + int(getattr(optimizer, "moved_bytes", 0))
 
 
-def measure_parameters(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def measure_parameters(arguments: argparse.Namespace) -> tuple[dict[str, Any], Table]:
     """Steps and updates of one copy under zero3, layer by layer: what is in a file, and what still is in memory."""
     schedule = pl.schedules.gpipe(num_ranks=1, num_microbatches=2)
     batch = torch.randn(4, 1024, generator=torch.Generator().manual_seed(3)), torch.zeros(4, 1024)
@@ -222,15 +222,14 @@ def main() -> None:
     machine = environment()
     torch.set_num_threads(1)
     keep_freed_memory()  # as in every rank
-    parts: list[Callable[[argparse.Namespace], tuple[dict[str, Any], str]]] = [
+    parts: list[Callable[[argparse.Namespace], tuple[dict[str, Any], Table]]] = [
         measure_steps,
         measure_updates,
         measure_parameters,
     ]
-    results, texts = zip(*(part(arguments) for part in parts), strict=True)
-    text = "\n\n".join(texts)
-    print(text)
-    save(arguments.output, {"rounds": arguments.rounds}, machine, results, text)
+    results, tables = zip(*(part(arguments) for part in parts), strict=True)
+    print(markdown(tables))
+    save(arguments.output, {"rounds": arguments.rounds}, machine, results, tables)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from statistics import mean, median
 from time import process_time
 from typing import Any
 
-from benchmarks.common.report import environment, save, table
+from benchmarks.common.report import Table, environment, markdown, save, table
 from benchmarks.partition.networks import read_cluster, resnet50, vgg16
 
 from pipeloom.plan.partition import Partition, Profile, data_parallel, partition_layers, plan_synchronous
@@ -137,7 +137,7 @@ def _rows(results: list[dict[str, Any]]) -> list[list[object]]:
     ]
 
 
-def _sweep(results: list[dict[str, Any]]) -> str:
+def _sweep(results: list[dict[str, Any]]) -> Table:
     keys = list(dict.fromkeys((each["network"], each["cluster"], each["form"]) for each in results))
     rows = [
         [*key, *("-".join(map(str, e["replicas"])) for e in results if (e["network"], e["cluster"], e["form"]) == key)]
@@ -146,7 +146,7 @@ def _sweep(results: list[dict[str, Any]]) -> str:
     return table(["network", "cluster", "form", *map(str, EFFICIENCIES)], rows)
 
 
-def _accuracy(results: list[dict[str, Any]]) -> str:
+def _accuracy(results: list[dict[str, Any]]) -> Table:
     header = ["simulated as", "pivot", "mean step, s", "plans", "exact", "mean %", "lowest %", "highest %"]
     rows = []
     for each in results:
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plans", type=int, default=400)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "partition.json")
     options = parser.parse_args()
     machine = environment()
     found, swept = findings([None]), findings(EFFICIENCIES)
@@ -193,11 +193,9 @@ def main() -> None:
         ),
         _accuracy(off),
     ]
-    text = "\n\n".join(parts)
-    print(text)
-    if options.output is not None:
-        results = {"findings": found, "efficiencies": swept, "speed": timed, "accuracy": off}
-        save(options.output, {"layers": options.layers, "rounds": options.rounds}, machine, results, text)
+    print(markdown(parts))
+    results = {"findings": found, "efficiencies": swept, "speed": timed, "accuracy": off}
+    save(options.output, {"layers": options.layers, "rounds": options.rounds}, machine, results, parts)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.processes import Crew
-from benchmarks.common.report import environment, save, table
+from benchmarks.common.report import Parts, environment, markdown, save, table
 from benchmarks.common.statistics import spread
 from benchmarks.pipedream.subject import Cell, Subject, run
 
@@ -78,7 +78,7 @@ def measure(chosen: dict[str, Cell], rounds: int) -> dict[str, Any]:
     return results
 
 
-def tables(results: dict[str, Any]) -> str:
+def tables(results: dict[str, Any]) -> Parts:
     header = (
         "schedule, stages of", "ms a micro-batch", "ms over the stage", "% of one per slowest stage", "versions held",
         "predicted",
@@ -91,7 +91,7 @@ def tables(results: dict[str, Any]) -> str:
         versions = (" ".join(map(str, result[key])) for key in ("versions", "predicted_versions"))
         times = spread(periods).show("{:.2f}", 1e3), over.show("{:.2f}", 1e3)
         rows.append((name, *times, share.show("{:.1f}"), *versions))
-    return table(header, rows)
+    return [table(header, rows)]
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def main() -> None:
     machine = environment()
     every = [cells(arguments.microbatches, milliseconds) for milliseconds in arguments.milliseconds]
     results = measure({name: cell for of_length in every for name, cell in of_length.items()}, arguments.rounds)
-    print(tables(results))
+    print(markdown(tables(results)))
     settings = {name: getattr(arguments, name) for name in ("rounds", "microbatches", "milliseconds")}
     save(arguments.output, settings, machine, results, tables(results))
 

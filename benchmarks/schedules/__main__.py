@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.common.peers import TORCH_SCHEDULES
 from benchmarks.common.processes import Crew
 from benchmarks.common.reference import write_reference
-from benchmarks.common.report import environment, save, table
-from benchmarks.common.statistics import ratio, spread
+from benchmarks.common.report import Parts, environment, markdown, save, table
+from benchmarks.common.statistics import Spread, ratio, spread
 from benchmarks.common.systems import Bench, System, build_checked, step_seconds
 from benchmarks.common.workloads import GPTWorkload
 
@@ -49,7 +49,7 @@ def measure(num_ranks: int, names: list[str], num_rounds: int, num_steps: int) -
     return results
 
 
-def tables(results: dict[int, Any]) -> str:
+def tables(results: dict[int, Any]) -> Parts:
     """One row for each schedule, for each number of processes."""
     rows = []
     for num_ranks, by_schedule in results.items():
@@ -59,7 +59,16 @@ def tables(results: dict[int, Any]) -> str:
             row += [spread(own).show("{:.1f}", 1e3), spread(peer).show("{:.1f}", 1e3), ratio(own, peer).show("{:.3f}")]
             rows.append([*row, *(f"{result['errors'][kind]:.0e}" for kind in LIBRARIES)])
     header = ("schedule", "torch's", "pipeloom, ms a step", "torch", "pipeloom / torch", "error: pipeloom", "torch")
-    return table(header, rows)
+    return [table(header, rows)]
+
+
+def headlines(results: dict[int, Any]) -> dict[str, Spread]:
+    """Ratios for the README: step time, pipeloom over torch."""
+    return {
+        f"{num_ranks} ranks: {name}": ratio(*(result["seconds"][kind] for kind in LIBRARIES))
+        for num_ranks, by_schedule in results.items()
+        for name, result in by_schedule.items()
+    }
 
 
 def main() -> None:
@@ -74,9 +83,9 @@ def main() -> None:
     results = {}
     for num_ranks in arguments.ranks:
         results[num_ranks] = measure(num_ranks, arguments.schedules, arguments.rounds, arguments.steps)
-        print(f"\n{tables({num_ranks: results[num_ranks]})}\n", flush=True)
+        print(f"\n{markdown(tables({num_ranks: results[num_ranks]}))}\n", flush=True)
     settings = {"rounds": arguments.rounds, "steps": arguments.steps, "workload": str(WORKLOAD)}
-    save(arguments.output, settings, machine, results, tables(results))
+    save(arguments.output, settings, machine, results, tables(results), headlines(results))
 
 
 if __name__ == "__main__":

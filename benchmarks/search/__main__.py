@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import environment, save, table
+from benchmarks.common.report import environment, markdown, save, table
 from benchmarks.common.statistics import spread
 
 from pipeloom import schedules
@@ -155,16 +155,15 @@ def main() -> None:
     """Search all instances and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__)
     parser.add_argument("--instances", type=int, default=200)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "search.json")
     parser.add_argument("--prove", type=float, default=0.0, help="seconds for which CP-SAT proves each small instance")
     options = parser.parse_args()
     machine = environment()
     results = [answer(seed, options.prove) for seed in range(options.instances)]
     header = ["", "instances", "no named fits", "gain %", "gained", "above the bound %", "proved best", "seconds"]
-    text = table(header, rows(results)) + "\n\n" + said_of_small(results)
-    print(text)
-    if options.output is not None:
-        save(options.output, {"instances": options.instances}, machine, results, text)
+    parts = [table(header, rows(results)), said_of_small(results)]
+    print(markdown(parts))
+    save(options.output, {"instances": options.instances}, machine, results, parts)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common.report import environment, save, table
+from benchmarks.common.report import environment, markdown, save, table
 from benchmarks.common.statistics import ratio, spread
 
 from pipeloom import schedules
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="one small size alone, to see whether it runs")
     parser.add_argument("--grid", action="store_true", help="instead, every size of upstream's plan tests")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "simulator.json")
     options = parser.parse_args()
     if options.grid:
         grid()
@@ -186,16 +186,14 @@ def main() -> None:
         results[str(size)] = measure(size, options.rounds)
     header = ["schedule", "actions", "build M/s", "check M/s", "simulate M/s", "all M/s"]
     header += ["torch builds / build", "torch builds, spaces / all"]
-    text = table(header, [row(size, results[str(size)]) for size in sizes])
-    print(text)
+    parts = [table(header, [row(size, results[str(size)]) for size in sizes])]
+    print(markdown(parts))
     if not options.quick:
         results["own process"] = fresh = {str(size): in_own_process(size) for size in LARGE}
         header = ["in a process of its own", "actions", "seconds", "bytes an action", "command, CPU seconds"]
-        more = table(header, [_fresh_row(name, numbers) for name, numbers in fresh.items()])
-        print(f"\n{more}")
-        text += f"\n\n{more}"
-    if options.output is not None:
-        save(options.output, {"rounds": options.rounds}, machine, results, text)
+        parts.append(table(header, [_fresh_row(name, numbers) for name, numbers in fresh.items()]))
+        print(f"\n{parts[-1]}")
+    save(options.output, {"rounds": options.rounds}, machine, results, parts)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import environment, save, table
+from benchmarks.common.report import Parts, environment, markdown, save, table
 
 from pipeloom.plan.slicing import Sample, SliceCosts, Slicing, balanced, fit, slice_batch, slicing_seconds, uniform
 
@@ -68,7 +68,7 @@ def measure(num_seeds: int) -> list[dict[str, Any]]:
     return results
 
 
-def tables(results: list[dict[str, Any]]) -> str:
+def tables(results: list[dict[str, Any]]) -> Parts:
     """A row for each sequence and noise: the longest and the mean over all ranks and costs."""
     rows = []
     for sequence in SEQUENCES:
@@ -79,7 +79,7 @@ def tables(results: list[dict[str, Any]]) -> str:
             mean = sum(seconds) / len(seconds)
             found = f"{min(slices)} to {max(slices)}"
             rows.append((sequence, f"{100 * noise:.0f} %", len(seconds), f"{mean:.3f}", f"{max(seconds):.3f}", found))
-    return table(("tokens", "noise", "searches", "mean seconds", "longest", "slices found"), rows)
+    return [table(("tokens", "noise", "searches", "mean seconds", "longest", "slices found"), rows)]
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def main() -> None:
     arguments = parser.parse_args()
     machine = environment()
     results = measure(arguments.seeds)
-    print(tables(results))
+    print(markdown(tables(results)))
     save(arguments.output, {"seeds": arguments.seeds}, machine, results, tables(results))
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from benchmarks.common.processes import Crew
-from benchmarks.common.report import environment, save, table
-from benchmarks.common.statistics import ratio, spread
+from benchmarks.common.report import Parts, environment, markdown, save, table
+from benchmarks.common.statistics import Spread, ratio, spread
 from benchmarks.slices.subject import NUM_RANKS, SYSTEMS, WHOLE, Subject, batch, build, config
 from safetensors.torch import save_file
 
@@ -64,7 +64,7 @@ def measure(names: Sequence[str], sequence: int, rounds: int) -> dict[str, Any]:
     return results
 
 
-def tables(results: dict[str, Any]) -> str:
+def tables(results: dict[str, Any]) -> Parts:
     rows = []
     for name, result in results.items():
         faster = ratio(results[WHOLE]["seconds"], result["seconds"]).show() if WHOLE in results else ""
@@ -73,7 +73,14 @@ def tables(results: dict[str, Any]) -> str:
         rows.append((name, spread(result["seconds"]).show(), faster, peaks, sizes, f"{result['error']:.0e}"))
     best = [f"{name}: {list(r['lengths'])}" for name, r in results.items() if r["lengths"] is not None]
     header = ("system", "seconds a step", f"times faster than {WHOLE}", "peak activations", "MiB kept", "largest error")
-    return "\n\n".join([table(header, rows), *best])
+    return [table(header, rows), *best]
+
+
+def headlines(results: dict[str, Any]) -> dict[str, Spread]:
+    """Ratios for the README: speed-up of slices over whole sequences."""
+    if WHOLE not in results:
+        return {}
+    return {f"{WHOLE} / {name}": ratio(results[WHOLE]["seconds"], one["seconds"]) for name, one in results.items()}
 
 
 def main() -> None:
@@ -85,9 +92,9 @@ def main() -> None:
     arguments = parser.parse_args()
     machine = environment()
     results = measure(arguments.systems, arguments.sequence, arguments.rounds)
-    print(tables(results))
+    print(markdown(tables(results)))
     settings = {"rounds": arguments.rounds, "sequence": arguments.sequence, "num_ranks": NUM_RANKS}
-    save(arguments.output, settings, machine, results, tables(results))
+    save(arguments.output, settings, machine, results, tables(results), headlines(results))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from benchmarks.common.births import Births
 from benchmarks.common.reference import TOLERANCE
-from benchmarks.common.report import environment, save, table
+from benchmarks.common.report import Parts, environment, markdown, save, table
 from benchmarks.common.statistics import ratio, spread
 from benchmarks.common.workloads import Block
 from torch import Tensor, nn
@@ -147,7 +147,7 @@ def held(case: Case, name: str) -> dict[str, int]:
     return {"after_forward": after_forward, "between": between, "recomputations": recomputations}
 
 
-def tables(results: dict[str, Any]) -> str:
+def tables(results: dict[str, Any]) -> Parts:
     rows, memory = [], []
     for label, result in results.items():
         whole = [i + w for i, w in result["seconds"]["B"]]
@@ -164,10 +164,12 @@ def tables(results: dict[str, Any]) -> str:
         memory.append([label, *mebibytes, *counts])
     header = ("width, micro-batch", "B in ms", "pipeloom: I+W over B", "I over B", "torch: I+W over B", "I over B")
     columns = ("MiB from F to I", "from I to W: pipeloom", "torch", "recomputations in B", "pipeloom", "torch")
-    return (
-        f"{table(header, rows)}\n\nCPU time of one thread, median (quartiles) of ratios within rounds.\n\n"
-        f"{table((header[0], *columns), memory)}\n\nWithout the input, the output's gradient and the parameters."
-    )
+    return [
+        table(header, rows),
+        "CPU time of one thread, median (quartiles) of ratios within rounds.",
+        table((header[0], *columns), memory),
+        "Without the input, the output's gradient and the parameters.",
+    ]
 
 
 def main() -> None:
@@ -189,9 +191,9 @@ def main() -> None:
                     "held": {name: held(case, name) for name in SYSTEMS},
                     "seconds": measure(case, arguments.rounds),
                 }
-    text = tables(results)
-    print(text)
-    save(arguments.output, {"rounds": arguments.rounds}, machine, results, text)
+    parts = tables(results)
+    print(markdown(parts))
+    save(arguments.output, {"rounds": arguments.rounds}, machine, results, parts)
 
 
 if __name__ == "__main__":

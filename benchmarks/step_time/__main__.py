@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.processes import Crew
 from benchmarks.common.reference import write_reference
-from benchmarks.common.report import environment, save, table
-from benchmarks.common.statistics import ratio, spread
+from benchmarks.common.report import Parts, Table, environment, markdown, save, table
+from benchmarks.common.statistics import Spread, ratio, spread
 from benchmarks.common.systems import Bench, System, build_checked, step_seconds
 from benchmarks.common.workloads import GPTWorkload
 
@@ -91,9 +91,9 @@ def ideal_share(num_microbatches: int) -> float:
     return (num_microbatches + NUM_RANKS - 1) / (NUM_RANKS * num_microbatches)
 
 
-def tables(results: dict[str, Any]) -> str:
+def tables(results: dict[str, Any]) -> Parts:
     """Every system's time and efficiency, then the ratios, by configuration."""
-    text = []
+    parts: list[str | Table] = []
     for label, result in results.items():
         seconds = result["seconds"]
         share = ideal_share(CONFIGURATIONS[label].num_microbatches)
@@ -104,13 +104,25 @@ def tables(results: dict[str, Any]) -> str:
                 for limit in (ONE_THREAD, SIDE_BY_SIDE)
             ]
             rows.append((name, spread(values).show("{:.1f}", 1e3), *efficiencies, f"{result['errors'][name]:.0e}"))
-        text.append(f"### {label}\n")
-        text.append(table(("system", "ms a step", "efficiency", "of two beside", "largest error"), rows) + "\n")
+        parts.append(f"### {label}")
+        parts.append(
+            table(("system", "ms per step", "efficiency", "relative to two side by side", "largest error"), rows)
+        )
         pairs = [(a, b) for a, b in COMPARISONS if a in seconds and b in seconds]
         rows = [(f"{a} / {b}", ratio(seconds[a], seconds[b]).show("{:.3f}")) for a, b in pairs]
         if rows:
-            text.append(table(("ratio of step times", "median (quartiles)"), rows) + "\n")
-    return "\n".join(text)
+            parts.append(table(("ratio of step times", "median (quartiles)"), rows))
+    return parts
+
+
+def headlines(results: dict[str, Any]) -> dict[str, Spread]:
+    """Ratios for the README: step time, pipeloom over its peers."""
+    return {
+        f"{label}: {a} / {b}": ratio(result["seconds"][a], result["seconds"][b])
+        for label, result in results.items()
+        for a, b in COMPARISONS
+        if a in result["seconds"] and b in result["seconds"]
+    }
 
 
 def main() -> None:
@@ -125,9 +137,9 @@ def main() -> None:
     results = {}
     for label in arguments.configurations:
         results[label] = measure(CONFIGURATIONS[label], arguments.systems, arguments.rounds, arguments.steps)
-        print(tables({label: results[label]}), flush=True)
+        print(markdown(tables({label: results[label]})), flush=True)
     settings = {"rounds": arguments.rounds, "steps": arguments.steps, "num_ranks": NUM_RANKS}
-    save(arguments.output, settings, machine, results, tables(results))
+    save(arguments.output, settings, machine, results, tables(results), headlines(results))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import environment, save, table
+from benchmarks.common.report import environment, markdown, save, table
 
 from pipeloom.plan.cluster import Cluster, parse_cluster
 from pipeloom.plan.slicing import slice_batch, slicing_seconds
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--cluster", type=Path, default=HERE / "p3.16xlarge.json", help="cluster file")
     parser.add_argument("--experiments", type=Path, default=HERE / "experiments.json", help="rows as in that file")
     parser.add_argument("--efficiency", type=float, help="instead of the cluster file's")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "terapipe_paper.json")
     options = parser.parse_args()
     cluster = parse_cluster(options.cluster.read_text(encoding="utf-8"))
     if options.efficiency is not None:
@@ -149,10 +149,9 @@ def main() -> None:
     print(figures(cluster))
     rows = read_rows(options.experiments)
     answers = [predict(row, cluster) for row in rows]
-    text = table(HEADER, [cells(row, answer) for row, answer in zip(rows, answers, strict=True)])
-    print(text)
-    if options.output is not None:
-        save(options.output, {"efficiency": cluster.efficiency}, environment(), answers, text)
+    parts = [table(HEADER, [cells(row, answer) for row, answer in zip(rows, answers, strict=True)])]
+    print(markdown(parts))
+    save(options.output, {"efficiency": cluster.efficiency}, environment(), answers, parts)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
 import re
 import shlex
 import urllib.parse
@@ -11,7 +13,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from benchmarks import tables
+from benchmarks.common.report import FORMAT, markdown, parts_from_json, parts_to_json, table
+from benchmarks.common.statistics import spread
 
+import pipeloom
 from pipeloom import cli
 from pipeloom.cli.parser import Parser
 
@@ -19,18 +25,23 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks").rglob("README.md")),
 ]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
-@pytest.fixture(scope="module")
-def draw() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "draw.py")
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def draw() -> ModuleType:
+    return _script("draw")
 
 
 def test_pictures_are_what_is_drawn_now(draw, tmp_path):
@@ -48,6 +59,82 @@ def test_tables_are_what_is_generated_now(draw):
         assert draw.fill_tables(text) == text, f"run python docs/draw.py: {page.name}"
 
 
+# --- results of benchmarks ------------------------------------------------------------------------------------------
+
+
+def test_results_on_the_pages_are_those_of_the_json_files():
+    assert tables.PAGE.read_text() == tables.page(), "run python -m benchmarks.tables"
+    readme = tables.README.read_text()
+    assert "<!-- results: headlines -->\n|" in readme
+    assert readme == tables.fill(readme), "run python -m benchmarks.tables"
+
+
+def test_every_benchmark_has_a_section_with_its_command():
+    page = tables.PAGE.read_text()
+    for name in tables.benchmarks():
+        assert f"[benchmarks/{name}](../benchmarks/{name}/README.md)" in page
+        current = any(map(tables.is_current, tables.results_of(name)))
+        assert current or f"{tables.NOT_MEASURED}: run `python -m benchmarks.{name}`." in page
+
+
+def test_results_of_another_version_are_marked():
+    result = {"source": "measured", "version": pipeloom.__version__}
+    assert tables.is_current(result)
+    assert not tables.is_current({**result, "version": "0.0.1"})
+    assert not tables.is_current({**result, "source": "transcribed"})
+    for headline in tables.HEADLINES:
+        assert headline.benchmark in tables.benchmarks()
+
+
+def test_result_files_have_everything_that_a_reader_needs():
+    for name in tables.benchmarks():
+        for result in tables.results_of(name):
+            assert result["format"] == FORMAT
+            assert result["benchmark"] == name
+            assert {"date", "processor", "cores", "python"} <= result["environment"].keys()
+            assert result["command"].startswith(f"python -m benchmarks.{name}")
+            for value in result["headlines"].values():
+                assert value["first_quartile"] <= value["median"] <= value["third_quartile"]
+
+
+def test_parts_of_a_result_survive_json():
+    parts = ["a paragraph", table(("system", "ms"), [("pipeloom", spread([1.0, 2.0, 4.0]).show()), ("torch", 3)])]
+    stored = json.loads(json.dumps(parts_to_json(parts)))
+    assert stored[1]["rows"][0][1] == {
+        "text": "2.00 (1.50-3.00)",
+        "median": 2.0,
+        "first_quartile": 1.5,
+        "third_quartile": 3.0,
+    }
+    assert markdown(parts_from_json(stored)) == markdown(parts)
+
+
+# --- the API reference ----------------------------------------------------------------------------------------------
+
+
+def test_pages_of_the_api_are_what_is_generated_now():
+    api = _script("api")
+    committed = {path.name: path.read_text() for path in api.PAGES.glob("*.md")}
+    texts = api.pages()
+    stale = sorted(name for name in committed.keys() | texts.keys() if committed.get(name) != texts.get(name))
+    assert not stale, f"run python docs/api.py: {stale}"
+    for package in api.public_packages():
+        assert package in api.TITLES, f"docs/api.py: {package} needs an entry in TITLES"
+
+
+def test_every_public_name_has_its_place_in_the_api():
+    api = _script("api")
+    pages = {path.name: path.read_text() for path in api.PAGES.glob("*.md")}
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for package in api.public_packages():
+        assert f"reference/api/{package}.md" in navigation, f"mkdocs.yml: {package} is missing in nav"
+        module = importlib.import_module(package)
+        names = getattr(module, "__all__", None) or api.public_names(package)
+        for name in names:
+            entry = f"`pl.{name}`" if package == "pipeloom" else f"::: {package}.{name}\n"
+            assert entry in pages[f"{package}.md"] + "\n", (package, name)
+
+
 # --- links ----------------------------------------------------------------------------------------------------------
 
 
@@ -57,8 +144,10 @@ def _without_code(text: str) -> str:
 
 def _anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", _without_code(page.read_text()), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    text = _without_code(page.read_text())
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    entries = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))  # as mkdocstrings makes them
+    return entries | {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -193,8 +282,6 @@ def test_the_reference_has_every_option(monkeypatch, capsys):
 
 
 def test_json_keys_of_simulate_are_in_the_reference(capsys):
-    import json
-
     reference = (ROOT / "docs" / "reference" / "cli.md").read_text()
     line = "pipeloom simulate 1f1b --ranks 4 --microbatches 8 --json"
     assert cli.main(line.split()[1:]) == 0
