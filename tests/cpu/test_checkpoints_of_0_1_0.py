@@ -40,9 +40,7 @@ def test_every_tensor_is_what_0_1_0_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["whole", "zero3"])
-def test_training_goes_on_from_it_in_another_layout(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_from_it_in_another_layout(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = json.loads((HERE / name / "manifest.json").read_text())["state"]["config"]
     monkeypatch.chdir(tmp_path)
     Path("text.py").write_text("\n".join(f"def f{i}(x): return x + {i * i}" for i in range(400)))
