@@ -283,7 +283,7 @@ def test_timelines_that_are_compared_have_one_scale():
         (["search", "--prove", "-1"], "--prove -1: it is more than 0; raise it"),
         (
             ["search", "--microbatches", "100000"],
-            "at most 20,000 are made of this schedule; ask for fewer",
+            "this schedule has at most 20,000. Use smaller sizes",
         ),
         (["1f1b", "--overlap", "-1"], "overlap is -1.0: it is a part of the sum of F and B, 0 or more"),
         (["1f1b", "--effort", "1"], "--effort is of search"),

@@ -175,9 +175,9 @@ def test_the_order_of_1f1b_is_megatrons():
         ("xyzzy", {}, "unknown.*pipeloom schedules"),
         ("1f1b", {"num_ranks": 0}, "0 ranks.*at least 1"),
         ("1f1b", {"num_microbatches": -3}, "-3 micro-batches.*at least 1"),
-        ("gpipe", {"num_chunks": 2}, "holds one stage a rank"),
+        ("gpipe", {"num_chunks": 2}, "2 chunks: schedule 'gpipe' has 1 stage per rank. Use 1 chunk"),
         ("gpipe", {"num_chunks": 0}, "0 chunks.*at least 1"),
-        ("zb-v", {"num_chunks": 3}, "holds 2 stages a rank; leave chunks at 2"),
+        ("zb-v", {"num_chunks": 3}, "3 chunks: schedule 'zb-v' has 2 stages per rank. Use 2 chunks"),
         ("interleaved", {"num_microbatches": 1}, "at least one micro-batch for each rank.*use 2 micro-batches or more"),
         ("interleaved", {"num_microbatches": 3}, "last group has 1 micro-batches.*use 2 or 4 micro-batches"),
         ("dualpipe", {"num_ranks": 3, "num_microbatches": 8}, "even number; add a rank, or use dualpipev"),
@@ -192,3 +192,47 @@ def test_impossible_schedules_are_refused_in_one_line(name, sizes, message):
     with pytest.raises(ScheduleError, match=message) as caught:
         schedules.build(name, **{"num_ranks": 2, "num_microbatches": 4, **sizes})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: schedules.build("interleaved", num_ranks=4, num_microbatches=8, virtual=2),
+            r"virtual=2: schedule 'interleaved' has no argument `virtual`\. Use `num_chunks`\.",
+        ),
+        (
+            lambda: schedules.interleaved(num_ranks=4, num_microbatches=8, pp=2),
+            r"pp=2: interleaved\(.*\) has no argument `pp`\. Use `num_ranks`\.",
+        ),
+        (lambda: schedules.build("1f1b", num_ranks=4, num_microbatch=8), "Use `num_microbatches`"),
+        (
+            lambda: schedules.build("1f1b", num_ranks=4, num_microbatches=8, bogus=1),
+            r"no argument `bogus`\. It takes num_ranks, num_microbatches, num_chunks, conditions\.",
+        ),
+        (
+            lambda: schedules.one_f_one_b(4, 8),
+            r"one_f_one_b\(4, 8\): all arguments are keyword arguments\. "
+            r"Write one_f_one_b\(num_ranks=4, num_microbatches=8\)\.",
+        ),
+        (
+            lambda: schedules.build("1f1b", 4, 8),
+            r"only `name` is positional\. Write build\('1f1b', num_ranks=4, num_microbatches=8\)\.",
+        ),
+        (lambda: schedules.build("1f1b", num_ranks=4), "needs `num_microbatches`: it has no default"),
+        (lambda: schedules.gpipe(num_ranks=2), r"gpipe\(num_ranks, num_microbatches\) needs `num_microbatches`"),
+        (lambda: schedules.build("1f1b", num_ranks=True, num_microbatches=8), "True ranks: must be an int"),
+        (lambda: schedules.gpipe(num_ranks=2, num_microbatches=True), "True micro-batches: must be an int"),
+    ],
+)
+def test_calls_with_other_keywords_are_told_the_right_ones(call, message):
+    with pytest.raises(ScheduleError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_every_public_schedule_function_is_called_by_keyword():
+    makers = {family.build for family in schedules.FAMILIES.values()}
+    for maker in makers:
+        with pytest.raises(ScheduleError, match=r"keyword arguments\. Write .*\(num_ranks=4, num_microbatches=8\)"):
+            maker(4, 8)

@@ -270,18 +270,21 @@ def test_pages_and_pictures_of_streams_are_written(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["1f1b", "--weights", "stash"], "weights stash: schedule '1f1b' has none; leave it out, or use pipedream"),
-        (["search", "--replicas", "1,1,2"], "schedule 'search' has none"),
-        (["compare", "1f1b", "gpipe", "--in-flight", "4"], "in_flight 4: schedule '1f1b' has none"),
+        (
+            ["1f1b", "--weights", "stash"],
+            "weights=stash: schedule '1f1b' does not take it. Remove it, or use pipedream",
+        ),
+        (["search", "--replicas", "1,1,2"], "schedule 'search' does not take it"),
+        (["compare", "1f1b", "gpipe", "--in-flight", "4"], "in_flight=4: schedule '1f1b' does not take it"),
         (["pipedream", "--replicas", "2,x"], "--replicas 2,x: write the ranks of each stage, such as 2,1,1"),
         (["pipedream", "--replicas", "2,1"], "replicas [2, 1] on 4 ranks"),
         (["pipedream", "--weights", "mean"], "weights are 'mean'"),
         (["pipedream-2bw", "--microbatches-per-update", "2"], "too few for what is in flight; take 3"),
         (["pipedream", "--microbatches-per-update", "3"], "take a multiple of 3"),
         (["mine.csv", "--weights", "stash"], "weights with schedule 'mine.csv': the file says it"),
-        (["pipedream", "--slices", "2"], "does not cut sequences"),
+        (["pipedream", "--slices", "2"], "does not slice sequences"),
         (["search", "--slices", "2"], "does not cut sequences"),
-        (["pipedream", "--chunks", "2"], "holds one stage a rank"),
+        (["pipedream", "--chunks", "2"], "has 1 stage per rank"),
     ],
 )
 def test_bad_options_are_one_line(capsys, words, message):

@@ -26,6 +26,7 @@ from pipeloom.schedules.pipedream import StreamOptions, pipedream, pipedream_2bw
 from pipeloom.schedules.search.constraint_program import prove
 from pipeloom.schedules.search.search import EFFORT, Found, search, search_loop
 from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
+from pipeloom.schedules.sizes import keyword_checked
 from pipeloom.schedules.table import NAMED, Family
 from pipeloom.schedules.terapipe import terapipe
 from pipeloom.schedules.user_defined import from_file, from_function, from_orders, is_file
@@ -92,6 +93,7 @@ SYNCHRONOUS: dict[str, Family] = {name: family for name, family in FAMILIES.item
 """The families whose steps end with a flush: their gradients are those of plain gradient accumulation."""
 
 
+@keyword_checked
 def build(
     name: str,
     *,

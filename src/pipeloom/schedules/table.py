@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Unpack
 
+from pipeloom.common.quantities import counted
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.breadth_first import breadth_first
@@ -21,11 +22,13 @@ from pipeloom.schedules.naive import naive
 from pipeloom.schedules.one_f_one_b import one_f_one_b
 from pipeloom.schedules.pipedream import StreamOptions, pipedream, pipedream_2bw
 from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
-from pipeloom.schedules.sizes import MOST, MOST_ACTIONS, check_sizes
+from pipeloom.schedules.sizes import MOST, MOST_ACTIONS, check_sizes, unknown_keyword
 from pipeloom.schedules.terapipe import terapipe
 from pipeloom.schedules.zb_auto import zb_auto
 from pipeloom.schedules.zb_v import zb_v
 from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
+
+_SIZES = ("num_ranks", "num_microbatches", "num_chunks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +86,13 @@ class Family:
         check_sizes(num_ranks, num_microbatches, chunks, num_slices, most=self.most_actions)
         if num_slices > 1 and not self.sliced:
             raise ScheduleError(
-                f"{num_slices} slices: schedule {self.name!r} does not cut sequences; leave slices at 1, or use "
-                f"{', '.join(family.name for family in NAMED.values() if family.sliced)}"
+                f"{num_slices} slices: schedule {self.name!r} does not slice sequences. Use 1 slice, or one of "
+                f"{', '.join(family.name for family in NAMED.values() if family.sliced)}."
             )
         if self.chunks is not None and chunks != self.chunks:
-            held = "one stage" if self.chunks == 1 else f"{self.chunks} stages"
             raise ScheduleError(
-                f"{chunks} chunks: schedule {self.name!r} holds {held} a rank; leave chunks at {self.chunks}"
+                f"{chunks} chunks: schedule {self.name!r} has {counted(self.chunks, 'stage')} per rank. "
+                f"Use {counted(self.chunks, 'chunk')}."
             )
         self.check_stream(stream)
         options: dict[str, Any] = {what: value for what, value in stream.items() if value is not None}
@@ -101,11 +104,20 @@ class Family:
         return self.build(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
 
     def check_stream(self, options: StreamOptions) -> None:
-        """Refuse, as a ScheduleError, options of streams that the family does not have."""
+        """Refuse options of streams that the family does not have, and keywords that no family has.
+
+        Raises:
+            ScheduleError: there is one.
+        """
         for what, value in options.items():
+            if what not in StreamOptions.__annotations__:
+                known = (*_SIZES, *(("num_slices",) if self.sliced else ()), "conditions", *self.stream)
+                raise ScheduleError(unknown_keyword(what, value, f"schedule {self.name!r}", known))
             if value is not None and what not in self.stream:
                 having = ", ".join(family.name for family in NAMED.values() if what in family.stream)
-                raise ScheduleError(f"{what} {value}: schedule {self.name!r} has none; leave it out, or use {having}")
+                raise ScheduleError(
+                    f"{what}={value}: schedule {self.name!r} does not take it. Remove it, or use {having}."
+                )
 
 
 NAMED: dict[str, Family] = {
