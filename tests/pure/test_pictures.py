@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeloom import schedules
-from pipeloom.common.quantities import bytes_text, number_text
+from pipeloom.common.quantities import bytes_text, number_text, seconds_text
 from pipeloom.ir import DataAxis, DataStrategy, Granularity, Op
 from pipeloom.passes import insert_offload, lower
 from pipeloom.report import print_timeline, timeline_svg, trace, write_trace
-from pipeloom.report.drawing import op_shares, seconds_text, ticks
+from pipeloom.report.drawing import op_shares, ticks
 from pipeloom.report.terminal import layout
 from pipeloom.sim import Costs, Network, Timeline, measured_timeline, simulate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeloom.common.quantities import bytes_text, counted
+from pipeloom.common.quantities import bytes_text, counted, seconds_text
 from pipeloom.errors import InputError
 from pipeloom.plan.partition import (
     Form,
@@ -16,7 +16,6 @@ from pipeloom.plan.partition import (
     partition_layers,
     plan_synchronous,
 )
-from pipeloom.report.drawing import seconds_text
 from pipeloom.schedules import find, steady_length
 from pipeloom.train.config.stream_command import stream_command
 

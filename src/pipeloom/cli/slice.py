@@ -11,6 +11,7 @@ from typing import Any
 from pipeloom.cli.files import read_json, write_text
 from pipeloom.cli.model_options import add_model_options, check_file_alone, whole_model
 from pipeloom.cli.parser import Parser
+from pipeloom.common.quantities import seconds_text
 from pipeloom.errors import InputError
 from pipeloom.plan.slicing import (
     SliceCosts,
@@ -148,7 +149,6 @@ def _timeline(costs: SliceCosts, found: Slicing, schedule: str, name: str) -> Ti
 
 
 def _show(found: Slicing, whole: Slicing, costs: SliceCosts, errors: tuple[float, float] | None, schedule: str) -> None:
-    from pipeloom.report.drawing import seconds_text
     from pipeloom.report.terminal import print_comparison
 
     if errors is not None:

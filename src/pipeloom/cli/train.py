@@ -10,7 +10,9 @@ from typing import Any, get_args
 import yaml
 
 from pipeloom.cli.parser import Parser, did_you_mean
-from pipeloom.errors import unwrapped
+from pipeloom.errors import InputError, unwrapped
+from pipeloom.plan.plan import Plan
+from pipeloom.plan.train_options import options_of_plan
 from pipeloom.train.config.train_config import TrainConfig, as_utf8, options
 
 ENV_PREFIX = "PIPELOOM_"
@@ -69,7 +71,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     parser = make_parser()
     words = read_words(parser, argv)
     plain = [word for word in words if not word.startswith("--print_config")]
-    config = read_config(parser.parse_args(plain, env=False).as_dict())
+    config = read_config(parse_values(parser, plain))
     if plain != words:
         from pipeloom.train.config.validate import validate_settings
 
@@ -89,6 +91,31 @@ def read_words(parser: Parser, argv: Sequence[str]) -> list[str]:
         _check_keys_of_file(parser, file)
     environment = list(_from_environment(parser, os.environ))
     return [word for file in files for word in ("--config", file)] + environment + flags
+
+
+def parse_values(parser: Parser, words: Sequence[str]) -> dict[str, Any]:
+    """The values of all options, with those of the plan that ``--plan`` names.
+
+    Raises:
+        InputError: the plan cannot be read, or an option, a variable or a configuration file contradicts it.
+    """
+    values: dict[str, Any] = parser.parse_args(words, env=False).as_dict()
+    path = values["plan"]
+    if path is None:
+        return values
+    planned = options_of_plan(Plan.load(path), path)
+    parser.set_defaults(planned)  # so that what is given beside the plan can be told from a default
+    values = parser.parse_args(words, env=False).as_dict()
+    for key, value in planned.items():
+        group, _, name = key.rpartition(".")
+        given = (values[group] if group else values)[name]
+        if given != value:
+            raise InputError(f"{key}={given}: plan {path} has {_text(value)}. Remove {key}, or make a plan with it.")
+    return values
+
+
+def _text(value: object) -> str:
+    return "none" if value is None else str(value)
 
 
 def read_config(values: dict[str, Any]) -> TrainConfig:

@@ -94,3 +94,11 @@ def bytes_text(count: float) -> str:
             return f"{number_text(count)} {unit}"
         count /= 1024
     return f"{number_text(count)} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """``0.0123`` -> ``"12.3 ms"``."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{number_text(seconds * factor)} {unit}"
+    return f"{number_text(seconds * 1e6)} µs" if seconds else "0 s"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from pipeloom.common.json_reader import Entry, read_json
@@ -81,12 +82,15 @@ def to_json(schedule: Schedule) -> str:
 
 
 def from_json(text: str) -> Schedule:
-    """The inverse of `to_json`.
+    """The inverse of `to_json`. Of a plan or a program, the schedule in it.
 
     Raises:
         ScheduleError: the text is no JSON of a schedule.
     """
-    return _schedule(read_json(text, "the schedule", "the output of pipeloom.ir.text.to_json", ScheduleError))
+    entry = read_json(text, "the schedule", "the output of pipeloom.ir.text.to_json", ScheduleError)
+    if isinstance(entry.value, Mapping) and "schedule" in entry.value:
+        entry = Entry(entry.value["schedule"], entry.source, "schedule", ScheduleError)
+    return _schedule(entry)
 
 
 def _schedule(entry: Entry) -> Schedule:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pipeloom.common.quantities import number_text
 from pipeloom.ir.action import COMPUTE_OPS, Op
 from pipeloom.ir.schedule import Uses
 from pipeloom.sim.timeline import Span
@@ -67,14 +66,6 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [round(index * step, 12) for index in range(first, last + 1)]
-
-
-def seconds_text(seconds: float) -> str:
-    """``0.0123`` -> ``"12.3 ms"``."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{number_text(seconds * factor)} {unit}"
-    return f"{number_text(seconds * 1e6)} µs" if seconds else "0 s"
 
 
 def op_shares(row: Sequence[Span], seconds: float, columns: int) -> list[dict[Op, float]]:

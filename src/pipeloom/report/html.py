@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeloom.common.quantities import bytes_text, number_text
-from pipeloom.report.drawing import seconds_text
+from pipeloom.common.quantities import bytes_text, number_text, seconds_text
 from pipeloom.report.svg import timeline_svg
 from pipeloom.sim.timeline import Timeline
 from pipeloom.version import __version__

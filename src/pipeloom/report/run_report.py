@@ -13,9 +13,8 @@ from typing import Any
 import yaml
 
 from pipeloom.common.atomic_file import write_whole
-from pipeloom.common.quantities import bytes_text, counted, number_text, plural
+from pipeloom.common.quantities import bytes_text, counted, number_text, plural, seconds_text
 from pipeloom.errors import InputError
-from pipeloom.report.drawing import seconds_text
 from pipeloom.report.html import percent_text, render
 from pipeloom.report.metrics import Metrics, read_metrics
 from pipeloom.report.perfetto import write_trace

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from pipeloom.common.quantities import number_text
+from pipeloom.common.quantities import number_text, seconds_text
 from pipeloom.ir.action import COMPUTE_OPS, Op
-from pipeloom.report.drawing import COLOURS, OP_NAMES, described, label, op_shares, seconds_text, ticks
+from pipeloom.report.drawing import COLOURS, OP_NAMES, described, label, op_shares, ticks
 from pipeloom.sim import Span, Timeline, critical_path
 from pipeloom.sim.background import LINKS
 

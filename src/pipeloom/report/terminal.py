@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipeloom.common.quantities import number_text
+from pipeloom.common.quantities import number_text, seconds_text
 from pipeloom.ir.action import Op
-from pipeloom.report.drawing import COLOURS, OP_NAMES, label, op_shares, seconds_text
+from pipeloom.report.drawing import COLOURS, OP_NAMES, label, op_shares
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.timeline import Span, Timeline
 

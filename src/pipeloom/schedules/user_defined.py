@@ -1,7 +1,7 @@
 """A schedule that somebody brings along: orders, a function that returns them, or a file of either.
 
     mine.csv             the CSV of torch.distributed.pipelining
-    mine.json            what `pipeloom.ir.text.to_json` writes
+    mine.json            what `pipeloom.ir.text.to_json` writes, or a plan with the orders of its schedule
     mine.py:function     ``function(num_ranks=..., num_microbatches=...)`` returns a `Schedule` or its orders
 
 Each is checked like every other schedule, and refused in one line where it is not legal.

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from pipeloom.common.quantities import seconds_text
 from pipeloom.errors import InputError, ScheduleError
 from pipeloom.schedules import FAMILIES
 from pipeloom.split.layer_chain import even_parts
@@ -108,7 +109,6 @@ def _measured(config: TrainConfig) -> tuple[int | str, str]:
     from pipeloom.models import GPTConfig
     from pipeloom.plan.slicing import slice_for_schedule
     from pipeloom.plan.slicing.measure_slices import measure_slices
-    from pipeloom.report.drawing import seconds_text
 
     start = perf_counter()
     model, ranks, tokens = config.model, config.parallel.pipeline, config.model.sequence_length

@@ -49,6 +49,11 @@ class TrainConfig:
         "pipedream: which weights a micro-batch sees; stash (the default): each stage's newest; vertical: those of the "
         "input stage's version when it entered",
     )
+    plan: str | None = option(
+        None,
+        "plan.json of a planning command (--out): sets schedule, parallel, memory, precision and batch options; other "
+        "values given for these options are refused",
+    )
     steps: int = option(200, "optimizer steps")
     seed: int = option(0, "seed of weights, order of samples, dropout and sampling")
     output_dir: str = option("runs/train", "where metrics, report and checkpoints go")

@@ -33,6 +33,7 @@ def repeatable(config: TrainConfig) -> TrainConfig:
         config,
         data=data,
         memory=memory,
+        plan=None,  # all that it says stands in the other options; its orders are `schedule`
         schedule=own_schedule.absolute(config.schedule),
         output_dir=str(Path(config.output_dir).absolute()),
         resume_from_checkpoint=resume,

@@ -1,0 +1,63 @@
+"""The options of `pipeloom train` that a plan sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeloom.ir import Schedule
+from pipeloom.plan.plan import Plan
+
+# Option: attribute of the plan, in the order of a command line. A plan always says the first group.
+_ALWAYS = {
+    "schedule": "schedule",
+    "weights": "weights",
+    "parallel.pipeline": "pipeline",
+    "parallel.replicas": "replicas",
+    "parallel.in_flight": "in_flight",
+    "parallel.chunks": "virtual_stages",
+    "parallel.slices": "slices",
+    "parallel.data": "data",
+    "batch.microbatches": "microbatches",
+}
+_IF_GIVEN = {
+    "parallel.cut": "cut",
+    "parallel.data_strategy": "data_strategy",
+    "parallel.data_granularity": "data_granularity",
+    "parallel.data_bucket_bytes": "data_bucket_bytes",
+    "batch.size": "batch_size",
+    "precision.dtype": "precision",
+    "precision.gradients": "gradients",
+    "memory.recompute": "recompute",
+}
+_OFFLOAD = ("offload", "offload_states", "offload_parameters", "offload_activations")
+
+
+def options_of_plan(plan: Plan, path: str | None = None) -> dict[str, Any]:
+    """What `plan` says of a training run, by the dotted names of the options of `pipeloom train`.
+
+    Options that the plan leaves to the run are missing.
+
+    Args:
+        plan: what runs.
+        path: its file, which stands for the orders of a plan with a schedule of its own.
+    """
+    found = {option: getattr(plan, name) for option, name in _ALWAYS.items()}
+    found |= {option: getattr(plan, name) for option, name in _IF_GIVEN.items() if getattr(plan, name) is not None}
+    if plan.offload is not None:
+        found |= {f"memory.{name}": getattr(plan, name) for name in _OFFLOAD}
+    if plan.recompute is not None:
+        found["memory.cap"] = None  # it would choose again
+    found["parallel.in_flight"] = plan.in_flight or "noam"
+    if plan.num_slices == 1 and plan.slices is not None:
+        found["parallel.slices"] = 1
+    if isinstance(plan.schedule, Schedule):
+        found["schedule"] = str(path)
+    return {option: _written(value) for option, value in found.items()}
+
+
+def _written(value: Any) -> Any:
+    """A value as the option has it: lists as words with commas, one word where all are equal words."""
+    if not isinstance(value, tuple):
+        return value
+    same = isinstance(value[0], str) and len(set(value)) == 1
+    return value[0] if same else ",".join(map(str, value))
