@@ -261,10 +261,10 @@ def _versions() -> str:
 
 
 def _train() -> str:
-    rows = ["| option | default | meaning |", "|---|---|---|", "| `--config FILE` | | YAML file with these options |"]
-    for key, _, default, text in options():
-        shown = str(default).lower() if isinstance(default, bool) else "" if default is None else f"`{default}`"
-        rows.append(f"| `--{key}` | {shown} | {text} |")
+    rows = ["| option | default | meaning |", "|---|---|---|", "| `--config FILE` | | YAML file with options |"]
+    for option in options():
+        shown = option.default_text if option.default is None else f"`{option.default_text}`"
+        rows.append(f"| `--{option.key}` | {shown} | {option.help_with_choices} |")
     return "\n".join(rows)
 
 

@@ -16,6 +16,7 @@ import yaml
 from pipeloom.cli import COMMANDS, main
 from pipeloom.cli.parser import did_you_mean
 from pipeloom.cli.train import parse
+from pipeloom.cli.train_options import MOST_USED
 from pipeloom.processes import launcher
 from pipeloom.train.config.schedule_choice import parse_cut
 from pipeloom.train.config.train_config import TrainConfig, options
@@ -103,17 +104,17 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ("--model.layesr=3", "option --model.layesr is unknown: did you mean --model.layers"),
         ("--layers 3", "did you mean --model.layers"),
         ("--step 3", "option --step is unknown: did you mean --steps"),
-        ("--config", "option --config needs a file"),
-        ("--config nowhere.yaml", "nowhere.yaml cannot be read"),
-        ("extra", "argument 'extra' is one too many"),
+        ("--config", "option --config needs a value: the path of a YAML file"),
+        ("--config nowhere.yaml", "--config=nowhere.yaml: cannot be read as YAML: .*No such file"),
+        ("extra", "argument 'extra' is unexpected. Remove it"),
         ("--output_dir null", "output_dir is null"),
         ("--seed 18446744073709551616", "less than 2..64; lower it"),
         ("--parallel.cut 4,0", "stage 1 has no block"),
         ("--local --parallel.transport torch", "--local with parallel.transport torch"),
-        ("--optimizer.learning_rate nan", "optimizer.learning_rate is nan: it must be a finite number"),
-        ("--steps 1e3", "steps is 1000.0: it must be a whole number; write 1000"),
-        ("--save_total_limit x", "save_total_limit is x: it must be a whole number"),
-        ("--steps", "option --steps has no value"),
+        ("--optimizer.learning_rate nan", "optimizer.learning_rate=nan: must be a finite number"),
+        ("--steps 1e3", "steps=1000.0: must be an integer. Write 1000"),
+        ("--save_total_limit x", "save_total_limit=x: must be an integer"),
+        ("--steps", "option --steps needs a value"),
         ("--data.path=", "option --data.path has an empty value"),
         ("--print_config --steps -1", "steps is -1"),
         ("--data.path /dev/zero", "is a device, a pipe or a socket"),
@@ -180,20 +181,20 @@ def test_bad_input_is_refused_in_one_line(refused: Refused, words: str, expected
         ("modle: {layers: 3}\n", "key modle.layers is unknown: did you mean model.layers"),
         ("layers: 3\n", "did you mean model.layers"),
         ("model: {layers: {more: 3}}\n", "key model.layers.more is unknown"),
-        ("model: 3\n", "model is 3: it holds keys such as model.layers"),
+        ("model: 3\n", "model=3: must hold keys, such as model.layers"),
         ("model: {layers: many}\n", "model.layers"),
-        ("- steps\n", "holds no keys"),
-        ("", "holds no keys"),
-        ("steps: 3\nsteps: 4\n", "key steps stands twice, again in line 2"),
+        ("- steps\n", "has no keys"),
+        ("", "has no keys"),
+        ("steps: 3\nsteps: 4\n", "line 2: key steps stands twice"),
         ("model: {width: 3, width: 4}\n", "key width stands twice"),
         ("model.layers: 3\nmodel: {layers: 4}\n", "key model.layers stands twice"),
-        ("? [a, b]\n: 3\n", "the key in line 1 is no word"),
+        ("? [a, b]\n: 3\n", "line 1: a key must be a word"),
         ("steps: 2026-13-41\n", "cannot be read"),
         ("model: &m {more: *m}\n", "cannot be read"),
         ("data: {path: ''}\n", "data.path has an empty value"),
-        ("output_dir: null\n", "output_dir is null: it needs a value"),
-        ("steps:\n", "steps is null"),
-        ("parallel: {slices: [28, 100]}\n", "no key holds a list; write 28,100"),
+        ("output_dir: null\n", "output_dir=null: must have a value"),
+        ("steps:\n", "steps=null: must have a value"),
+        ("parallel: {slices: [28, 100]}\n", "lists are unsupported. Write 28,100"),
         ("steps: [3\n", "cannot be read"),
         ("steps: \xff\n", "cannot be read"),
     ],
@@ -210,10 +211,10 @@ def test_a_config_file_that_is_a_pipe_is_refused(refused: Refused, tmp_path: Pat
     reader, writer = os.pipe()  # as `--config <(echo "steps: 9")` has it
     os.write(writer, b"steps: 9\n")
     os.close(writer)
-    assert "is a device or a pipe: it is read several times" in refused("--config", f"/dev/fd/{reader}")
+    assert "must be a file, not a device or a pipe" in refused("--config", f"/dev/fd/{reader}")
     os.close(reader)
     os.mkfifo(tmp_path / "run.yaml")  # nobody writes: reading it would wait for ever
-    assert "is a device or a pipe: it is read several times" in refused("--config", str(tmp_path / "run.yaml"))
+    assert "must be a file, not a device or a pipe" in refused("--config", str(tmp_path / "run.yaml"))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00binary\x00"])
@@ -432,12 +433,36 @@ def test_the_default_run_is_valid(tmp_path: Path) -> None:
 
 
 def test_every_option_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert all(help_text for *_, help_text in options())
+    assert all(option.help for option in options())
     assert main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
-    for key, *_ in options():
-        assert f"--{key}" in shown
-        assert f"PIPELOOM_{key.upper().replace('.', '__')}" in shown
+    assert all(f"  --{option.key} " in shown for option in options())
+    assert "PIPELOOM_MODEL__LAYERS=8" in shown
+
+
+def test_the_help_of_train_fits_the_eye(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups in order, the ten most used options first, one line for each option, environment variables named once."""
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["train", "--help"]) == 0
+    wide = capsys.readouterr().out
+    groups = ["most used", "data", "model", "parallel", "batch", "optimizer", "memory", "output", "configuration"]
+    assert re.findall(r"^([a-z ]+):$", wide, re.MULTILINE) == [*groups, "examples"]
+    first = re.search(r"^most used:\n(.*?)\n\n", wide, re.MULTILINE | re.DOTALL)
+    assert first is not None
+    assert re.findall(r"^  --(\S+) ", first[1], re.MULTILINE) == list(MOST_USED)
+    lines = [line for line in wide.partition("examples:")[0].splitlines() if line.startswith("  ")]
+    assert len(lines) == len(list(options())) + 3  # --config, --print_config, --help
+    for line, option in ((line, option) for line in lines for option in options() if f"  --{option.key} " in line):
+        assert line.endswith(f"(default: {option.default_text})"), line
+    assert max(map(len, wide.partition("examples:")[0].splitlines())) <= 120
+    assert "ENV:" not in wide
+    assert "ARG:" not in wide
+    assert wide.count("PIPELOOM_MODEL__LAYERS") == 1
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["train", "--help"]) == 0
+    narrow = capsys.readouterr().out.partition("examples:")[0]
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert narrow.count("(default: ") == len(list(options()))
 
 
 def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

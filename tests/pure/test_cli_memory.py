@@ -163,8 +163,8 @@ def test_a_run_shows_predicted_beside_measured(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--memory.cap lots", "memory.cap is lots: it must be bytes, such as"),
-        ("--parallel.data_bucket_bytes 1MB/s", "parallel.data_bucket_bytes is 1MB/s: it must be bytes, such as"),
+        ("--memory.cap lots", "memory.cap=lots: must be a size in bytes, such as"),
+        ("--parallel.data_bucket_bytes 1MB/s", "parallel.data_bucket_bytes=1MB/s: must be a size in bytes, such as"),
         ("--costs x.json", "--costs without --memory.cap"),
         ("--vocabulary_size 0", "a model has at least one token id"),
         ("--parallel.data -1", "give a number"),

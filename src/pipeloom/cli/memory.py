@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeloom.cli.files import read_json
 from pipeloom.cli.parser import Parser
-from pipeloom.cli.train import make_parser, parse_values, read_config, read_words
+from pipeloom.cli.train_options import make_parser, print_config, read_options, to_config
 from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError
 from pipeloom.plan.memory import KINDS, Choice, MemoryRow, read_memory
@@ -33,23 +33,26 @@ pipeloom memory --run runs/train
 def main(argv: Sequence[str]) -> int:
     """Print the table of a configuration, or of a run; returns the exit code."""
     parser = _parser()
-    options = parse_values(parser, read_words(parser, argv))
-    if options["run"] is not None:
-        rows = read_memory(Path(options["run"]))
-        _print_run(rows, as_json=options["json"])
+    options = read_options(parser, argv)
+    if options.run is not None:
+        rows = read_memory(Path(options.run))
+        _print_run(rows, as_json=options.json)
         return 0
-    config = read_config(options)
+    config = to_config(options.as_dict())
     if config.parallel.data == -1:
         raise InputError("parallel.data is -1: how many copies there are follows from a run's processes; give a number")
     from pipeloom.train.config.validate import validate_settings
 
     validate_settings(config)
-    vocabulary = _vocabulary(config, options["vocabulary_size"])
-    if options["costs"] is not None and config.memory.cap is None:
+    if options.print_config is not None:
+        print_config(config, options.print_config)
+        return 0
+    vocabulary = _vocabulary(config, options.vocabulary_size)
+    if options.costs is not None and config.memory.cap is None:
         raise InputError("--costs without --memory.cap: times weigh what a cap can cost; give a cap, or leave it out")
-    file = None if options["costs"] is None else read_json("--costs", options["costs"], parse_costs)
+    file = None if options.costs is None else read_json("--costs", options.costs, parse_costs)
     config, choice = under_cap(config, vocabulary, file=file)
-    _print_plan(config, vocabulary, choice, as_json=options["json"])
+    _print_plan(config, vocabulary, choice, as_json=options.json)
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeloom.cli.parser import Parser
+from pipeloom.cli.parser import Parser, metavar_of
 from pipeloom.errors import InputError
 from pipeloom.train.config.sections import ModelConfig
 from pipeloom.train.config.train_config import options
@@ -13,10 +13,13 @@ from pipeloom.train.config.train_config import options
 
 def add_model_options(parser: Parser, *, but: Sequence[str] = ()) -> None:
     """Add ``--model.*`` of `pipeloom train`, without those named in `but`; what is left out is None."""
-    for key, kind, default, text in options():
-        if key.startswith("model.") and key.removeprefix("model.") not in but:
-            action = parser.add_argument(f"--{key}", type=kind | None, help=f"{text} ({default})")
-            if kind is bool:  # the name alone means true
+    group = parser.add_argument_group("model")
+    for option in options():
+        if option.group == "model" and option.key.removeprefix("model.") not in but:
+            text = f"{option.help_with_choices} (default: {option.default_text})"
+            metavar = metavar_of(option.kind)
+            action = group.add_argument(f"--{option.key}", type=option.kind | None, help=text, metavar=metavar)
+            if option.kind is bool:  # the name alone means true
                 action.nargs, action.const = "?", True
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from jsonargparse.typing import register_type
@@ -15,20 +16,69 @@ from jsonargparse.typing import register_type
 from pipeloom.common.quantities import Bytes, BytesPerSecond
 from pipeloom.errors import unwrapped
 
-_KINDS = {
-    "int": "a whole number",
-    "float": "a finite number",
-    "bool": "true or false",
-    "str": "text",
-    "Bytes": "bytes, such as 8e9, 16GB or 16GiB",
-    "BytesPerSecond": "bytes a second, such as 1.25e9, 12GB or 100MiB",
+_RULES = {
+    int: "must be an integer",
+    float: "must be a finite number",
+    bool: "must be true or false",
+    Bytes: "must be a size in bytes, such as 8e9, 16GB or 16GiB",
+    BytesPerSecond: "must be a bandwidth in bytes per second, such as 1.25e9, 12GB or 100MiB",
 }
-register_type(Bytes, serializer=lambda size: Bytes(size).written, deserializer=Bytes.parse)
-register_type(BytesPerSecond, serializer=float, deserializer=BytesPerSecond.parse)
+_METAVARS = {int: "N", float: "X", bool: "BOOL", Bytes: "BYTES", BytesPerSecond: "RATE"}
+_NAME_COLUMNS = 44  # of an option and its value in the help
+_MOST_LETTERS = 24  # of choices that stand in the place of a value
+_WIDE_COLUMNS = 116  # of a terminal; in a narrower one descriptions stand below the names
+_GIVEN = "alue: "  # behind it, errors of jsonargparse end with the value that was given
+register_type(Bytes, serializer=lambda size: Bytes(size).written, deserializer=lambda given: _parsed(Bytes, given))
+register_type(BytesPerSecond, serializer=float, deserializer=lambda given: _parsed(BytesPerSecond, given))
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """Types and defaults in the help; descriptions and examples keep their line breaks."""
+def _parsed(kind: Any, given: object) -> Any:
+    try:
+        return kind.parse(given)
+    except ValueError as error:
+        raise ValueError(f"Got value: {given}") from error
+
+
+class _HelpFormatter(DefaultHelpFormatter):
+    """One line for each option, with its default; environment variables are explained once, not with each option."""
+
+    def __init__(self, prog: str) -> None:
+        columns = shutil.get_terminal_size().columns
+        position = _NAME_COLUMNS if columns >= _WIDE_COLUMNS else 6
+        super().__init__(prog, max_help_position=position, width=columns - 2)
+
+    def add_usage(self, usage: str | None, actions: Iterable[argparse.Action], *more: Any, **options: Any) -> None:
+        """Required arguments by name, all others as ``[options]``."""
+        needed = [action for action in actions if action.required or not action.option_strings]
+        words = [" ".join([*action.option_strings[:1], self._value_of(action)]) for action in needed]
+        super().add_usage(usage or " ".join([self._prog, *words, "[options]"]), actions, *more, **options)
+
+    def _value_of(self, action: argparse.Action) -> str:
+        if action.nargs == 0:
+            return ""
+        if action.metavar or not action.option_strings:
+            return str(action.metavar or action.dest.upper())
+        choices = "|".join(map(str, action.choices or ()))
+        return choices if 0 < len(choices) <= _MOST_LETTERS else metavar_of(_plain_type(action))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = ", ".join(action.option_strings)
+        return f"{names} {self._value_of(action)}".strip()
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        shown = action.help or ""
+        if action.choices and self._value_of(action) == "NAME":
+            shown += f": {', '.join(map(str, action.choices))}"
+        if action.required and action.option_strings:
+            return f"{shown} (required)"
+        known = action.default not in (None, False, argparse.SUPPRESS) and action.option_strings
+        return f"{shown} (default: {action.default})" if known and not shown.endswith(")") else shown
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Paragraphs are wrapped; examples keep their lines."""
+        if text.startswith("examples:"):
+            return text
+        return "\n\n".join(textwrap.fill(paragraph, width) for paragraph in text.split("\n\n"))
 
 
 class Parser(ArgumentParser):
@@ -54,7 +104,7 @@ class Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Say `message` in one line, with the nearest option where one is unknown, and exit with code 2."""
-        sys.stderr.write(f"{self.prog or 'pipeloom'}: error: {unwrapped(self._explain(unwrapped(str(message))))}\n")
+        sys.stderr.write(f"{self.prog or 'pipeloom'}: error: {unwrapped(self._explain(unwrapped(str(message)), ex))}\n")
         raise SystemExit(2)
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:  # type: ignore[override]
@@ -65,59 +115,62 @@ class Parser(ArgumentParser):
             option = name if equals and name.startswith("--") else before
             if (not word or (equals and not value and option == name)) and option not in self.may_be_empty:
                 what = f"option {option}" if option and option.startswith("--") else "an argument"
-                self.error(f"{what} has an empty value: give one, or leave it out")
+                self.error(f"{what} has an empty value. Give a value, or remove it.")
         return super().parse_args(words, *more, **options)
 
-    def _explain(self, message: str) -> str:
-        """What was seen, the rule and the fix, in place of jsonargparse's words."""
-        if found := re.match(r"unrecognized arguments: (.*)", message):
-            return self._explain_unknown(found.group(1).split())
-        if found := re.match(r"the following arguments are required: (.*)", message):
-            known = set(self._all_options())
-            missing = ", ".join(
-                f"--{name}" if f"--{name}" in known else f"argument {name}" for name in found[1].split(", ")
-            )
-            return (
-                f"{missing} {'are' if ',' in missing else 'is'} missing: the command needs it; see `{self.prog} --help`"
-            )
-        if found := re.match(r"argument (--\S+?)(?:/\S+)?: expected one argument", message):
-            return f"option {found[1]} has no value: it needs one; give it"
-        if found := (
-            re.match(r'Parser key "([^"]+)": (.*) (?:Got value|Given value): (.*)$', message)
-            or re.match(r'Parser key "([^"]+)": (Not of type \w+): (.*) is not a number', message)
-        ):
-            key, text, value = found.groups()
-            choices = re.search(r"Literal\[([^]]*)\]", text)
-            kinds = [
-                _KINDS[name] for name in re.findall(rf"\b({'|'.join(_KINDS)})\b", text) if name != "str" or not choices
-            ]
-            kind = f"one of {choices[1]}" if choices else " or ".join(dict.fromkeys(kinds[:1])) or "of another kind"
-            hint = _nearest_number(value, kind)
-            return f"{key} is {value}: it must be {kind}; {hint or 'correct it'}"
+    def _explain(self, message: str, error: Exception | None) -> str:
+        """Name, value, rule and fix. The words of argparse and jsonargparse name types of Python and all alternatives."""
+        if isinstance(error, argparse.ArgumentError) and error.argument_name is not None:
+            name = error.argument_name.split("/")[0]
+            return f"option {name} needs a value." if "expected one" in error.message else f"{name}: {error.message}"
+        head, _, rest = message.partition(": ")
+        if head == "unrecognized arguments":
+            return self._explain_unknown(rest.split())
+        if head == "the following arguments are required":
+            known = self._option_names()
+            missing = [f"--{name}" if f"--{name}" in known else f"argument {name}" for name in rest.split(", ")]
+            return f"{', '.join(missing)} {'are' if missing[1:] else 'is'} missing. See `{self.prog} --help`."
+        if head.startswith("Parser key"):
+            return self._explain_value(head.split('"')[1], message.rpartition(_GIVEN)[2])
         return message
+
+    def _explain_value(self, key: str, value: str) -> str:
+        kind = _plain_type(next((each for each in self._actions if each.dest == key), None))
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        rule = f"must be one of {', '.join(map(str, choices))}" if choices else _RULES.get(kind, "is of the wrong type")
+        try:  # 1e3 is a float in YAML
+            hint = f" Write {int(float(value))}." if kind is int and float(value).is_integer() else ""
+        except ValueError:
+            hint = ""
+        return f"{key}={value}: {rule}.{hint}"
 
     def _explain_unknown(self, words: list[str]) -> str:
         word = next((word for word in words if word.startswith("-")), words[0]).split("=")[0]
         if not word.startswith("-"):
-            return f"argument {word!r} is one too many: drop it, or see `{self.prog} --help`"
-        options = [option for option in self._all_options() if option.startswith("--")]
+            return f"argument {word!r} is unexpected. Remove it, or see `{self.prog} --help`."
+        options = [option for option in self._option_names() if option.startswith("--")]
         return f"option {word} is unknown: {did_you_mean(word, options) or f'see `{self.prog} --help`'}"
 
-    def _all_options(self) -> Iterable[str]:
-        """The options of this parser and of its subcommands."""
-        for action in self._actions:
-            yield from action.option_strings
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    yield from parser._option_string_actions
+    def _option_names(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings]
 
 
-def _nearest_number(value: str, kind: str) -> str | None:
-    """How to write what was probably meant: 1e3 is no whole number in YAML."""
-    try:
-        return f"write {int(float(value))}" if kind == "a whole number" and float(value).is_integer() else None
-    except ValueError:
-        return None
+def metavar_of(kind: Any, otherwise: str = "TEXT") -> str:
+    """How the help names a value of this type."""
+    plain = _without_none(kind)
+    if plain is None or get_origin(plain) is Literal:  # None: of choices
+        return "NAME"
+    return _METAVARS.get(plain, otherwise)
+
+
+def _plain_type(action: Any) -> Any:
+    """The type of the values of an option, None aside."""
+    return _without_none(getattr(action, "_typehint", None))
+
+
+def _without_none(kind: Any) -> Any:
+    others = [each for each in get_args(kind) if each is not type(None)]
+    return others[0] if len(others) == 1 and type(None) in get_args(kind) else kind
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

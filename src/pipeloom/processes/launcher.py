@@ -130,8 +130,10 @@ class _Rank:
     black_box: BlackBox
 
 
-def launch(names: Sequence[str], arguments: Sequence[str]) -> int:
+def launch(names: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Run ``python ARGUMENTS`` as one process for each of `names`, the ranks, and wait for them.
+
+    `environment` adds variables to those of this process.
 
     When a rank ends with an error or by a signal, all others are ended and one line says which, how, and in which step
     and action. SIGINT, SIGTERM and SIGHUP end all ranks too, unless they are ignored already, as SIGHUP is under nohup.
@@ -159,7 +161,7 @@ def launch(names: Sequence[str], arguments: Sequence[str]) -> int:
         with _anonymous_file("meeting") as meeting:
             for rank in range(len(names)):
                 if not signals:
-                    ranks.append(_start(rank, names, arguments, meeting))
+                    ranks.append(_start(rank, names, arguments, environment or {}, meeting))
             code, line = _watch(ranks, signals)
     finally:
         _end(ranks)
@@ -184,7 +186,9 @@ def _anonymous_file(name: str, size: int = 0) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _start(rank: int, names: Sequence[str], arguments: Sequence[str], meeting: int) -> _Rank:
+def _start(
+    rank: int, names: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str], meeting: int
+) -> _Rank:
     num_ranks = len(names)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // num_ranks)), "GLOO_SOCKET_IFNAME": "lo"}
@@ -197,7 +201,7 @@ def _start(rank: int, names: Sequence[str], arguments: Sequence[str], meeting: i
         }
         process = subprocess.Popen(
             [sys.executable, *arguments],
-            env={**defaults, **os.environ, **place},
+            env={**defaults, **os.environ, **environment, **place},
             stdin=subprocess.DEVNULL,
             pass_fds=(meeting, descriptor),
             process_group=0,  # a Ctrl-C of the terminal reaches the launcher alone, which ends the ranks in order

@@ -8,9 +8,10 @@ a flag. No torch here: the launcher reads and checks a configuration without it.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from pipeloom.common.quantities import Bytes
 from pipeloom.errors import InputError
@@ -41,34 +42,28 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
-    schedule: str = option(
-        "auto", "auto: 1f1b, or seq1f1b with slices; see `pipeloom schedules`; or mine.csv, mine.json, mine.py:function"
-    )
+    schedule: str = option("auto", "schedule or file: .csv, .json, .py:function", value="NAME", group="parallel")
     weights: Literal["stash", "vertical"] | None = option(
-        None,
-        "pipedream: which weights a micro-batch sees; stash (the default): each stage's newest; vertical: those of the "
-        "input stage's version when it entered",
+        None, "weight versions of pipedream", unset="stash", group="parallel"
     )
     plan: str | None = option(
-        None,
-        "plan.json of a planning command (--out): sets schedule, parallel, memory, precision and batch options; other "
-        "values given for these options are refused",
+        None, "plan.json of a planning command; sets what it plans", value="FILE", unset="none", group="parallel"
     )
-    steps: int = option(200, "optimizer steps")
-    seed: int = option(0, "seed of weights, order of samples, dropout and sampling")
-    output_dir: str = option("runs/train", "where metrics, report and checkpoints go")
-    save_steps: int = option(100, "steps between checkpoints, one at the end too; 0: none")
-    save_total_limit: int | None = option(3, "how many checkpoints are kept; null: all")
+    steps: int = option(200, "number of optimizer steps", group="batch")
+    seed: int = option(0, "seed of weights, sample order, dropout and sampling", group="data")
+    output_dir: str = option("runs/train", "directory of metrics, report and checkpoints", value="DIR", group="output")
+    save_steps: int = option(100, "steps between checkpoints; 0: none", group="output")
+    save_total_limit: int | None = option(3, "checkpoints kept; null: all", group="output")
     resume_from_checkpoint: str | None = option(
-        None, "checkpoint directory; latest: that of output_dir; auto: latest where there is one, else the beginning"
+        None, "checkpoint directory, latest or auto", value="DIR", unset="a new run", group="output"
     )
-    eval_steps: int = option(50, "steps between evaluations, one at the end too; 0: none")
-    eval_batches: int = option(4, "batches an evaluation")
-    log_steps: int = option(10, "steps between lines where the output is no terminal")
-    sample_tokens: int = option(200, "length of the text generated at the end; 0: none")
-    sample_prompt: str = option("def ", "how the generated text begins")
-    sample_temperature: float = option(0.8, "temperature of the generated text; 0: the likeliest token")
-    local: bool = option(False, "all ranks in this one process, one after another")
+    eval_steps: int = option(50, "steps between evaluations; 0: none", group="output")
+    eval_batches: int = option(4, "batches per evaluation", group="output")
+    log_steps: int = option(10, "steps between lines without a terminal", group="output")
+    sample_tokens: int = option(200, "tokens generated at the end; 0: none", group="output")
+    sample_prompt: str = option("def ", "prompt of the generated text", group="output")
+    sample_temperature: float = option(0.8, "sampling temperature; 0: greedy", group="output")
+    local: bool = option(False, "all ranks in this process, without a launcher", group="parallel")
 
     @property
     def num_microbatches(self) -> int:
@@ -152,6 +147,14 @@ class TrainConfig:
         degrees = {"pp": self.num_ranks, "dp": self.parallel.data}
         return MeshShape.of(degrees, num_processes=num_processes, order=order)
 
+    def to_json(self) -> str:
+        """All values as one JSON text, paths with every byte; `from_json` is its inverse."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainConfig:
+        return cls.from_mapping(json.loads(text))
+
     def to_mapping(self) -> dict[str, Any]:
         """Nested plain values, for YAML and JSON."""
         return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
@@ -185,15 +188,45 @@ def _plain(value: Any) -> Any:
     return value.written if isinstance(value, Bytes) else as_utf8(value) if isinstance(value, str) else value
 
 
-def options() -> Iterator[tuple[str, Any, Any, str]]:
-    """(dotted key, type, default, help) of every field, in order of declaration."""
+class Option(NamedTuple):
+    """One option: its dotted key, type, default and help, and the group of the help that shows it.
+
+    `default_text` is the default as the help says it, `value` how it names the value where its type does not.
+    """
+
+    key: str
+    kind: Any
+    default: Any
+    help: str
+    group: str
+    default_text: str
+    value: str | None
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that the option takes; empty where it takes others too."""
+        kinds = (self.kind, *get_args(self.kind))
+        return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+
+    @property
+    def help_with_choices(self) -> str:
+        return f"{self.help}: {', '.join(self.choices)}" if self.choices else self.help
+
+
+def options() -> Iterator[Option]:
+    """Every option, in order of declaration."""
     yield from _options_of(TrainConfig, "")
 
 
-def _options_of(kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any, str]]:
+def _options_of(kind: Any, section: str) -> Iterator[Option]:
     hints = get_type_hints(kind)
     for entry in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(hints[entry.name]):
-            yield from _options_of(hints[entry.name], f"{prefix}{entry.name}.")
-        else:
-            yield prefix + entry.name, hints[entry.name], entry.default, entry.metadata["help"]
+        hint = hints[entry.name]
+        if dataclasses.is_dataclass(hint):
+            yield from _options_of(hint, entry.name)
+            continue
+        key = f"{section}.{entry.name}" if section else entry.name
+        text, unset = entry.metadata["help"], entry.metadata["unset"]
+        shown = json.dumps(entry.default).strip('"') if isinstance(entry.default, bool | str) else str(entry.default)
+        group, value = section or entry.metadata["group"], entry.metadata["value"]
+        yield Option(key, hint, entry.default, text, group, unset or shown, value)

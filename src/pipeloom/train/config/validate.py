@@ -6,12 +6,12 @@ import math
 import os
 import shutil
 import tempfile
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint import directory as checkpoint_directory
-from pipeloom.train.checkpoint.manifest import Manifest, read_manifest, verify
+from pipeloom.train.checkpoint.manifest import Manifest, verify
 from pipeloom.train.config.data_parallel import check_batch, check_copies, check_processes, check_validation
 from pipeloom.train.config.memory_cap import check_cap
 from pipeloom.train.config.memory_check import check_memory
@@ -47,15 +47,13 @@ def validate_settings(config: TrainConfig) -> None:
     check_unused(config)
 
 
-def validate(config: TrainConfig, *, world_size: int | None, locked: bool = False) -> None:
+def validate(config: TrainConfig, *, world_size: int | None) -> None:
     """Refuse `config` where it cannot be trained as it stands.
 
     Args:
         config: what was asked for.
         world_size: processes that the environment says there are; None where this process is alone (the launcher,
             or a run with `local`).
-        locked: whether another process, the launcher, holds the output directory for this one, and has read every byte
-            of the checkpoint.
 
     Raises:
         InputError: what was seen, the rule, the fix; in one line.
@@ -68,13 +66,13 @@ def validate(config: TrainConfig, *, world_size: int | None, locked: bool = Fals
     check_processes(config, world_size)
     checkpoint = resume_path(config)
     if checkpoint is not None:
-        saved = read_manifest(checkpoint) if locked else verify(checkpoint)
+        saved = verify(checkpoint)
         _check_checkpoint(config, checkpoint, saved, load_tokenizer(config.data.tokenizer).vocabulary_size)
         check_resumed_stream(config, make_schedule(config), checkpoint)
     output_dir = Path(config.output_dir)
     made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     try:
-        _check_writable(output_dir, locked)
+        _check_writable(output_dir)
         _check_windows(config, open_corpus(config))
     except InputError:
         if made and world_size is None:  # nobody else is at work in it
@@ -171,10 +169,10 @@ def _check_model(config: TrainConfig) -> None:
     config.gpt(vocabulary_size=1)  # its sizes fit each other, or it says which do not; the data is not read yet
 
 
-def _check_writable(output_dir: Path, locked: bool) -> None:
+def _check_writable(output_dir: Path) -> None:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        with nullcontext() if locked else in_use(output_dir), tempfile.TemporaryFile(dir=output_dir) as file:
+        with in_use(output_dir), tempfile.TemporaryFile(dir=output_dir) as file:
             file.write(b"0")
     except OSError as error:
         raise InputError(

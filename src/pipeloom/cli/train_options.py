@@ -1,0 +1,235 @@
+"""The options of `pipeloom train`, also those of `pipeloom memory`: plan < config file < environment < command line.
+
+The dataclasses of `pipeloom.train.config` are the schema; jsonargparse reads, merges and type-checks the values. Two
+things are done here, because jsonargparse does not: a config file counts less than the environment wherever `--config`
+stands, and a slip in a file or a variable (a key that stands twice, an unknown name, an empty value) is an error of one
+line that names the place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import yaml
+from jsonargparse import Namespace
+
+from pipeloom.cli.parser import Parser, did_you_mean, metavar_of
+from pipeloom.errors import InputError, unwrapped
+from pipeloom.train.config.train_config import TrainConfig, as_utf8, options
+
+ENV_PREFIX = "PIPELOOM_"
+ENV_RULE = """\
+Options also come from a YAML file (--config FILE) and from environment variables: PIPELOOM_, the option in capitals
+and __ for each dot, as in PIPELOOM_MODEL__LAYERS=8. The command line overrides the environment, the environment
+overrides the file."""
+MOST_USED = (
+    "data.path",
+    "model.layers",
+    "model.width",
+    "parallel.pipeline",
+    "parallel.data",
+    "schedule",
+    "batch.size",
+    "batch.microbatches",
+    "steps",
+    "output_dir",
+)
+_GROUPS = {  # group of the schema -> title in the help
+    "data": "data",
+    "model": "model",
+    "parallel": "parallel",
+    "batch": "batch",
+    "optimizer": "optimizer",
+    "precision": "optimizer",
+    "memory": "memory",
+    "output": "output",
+}
+_MAY_BE_EMPTY = frozenset({"sample_prompt"})
+
+
+def make_parser(prog: str, description: str, examples: str) -> Parser:
+    """The parser of a command with the options of `pipeloom train`; keys are those of `TrainConfig`."""
+    parser = Parser(prog, f"{description}\n\n{ENV_RULE}", examples=examples, add_help=False, print_config=None)
+    parser.may_be_empty = frozenset(f"--{key}" for key in _MAY_BE_EMPTY)
+    known = {option.key: option for option in options()}
+    for title in ("most used", *dict.fromkeys(_GROUPS.values())):
+        group = parser.add_argument_group(title)
+        inside = (key for key, option in known.items() if _GROUPS[option.group] == title and key not in MOST_USED)
+        for key in MOST_USED if title == "most used" else inside:
+            option = known[key]
+            action = group.add_argument(
+                f"--{key}",
+                type=option.kind,
+                default=option.default,
+                help=f"{option.help_with_choices} (default: {option.default_text})",
+                metavar=option.value or metavar_of(option.kind),
+            )
+            if option.kind is bool:  # `--local` alone means true
+                action.nargs, action.const = "?", True
+    group = parser.add_argument_group("configuration")
+    group.add_argument("--config", action="config", metavar="FILE", help="YAML file with options")
+    group.add_argument(
+        "--print_config",
+        nargs="?",
+        const="all",
+        choices=("all", "skip_default"),
+        help="print the configuration as YAML, all of it or what differs from defaults",
+    )
+    group.add_argument("-h", "--help", action="help", help="this text")
+    return parser
+
+
+def read_options(parser: Parser, argv: Sequence[str]) -> Namespace:
+    """The options of `parser`: config files < environment < `argv`.
+
+    Raises:
+        InputError: a file or a variable is wrong.
+        SystemExit: code 2 after one line, where a value is not of its type.
+    """
+    files, flags = _take_config_files(parser, argv)
+    given = None  # the options that were given, without defaults
+    for layer in [*map(_read_file, files), _read_environment(os.environ)]:
+        given = parser.parse_object(layer, namespace=given, env=False, defaults=False)
+    given = parser.parse_args(flags, namespace=given, env=False, defaults=False)
+    # The options of a plan belong here: below `given` and above the defaults; a plan that contradicts `given` is refused.
+    return parser.parse_object(given, env=False)
+
+
+def _read_plan(parser: Parser, given: Namespace) -> Namespace | None:
+    """The options of the plan that is `given`: below all that is given, above the defaults.
+
+    Raises:
+        InputError: the plan cannot be read, or what is given contradicts it.
+    """
+    path = given.get("plan")
+    if path is None:
+        return None
+    from pipeloom.plan.plan import Plan
+    from pipeloom.plan.train_options import options_of_plan
+
+    planned: Namespace = parser.parse_object(options_of_plan(Plan.load(path), path), env=False, defaults=False)
+    for key, value in planned.items():
+        if key in given and given[key] != value:
+            shown = "none" if value is None else value
+            raise InputError(f"{key}={given[key]}: plan {path} has {shown}. Remove {key}, or make a plan with it.")
+    return planned
+
+
+def to_config(values: Mapping[str, Any]) -> TrainConfig:
+    """The configuration among the nested values of a parser that `make_parser` made."""
+    own = {option.key.partition(".")[0] for option in options()}
+    mapping = {key: value for key, value in values.items() if key in own}
+    mapping["sample_prompt"] = as_utf8(mapping["sample_prompt"])  # paths keep the bytes that the system knows them by
+    return TrainConfig.from_mapping(mapping)
+
+
+def print_config(config: TrainConfig, asked: str) -> None:
+    """Print `config` as the YAML of a config file: all of it, or with `asked` skip_default what differs."""
+    mapping = config.to_mapping()
+    if asked == "skip_default":
+        mapping = _difference(mapping, TrainConfig().to_mapping())
+    print(yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True), end="")
+
+
+def _difference(mapping: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    found = {
+        key: _difference(value, other[key]) if isinstance(value, Mapping) else value
+        for key, value in mapping.items()
+        if value != other[key]
+    }
+    return found
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key stands once: of two, the first would be ignored in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.YAMLError(f"line {line}: a key must be a word, such as steps")
+            if key.value in seen:
+                raise yaml.YAMLError(f"line {line}: key {key.value} stands twice. Remove one")
+            if key.tag != "tag:yaml.org,2002:merge":
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _take_config_files(parser: Parser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take ``--config FILE`` out of `argv`."""
+    files, flags = [], []
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            file = next(words, None)
+            if file is None:
+                parser.error("option --config needs a value: the path of a YAML file.")
+            files.append(file)
+        elif word.startswith("--config="):
+            files.append(word.partition("=")[2])
+        else:
+            flags.append(word)
+    if not files and f"{ENV_PREFIX}CONFIG" in os.environ:
+        files = [os.environ[f"{ENV_PREFIX}CONFIG"]]
+    return files, flags
+
+
+def _read_file(file: str) -> dict[str, Any]:
+    """The options of a YAML file by dotted key; all of them exist and have a value."""
+    if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):  # it may never end, or never come
+        raise InputError(f"--config={file}: must be a file, not a device or a pipe.")
+    try:
+        with open(file, encoding="utf-8") as stream:
+            content = yaml.load(stream, _UniqueKeys)
+        rows = list(_flat(content)) if isinstance(content, Mapping) else []
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no UTF-8, no such date
+        raise InputError(f"--config={file}: cannot be read as YAML: {unwrapped(str(error))}.") from error
+    if not rows:
+        raise InputError(f"--config={file}: has no keys. Write some, such as `steps: 100`.")
+    kinds = {option.key: option.kind for option in options()}
+    names = [key for key, _ in rows]
+    for key, value in rows:
+        inside = next((name for name in kinds if name.startswith(f"{key}.")), None)
+        if names.count(key) > 1:
+            problem = f"key {key} stands twice, nested and with a dot. Remove one."
+        elif value == "" and key not in _MAY_BE_EMPTY:
+            problem = f"{key} has an empty value. Give a value, or remove the key."
+        elif value is None and type(None) not in get_args(kinds.get(key, None | int)):
+            problem = f"{key}=null: must have a value. Give one, or remove the key."
+        elif isinstance(value, list):
+            problem = f"{key}={value}: lists are unsupported. Write {','.join(map(str, value))}."
+        elif inside is not None:
+            problem = f"{key}={value!r}: must hold keys, such as {inside}. Nest them."
+        elif key not in kinds:
+            problem = f"key {key} is unknown: {did_you_mean(key, kinds) or 'see `pipeloom train --print_config`'}"
+        else:
+            continue
+        raise InputError(f"--config={file}: {problem}")
+    return dict(rows)
+
+
+def _flat(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything that is no section with keys."""
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The options among the variables by dotted key: ``PIPELOOM_MODEL__LAYERS=8`` is ``model.layers``."""
+    variables = {ENV_PREFIX + key.upper().replace(".", "__"): key for key, *_ in options()}
+    found = {}
+    for variable in sorted(name for name in environment if name.startswith(ENV_PREFIX) and name != f"{ENV_PREFIX}CONFIG"):
+        key = variables.get(variable)
+        if key is None:
+            hint = did_you_mean(variable, variables) or "see `pipeloom train --help`"
+            raise InputError(f"environment variable {variable} is unknown: {hint}")
+        if environment[variable] == "" and key not in _MAY_BE_EMPTY:
+            raise InputError(f"environment variable {variable} has an empty value. Give a value, or unset it.")
+        found[key] = environment[variable]
+    return found
