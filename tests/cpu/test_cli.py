@@ -182,7 +182,7 @@ def test_bad_input_is_refused_in_one_line(refused: Refused, words: str, expected
         ("layers: 3\n", "did you mean model.layers"),
         ("model: {layers: {more: 3}}\n", "key model.layers.more is unknown"),
         ("model: 3\n", "model=3: must hold keys, such as model.layers"),
-        ("model: {layers: many}\n", "model.layers"),
+        ("model: {layers: many}\n", "run.yaml: model.layers=many: must be an integer."),
         ("- steps\n", "has no keys"),
         ("", "has no keys"),
         ("steps: 3\nsteps: 4\n", "line 2: key steps stands twice"),

@@ -273,7 +273,7 @@ def test_nothing_is_pickled_in_files_or_between_processes():
     for path in ROOT.rglob("*.py"):
         assert not {name.split(".")[0] for name in imports_of(path)} & {"pickle", "marshal", "shelve", "dill"}, path
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute):
+            if isinstance(node, ast.Attribute) and node.attr != "parse_object":  # jsonargparse's, of plain values
                 assert not node.attr.endswith(("_object", "_object_list")), f"{path} line {node.lineno}: it pickles"
                 owner = node.value.id if isinstance(node.value, ast.Name) else ""
                 assert (owner, node.attr) not in {("torch", "load"), ("torch", "save"), ("np", "load")}, path

@@ -45,7 +45,7 @@ class _HelpFormatter(DefaultHelpFormatter):
     def __init__(self, prog: str) -> None:
         columns = shutil.get_terminal_size().columns
         position = _NAME_COLUMNS if columns >= _WIDE_COLUMNS else 6
-        super().__init__(prog, max_help_position=position, width=columns - 2)
+        super().__init__(prog, max_help_position=position, width=columns - 2)  # type: ignore[no-untyped-call]
 
     def add_usage(self, usage: str | None, actions: Iterable[argparse.Action], *more: Any, **options: Any) -> None:
         """Required arguments by name, all others as ``[options]``."""
@@ -94,6 +94,7 @@ class Parser(ArgumentParser):
     """
 
     may_be_empty: frozenset[str] = frozenset()  # options that mean something when empty
+    place: str = ""  # where the values that are read stand, if not on the command line
 
     def __init__(self, prog: str | None = None, description: str = "", *, examples: str = "", **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _HelpFormatter)
@@ -119,7 +120,7 @@ class Parser(ArgumentParser):
         return super().parse_args(words, *more, **options)
 
     def _explain(self, message: str, error: Exception | None) -> str:
-        """Name, value, rule and fix. The words of argparse and jsonargparse name types of Python and all alternatives."""
+        """Name, value, rule and fix. jsonargparse names types of Python and lists every alternative."""
         if isinstance(error, argparse.ArgumentError) and error.argument_name is not None:
             name = error.argument_name.split("/")[0]
             return f"option {name} needs a value." if "expected one" in error.message else f"{name}: {error.message}"
@@ -135,14 +136,15 @@ class Parser(ArgumentParser):
         return message
 
     def _explain_value(self, key: str, value: str) -> str:
-        kind = _plain_type(next((each for each in self._actions if each.dest == key), None))
+        action = next(each for each in self._actions if each.dest == key)
+        kind, name = _plain_type(action), key if self.place else "/".join(action.option_strings) or key
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         rule = f"must be one of {', '.join(map(str, choices))}" if choices else _RULES.get(kind, "is of the wrong type")
         try:  # 1e3 is a float in YAML
             hint = f" Write {int(float(value))}." if kind is int and float(value).is_integer() else ""
         except ValueError:
             hint = ""
-        return f"{key}={value}: {rule}.{hint}"
+        return f"{self.place}{name}={value}: {rule}.{hint}"
 
     def _explain_unknown(self, words: list[str]) -> str:
         word = next((word for word in words if word.startswith("-")), words[0]).split("=")[0]

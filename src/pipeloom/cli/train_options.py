@@ -32,8 +32,8 @@ MOST_USED = (
     "parallel.data",
     "schedule",
     "batch.size",
-    "batch.microbatches",
     "steps",
+    "optimizer.learning_rate",
     "output_dir",
 )
 _GROUPS = {  # group of the schema -> title in the help
@@ -89,12 +89,15 @@ def read_options(parser: Parser, argv: Sequence[str]) -> Namespace:
         SystemExit: code 2 after one line, where a value is not of its type.
     """
     files, flags = _take_config_files(parser, argv)
+    layers = [(f"--config={file}: ", _read_file(file)) for file in files]
     given = None  # the options that were given, without defaults
-    for layer in [*map(_read_file, files), _read_environment(os.environ)]:
+    for parser.place, layer in [*layers, ("environment: ", _read_environment(os.environ))]:
         given = parser.parse_object(layer, namespace=given, env=False, defaults=False)
+    parser.place = ""
     given = parser.parse_args(flags, namespace=given, env=False, defaults=False)
-    # The options of a plan belong here: below `given` and above the defaults; a plan that contradicts `given` is refused.
-    return parser.parse_object(given, env=False)
+    # A plan's options belong here: below `given`, above the defaults; a plan that contradicts `given` is refused.
+    values: Namespace = parser.parse_object(given, env=False)
+    return values
 
 
 def _read_plan(parser: Parser, given: Namespace) -> Namespace | None:
@@ -134,12 +137,11 @@ def print_config(config: TrainConfig, asked: str) -> None:
 
 
 def _difference(mapping: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    found = {
+    return {
         key: _difference(value, other[key]) if isinstance(value, Mapping) else value
         for key, value in mapping.items()
         if value != other[key]
     }
-    return found
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -224,7 +226,9 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The options among the variables by dotted key: ``PIPELOOM_MODEL__LAYERS=8`` is ``model.layers``."""
     variables = {ENV_PREFIX + key.upper().replace(".", "__"): key for key, *_ in options()}
     found = {}
-    for variable in sorted(name for name in environment if name.startswith(ENV_PREFIX) and name != f"{ENV_PREFIX}CONFIG"):
+    for variable in sorted(
+        name for name in environment if name.startswith(ENV_PREFIX) and name != f"{ENV_PREFIX}CONFIG"
+    ):
         key = variables.get(variable)
         if key is None:
             hint = did_you_mean(variable, variables) or "see `pipeloom train --help`"
