@@ -9,6 +9,8 @@ cancels says so to its peers, by a message without a value whose number says whi
 
 from __future__ import annotations
 
+from pipeloom.errors import RunError
+
 _TRAINING, _CANCEL, _KINDS = 1, 2, 4  # number = samples, then _KINDS * count + _TRAINING + _CANCEL
 _COUNT_BITS = 36  # of 64; more calls than anybody makes, and batches of up to 2**28 samples
 _MAX_SAMPLES = 1 << 28
@@ -44,6 +46,14 @@ def cancel_number(call: int) -> int:
     return call + _CANCEL
 
 
+def out_of_step(source: int, theirs: int, ours: int) -> RunError:
+    """The error on a rank in call `ours` that got a message of call `theirs` from rank `source`."""
+    return RunError(
+        f"rank {source} is in {call_name(theirs)}, and this rank in {call_name(ours)}: every rank must make the same "
+        "calls in the same order. Look for a call that some ranks skip."
+    )
+
+
 def call_name(call: int) -> str:
-    """For people."""
+    """The call in words, for error messages."""
     return f"call {call_count(call)} of this Pipeline, {'step' if call & _TRAINING else 'evaluate or forward'}"

@@ -13,7 +13,7 @@ from pipeloom.engine.rank_state import RankState, Step, unequal_lengths
 from pipeloom.engine.speculation import CancelledError
 from pipeloom.errors import PeerLost, RunError
 from pipeloom.ir import Action, Op, Program, peer_of
-from pipeloom.transport.call_numbers import call_name, call_only, cancel_number, num_samples_of
+from pipeloom.transport.call_numbers import call_name, call_only, cancel_number, num_samples_of, out_of_step
 from pipeloom.transport.interface import Channel, Lane, Message
 from pipeloom.transport.values import unflatten
 
@@ -67,10 +67,7 @@ def _of_this_call(state: RankState, source: int, message: Message, receive: Call
             text = f"rank {source} gave up {call_name(ours)}"
             raise CancelledError(text) if state.speculating else PeerLost(text)
         if theirs not in state.stale_calls:
-            raise RunError(
-                f"rank {source} is in {call_name(theirs)}, and this rank in {call_name(ours)}: every rank makes the "
-                "same calls in the same order"
-            )
+            raise out_of_step(source, theirs, ours)
         message = receive()
     state.call = _agreed(state, source, message.call)
     return message

@@ -1,15 +1,18 @@
 """Sum the gradients of parameters that several ranks hold: tied embeddings, stages with replicas.
 
-Every member of a group sends its gradients to the others and adds what it gets in order of rank. So all copies get the
-same bits. The sum covers one step: what earlier steps left in ``.grad`` is set aside before and added back after, so
-several steps before one optimizer step add up exactly. Buffers that the members share travel along (see
-`pipeloom.engine.stores.shared_buffers`), and a few values of each parameter, by which members notice that their
-copies differ.
+`GradientExchange` is one rank's part in the sums of one group of parameters. Every member of the group sends its
+gradients to the others and adds all of them in order of rank, so that all members get the same bits. Two more things
+travel along: a few values of each parameter, by which members notice that their parameters differ, and buffers that the
+members share (see `pipeloom.engine.stores.shared_buffers`). Streams exchange gradients in the same way (see
+`pipeloom.training.stream.replica_gradients`).
+
+`GradientSum` does this for the steps of a synchronous schedule. A sum covers one step: gradients that earlier steps
+left in ``.grad`` are set aside before and added back after, so several steps before one optimizer step add up exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +20,81 @@ from torch import Tensor, nn
 from pipeloom.engine.rank_state import Step
 from pipeloom.engine.stores.shared_buffers import SharedBuffers
 from pipeloom.errors import RunError
-from pipeloom.transport.interface import Channel, Lane, Message, Transport
-from pipeloom.transport.values import flatten, unflatten
+from pipeloom.transport.interface import Channel, Incoming, Lane, Transport
+from pipeloom.transport.values import Value, flatten, unflatten
 
 _NUM_SAMPLED = 16
 # Of a parameter's largest sampled value: machines may round differently, and half precision is coarse.
 _TOLERANCE = 0.01
 
-Shared = Mapping[str, tuple[nn.Parameter, tuple[int, ...]]]  # canonical name -> this rank's copy, ranks that hold it
+Shared = Mapping[str, tuple[nn.Parameter, tuple[int, ...]]]  # name -> this rank's parameter, the ranks that hold it
+Gradients = Mapping[str, Tensor | None]  # by name; None where a parameter has no gradient
+FLATTEN_ERROR = "gradients to be summed hold"  # how the error about a value that cannot travel begins
+
+
+class GradientExchange:
+    """One rank's part in the sums of one group of parameters.
+
+    Args:
+        rank: this rank.
+        shared: the parameters of the group that this rank holds. Sums are in the order of the ranks that it names.
+        buffers: those that the ranks of the group share.
+        value: of a parameter by its name, wherever the parameter is.
+
+    Attributes:
+        peers: the other ranks of the group.
+    """
+
+    def __init__(self, rank: int, shared: Shared, buffers: SharedBuffers, value: Callable[[str], Tensor]) -> None:
+        self._rank, self._shared, self._buffers, self._value = rank, shared, buffers, value
+        self.peers = sorted(buffers.ranks.union(*(ranks for _, ranks in shared.values())) - {rank})
+        # Both sides know the names and list them alike, so names do not travel.
+        self._names = {peer: sorted(n for n, (_, ranks) in shared.items() if peer in ranks) for peer in self.peers}
+        self._device = next((parameter.device for parameter, _ in shared.values()), None)
+        self._sent_samples: dict[int, Tensor] = {}
+        self._received: dict[int, Gradients] = {}
+        self._buffer_values: dict[str, Tensor | None] = {}
+
+    def messages(self, own: Gradients, *, first: bool = True, last: bool = True) -> Iterator[tuple[int, Value]]:
+        """What to send to each peer.
+
+        Args:
+            own: gradients of this rank.
+            first: whether samples of the parameters travel along.
+            last: whether shared buffers travel along.
+        """
+        if last:
+            self._buffers.look()
+        for peer in self.peers:
+            names = self._names[peer]
+            sample = None
+            if first:
+                sample = self._sent_samples[peer] = _sample(map(self._value, names), self._device)
+            yield peer, (tuple(own[name] for name in names), self._buffers.to_send(peer) if last else {}, sample)
+
+    def take(self, peer: int, message: Value) -> None:
+        """Take what `peer` made by `messages`.
+
+        Raises:
+            RunError: a parameter is not the same on both ranks.
+        """
+        gradients, buffer_values, sample = message
+        names = self._names[peer]
+        if sample is not None:
+            parameters = {name: self._shared[name][0] for name in names}
+            _check_alike(parameters, self._sent_samples.pop(peer), sample, peer)
+        self._received[peer] = dict(zip(names, gradients, strict=True))
+        self._buffer_values.update(buffer_values)
+
+    def total(self, own: Gradients, *, last: bool = True) -> dict[str, Tensor | None]:
+        """The sum of every parameter's gradients, in new memory; None where no rank has a gradient."""
+        received = {self._rank: own, **self._received}
+        sums = {name: _sum(received[rank][name] for rank in ranks) for name, (_, ranks) in self._shared.items()}
+        self._received.clear()
+        if last:
+            self._buffers.take(self._buffer_values)
+            self._buffer_values.clear()
+        return sums
 
 
 class GradientSum:
@@ -35,7 +105,7 @@ class GradientSum:
         groups: for the stage under which a program's REDUCE_GRAD stands on this rank, the parameters to sum.
         buffers: for the same stages, the buffers that the ranks of the group share.
         transport: with the gradient lane's channels open.
-        value: of a parameter by its name, wherever it is.
+        value: of a parameter by its name, wherever the parameter is.
     """
 
     def __init__(
@@ -61,56 +131,36 @@ class GradientSum:
 
     def bind(self, stage: int) -> list[Step]:
         """The functions of one REDUCE_GRAD: send to all, receive from each, add."""
-        shared, buffers = self._groups[stage], self._buffers[stage]
-        peers = sorted(buffers.ranks.union(*(ranks for _, ranks in shared.values())) - {self._rank})
-        received: dict[int, dict[str, Tensor | None]] = {}
-        counting: dict[str, Tensor | None] = {}  # values of the buffers' copies that count
-        sampled: dict[int, Tensor] = {}  # what was sent of the parameters' values
-        # Both sides know the names and list them alike, so only the gradients travel.
-        names = {
-            rank: sorted(name for name, (_, ranks) in shared.items() if rank in ranks) for rank in (self._rank, *peers)
-        }
-        device = next((parameter.device for parameter, _ in shared.values()), None)
-        outgoing = [self._transport.outgoing(Channel(self._rank, peer, Lane.GRADIENT)) for peer in peers]
+        shared = self._groups[stage]
+        exchange = GradientExchange(self._rank, shared, self._buffers[stage], self._value)
+        outgoing = {peer: self._transport.outgoing(Channel(self._rank, peer, Lane.GRADIENT)) for peer in exchange.peers}
+
+        def own() -> Gradients:
+            return {name: parameter.grad for name, (parameter, _) in shared.items()}
 
         def send() -> None:
-            received[self._rank] = {name: shared[name][0].grad for name in names[self._rank]}
-            buffers.look()
-            for peer, end in zip(peers, outgoing, strict=True):
-                gradients = tuple(received[self._rank][name] for name in names[peer])
-                sampled[peer] = sample((self._value(name) for name in names[peer]), device)
-                value = (gradients, buffers.to_send(peer), sampled[peer])
-                end.send(*flatten(value, "gradients to be summed hold"))
+            for peer, content in exchange.messages(own()):
+                outgoing[peer].send(*flatten(content, FLATTEN_ERROR))
 
-        steps: list[Step] = [(send, None)]
-        for peer in peers:
-            incoming = self._transport.incoming(Channel(peer, self._rank, Lane.GRADIENT))
+        def bind_receive(peer: int, end: Incoming) -> Step:
+            def receive() -> None:
+                message = end.receive()
+                exchange.take(peer, unflatten(message.layout, message.tensors))
 
-            def receive(peer: int = peer, take: Callable[[], Message] = incoming.receive) -> None:
-                message = take()
-                gradients, values, theirs = unflatten(message.layout, message.tensors)
-                check_alike({name: shared[name][0] for name in names[peer]}, sampled.pop(peer), theirs, peer)
-                received[peer] = dict(zip(names[peer], gradients, strict=True))
-                counting.update(values)
-
-            steps.append((receive, incoming.ready))
+            return receive, end.ready
 
         def add() -> None:
-            for name, (parameter, ranks) in shared.items():
-                parts = [received[rank][name] for rank in sorted(ranks)]
-                total = sum_in_order([part for part in parts if part is not None])
+            for name, total in exchange.total(own()).items():
                 before = self._set_aside.pop(name)
-                parameter.grad = total if before is None else before if total is None else before.add_(total)
-            buffers.take(counting)
-            received.clear()
-            counting.clear()
+                sums = total if before is None else before if total is None else before.add_(total)
+                shared[name][0].grad = sums
 
-        steps.append((add, None))
-        return steps
+        incoming = {peer: self._transport.incoming(Channel(peer, self._rank, Lane.GRADIENT)) for peer in exchange.peers}
+        return [(send, None), *(bind_receive(peer, end) for peer, end in incoming.items()), (add, None)]
 
 
-def sample(parameters: Iterable[Tensor], device: torch.device | None = None) -> Tensor:
-    """At most `_NUM_SAMPLED` values from all over each parameter; all on a `device`, where some are elsewhere."""
+def _sample(parameters: Iterable[Tensor], device: torch.device | None) -> Tensor:
+    """At most `_NUM_SAMPLED` values from all over each parameter, on `device`."""
     values = [_few(parameter).to(device=device) for parameter in parameters]
     return torch.cat(values) if values else torch.empty(0)
 
@@ -120,7 +170,7 @@ def _few(parameter: Tensor) -> Tensor:
     return values[:: max(1, -(-len(values) // _NUM_SAMPLED))]
 
 
-def check_alike(parameters: Mapping[str, Tensor], mine: Tensor, theirs: Tensor, peer: int) -> None:
+def _check_alike(parameters: Mapping[str, Tensor], mine: Tensor, theirs: Tensor, peer: int) -> None:
     """Compare the samples of all `parameters`; raises RunError where one is not the same here and on rank `peer`."""
     if torch.equal(mine, theirs):
         return
@@ -131,17 +181,16 @@ def check_alike(parameters: Mapping[str, Tensor], mine: Tensor, theirs: Tensor, 
         near = (one - other).abs() <= _TOLERANCE * one.abs().nan_to_num(0.0).max()
         if not (near | (one == other) | (one.isnan() & other.isnan())).all():
             raise RunError(
-                f"parameter {name!r} is not the same on this rank and on rank {peer}: every rank has a copy, and all "
-                "start from the same values and are updated alike; set one seed on all ranks, and give each Pipeline's "
-                "parameters() to an optimizer with the same options"
+                f"parameter {name!r} is not the same on this rank and on rank {peer}: all ranks that hold a parameter "
+                "must start from the same values and update it alike. Set one seed on all ranks, and give each "
+                "Pipeline's parameters() to an optimizer with the same options."
             )
 
 
-def sum_in_order(parts: Sequence[Tensor]) -> Tensor | None:
-    """The sum in order, in new memory; None where nobody has a gradient."""
-    if not parts:
-        return None
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total.add_(part)
+def _sum(parts: Iterable[Tensor | None]) -> Tensor | None:
+    """The sum in order, in new memory; None where all parts are None."""
+    total: Tensor | None = None
+    for part in parts:
+        if part is not None:
+            total = part.clone() if total is None else total.add_(part)
     return total

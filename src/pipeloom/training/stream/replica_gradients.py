@@ -1,11 +1,10 @@
 """Gradients of a stage with replicas, exchanged while the stream goes on.
 
 A replica sends the sum of its backwards of one update to the others and runs its next micro-batch meanwhile. Before it
-updates it has what all others sent, and adds in order of replicas: all copies get the same bits.
+updates it has the sums of all others. Samples of the parameters travel with a run's first update, buffers such as
+running statistics with its last: after a run all replicas have those of the first one.
 
-With all gradients go the learning rates that a function gives for the update: replicas must have the same. With the
-first of a run go a few values of every parameter, by which replicas notice that their copies differ, and with the last
-the buffers, such as running statistics: after a run all copies are those of the first replica.
+With the gradients go the learning rates that a function gives for the update: replicas must have the same.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.rank_state import Step
-from pipeloom.engine.stores.gradient_sum import check_alike, sample, sum_in_order
+from pipeloom.engine.stores.gradient_sum import FLATTEN_ERROR, GradientExchange
 from pipeloom.engine.stores.shared_buffers import SharedBuffers
-from pipeloom.errors import CallerError, RunError
+from pipeloom.errors import CallerError
 from pipeloom.training.stream.weight_versions import Gradients
-from pipeloom.transport.call_numbers import call_name, call_only
+from pipeloom.transport.call_numbers import call_only, out_of_step
 from pipeloom.transport.interface import Channel, Lane, Transport
 from pipeloom.transport.values import flatten, unflatten
 
 
 class Mailbox:
-    """What one peer sent in the gradient lane, for whichever stage and update.
+    """Messages of one peer in the gradient lane, which come for any stage and update.
 
     Args:
         rank: this rank.
@@ -45,7 +44,7 @@ class Mailbox:
 
     def send(self, stage: int, update: int, content: tuple[Any, ...]) -> None:
         key = torch.tensor([stage, update])  # as a tensor: messages of all updates have one layout
-        self._outgoing.send(*flatten((key, *content), "gradients to be summed hold"), self._call)
+        self._outgoing.send(*flatten((key, *content), FLATTEN_ERROR), self._call)
 
     def ready(self, stage: int, update: int) -> bool:
         """Whether `take` would return at once."""
@@ -54,7 +53,7 @@ class Mailbox:
         return (stage, update) in self._arrived
 
     def take(self, stage: int, update: int) -> tuple[Any, ...]:
-        """What the peer sent; waits for it."""
+        """The content that the peer sent for an update; waits for it."""
         while (stage, update) not in self._arrived:
             self._receive()
         return self._arrived.pop((stage, update))
@@ -62,10 +61,7 @@ class Mailbox:
     def _receive(self) -> None:
         message = self._incoming.receive()
         if call_only(message.call) != self._call:
-            raise RunError(
-                f"rank {self.peer} is in {call_name(call_only(message.call))}, and this rank in "
-                f"{call_name(self._call)}: every rank makes the same calls in the same order"
-            )
+            raise out_of_step(self.peer, message.call, self._call)
         key, *content = unflatten(message.layout, message.tensors)
         self._arrived[tuple(key.tolist())] = tuple(content)
 
@@ -87,35 +83,28 @@ class ReplicaGradients:
         self,
         rank: int,
         stage: int,
-        replicas: Sequence[int],
+        replicas: tuple[int, ...],
         parameters: dict[str, nn.Parameter],
         buffers: SharedBuffers,
         mailboxes: dict[int, Mailbox],
         num_updates: int,
     ) -> None:
-        self._rank, self._stage, self._replicas = rank, stage, replicas
-        self._parameters, self._buffers = parameters, buffers
-        self._mailboxes = [mailboxes[peer] for peer in replicas if peer != rank]
+        shared = {name: (parameter, replicas) for name, parameter in parameters.items()}
+        self._exchange = GradientExchange(rank, shared, buffers, parameters.__getitem__)
+        self._rank, self._stage, self._names = rank, stage, list(parameters)
+        self._mailboxes = {peer: mailboxes[peer] for peer in self._exchange.peers}
         self._last = num_updates - 1
-        self._sample = torch.empty(0)
-        self._rates: dict[int, Tensor] = {}  # by update, one for each parameter
-        self._received: dict[int, Gradients] = {}
-        self._values: dict[str, Tensor | None] = {}  # of buffers, from the replicas whose copies count
+        self._rates: dict[int, Tensor | None] = {}  # by update, one for each parameter
 
     def send(self, update: int, gradients: Gradients, rates: Tensor | None) -> None:
         """Send this rank's sum to the other replicas, and the rate of each parameter if a function gives it.
 
         Does not wait.
         """
-        if rates is not None:
-            self._rates[update] = rates
-        if update == 0:
-            self._sample = sample(self._parameters.values())
-        if update == self._last:
-            self._buffers.look()
-        for box in self._mailboxes:
-            values = self._buffers.to_send(box.peer) if update == self._last else {}
-            box.send(self._stage, update, (tuple(gradients), values, self._sample if update == 0 else None, rates))
+        self._rates[update] = rates
+        own = dict(zip(self._names, gradients, strict=True))
+        for peer, content in self._exchange.messages(own, first=update == 0, last=update == self._last):
+            self._mailboxes[peer].send(self._stage, update, (rates, content))
 
     def receives(self, update: int) -> list[Step]:
         """The functions that wait for the other replicas."""
@@ -123,34 +112,25 @@ class ReplicaGradients:
         def bind(box: Mailbox) -> Step:
             return lambda: self._receive(box, update), lambda: box.ready(self._stage, update)
 
-        return [bind(box) for box in self._mailboxes]
+        return [bind(box) for box in self._mailboxes.values()]
 
     def _receive(self, box: Mailbox, update: int) -> None:
-        gradients, values, theirs, rates = box.take(self._stage, update)
-        if theirs is not None:
-            check_alike(self._parameters, self._sample, theirs, box.peer)
-        if rates is not None:
-            self._check_rates(update, rates, box.peer)
-        self._received[box.peer] = list(gradients)
-        self._values.update(values)
-
-    def _check_rates(self, update: int, theirs: Tensor, peer: int) -> None:
-        """Raises CallerError where a parameter is about to change at another rate there."""
+        rates, content = box.take(self._stage, update)
+        self._exchange.take(box.peer, content)
         own = self._rates[update]
-        if torch.equal(own, theirs):
-            return
-        columns = zip(self._parameters, own.tolist(), theirs.tolist(), strict=True)
-        name, one, other = next(column for column in columns if column[1] != column[2])
+        if rates is not None and own is not None and not torch.equal(own, rates):
+            self._refuse_rates(update, own.tolist(), rates.tolist(), box.peer)
+
+    def _refuse_rates(self, update: int, own: Sequence[float], theirs: Sequence[float], peer: int) -> None:
+        name, one, other = next(row for row in zip(self._names, own, theirs, strict=True) if row[1] != row[2])
         raise CallerError(
             f"replicas of stage {self._stage} have learning rate {one} on rank {self._rank} and {other} on rank {peer} "
-            f"for parameter {name!r} in update {update}: they make the same updates; give the same learning_rate on "
-            "each"
+            f"for parameter {name!r} in update {update}: replicas must make the same updates. Give the same "
+            "learning_rate on each."
         )
 
     def total(self, update: int, own: Gradients) -> Gradients:
         """The sum over all replicas in their order, in new memory."""
-        parts = [own if rank == self._rank else self._received.pop(rank) for rank in self._replicas]
-        self._rates.pop(update, None)
-        if update == self._last:
-            self._buffers.take(self._values)
-        return [sum_in_order([g for g in column if g is not None]) for column in zip(*parts, strict=True)]
+        del self._rates[update]
+        sums = self._exchange.total(dict(zip(self._names, own, strict=True)), last=update == self._last)
+        return [sums[name] for name in self._names]
