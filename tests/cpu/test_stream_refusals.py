@@ -267,8 +267,8 @@ def _replicas_with_rates_that_part(rank: int) -> None:
         assert type(caught.value) is CallerError
         assert str(caught.value) == (
             f"replicas of stage 0 have learning rate {0.25 if rank else 0.1} on rank {rank} and "
-            f"{0.1 if rank else 0.25} on rank {1 - rank} for parameter '0.1.0.bias' in update 1: they make the same "
-            "updates; give the same learning_rate on each"
+            f"{0.1 if rank else 0.25} on rank {1 - rank} for parameter '0.1.0.bias' in update 1: replicas must make "
+            "the same updates. Give the same learning_rate on each."
         )
 
 

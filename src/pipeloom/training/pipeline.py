@@ -21,9 +21,9 @@ from pipeloom.engine.stores.parameter_store import sharing_of
 from pipeloom.errors import InputError
 from pipeloom.ir import Program, Schedule
 from pipeloom.passes import check_has_backwards, merge_backwards, separate_units
+from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.collectives import all_reduce
 from pipeloom.processes.process_mesh import ProcessMesh
-from pipeloom.processes.run_fingerprint import RunFingerprint
 from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
 from pipeloom.training.argument_checks import (

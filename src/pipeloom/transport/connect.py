@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import InputError
+from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.collectives import all_gather_bytes, cpu_group, destroy_groups
 from pipeloom.processes.process_mesh import ProcessMesh
-from pipeloom.processes.run_fingerprint import RunFingerprint
 from pipeloom.transport import shared_memory
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.local_remote import LocalRemoteTransport

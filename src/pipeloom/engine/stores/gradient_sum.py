@@ -37,7 +37,8 @@ class GradientExchange:
 
     Args:
         rank: this rank.
-        shared: the parameters of the group that this rank holds. Sums are in the order of the ranks that it names.
+        shared: the parameters of the group that this rank holds, in an order that all ranks agree on. Gradients are
+            added in the order of the ranks that it names.
         buffers: those that the ranks of the group share.
         value: of a parameter by its name, wherever the parameter is.
 
@@ -49,7 +50,7 @@ class GradientExchange:
         self._rank, self._shared, self._buffers, self._value = rank, shared, buffers, value
         self.peers = sorted(buffers.ranks.union(*(ranks for _, ranks in shared.values())) - {rank})
         # Both sides know the names and list them alike, so names do not travel.
-        self._names = {peer: sorted(n for n, (_, ranks) in shared.items() if peer in ranks) for peer in self.peers}
+        self._names = {peer: [name for name, (_, ranks) in shared.items() if peer in ranks] for peer in self.peers}
         self._device = next((parameter.device for parameter, _ in shared.values()), None)
         self._sent_samples: dict[int, Tensor] = {}
         self._received: dict[int, Gradients] = {}
@@ -131,7 +132,7 @@ class GradientSum:
 
     def bind(self, stage: int) -> list[Step]:
         """The functions of one REDUCE_GRAD: send to all, receive from each, add."""
-        shared = self._groups[stage]
+        shared = dict(sorted(self._groups[stage].items()))
         exchange = GradientExchange(self._rank, shared, self._buffers[stage], self._value)
         outgoing = {peer: self._transport.outgoing(Channel(self._rank, peer, Lane.GRADIENT)) for peer in exchange.peers}
 

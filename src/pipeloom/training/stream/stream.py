@@ -17,12 +17,12 @@ from pipeloom.ir import Program, check
 from pipeloom.ir.versions import check_drained, versions_used
 from pipeloom.passes import lower, stretch
 from pipeloom.training.pipeline import Pipeline
-from pipeloom.training.stream.agreement import agree
 from pipeloom.training.stream.batches import StreamBatches, length_of
 from pipeloom.training.stream.rank_run import StreamPlan, StreamRank
 from pipeloom.training.stream.results import OnUpdate, StreamResults, StreamUpdate
 from pipeloom.training.stream.stage_updates import StreamOptimizer
 from pipeloom.training.stream.update_options import Discount, LearningRate, UpdateOptions
+from pipeloom.training.stream.update_rules import agree
 from pipeloom.transport.call_numbers import call_number
 
 

@@ -1,31 +1,30 @@
-"""What ranks compare before a run of a stream starts: what they are about to run, and how replicas update.
+"""What ranks compare before a run of a stream starts: its terms, and how replicas of a stage update.
 
-Replicas of a stage stay equal because each makes the same updates of the same gradients: the rules have to be the
+Replicas of a stage stay equal because each makes the same updates of the same gradients: their rules have to be the
 same. Other stages may have other optimizers.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from pipeloom.errors import InputError, shortened
-from pipeloom.processes.collectives import all_gather_bytes
+from pipeloom.processes.agreement import first_difference, gather_json
 from pipeloom.training.pipeline import Pipeline
 
 Groups = Sequence[Mapping[str, Any]]
 Rules = dict[str, dict[str, str]]  # by stage, as JSON has its keys: what decides about an update, by name
 
 
-def agree(pipeline: Pipeline, own: Mapping[str, Any], rules: Mapping[int, Rules], live: bool) -> bool:
+def agree(pipeline: Pipeline, terms: Mapping[str, Any], rules: Mapping[int, Rules], live: bool) -> bool:
     """Compare with all other processes; the only communication before a run.
 
     Args:
         pipeline: that is about to run.
-        own: by name, what all ranks have to have alike; plain values.
+        terms: by name, what has to be the same on all ranks; plain values.
         rules: for each rank of this process, its `update_rules`.
         live: whether this process wants losses as they come.
 
@@ -36,39 +35,26 @@ def agree(pipeline: Pipeline, own: Mapping[str, Any], rules: Mapping[int, Rules]
         InputError: ranks, or replicas of a stage, are about to do different things.
         PeerLost: a process ended before.
     """
-    told: list[tuple[dict[str, Any], dict[str, Rules], bool]]
-    payload = json.dumps([own, rules, live])
-    if pipeline.process_group is None:
-        told = [json.loads(payload)]
-    else:
-        lost = "another rank ended before all began their run; see what it said"
-        told = [json.loads(part) for part in all_gather_bytes(payload.encode(), pipeline.process_group, lost=lost)]
-    (first, _, first_live), *others = told
-    for rank, (other, *_) in enumerate(others, 1):
-        name = next((name for name in own if other[name] != first[name]), None)
-        if name is not None:
-            raise InputError(
-                f"rank 0 runs with {name} {first[name]} and rank {rank} with {other[name]}: all ranks run one stream; "
-                "pass the same on each"
-            )
-    of_ranks = {int(rank): found for _, parts, _ in told for rank, found in parts.items()}
-    for stage, replicas in enumerate(pipeline.schedule.placement.replicas):
-        for rank in replicas[1:]:
-            _compare(stage, replicas[0], rank, of_ranks)
-    return first_live
-
-
-def _compare(stage: int, first: int, other: int, rules: Mapping[int, Rules]) -> None:
-    one, two = rules[first].get(str(stage), {}), rules[other].get(str(stage), {})
-    name = next((name for name in {**one, **two} if one.get(name) != two.get(name)), None)
-    if name is not None:
-        seen = [
-            f"{shortened(rule.get(name, 'none'), 80)} on rank {rank}" for rank, rule in ((first, one), (other, two))
-        ]
+    lost = "another rank ended before all began their run; see its error"
+    told = gather_json([terms, rules, live], pipeline.process_group, lost=lost)
+    found = first_difference(enumerate(of_process for of_process, _, _ in told))
+    if found is not None:
         raise InputError(
-            f"replicas of stage {stage} have {name} {' and '.join(seen)}: they make the same updates; give their "
-            "optimizers the same parameters, options and learning rates"
+            f"rank {found.first} runs with {found.name} {found.one} and rank {found.rank} with {found.other}: all "
+            "ranks must run the same stream. Pass the same on each."
         )
+    of_rank: dict[int, Rules] = {int(rank): part for _, parts, _ in told for rank, part in parts.items()}
+    for stage, replicas in enumerate(pipeline.schedule.placement.replicas):
+        found = first_difference((rank, of_rank[rank].get(str(stage), {})) for rank in replicas)
+        if found is not None:
+            one, other = ("none" if rule is None else shortened(rule, 80) for rule in (found.one, found.other))
+            raise InputError(
+                f"replicas of stage {stage} have {found.name} {one} on rank {found.first} and {other} on rank "
+                f"{found.rank}: replicas must make the same updates. Give their optimizers the same parameters, "
+                "options and learning rates."
+            )
+    live_on_first: bool = told[0][2]
+    return live_on_first
 
 
 def update_rules(pipeline: Pipeline, rank: int, kind: str, groups: Groups, rates: Sequence[float] | None) -> Rules:

@@ -1,0 +1,115 @@
+"""How processes agree on what they are about to run, before they exchange anything else.
+
+Every process tells the others its terms, plain values by name. `first_difference` names the rank and the term that
+differ. `RunFingerprint` holds the terms of a pipeline; a stream compares its own (see
+`pipeloom.training.stream.update_rules`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from pipeloom.errors import InputError
+from pipeloom.ir import Program
+from pipeloom.processes.collectives import all_gather_bytes
+
+
+class Difference(NamedTuple):
+    """The term `name` has the value `one` on rank `first` and `other` on rank `rank`; None where it is missing."""
+
+    name: str
+    first: int
+    one: Any
+    rank: int
+    other: Any
+
+
+def first_difference(terms: Iterable[tuple[int, Mapping[str, Any]]]) -> Difference | None:
+    """Compare the terms of all ranks with those of the first; None where they are equal."""
+    (first, expected), *others = terms
+    for rank, found in others:
+        for name in {**expected, **found}:
+            if expected.get(name) != found.get(name):
+                return Difference(name, first, expected.get(name), rank, found.get(name))
+    return None
+
+
+def gather_json(
+    value: Any, group: dist.ProcessGroup | None, *, lost: str, timeout_seconds: float | None = None
+) -> list[Any]:
+    """The values of all processes of `group`, by rank, as JSON gives them back; without a group only the own one.
+
+    Raises:
+        PeerLost: a process ended, or did not come in time; in the words `lost`.
+    """
+    payload = json.dumps(value).encode()
+    if group is None:
+        return [json.loads(payload)]
+    return [json.loads(p) for p in all_gather_bytes(payload, group, lost=lost, timeout_seconds=timeout_seconds)]
+
+
+class RunFingerprint(NamedTuple):
+    """What one process is about to run.
+
+    Attributes:
+        schedule: its name and sizes, in words.
+        digest: a hash of everything that has to be the same.
+    """
+
+    schedule: str
+    digest: str
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        layers: Sequence[Sequence[str]],
+        slices: Sequence[int] | None,
+        others: Sequence[str] = (),
+    ) -> RunFingerprint:
+        """The fingerprint of a training program on a model of these `layers`, stage by stage, and `others`."""
+        schedule = program.schedule
+        cut = f", {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
+        orders = [" ".join(map(str, order)) for order in program.orders]
+        shape = [
+            schedule.num_microbatches,
+            schedule.num_slices,
+            schedule.placement.replicas,
+            slices,
+            program.gradient_groups,
+            [schedule.weights, schedule.microbatches_per_update],
+            program.data and astuple(program.data),
+            *others,
+        ]
+        digest = blake2b(json.dumps([orders, shape, layers]).encode(), digest_size=16).hexdigest()
+        sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
+        return cls(f"{schedule.name!r} of {sizes}{cut}", digest)
+
+    def agree(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+        """Compare with all processes of `group`; every one of them calls this.
+
+        Raises:
+            InputError: on all of them, where two differ.
+            PeerLost: one of them ended, or did not come in time.
+        """
+        lost = "another rank ended, or did not come in time, before every rank had made its Pipeline; see its error"
+        told = gather_json(self._asdict(), group, lost=lost, timeout_seconds=timeout_seconds)
+        found = first_difference(enumerate(told))
+        if found is None:
+            return
+        if found.name == "schedule":
+            raise InputError(
+                f"rank 0 has schedule {found.one} and rank {found.rank} {found.other}: all ranks must run the same "
+                "schedule. Pass the same one on each."
+            )
+        raise InputError(
+            f"ranks 0 and {found.rank} both have schedule {told[0]['schedule']}, but their orders, cuts, slices, tied "
+            "parameters, data-parallel options or number formats differ: all ranks must run the same program. Pass the "
+            "same model and arguments on each."
+        )
