@@ -8,14 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
+from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.errors import CallerError, one_line
 from pipeloom.ir.versions import num_updates
-from pipeloom.processes.collectives import noticing_lost_peers
 from pipeloom.training.stream.rank_run import StreamPlan
-from pipeloom.transport.interface import Channel, Incoming, Lane, Outgoing, Transport
-from pipeloom.transport.values import flatten
 
 OnUpdate = Callable[[int, float], None]
 
@@ -40,57 +38,44 @@ class StreamResults:
 
     Args:
         rank: of this process; None where it holds all ranks.
-        transport: with the lane of results open.
-        group: of all processes; None where there is one.
+        exchange: of the run's results between ranks.
         plan: of the run.
         on_update: called with every batch and its loss, in order, on the process with rank 0.
         live: whether ranks with the last stage send losses to rank 0 at once.
     """
 
     def __init__(
-        self,
-        rank: int | None,
-        transport: Transport,
-        group: dist.ProcessGroup | None,
-        plan: StreamPlan,
-        on_update: OnUpdate | None,
-        live: bool,
+        self, rank: int | None, exchange: ResultExchange, plan: StreamPlan, on_update: OnUpdate | None, live: bool
     ) -> None:
-        schedule = plan.program.schedule
-        self._plan, self._group, self._on_update = plan, group, on_update if rank in (None, 0) else None
-        self._num_batches = schedule.num_microbatches // plan.batch_size
+        self._plan, self._exchange, self._on_update = plan, exchange, on_update if rank in (None, 0) else None
         self._own: dict[int, float] = {}  # losses that were computed here
         self._untold: dict[int, float] = {}  # losses of batches that are not complete
         self._num_told = 0
         self._lock = threading.Lock()  # ranks of one process may have a thread each
-        self._incoming: list[Incoming] = []
-        self._outgoing: Outgoing | None = None
-        holders = schedule.placement.replicas[-1]
-        if live and rank == 0:
-            self._incoming = [transport.incoming(Channel(peer, 0, Lane.RESULT)) for peer in holders if peer != 0]
-        elif live and rank is not None and rank in holders:
-            self._outgoing = transport.outgoing(Channel(rank, 0, Lane.RESULT))
-        self._num_due = [num_updates(schedule, schedule.num_stages - 1)] * len(self._incoming)
+        self._last_stage = plan.program.schedule.num_stages - 1
+        self._sends = live and rank not in (None, 0) and rank in exchange.holders
+        self._num_updates = num_updates(plan.program.schedule, self._last_stage)
+        # By rank that sends losses: how many updates of the last stage it has told of.
+        self._num_received = {holder: 0 for holder in exchange.holders if live and rank == 0 and holder != 0}
 
     def add(self, losses: dict[int, float]) -> None:
         """Take the losses of micro-batches that ran here, each times its share of its batch."""
-        if self._outgoing is not None:
-            rows = torch.tensor(list(losses.items()), dtype=torch.float64)
-            self._outgoing.send(*flatten(rows), self._plan.call)
+        if self._sends:
+            self._exchange.send({b: torch.tensor(loss, dtype=torch.float64) for b, loss in losses.items()}, [0])
         with self._lock:
             self._own.update(losses)
             self._tell(losses)
 
     def poll(self) -> None:
         """Take what other ranks sent so far."""
-        for which, end in enumerate(self._incoming):
-            while self._num_due[which] and end.ready():
-                self._take(which)
+        self._receive(wait=False)
 
-    def _take(self, which: int) -> None:
-        (rows,) = self._incoming[which].receive().tensors
-        self._num_due[which] -= 1
-        self._tell({int(microbatch): loss for microbatch, loss in rows.tolist()})
+    def _receive(self, *, wait: bool) -> None:
+        for holder in self._num_received:
+            while self._num_received[holder] < self._num_updates and (wait or self._exchange.ready(holder)):
+                held = self._plan.microbatches_of(self._last_stage, self._num_received[holder])
+                self._num_received[holder] += 1
+                self._tell({b: float(loss) for b, loss in self._exchange.receive(holder, held).items()})
 
     def _tell(self, losses: dict[int, float]) -> None:
         """Tell of the batches that are complete with these."""
@@ -112,27 +97,26 @@ class StreamResults:
     def _microbatches_of(self, batch: int) -> set[int]:
         return set(range(batch * self._plan.batch_size, (batch + 1) * self._plan.batch_size))
 
-    def gather(self, norms: Mapping[int, Mapping[tuple[int, int], float]]) -> list[StreamUpdate]:
+    def gather(
+        self, norms: Mapping[int, Mapping[tuple[int, int], float]], sum_over_processes: Callable[[Tensor], Tensor]
+    ) -> list[StreamUpdate]:
         """All results, on every process.
 
         Args:
             norms: for each rank of this process, by stage and update.
+            sum_over_processes: sums a table over all processes.
         """
-        for which in range(len(self._incoming)):
-            while self._num_due[which]:
-                self._take(which)
+        self._receive(wait=True)
         schedule, size = self._plan.program.schedule, self._plan.batch_size
-        squares = torch.zeros(self._num_batches, schedule.num_stages, dtype=torch.float64)
+        squares = torch.zeros(schedule.num_microbatches // size, schedule.num_stages, dtype=torch.float64)
         for rank, of_rank in norms.items():
             for (stage, update), norm in of_rank.items():
                 if schedule.placement.replicas[stage][0] == rank:  # replicas have the same
                     held = self._plan.microbatches_of(stage, update)
                     squares[held.start // size : held.stop // size, stage] = norm**2
         losses = torch.tensor([self._own.get(b, 0.0) for b in range(schedule.num_microbatches)], dtype=torch.float64)
-        table = torch.cat([losses.view(-1, size), squares], 1)  # of every batch: its losses, squares of norms
-        if self._group is not None:
-            with noticing_lost_peers("another rank ended before all had the results of the run; see what it said"):
-                dist.all_reduce(table, group=self._group)
+        # For every batch: its losses, then the squares of its norms.
+        table = sum_over_processes(torch.cat([losses.view(-1, size), squares], 1))
         first = self._plan.batches_before
         return [
             StreamUpdate(first + number, sum(row[:size]), math.sqrt(sum(row[size:])))

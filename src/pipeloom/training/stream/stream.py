@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.errors import InputError
 from pipeloom.ir import Program, check
 from pipeloom.ir.versions import check_drained, versions_used
@@ -151,7 +152,8 @@ class Stream:
         live = self._agree(count, rates)
         call = call_number(pipeline.driver.num_calls + 1, True)
         plan = StreamPlan(program, used, call, self.num_batches)
-        results = StreamResults(pipeline.rank, pipeline.transport, pipeline.process_group, plan, self._on_update, live)
+        exchange = ResultExchange(pipeline.rank, program.schedule, pipeline.transport)
+        results = StreamResults(pipeline.rank, exchange, plan, self._on_update, live)
         ranks = {
             rank: StreamRank(
                 pipeline.workers[rank], plan, taken, self._optimizer, pipeline.ownership, results.add, results.poll
@@ -162,7 +164,8 @@ class Stream:
 
         def finish() -> None:
             taken.finish()
-            updates.extend(results.gather({rank: part.norms for rank, part in ranks.items()}))
+            norms = {rank: part.norms for rank, part in ranks.items()}
+            updates.extend(results.gather(norms, pipeline.sum_over_processes))
 
         pipeline.last_run = {rank: part.records.copy for rank, part in ranks.items()}  # that keeps nothing else alive
         self._optimizer.begin()
