@@ -185,9 +185,9 @@ def test_it_learns_to_count():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"width": 13}, "heads=1$"),
-        ({"width": 64, "heads": 5}, "heads=4$"),
-        ({"width": 9, "heads": 3}, "must be even"),
+        ({"width": 13}, r"heads=1\.$"),
+        ({"width": 64, "heads": 5}, r"heads=4\.$"),
+        ({"width": 9, "heads": 3}, "need an even one"),
         ({"layers": 0}, "layers=0"),
         ({"vocabulary_size": -1}, "vocabulary_size=-1"),
         ({"dropout": 1.0}, "dropout=1.0"),

@@ -199,10 +199,10 @@ def test_cut_by_time_runs_every_layer():
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_what_cannot_be_cut_is_refused_in_a_line(kind):
-    with pytest.raises(SplitError, match=r"with add_cross_attention.*=False$"):
+    with pytest.raises(SplitError, match=r"with add_cross_attention=True.*=False\.$"):
         split(build("gpt2", add_cross_attention=True), 2)
     bert = transformers.BertModel(transformers.BertConfig(**{**SMALL, "num_hidden_layers": 2}))
-    with pytest.raises(SplitError, match=r"^BertModel of type 'bert': .* gpt2, llama.* pass layers=$"):
+    with pytest.raises(SplitError, match=r"^BertModel with model_type='bert' .* gpt2, llama.* pass layers=\.$"):
         split(bert, 2)
     assert split(bert, 1).modules == [bert]
     with pytest.raises(SplitError, match="pass layers="):
@@ -210,7 +210,7 @@ def test_what_cannot_be_cut_is_refused_in_a_line(kind):
     stage = split(build(kind), 1).modules[0]
     with pytest.raises(InputError, match="dict of 'words'"):
         stage({"words": tokens(1)})
-    with pytest.raises(InputError, match=r"pass causal_lm_targets\(labels\)"):
+    with pytest.raises(InputError, match=r"Pass causal_lm_targets\(labels\)"):
         causal_lm_loss(stage(tokens(1)), tokens(1))
 
 
@@ -300,8 +300,11 @@ def test_masks_windows_and_relatives(kind, changes, masked):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "use 'dynamic'"),
-        ({"attn_implementation": "flex_attention"}, "use 'flex_attention'.*attn_implementation='sdpa'$"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "uses 'dynamic'.*Train without slices",
+        ),
+        ({"attn_implementation": "flex_attention"}, r"uses 'flex_attention'.*attn_implementation='sdpa'\.$"),
     ],
     ids=str,
 )

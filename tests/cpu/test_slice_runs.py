@@ -186,7 +186,10 @@ def test_attention_to_one_slice_alone_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), RawAttention()), nn.Linear(4, 4))
     with pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, transport="loopback") as pipe:
         inputs = torch.randn(2, 8, 4)
-        with pytest.raises(StageError, match=r"RawAttention\) attends .* use pipeloom.slicing.causal_attention"):
+        with pytest.raises(
+            StageError,
+            match=r"RawAttention\) calls F.scaled_dot_product_attention .* Use pipeloom.slicing.causal_attention",
+        ):
             pipe.step(inputs, inputs)
 
 

@@ -169,7 +169,7 @@ def test_a_run_shows_predicted_beside_measured(capsys, tmp_path):
         ("--vocabulary_size 0", "a model has at least one token id"),
         ("--parallel.data -1", "give a number"),
         ("--parallel.cut time", "not known before a run"),
-        ("--model.width 63", "model width=63 and heads=6: the heads share the width evenly; use heads=7"),
+        ("--model.width 63", "model width=63 is not a multiple of heads=6. Use heads=7"),
     ],
 )
 def test_bad_input_is_one_line(words, said, capsys):

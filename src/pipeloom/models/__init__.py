@@ -1,4 +1,4 @@
-"""Small models for examples, tests and the main job. What needs torch is loaded at its first use."""
+"""A small GPT for examples, tests and `pipeloom train`. Names that need torch are imported lazily."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pipeloom.models.gpt import GPT, loss_fn
     from pipeloom.models.initial_values import init_parameters, materialize
 
-# Public names, and the module that each lives in.
+# Public name -> the module that defines it.
 _HOMES = {
     "GPT": "pipeloom.models.gpt",
     "init_parameters": "pipeloom.models.initial_values",

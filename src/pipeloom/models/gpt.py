@@ -1,11 +1,11 @@
 # ruff: noqa: N803  # shapes are part of the names
 """A small GPT: pre-norm blocks, causal attention, rotary or learned positions.
 
-    embedding ── blocks.0 ── ... ── blocks.L-1 ── norm ── head        run one after another: `GPT.pipeline_layers`
+    embedding ── blocks.0 ── ... ── blocks.L-1 ── norm ── head        in this order: `GPT.pipeline_layers`
 
-It also runs on one slice of a sequence after another (see `pipeloom.slicing`).
+The model supports slices of a sequence (see `pipeloom.slicing`).
 
-Shapes: B batch, S sequence (or slice of one), W width, H heads, D = W / H, V vocabulary, T = B * S tokens.
+Shapes: B batch, S tokens of the sequence or slice, W width, H heads, D = W / H, V vocabulary, T = B * S.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Embedding(nn.Module):
         start, length = (piece.start, piece.length) if piece else (0, tokens_BS.shape[1])
         if length > self.sequence_length:
             raise InputError(
-                f"a sequence of {length} tokens: this model has positions for {self.sequence_length}; cut it, or raise "
-                "sequence_length"
+                f"a sequence of {length} tokens is longer than sequence_length={self.sequence_length} of the model. "
+                "Shorten it, or increase sequence_length."
             )
         x_BSW = F.embedding(tokens_BS.long(), self.weight)
         if self.positions is not None:
@@ -47,10 +47,10 @@ class Embedding(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Turn the pairs (i, i + D/2) of queries and keys by position * 10000^(-2i/D); values pass through unturned.
+    """Rotates the pairs (i, i + D/2) of queries and keys by position * 10000^(-2i/D); leaves values unchanged.
 
-    The tables are [S, 3, 1, D] so that the fused queries, keys and values are turned in one go: at small sizes the
-    number of operations is what counts, at large ones this is a small part of a block.
+    The tables are [S, 3, 1, D], which rotates the fused queries, keys and values in one operation. This saves kernel
+    launches at small sizes, and costs little of a block's time at large ones.
     """
 
     sliceable = True
@@ -68,15 +68,14 @@ class Rotary(nn.Module):
         half = torch.arange(width // 2, dtype=torch.float64, device=device)
         angle = torch.outer(torch.arange(length, dtype=torch.float64, device=device), 10000.0 ** (-2.0 * half / width))
         cos, sin = angle.cos(), angle.sin()
-        still = torch.ones_like(cos), torch.zeros_like(sin)
-        turn_cos, turn_sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-        keep_cos, keep_sin = torch.cat([still[0]] * 2, -1), torch.cat([still[1]] * 2, -1)
-        cos_S31D = torch.stack([turn_cos, turn_cos, keep_cos], 1).unsqueeze(2)
-        sin_S31D = torch.stack([turn_sin, turn_sin, keep_sin], 1).unsqueeze(2)
+        rotated_cos, rotated_sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        one, zero = torch.ones_like(rotated_cos), torch.zeros_like(rotated_sin)
+        cos_S31D = torch.stack([rotated_cos, rotated_cos, one], 1).unsqueeze(2)
+        sin_S31D = torch.stack([rotated_sin, rotated_sin, zero], 1).unsqueeze(2)
         return cos_S31D.to(torch.get_default_dtype()), sin_S31D.to(torch.get_default_dtype())
 
     def reset_buffers(self) -> None:
-        """Fill the tables anew, on the device and in the type that they have."""
+        """Recompute the tables, on their device and in their dtype."""
         for buffer, table in zip((self.cos, self.sin), self._tables(self.cos.device), strict=True):
             buffer.copy_(table)
 
@@ -106,7 +105,7 @@ class Block(nn.Module):
         self.mlp_down = nn.Linear(config.mlp_ratio * width, width, bias=False)
         self.heads = config.heads
         self.dropout = config.dropout
-        # GPT-2: what adds to the residual stream starts smaller, by the root of how many additions there are.
+        # GPT-2: layers that add to the residual stream are scaled by 1 / sqrt(number of additions).
         self.init_std = dict.fromkeys(("attention_out", "mlp_down"), 0.02 / (2 * config.layers) ** 0.5)
 
     def forward(self, x_BSW: Tensor) -> Tensor:
@@ -128,8 +127,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token ids [B, S] -> logits [B, S, V].
 
-    Parameters are left without values: call `pipeloom.models.init_parameters`, or build it on the meta device and
-    `pipeloom.models.materialize` each stage where it lives.
+    Parameters are uninitialized: call `pipeloom.models.init_parameters`, or build the model on the meta device and call
+    `pipeloom.models.materialize` for each stage on its rank.
     """
 
     sliceable = True
@@ -154,5 +153,5 @@ class GPT(nn.Module):
 
 
 def loss_fn(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Mean cross entropy over all tokens, in nats; `targets_BS` is of any integer type."""
+    """Mean cross-entropy over all tokens, in nats; `targets_BS` has any integer dtype."""
     return F.cross_entropy(logits_BSV.flatten(0, -2), targets_BS.flatten().long())

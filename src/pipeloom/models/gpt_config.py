@@ -1,4 +1,4 @@
-"""The sizes of the small GPT, for those who build it and those who count what it takes. No torch here."""
+"""The configuration of the small GPT. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from pipeloom.errors import InputError
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT.
+    """Configuration of a GPT.
 
     Args:
-        vocabulary_size: number of token ids (256: bytes).
+        vocabulary_size: number of token ids; 256 for bytes.
         layers: number of blocks.
-        width: width of the residual stream; divisible by `heads`.
-        heads: attention heads.
-        sequence_length: the longest sequence.
-        tie_embeddings: the head uses the embedding's weight.
-        positions: "rotary" turns queries and keys (arXiv:2104.09864); "learned" adds a table to the embedding.
-        dropout: probability, on the embedding, the attention weights and both branches of a block.
-        mlp_ratio: width of the MLP over `width`.
+        width: width of the residual stream; a multiple of `heads`.
+        heads: number of attention heads.
+        sequence_length: maximum sequence length in tokens.
+        tie_embeddings: whether the head shares the weight of the embedding.
+        positions: "rotary" rotates queries and keys (arXiv:2104.09864); "learned" adds position embeddings.
+        dropout: dropout probability of the embedding, the attention weights and both branches of a block.
+        mlp_ratio: width of the MLP divided by `width`.
+
+    Raises:
+        InputError: a value is out of range.
     """
 
     vocabulary_size: int = 256
@@ -39,20 +42,18 @@ class GPTConfig:
         check_fields(self)
         for name in ("vocabulary_size", "layers", "width", "heads", "sequence_length", "mlp_ratio"):
             if getattr(self, name) < 1:
-                raise InputError(f"model {name}={getattr(self, name)}: a size is at least 1; raise it")
+                raise InputError(f"model {name}={getattr(self, name)}: must be at least 1.")
         if self.width % self.heads:
             near = [h for h in range(1, self.width + 1) if self.width % h == 0]
             fix = min(near, key=lambda h: (abs(h - self.heads), h))
-            raise InputError(
-                f"model width={self.width} and heads={self.heads}: the heads share the width evenly; use heads={fix}"
-            )
+            raise InputError(f"model width={self.width} is not a multiple of heads={self.heads}. Use heads={fix}.")
         if self.positions == "rotary" and self.width // self.heads % 2:
             raise InputError(
-                f"model width={self.width} and heads={self.heads} make heads of width {self.width // self.heads}: "
-                "rotary positions turn pairs, so it must be even; change heads or use positions='learned'"
+                f"model width={self.width} and heads={self.heads} give a head width of {self.width // self.heads}: "
+                "rotary positions need an even one. Change heads, or use positions='learned'."
             )
         if not 0 <= self.dropout < 1:
-            raise InputError(f"model dropout={self.dropout}: a probability below 1; use one from 0 up to 1")
+            raise InputError(f"model dropout={self.dropout}: must be a probability >= 0 and < 1.")
 
     @property
     def head_width(self) -> int:
@@ -60,7 +61,7 @@ class GPTConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, tied ones once."""
+        """Number of parameters; tied ones count once."""
         block = (4 + 2 * self.mlp_ratio) * self.width**2 + 2 * self.width
         tables = self.vocabulary_size * (1 if self.tie_embeddings else 2)
         tables += self.sequence_length if self.positions == "learned" else 0

@@ -1,4 +1,4 @@
-"""The loss of Hugging Face's causal language models, in two parts that can be cut into micro-batches and slices."""
+"""The loss of Hugging Face's causal language models, in a form that supports micro-batches and slices."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from pipeloom.errors import InputError
 
 
 def causal_lm_targets(labels: Tensor, *, ignore_index: int = -100) -> dict[str, Tensor]:
-    """What `causal_lm_loss` reads, of a whole batch: every position's next token, and how much a token counts.
+    """The targets of `causal_lm_loss` for a full batch.
 
     Args:
-        labels: as Hugging Face's models take them: token ids [batch, tokens], not shifted, often the inputs themselves;
-            `ignore_index` where nothing is to be learnt.
-        ignore_index: the label that does not count.
+        labels: labels of a Hugging Face model: token ids [batch, tokens], not shifted, often the inputs themselves;
+            `ignore_index` at positions without loss.
+        ignore_index: the label of positions without loss.
 
     Returns:
-        "labels" [batch, tokens], one position on; "weight" [batch], the same number for every sample: tokens in all
-        over tokens that count. It makes the mean over counting tokens, wherever they are, a mean over all.
+        "labels" [batch, tokens], the labels shifted by one position; "weight" [batch], for every sample the number of
+        all tokens divided by that of tokens with loss. The weight turns the mean over the latter, which may be spread
+        unevenly over micro-batches, into a mean over all tokens.
     """
     shifted = F.pad(labels[:, 1:].long(), (0, 1), value=-100)
     shifted = shifted.masked_fill(shifted == ignore_index, -100)
@@ -31,19 +32,19 @@ def causal_lm_targets(labels: Tensor, *, ignore_index: int = -100) -> dict[str, 
 
 
 def causal_lm_loss(logits: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of the next token, in nats: over a batch, the loss that the model itself computes from labels.
+    """Cross-entropy of the next token, in nats. The mean over a batch is the loss that the model computes from labels.
 
     Args:
         logits: [samples, tokens, vocabulary] of a micro-batch or a slice.
-        targets: the same samples and tokens of `causal_lm_targets`.
+        targets: the same samples and tokens of the result of `causal_lm_targets`.
 
     Raises:
-        InputError: `targets` are bare labels.
+        InputError: `targets` is a tensor of labels.
     """
     if isinstance(targets, Tensor):
         raise InputError(
-            "causal_lm_loss got bare labels: which token is next and how many count is known for a whole batch only; "
-            "pass causal_lm_targets(labels) as targets"
+            "causal_lm_loss got a tensor of labels, whose normalization is known for the full batch only. Pass "
+            "causal_lm_targets(labels) as targets."
         )
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()

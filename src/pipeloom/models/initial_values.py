@@ -1,4 +1,4 @@
-"""Initial values that depend on a parameter's name and on nothing else, so that every rank makes its own."""
+"""Parameter initialization by name: each rank initializes its stages, and the values do not depend on the split."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 
-# What torch.compile and activation checkpointing put into names; it must not change the values.
+# Prefixes that torch.compile and activation checkpointing add to names; they are ignored.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _STD = 0.02  # GPT-2's
 
 
 @torch.no_grad()
 def init_parameters(module: nn.Module, *, seed: int) -> None:
-    """Give every parameter its initial value, drawn by a generator seeded with (`seed`, its canonical name).
+    """Initialize every parameter with a generator seeded with (`seed`, canonical name).
 
-    Matrices are normal with standard deviation 0.02, or what the module around them says in ``init_std[child]``;
-    biases are 0, other vectors (the gains of norms) 1. Values are drawn on the CPU in float32, so they are the same
-    for every cut, device and floating type. A stage's tied parameters follow ``module.canonical_names``.
+    Matrices are normal with standard deviation 0.02, or ``init_std[child]`` of the enclosing module; biases are 0,
+    other vectors (the gains of norms) 1. Values are drawn on the CPU in float32, so they do not depend on
+    split, device and dtype. Names of tied parameters are looked up in ``module.canonical_names``.
     """
     canonical: dict[str, str] = getattr(module, "canonical_names", {})
     parents = dict(module.named_modules())
@@ -52,13 +52,13 @@ def _fill(parameter: Tensor, name: str, std: float, generator: torch.Generator) 
 
 @torch.no_grad()
 def materialize(module: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Move a stage that was built on the meta device to `device` and initialise it; what is tied stays tied.
+    """Move a stage that was built on the meta device to `device` and initialize it. Tied parameters stay tied.
 
-    Buffers on the meta device are rebuilt by their module's ``reset_buffers()`` (or BatchNorm's
-    ``reset_running_stats()``); all other buffers are moved with their values.
+    Buffers on the meta device are recomputed by ``reset_buffers()`` of their module (or ``reset_running_stats()`` of
+    BatchNorm); other buffers are moved with their values.
 
     Raises:
-        InputError: a buffer on the meta device that nothing can rebuild.
+        InputError: the module of a buffer on the meta device has no such method.
     """
     new: dict[int, nn.Parameter] = {}
     for path, part in module.named_modules():
@@ -77,8 +77,8 @@ def materialize(module: nn.Module, seed: int, device: torch.device | str = "cpu"
             reset = reset or getattr(part, "reset_running_stats", None)
             if reset is None:
                 raise InputError(
-                    f"buffer {f'{path}.{lost[0]}'.lstrip('.')!r} is on the meta device and has no values: "
-                    f"give {type(part).__name__} a method reset_buffers() that fills it"
+                    f"buffer {f'{path}.{lost[0]}'.lstrip('.')!r} is on the meta device and has no values. "
+                    f"Give {type(part).__name__} a method reset_buffers() that computes them."
                 )
             reset()
     init_parameters(module, seed=seed)

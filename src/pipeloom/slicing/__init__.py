@@ -1,7 +1,7 @@
-"""Slices of a sequence inside a model: what attention, positions and dropout need to know of the other slices.
+"""Runs a model on slices of a sequence: state that attention, positions and dropout share between slices.
 
-`SliceContext` is the caller's side, `current_slice` a module's, and `make_sliceable` stands between: it refuses models
-whose modules would compute something else on slices than on the whole sequence.
+The engine runs each slice inside a `SliceContext`, modules read it with `current_slice`, and `make_sliceable` checks
+that the modules of a model give the same result on slices as on the full sequence.
 """
 
 from pipeloom.slicing.attention import causal_attention

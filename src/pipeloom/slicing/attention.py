@@ -1,8 +1,8 @@
 # ruff: noqa: N803  # shapes are part of the names
-"""Causal attention that goes on over slices.
+"""Causal attention across slices of a sequence.
 
-Shapes: B batch, H heads of queries, K heads of keys and values (H a multiple of K), S tokens of the slice, T tokens
-up to its end, D width of a head.
+Shapes: B batch, H query heads, K key and value heads (H is a multiple of K), S tokens of the slice, T tokens from the
+start of the sequence to the end of the slice, D head width.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ def causal_attention(
     scale: float | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention of every token to itself and those before it, those of earlier slices included: [B, H, S, D].
+    """Causal attention of the tokens of a slice to themselves and to earlier tokens, also of earlier slices.
+
+    Outside of slices and without `mask`, this is ``F.scaled_dot_product_attention(..., is_causal=True)``.
 
     Args:
-        q_BHSD, k_BKSD, v_BKSD: of the tokens of the current slice.
-        owner: who keeps keys and values for later slices: the module.
-        dropout_p: dropout of attention weights; pass 0 in evaluation.
-        scale: of the scores, by default the root of 1 / D.
-        mask: where a token may look, [B or 1, 1, S, T] of booleans; by default at everything that is not later.
+        q_BHSD, k_BKSD, v_BKSD: queries, keys and values of the current slice.
+        owner: the module, under which keys and values are kept for later slices.
+        dropout_p: dropout probability of attention weights; pass 0 in evaluation.
+        scale: factor of the scores; defaults to ``1 / sqrt(D)``.
+        mask: boolean [B or 1, 1, S, T], True where a query attends to a key; defaults to the causal mask.
 
-    Where there are no slices and no `mask` it is ``F.scaled_dot_product_attention(..., is_causal=True)``.
+    Returns:
+        The attention output, [B, H, S, D].
     """
     grouped = q_BHSD.shape[1] != k_BKSD.shape[1]
     piece = current_slice()
@@ -56,7 +59,7 @@ def causal_attention(
         dropped = dropped_SBHT.permute(1, 2, 0, 3)
     if not grouped:
         return attention_core(piece, q_BHSD, k_BKTD, v_BKTD, scale, mask, dropped, dropout_p)
-    # Every key head is a sample of its own here, seen by all query heads of its group: nothing is copied.
+    # Each key head becomes a batch entry that the query heads of its group share, without a copy.
     K = k_BKSD.shape[1]
     k, v = (t.flatten(0, 1).unsqueeze(1).expand(-1, H // K, -1, -1) for t in (k_BKTD, v_BKTD))
     if mask is not None and mask.shape[0] > 1:
@@ -78,7 +81,7 @@ def attention_core(
     dropped: Tensor | None,
     dropout_p: float,
 ) -> Tensor:
-    """Scores, softmax, dropout and result. One of torch's functions to modes that look for attention."""
+    """Attention with dropout. A ``TorchFunctionMode`` intercepts it like a function of torch."""
     if has_torch_function((q,)):
         result: Tensor = handle_torch_function(attention_core, (q,), piece, q, k, v, scale, mask, dropped, dropout_p)
         return result
@@ -98,7 +101,7 @@ def attention_core(
 
 
 def _allowed(piece: Slice, device: torch.device) -> Tensor:
-    """Where the tokens of a slice may look, [S, T]."""
+    """The causal mask of a slice, [S, T]; True where a query attends to a key."""
     name = ("allowed", device)
     if name not in piece.cache:
         allowed_ST = torch.ones(piece.end - piece.start, piece.end, dtype=torch.bool, device=device)
@@ -107,10 +110,10 @@ def _allowed(piece: Slice, device: torch.device) -> Tensor:
 
 
 def _flipped_mask(piece: Slice, q: Tensor) -> Tensor:
-    """What to add to the scores of a slice's queries in reverse order, [S, T], in the memory of one row.
+    """The additive causal mask of a slice's queries in reverse order, [S, T], in the memory of about one row.
 
-    The row s from the end may look at the tokens before ``T - s``, so what is added depends on s + t alone: every row
-    is the row before it, one number on.
+    Query s from the end attends to the keys before ``T - s``, so the mask depends on s + t alone, and each row is a
+    view of the same buffer, shifted by one element.
     """
     name = ("flipped", q.dtype, q.device)
     if name not in piece.cache:

@@ -1,4 +1,4 @@
-"""Which models may run on slices of a sequence."""
+"""Checks that a model gives the same result on slices as on the full sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeloom.errors import InputError
 from pipeloom.slicing.context import current_slice
 from pipeloom.slicing.dropout import TokenDropout
 
-# Modules that compute every token of [batch, tokens, ...] by itself.
+# Modules that process each token of [batch, tokens, ...] independently.
 _PER_TOKEN: tuple[type[nn.Module], ...] = (
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, TokenDropout, nn.Softmax),
     *(nn.GELU, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign),
@@ -27,21 +27,22 @@ _REASONS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm), "normalises over several tokens"),
     ((nn.modules.conv._ConvNd,), "is a convolution along the sequence"),
     ((nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer), "attends to the whole sequence"),
-    ((nn.RNNBase,), "starts anew in every slice"),
+    ((nn.RNNBase,), "would restart in every slice"),
 )
 
 
 def make_sliceable(module: nn.Module) -> None:
-    """Prepare a stage for slices: its dropouts become ones whose masks do not depend on how a sequence is cut.
+    """Check that a stage supports slices, and replace ``nn.Dropout`` by `TokenDropout`. Idempotent.
 
-    A module passes that is one of torch's that treat tokens one by one, or that declares itself with a true attribute
-    ``sliceable`` (its own, or of the class whose forward runs or one below it: a class that overrides forward declares
-    anew): it treats tokens one by one or asks `current_slice` what came before. This is about the module itself; those
-    inside of it are checked too. ``sliceable`` may also be text: why not.
-    A module with a method ``prepare_slicing()`` has it called first. Calling twice does nothing more.
+    A module supports slices if it is one of torch's modules that process tokens independently, or if its attribute
+    ``sliceable`` is true, which declares that its forward processes tokens independently or uses `current_slice`. A
+    class that overrides forward has to declare ``sliceable`` again. The declaration does not cover submodules, which
+    are checked too. ``sliceable`` may also be a string with the reason why the module does not support slices.
+
+    If a module has a method ``prepare_slicing()``, it is called before the check.
 
     Raises:
-        InputError: a module that does not pass; it is named.
+        InputError: a module does not support slices; the message has its name and the reason.
     """
     for part in list(module.modules()):
         prepare = getattr(part, "prepare_slicing", None)
@@ -51,8 +52,9 @@ def make_sliceable(module: nn.Module) -> None:
         reason = _refusal(part)
         if reason:
             raise InputError(
-                f"module {name or 'model'!r} ({type(part).__name__}) {reason}: slices need modules that treat tokens "
-                "one by one, or causal_attention; train without slices, or declare sliceable = True in it if it does"
+                f"module {name or 'model'!r} ({type(part).__name__}) {reason}: slices need modules that process tokens "
+                "independently, or use causal_attention. Train without slices, or set sliceable = True in the module "
+                "if it does."
             )
     replaced: dict[int, nn.Module] = {}
     for part in list(module.modules()):
@@ -64,30 +66,32 @@ def make_sliceable(module: nn.Module) -> None:
 
 
 def _refusal(module: nn.Module) -> str:
-    """Why a module cannot be sliced; empty if it can."""
+    """Why a module does not support slices, as the predicate of a sentence; empty if it does."""
     if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-        return "is compiled, and compiled code does not know of slices"
+        return "is compiled, which does not support slices"
     declared: Any = getattr(module, "sliceable", None)
     if isinstance(declared, str) or (declared is not None and not declared):
-        return declared or "says that it is not sliceable"
+        return declared or "declares sliceable = False"
     if declared and _declares(module):
         return ""
     if "forward" in vars(module):
-        return "has a forward of its own in place of its class's"
-    if any(not _harmless(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())):
-        return "has forward hooks, which may look at several tokens"
+        return "has a forward set on the instance"
+    if any(not _is_per_token(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())):
+        return "has forward hooks, which may mix tokens"
     forward: Any = type(module).forward
     kinds: tuple[Any, ...] = (*_PER_TOKEN, *_CONTAINERS)
     if any(isinstance(module, kind) and forward is kind.forward for kind in kinds):
-        return _setting(module)
+        return _setting_refusal(module)
     for refused, reason in _REASONS:
         if isinstance(module, refused):
             return reason
-    return "overrides a forward that was declared" if declared else "is not known to treat tokens one by one"
+    if declared:
+        return "overrides the forward of the class that declares sliceable"
+    return "is not known to process tokens independently"
 
 
 def _declares(module: nn.Module) -> bool:
-    """Whether ``sliceable`` is the module's own, or about its class's forward and not one that this overrides."""
+    """Whether ``sliceable`` is set on the module, or by the class that defines its forward or a subclass of that."""
     if "sliceable" in vars(module):
         return True
     for names in map(vars, type(module).__mro__):
@@ -98,13 +102,13 @@ def _declares(module: nn.Module) -> bool:
     return False
 
 
-def _harmless(hook: Any) -> bool:
-    """Whether a hook is of torch's that compute weights (spectral_norm, prune), or of transformers' that record."""
+def _is_per_token(hook: Any) -> bool:
+    """Whether a hook is a weight reparametrization of torch (spectral_norm, prune) or an observer of transformers."""
     return (getattr(hook, "__module__", None) or "").startswith(("torch.nn.utils.", "transformers."))
 
 
-def _setting(module: nn.Module) -> str:
-    """What a module's settings make of it."""
+def _setting_refusal(module: nn.Module) -> str:
+    """As `_refusal`, for the settings of torch's own modules."""
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) > 1:
         return f"normalises over {len(module.normalized_shape)} dimensions"
     if isinstance(module, nn.Softmax) and module.dim != -1:
@@ -115,13 +119,14 @@ def _setting(module: nn.Module) -> str:
 
 
 class RefuseRawAttention(TorchFunctionMode):
-    """Refuses attention among the tokens of a slice that leaves out those of the slices before it.
+    """Raises if a module calls ``F.scaled_dot_product_attention`` on the tokens of one slice only.
 
-    It costs a Python call for each of torch's functions, so it is for the first time that slices run. The keys of
-    `causal_attention` begin with the sequence; as many keys as the slice has tokens are the slice's alone.
+    In a later slice, such a call misses the keys of earlier slices: it has as many keys as the slice has tokens, while
+    `causal_attention` has those of the sequence so far. The mode adds a Python call to each torch function, so use it
+    only for the first micro-batch.
 
     Args:
-        model: whose modules run, for their names.
+        model: the model whose modules run, for their names in messages.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -137,13 +142,13 @@ class RefuseRawAttention(TorchFunctionMode):
             query, key = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate(("query", "key")))
             if query.shape[-2] == key.shape[-2] == piece.end - piece.start:
                 raise InputError(
-                    f"module {self._caller()} attends with F.scaled_dot_product_attention to the tokens of its slice "
-                    "alone: earlier slices count too; use pipeloom.slicing.causal_attention"
+                    f"module {self._caller()} calls F.scaled_dot_product_attention on the tokens of one slice, which "
+                    "misses the earlier slices. Use pipeloom.slicing.causal_attention."
                 )
         return func(*args, **kwargs)
 
     def _caller(self) -> str:
-        """The innermost module whose method is running."""
+        """The name of the innermost module on the call stack."""
         frame = sys._getframe(2)
         names = {id(module): name for name, module in self._model.named_modules()}
         while frame.f_back is not None:

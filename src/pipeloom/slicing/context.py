@@ -1,10 +1,10 @@
-"""`SliceContext`: what the slices of one micro-batch share inside one stage.
+"""`SliceContext`: the state that the slices of one micro-batch share within one stage.
 
-    forward    slice 0 ──> slice 1 ──> ... ──> slice n-1      each leaves its keys and values for those after it
-    backward   slice 0 <── slice 1 <── ... <── slice n-1      each leaves gradients for the keys and values before it
+    forward    slice 0 ──> slice 1 ──> ... ──> slice n-1      passes keys and values to later slices
+    backward   slice 0 <── slice 1 <── ... <── slice n-1      passes gradients of keys and values to earlier slices
 
-TeraPipe (arXiv:2102.07988). Whoever runs the slices activates one around its forward, and again around its backward, so
-that recomputation under activation checkpointing finds itself in the same place. Modules ask with `current_slice`.
+TeraPipe (arXiv:2102.07988). The engine enters a slice around its forward and again around its backward, so that
+activation recomputation sees the same slice. Modules read it with `current_slice`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError, RunError
 from pipeloom.slicing.sequence import GrowingSequence
 
-# torch's own thread-local storage: unlike Python's, it is carried over to the threads in which autograd runs backwards
-# of other devices, and so into recomputation there.
+# A key of torch's thread-local storage. Unlike Python's, autograd propagates it to its threads for other devices, and
+# so to recomputation there.
 _KEY = "pipeloom.slice"
 
 
 class Slice:
-    """The slice that is running, as modules see it.
+    """The slice that is running.
 
     Attributes:
-        index: which of the micro-batch's slices.
-        start, end: its tokens, `start` included.
-        length: tokens of the whole sequence.
+        index: its position among the slices of the micro-batch.
+        start, end: its range of tokens; `end` is exclusive.
+        length: number of tokens of the full sequence.
+        cache: tensors that modules compute once per slice, such as masks.
     """
 
     __slots__ = ("_calls", "_context", "_first_time", "cache", "end", "index", "length", "start")
@@ -42,29 +43,32 @@ class Slice:
         self.start = start
         self.end = end
         self.length = length
-        self.cache: dict[Hashable, Tensor] = {}  # what modules compute once for a slice: masks
+        self.cache: dict[Hashable, Tensor] = {}
         self._context = context
         self._first_time = first_time
         self._calls: dict[Hashable, int] = {}
 
     def extend(self, owner: Hashable, new: Tensor, dim: int = -2) -> Tensor:
-        """Put `new` behind what earlier slices left under `owner`.
+        """Append `new` to the tensor that earlier slices extended under `owner`.
 
         Args:
-            owner: who keeps what: a module, or a pair of a module and a name. Once for each in a slice.
-            new: this slice's part, ``end - start`` long in dimension `dim`.
+            owner: the key of the tensor: a module, or a pair of a module and a name.
+            new: the part of this slice, of size ``end - start`` in dimension `dim`.
+            dim: the sequence dimension.
 
         Returns:
-            The sequence from 0 to `end`. Its backward keeps the gradient of what is earlier until those slices'
-            backwards, and gives `new` all of its own, for which the later slices' backwards have to come before.
+            The tensor from token 0 to `end`. Its backward accumulates the gradient of earlier tokens until the backward
+            of their slice, and returns the full gradient of `new`; this requires that later slices run their backward
+            first.
 
         Raises:
-            InputError: `new` is not as long as the slice. RunError: backwards do not descend over the slices.
+            InputError: `new` has another length than the slice.
+            RunError: backwards do not run in descending order of slices.
         """
         if new.shape[dim] != self.end - self.start:
             raise InputError(
                 f"{_name(owner)} extends a sequence by {new.shape[dim]} tokens in a slice of {self.end - self.start}: "
-                "a slice's tokens stay together; keep the sequence's length through the model"
+                "the numbers must be equal. Keep the sequence length constant through the model."
             )
         if self.start == 0 and self.end == self.length:
             return new
@@ -75,16 +79,16 @@ class Slice:
         return sequences[key].extend(new, self.start, self.end)
 
     def seed(self, call_key: Hashable, block: int) -> int:
-        """Of the random numbers of a block of a call: the same in every slice, and when it is recomputed."""
+        """The random seed of a block of tokens of one call; the same in every slice and in recomputation."""
         slot = self._context.slots.setdefault(call_key, len(self._context.slots))
         return _hash(self._context.random_seed(), slot, block)
 
     def call_key(self, owner: Hashable) -> Hashable:
-        """`owner`, and which of its calls in this slice this is.
+        """`owner`, and the number of its calls in this slice so far.
 
         Raises:
-            RunError: an owner that calls several times is recomputed: blocks are, in another order, so which call it
-                is cannot be known.
+            RunError: an owner with several calls per slice is recomputed. Recomputation runs blocks in another order,
+                so its calls cannot be matched.
         """
         number = self._calls.get(owner, 0)
         self._calls[owner] = number + 1
@@ -93,8 +97,8 @@ class Slice:
             most[owner] = max(most.get(owner, 0), number + 1)
         elif most.get(owner, 0) != 1:
             raise RunError(
-                f"{_name(owner)} runs {most.get(owner, 0)} times in a slice and is recomputed: its calls cannot be "
-                "told apart; give each call a module of its own"
+                f"{_name(owner)} runs {most.get(owner, 0)} times per slice, which does not work with activation "
+                "recomputation. Use a separate module for each call."
             )
         return owner, number
 
@@ -102,11 +106,12 @@ class Slice:
 class SliceContext:
     """Keys, values, their gradients, and random streams of one stage and micro-batch.
 
-    One from the forward of slice 0 to its backward, which comes last; without gradients, to the last forward.
+    A context lasts from the forward of slice 0 to its backward, which is the last; without gradients, to the last
+    forward.
 
     Args:
-        seed: numbers that dropout's masks follow from, such as (step's seed, stage, micro-batch); by default one is
-            drawn from torch's default generator when the first mask is needed.
+        seed: numbers that seed the dropout masks, such as (seed of the step, stage, micro-batch). By default, a seed is
+            drawn from torch's default generator for the first mask.
     """
 
     def __init__(self, seed: Sequence[int] | None = None) -> None:
@@ -118,14 +123,17 @@ class SliceContext:
 
     @contextmanager
     def slice(self, index: int, start: int, end: int, length: int) -> Iterator[Slice]:
-        """Make slice `index`, tokens `start` to `end` of `length`, the current one of this thread.
+        """Make slice `index`, tokens `start` to `end` of `length`, the current slice of this thread.
 
-        The first time is its forward; every other is one of its backwards.
+        The first time is its forward; later times are its backward.
+
+        Raises:
+            InputError: the slice is empty or not inside the sequence.
         """
         if not 0 <= start < end <= length:
             raise InputError(
-                f"slice {index} from token {start} to {end} of {length}: a slice has at least one token and lies "
-                "inside the sequence; cut it otherwise"
+                f"slice {index} from token {start} to {end} of {length}: must have at least one token and be inside "
+                "the sequence."
             )
         first_time = index not in self._begun
         piece = Slice(self, index, start, end, length, first_time=first_time)
@@ -133,33 +141,33 @@ class SliceContext:
         torch._C._stash_obj_in_tls(_KEY, piece)
         try:
             yield piece
-            self._begun.add(index)  # not if it failed: it may be tried again
+            self._begun.add(index)  # only after success: a failed forward may be repeated
         finally:
             torch._C._stash_obj_in_tls(_KEY, before)
 
     def random_seed(self) -> int:
-        """What all of its random streams follow from."""
+        """The seed of all random streams of this context."""
         if self._seed is None:
             self._seed = (int(torch.randint(2**63 - 1, ())),)
         return _hash(*self._seed)
 
     def close(self) -> None:
-        """Let go of everything. What graphs still need lives as long as they do."""
+        """Release all tensors, except those that autograd graphs still reference."""
         self.sequences.clear()
 
     def tensors(self) -> list[Tensor]:
-        """Those that it holds and its slices share."""
+        """All tensors that the slices share."""
         return [tensor for sequence in self.sequences.values() for tensor in sequence.tensors()]
 
     @property
     def num_bytes(self) -> int:
-        """What it holds now."""
+        """Size of `tensors`."""
         return sum(sequence.num_bytes for sequence in self.sequences.values())
 
 
 def current_slice() -> Slice | None:
-    """The slice that this thread, or the backward that runs for it, is in; None where sequences are whole."""
-    if torch.compiler.is_compiling():  # compiled modules are refused where there are slices
+    """The slice that runs in this thread, or whose backward does; None outside of slices."""
+    if torch.compiler.is_compiling():  # `make_sliceable` refuses compiled modules
         return None
     return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
 

@@ -1,7 +1,8 @@
-"""Dropout whose masks do not depend on how a sequence is sliced.
+"""Dropout with masks that do not depend on the boundaries of slices.
 
-A call's random numbers are drawn in blocks of tokens, each by a generator seeded with (context, call, block). So a
-slice draws its own tokens' numbers wherever it starts, and the same ones when it is recomputed, with no state kept.
+The random numbers of a call are drawn in blocks of tokens, each with a generator seeded with (context, call, block). A
+slice thus draws the numbers of its tokens regardless of where it starts, and the same ones in recomputation, without
+saved state.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ _BLOCK = 32  # tokens
 
 
 def dropout(x: Tensor, p: float, owner: Hashable) -> Tensor:
-    """Dropout of `x` [batch, tokens, ...] in training: torch's own where sequences are whole.
+    """Dropout in training. Outside of slices, this is ``F.dropout``.
 
     Args:
-        x: what to drop from; tokens are those of the current slice.
-        p: probability.
-        owner: whose call it is, a module or (module, name); see `Slice.extend`.
+        x: [batch, tokens, ...] with the tokens of the current slice.
+        p: dropout probability.
+        owner: the module that calls, or (module, name); see `Slice.extend`.
 
     Raises:
-        InputError: `x` has other tokens than the slice.
+        InputError: dimension 1 of `x` has another size than the slice.
     """
     piece = current_slice()
     if piece is None or p == 0:
         return F.dropout(x, p) if p else x
     if x.dim() < 2 or x.shape[1] != piece.end - piece.start:
         raise InputError(
-            f"dropout of a tensor {list(x.shape)} in a slice of {piece.end - piece.start} tokens: tokens lie along "
-            "dimension 1; reshape it"
+            f"dropout of a tensor {list(x.shape)} in a slice of {piece.end - piece.start} tokens: dimension 1 must be "
+            "the tokens of the slice. Reshape the tensor."
         )
     dropped = drop_mask(piece, p, owner, [x.shape[0], *x.shape[2:]], x.device)
     return scaled(x.masked_fill(dropped.transpose(0, 1), 0.0), p)
@@ -44,9 +45,9 @@ def dropout(x: Tensor, p: float, owner: Hashable) -> Tensor:
 def drop_mask(
     piece: Slice, p: float, owner: Hashable, shape: list[int], device: torch.device, *, over_keys: bool = False
 ) -> Tensor:
-    """What to drop, [tokens of the slice, *shape]; with `over_keys`, [tokens of the slice, *shape, piece.end].
+    """A mask that is True for dropped elements, [tokens of the slice, *shape]; with `over_keys`, [..., piece.end].
 
-    The numbers over keys are drawn as far as the end of a token's block: later ones are masked for it anyhow.
+    With `over_keys`, numbers are drawn only up to the end of each token's block; the causal mask hides later keys.
     """
     generator = torch.Generator(device)
     key = piece.call_key((owner, "dropout"))
@@ -57,18 +58,18 @@ def drop_mask(
         drawn = torch.empty([_BLOCK, *shape, *([end] if over_keys else [])], dtype=torch.bool, device=device)
         drawn.bernoulli_(p, generator=generator)
         if over_keys:
-            drawn = F.pad(drawn, (0, piece.end - end), value=True)  # a negative pad cuts
+            drawn = F.pad(drawn, (0, piece.end - end), value=True)  # a negative width crops
         parts.append(drawn[max(piece.start - first, 0) : piece.end - first])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def scaled(x: Tensor, p: float) -> Tensor:
-    """Make up for what was dropped."""
+    """Scale by 1 / (1 - p), which keeps the mean under dropout."""
     return x * (1 / (1 - p) if p < 1 else 0.0)
 
 
 class TokenDropout(nn.Dropout):
-    """`nn.Dropout` of [batch, tokens, ...] that knows of slices; the same as it where there are none."""
+    """`nn.Dropout` for [batch, tokens, ...] that supports slices."""
 
     def forward(self, input: Tensor) -> Tensor:
         if current_slice() is None or not self.training:

@@ -1,11 +1,11 @@
-"""`GrowingSequence`: one tensor that slices extend one after another, and the gradient that comes back for it.
+"""`GrowingSequence`: a tensor that slices extend in order, and its gradient.
 
-    forward    [ slice 0 | slice 1 | slice 2 |  -  ]   every slice writes its part and reads all up to its end
-    backward   [   dK    |   dK    |   dK    | done ]   every slice adds to what is before it and takes its own part
+    forward    [ slice 0 | slice 1 | slice 2 |  -  ]   each slice writes its part and reads everything up to its end
+    backward   [   dK    |   dK    |   dK    | done ]   each slice adds to earlier parts and takes its own part
 
-The paper's operator (arXiv:2102.07988, section 3.3) hands the cache and its gradient from slice to slice as inputs and
-outputs of the graph. Here both are kept beside the graph, so a slice's backward starts at the outputs of its stage as
-any other does, and a slice that is computed again writes the same numbers into the same place.
+The operator of the paper (arXiv:2102.07988, section 3.3) passes the cache and its gradient between slices as inputs and
+outputs of the graph. Here both are kept outside of the graph, so the backward of a slice starts at the outputs of its
+stage as usual, and recomputation of a slice writes the same values to the same place.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pipeloom.errors import RunError
 
 
 class GrowingSequence:
-    """A buffer for a whole sequence.
+    """A buffer for the full sequence.
 
     Args:
-        like: the first slice's part.
-        dim: the dimension along the sequence, from 0.
-        length: of the whole sequence.
+        like: the part of the first slice.
+        dim: the sequence dimension, not negative.
+        length: number of tokens of the full sequence.
     """
 
     def __init__(self, like: Tensor, dim: int, length: int) -> None:
@@ -35,15 +35,15 @@ class GrowingSequence:
         self._values: Tensor | None = like.new_empty(shape)
         self._gradients: Tensor | None = None
         self._length = length
-        self._done = length  # where the part begins whose backwards have run
+        self._done = length  # the first token whose backward has run
 
     def tensors(self) -> list[Tensor]:
-        """What is held now."""
+        """The buffers that are allocated now."""
         return [tensor for tensor in (self._values, self._gradients) if tensor is not None]
 
     @property
     def num_bytes(self) -> int:
-        """Of what is held now."""
+        """Size of the allocated buffers."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def extend(self, new: Tensor, start: int, end: int) -> Tensor:
@@ -54,22 +54,22 @@ class GrowingSequence:
         return self.write(new.detach(), start, end)
 
     def write(self, new: Tensor, start: int, end: int) -> Tensor:
-        """As `extend`, outside of the graph."""
+        """Like `extend`, without autograd."""
         if self._values is None:
             raise RunError(
-                f"tokens {start} to {end} come after the backward of the first slice, which let go of the sequence: "
-                "run a slice's forwards and recomputation before that"
+                f"tokens {start} to {end} are computed after the backward of the first slice, which released the "
+                "sequence. Run all forwards and recomputation before it."
             )
         self._values.narrow(self._dim, start, end - start).copy_(new)
-        # `.data` has a version of its own: what later slices write in place is behind the end of what is saved here.
+        # `.data` has a separate version counter: later slices write in place, but behind the end of this view.
         return self._values.narrow(self._dim, 0, end).data
 
     def take_gradient(self, gradient: Tensor | None, start: int, end: int) -> Tensor | None:
-        """Keep the `gradient` of what is before `start`; return the whole gradient of `start` to `end`."""
+        """Accumulate the part of `gradient` before `start`; return the full gradient of tokens `start` to `end`."""
         if end != self._done:
             raise RunError(
-                f"backward of tokens {start} to {end} of a sequence where {self._done} to {self._length} is done: "
-                "backwards descend over slices, each once; run the later slices' backwards first"
+                f"backward of tokens {start} to {end} after that of tokens {self._done} to {self._length}: backwards "
+                "must run once per slice, in descending order. Run the backwards of later slices first."
             )
         self._done = start
         own = self._gradients.narrow(self._dim, start, end - start) if self._gradients is not None else None
@@ -79,7 +79,7 @@ class GrowingSequence:
             self._keep(gradient, start)
         if own is not None:
             own = own.to(self._dtype)
-        if start == 0:  # nobody needs the sequence any more
+        if start == 0:  # this was the last backward
             self._values = self._gradients = None
         return own
 
@@ -87,7 +87,7 @@ class GrowingSequence:
         if end == 0:
             return
         earlier = gradient.narrow(self._dim, 0, end)
-        if self._gradients is None:  # 16-bit gradients are summed up in 32
+        if self._gradients is None:  # 16-bit gradients are accumulated in float32
             self._gradients = earlier.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
         else:
             self._gradients.narrow(self._dim, 0, end).add_(earlier)

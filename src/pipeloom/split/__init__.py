@@ -1,4 +1,4 @@
-"""From an nn.Module to stages: which layers, where to cut, what is tied."""
+"""Splits an nn.Module into pipeline stages: finds its layers, chooses the cuts, tracks tied parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pipeloom.split.profile import LayerTime, profile_layers
     from pipeloom.split.stages import Stages, TiedParameter, profile_model, split
 
-# Public names, and the module that each lives in.
+# Public name -> the module that defines it.
 _HOMES = {
     "LayerTime": "pipeloom.split.profile",
     "StageModule": "pipeloom.split.module",

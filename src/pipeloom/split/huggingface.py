@@ -1,14 +1,14 @@
-"""Decoder models of Hugging Face transformers as stages: their own modules, called as their own ``forward`` calls them.
+"""Splits decoder models of Hugging Face transformers. Stages call the model's modules as its own ``forward`` does.
 
-    Llama's kin   model.embed_tokens ── model.layers.* ── model.norm ── lm_head          model.rotary_emb on every stage
+    Llama family  model.embed_tokens ── model.layers.* ── model.norm ── lm_head          model.rotary_emb on every stage
     GPT-2         transformer.wte ── .wpe ── .drop ── .h.* ── .ln_f ── lm_head
 
-The first stage takes token ids [batch, tokens], or a dict with "input_ids" and, optionally, "attention_mask" (0 where
-there is padding) and "position_ids", all of that shape. The last one returns logits. What blocks need beside hidden
-states (masks, rotary tables) each stage makes for itself; a given mask or positions travel with the hidden states.
+The first stage takes token ids [batch, tokens], or a dict with "input_ids" and optionally "attention_mask" (0 for
+padding) and "position_ids", all of that shape. The last stage returns logits. Each stage computes masks and rotary
+tables for its blocks; a given attention mask or position ids are sent along with the hidden states.
 
-Slices (see `pipeloom.slicing`): attention is asked for through transformers' own registry of attention functions, so it
-is the one called wherever a block runs, recomputed under activation checkpointing too.
+Slices (see `pipeloom.slicing`): the attention function is registered with transformers, so blocks call it wherever they
+run, including recomputation.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pipeloom.split.module import BlockRunner, StageModule
 
 
 class Decoder(NamedTuple):
-    """Where a kind of model keeps what.
+    """Module names of a model family.
 
     Attributes:
-        layers: names of the modules that run one after another.
-        positions: the layer that adds learned positions.
-        shared: modules without parameters that every stage has.
+        layers: names of the layers in execution order, as for `split`.
+        positions: name of the layer that adds learned position embeddings; empty: none.
+        shared: names of modules without parameters that every stage runs.
     """
 
     layers: tuple[str, ...]
@@ -43,7 +43,7 @@ _LLAMA = Decoder(("model.embed_tokens", "model.layers.*", "model.norm", "lm_head
 _GPT2 = Decoder(
     (*(f"transformer.{name}" for name in ("wte", "wpe", "drop", "h.*", "ln_f")), "lm_head"), positions="transformer.wpe"
 )
-# By `config.model_type`: models whose forward does what is drawn above, and nothing else, whatever their settings are.
+# `config.model_type` -> the modules of models whose forward does exactly the above in every configuration.
 DECODERS = {
     "gpt2": _GPT2,
     **dict.fromkeys(
@@ -54,14 +54,14 @@ DECODERS = {
         _LLAMA,
     ),
 }
-_FIELDS = ("attention_mask", "position_ids")  # what may travel with tokens and hidden states
+_FIELDS = ("attention_mask", "position_ids")  # optional inputs, sent along with token ids and hidden states
 
 
 def find_decoder(model: nn.Module, num_stages: int) -> Decoder | None:
-    """How a model of Hugging Face is cut; None for all other models, and for those that need not be.
+    """The module names of a Hugging Face decoder; None for other models, and for unknown ones with a single stage.
 
     Raises:
-        SplitError: it has to be cut, and is no decoder that is known.
+        SplitError: several stages of an unsupported Hugging Face model.
     """
     if not any(cls.__module__.partition(".")[0] == "transformers" for cls in type(model).__mro__):
         return None
@@ -73,21 +73,21 @@ def find_decoder(model: nn.Module, num_stages: int) -> Decoder | None:
             return None
         kind = getattr(config, "model_type", None)
         raise SplitError(
-            f"{type(model).__name__} of type {kind!r}: of Hugging Face's models those for causal language modelling "
-            f"can be cut whose type is one of {', '.join(DECODERS)}; take one of these, or pass layers="
+            f"{type(model).__name__} with model_type={kind!r} cannot be split automatically: supported are causal "
+            f"language models of type {', '.join(DECODERS)}. Use one of these, or pass layers=."
         )
     if getattr(config, "add_cross_attention", False):
         raise SplitError(
-            f"{type(model).__name__} with add_cross_attention: its blocks also read an encoder's output, which no "
-            "stage has; build it with add_cross_attention=False"
+            f"{type(model).__name__} with add_cross_attention=True: its blocks read the output of an encoder, which "
+            "stages do not receive. Use add_cross_attention=False."
         )
     return decoder
 
 
 class DecoderStage(StageModule):
-    """A contiguous piece of a decoder. The model's configuration is read, never changed."""
+    """A stage of consecutive layers of a decoder. It reads the model's configuration and never changes it."""
 
-    sliceable = True  # of this forward, which is another than StageModule's
+    sliceable = True  # declared again because this class overrides forward
 
     def __init__(self, layers: Iterable[tuple[str, nn.Module]], model: nn.Module, decoder: Decoder) -> None:
         layers = list(layers)
@@ -105,11 +105,16 @@ class DecoderStage(StageModule):
                 self._rotary = self.place(name, copy.deepcopy(model.get_submodule(name)))
 
     def forward(self, value: Any, run: BlockRunner | None = None) -> Any:
-        """Token ids or hidden states, alone or in a dict -> hidden states likewise, or logits; blocks by `run`."""
-        x, beside = self._enter(value)
+        """Token ids or hidden states, as a tensor or in a dict -> hidden states in the same form, or logits.
+
+        Args:
+            value: the model's input, or the output of the previous stage.
+            run: runs the blocks; by default they are called directly.
+        """
+        x, extras = self._unpack(value)
         piece = current_slice()
         start = piece.start if piece else 0
-        positions = beside.get("position_ids")
+        positions = extras.get("position_ids")
         if positions is None:
             positions = torch.arange(start, start + x.shape[1], device=x.device).unsqueeze(0)
         shared: dict[str, Any] | None = None
@@ -121,9 +126,9 @@ class DecoderStage(StageModule):
                 self.observer.before(index)
             if number is not None:
                 if shared is None:
-                    shared = self._shared(x, positions)
-                    masks = self._masks(x, beside.get("attention_mask"), positions, piece)
-                mask = masks[self._kind(number)] if isinstance(masks, dict) else masks
+                    shared = self._block_inputs(x, positions)
+                    masks = self._masks(x, extras.get("attention_mask"), positions, piece)
+                mask = masks[self._attention_type(number)] if isinstance(masks, dict) else masks
                 settings = {"attention_mask": mask, "past_key_values": None, "use_cache": False, **shared}
                 x = module(x, **settings) if run is None else run([module], module, x, **settings)
                 x = x[0] if isinstance(x, tuple) else x
@@ -133,37 +138,38 @@ class DecoderStage(StageModule):
                 x = module(x)
             if self.observer is not None:
                 self.observer.after(index, x)
-        if not beside or self._names[-1] == self._decoder.layers[-1]:
+        if not extras or self._names[-1] == self._decoder.layers[-1]:
             return x
-        return {"hidden_states": x, **beside}
+        return {"hidden_states": x, **extras}
 
-    def _enter(self, value: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _unpack(self, value: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Token ids or hidden states, and the optional inputs that are present."""
         main = "input_ids" if self._names[0] == self._decoder.layers[0] else "hidden_states"
         if isinstance(value, Tensor):
             return value, {}
         if not isinstance(value, dict) or main not in value or not {main, *_FIELDS}.issuperset(value):
             seen = f"a dict of {', '.join(map(repr, value))}" if isinstance(value, dict) else type(value).__name__
             raise InputError(
-                f"inputs are {seen}: a decoder reads token ids, or a dict of 'input_ids' and perhaps "
-                f"{' and '.join(map(repr, _FIELDS))}; pass these"
+                f"inputs are {seen}: must be token ids, or a dict of 'input_ids' and optionally "
+                f"{' and '.join(map(repr, _FIELDS))}."
             )
         if "position_ids" in value and current_slice() is not None:
             raise InputError(
-                "position_ids with slices: they may start sequences anew, and slices go on over the whole row; leave "
-                "them out, or train without slices"
+                "position_ids do not work with slices, whose positions count over the whole row. Remove position_ids, "
+                "or train without slices."
             )
         return value[main], {name: value[name] for name in _FIELDS if value.get(name) is not None}
 
-    def _shared(self, x: Tensor, positions: Tensor) -> dict[str, Any]:
-        """What is the same for all blocks."""
+    def _block_inputs(self, x: Tensor, positions: Tensor) -> dict[str, Any]:
+        """Keyword arguments that are the same for all blocks."""
         if self._rotary is None:
             return {"position_ids": positions}
         modules, name = self._rotary
         rotary: Any = modules[name]
         return {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions)}
 
-    def _kind(self, number: int) -> str:
-        """Of a block's attention."""
+    def _attention_type(self, number: int) -> str:
+        """The attention type of block `number`: ``full_attention``, ``sliding_attention``, ..."""
         kinds = getattr(self._config, "layer_types", None)
         if kinds is not None:
             return str(kinds[number])
@@ -171,21 +177,24 @@ class DecoderStage(StageModule):
         return "sliding_attention" if windowed else "full_attention"
 
     def _masks(self, x: Tensor, padding: Tensor | None, positions: Tensor, piece: Slice | None) -> Any:
-        """The blocks' masks, by kind or one for all."""
+        """The attention masks by attention type, or a single mask for all blocks."""
         if piece is None:
             from transformers.masking_utils import create_masks_for_generate
 
             return create_masks_for_generate(self._config, x, padding, None, positions)
         if padding is not None:
             padding = piece.extend((self, "attention_mask"), padding, dim=1)
-        kinds = {self._kind(number) for number in self._block_numbers if number is not None}
+        kinds = self._attention_types()
         eager = self._config._attn_implementation == "eager"
         return {kind: self._slice_mask(piece, x, padding, kind, added=eager) for kind in kinds}
 
-    def _slice_mask(self, piece: Slice, x: Tensor, padding: Tensor | None, kind: str, *, added: bool) -> Tensor | None:
-        """Where a slice's tokens may look [1 or batch, 1, slice, up to its end]; None for everything before them.
+    def _attention_types(self) -> set[str]:
+        return {self._attention_type(number) for number in self._block_numbers if number is not None}
 
-        If it is to be `added` to the scores, 0 there and very little elsewhere.
+    def _slice_mask(self, piece: Slice, x: Tensor, padding: Tensor | None, kind: str, *, added: bool) -> Tensor | None:
+        """The mask of a slice's queries, [1 or batch, 1, slice, end of the slice]; None for plain causal attention.
+
+        True where a query attends to a key; with `added`, 0 there and the lowest finite value elsewhere.
         """
         device, window = x.device, self._config.sliding_window if kind == "sliding_attention" else piece.end
         if not added and padding is None and window >= piece.end:
@@ -200,31 +209,31 @@ class DecoderStage(StageModule):
         return torch.zeros_like(allowed, dtype=x.dtype).masked_fill_(~allowed, torch.finfo(x.dtype).min)
 
     def prepare_slicing(self) -> None:
-        """Have attention go on over slices, and say of transformers' modules that they may be sliced.
+        """Make attention continue across slices, and declare transformers' modules sliceable.
 
         Raises:
-            InputError: an attention, a kind of mask or a kind of rotary tables that cannot be sliced.
+            InputError: an attention implementation, attention type or rotary embedding that does not support slices.
         """
         from pipeloom.split import huggingface_attention
 
         config = self._config
-        kinds = {self._kind(number) for number in self._block_numbers if number is not None}
+        kinds = self._attention_types()
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         upcast = getattr(config, "reorder_and_upcast_attn", False)
         for seen, known, fix in (
             (
                 {config._attn_implementation},
                 set(huggingface_attention.NAMES),
-                "load it with attn_implementation='sdpa'",
+                "Load the model with attn_implementation='sdpa'",
             ),
-            (kinds, {"full_attention", "sliding_attention"}, "train without slices"),
-            ({rope} & {"dynamic", "longrope"}, set(), "train without slices, or with rope_type 'default' or 'yarn'"),
-            ({"reorder_and_upcast_attn"} if upcast else set(), set(), "build it with reorder_and_upcast_attn=False"),
+            (kinds, {"full_attention", "sliding_attention"}, "Train without slices"),
+            ({rope} & {"dynamic", "longrope"}, set(), "Train without slices, or with rope_type 'default' or 'yarn'"),
+            ({"reorder_and_upcast_attn"} if upcast else set(), set(), "Use reorder_and_upcast_attn=False"),
         ):
             if not seen <= known:
                 raise InputError(
-                    f"module {self._names[0]!r} and those after it use {', '.join(map(repr, sorted(seen - known)))}: "
-                    f"it depends on the whole sequence or is not known; {fix}"
+                    f"the stage from module {self._names[0]!r} uses {', '.join(map(repr, sorted(seen - known)))}, "
+                    f"which does not support slices. {fix}."
                 )
         sliced_config = copy.copy(config)
         sliced_config._attn_implementation = huggingface_attention.NAMES[config._attn_implementation]

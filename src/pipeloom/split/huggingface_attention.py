@@ -1,7 +1,8 @@
-"""Attention over slices for transformers' models: registered with transformers, and called by it.
+"""Attention functions for slices, registered with transformers.
 
-Where there are no slices, what the model asked for runs. Shapes as in transformers: queries [batch, heads, tokens,
-width], keys and values with fewer heads perhaps, the result [batch, tokens, heads, width].
+Outside of slices, they call the implementation that the model was loaded with. Shapes are those of transformers:
+queries [batch, heads, tokens, width], keys and values with the same or fewer heads, result [batch, tokens, heads,
+width].
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from pipeloom.errors import InputError
 from pipeloom.slicing import causal_attention, current_slice
 
-# What a model asks for -> what it gets where there are slices.
+# Attention implementation of a model -> its replacement for slices.
 NAMES = {"sdpa": "pipeloom_sdpa", "eager": "pipeloom_eager"}
 
 
@@ -42,14 +43,14 @@ def _sdpa(
 def _eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The model's own function, in its own file."""
+    """Calls `eager_attention_forward` of the model's module, with the keys and values of earlier slices."""
     own = sys.modules[type(module).__module__].eager_attention_forward
     piece = current_slice()
     if piece is not None:
         if settings.get("dropout"):
             raise InputError(
-                f"{type(module).__name__} with attn_implementation='eager' and dropout of attention: its masks would "
-                "depend on the slices; use attn_implementation='sdpa'"
+                f"{type(module).__name__} with attn_implementation='eager' and attention dropout: dropout masks would "
+                "depend on the slices. Use attn_implementation='sdpa'."
             )
         key, value = piece.extend((module, "keys"), key), piece.extend((module, "values"), value)
     result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **settings)

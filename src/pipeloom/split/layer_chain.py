@@ -1,4 +1,4 @@
-"""A chain of weighted layers: what some of them share, and how to cut it into contiguous stages, exactly."""
+"""Partitions a chain of weighted layers, which may share parameters, into contiguous stages. Exact."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Weight = TypeVar("Weight", int, float)
 
 
 class Tie(NamedTuple):
-    """What several layers share: a stage that has some of them holds it once, stages that have one each hold it each.
+    """Parameters that several layers share. Every stage that has one or more of these layers holds them once.
 
     Attributes:
-        size: of it, in what the layers' weights are counted in, and a part of the weight of each.
-        layers: their positions, ascending; two at least.
+        size: their size, in the unit of the layers' weights; it is included in the weight of each layer.
+        layers: positions of the layers, ascending; at least two.
     """
 
     size: float
@@ -26,10 +26,10 @@ class Tie(NamedTuple):
 
 
 def find_ties(layers: Sequence[Mapping[Any, float]]) -> list[Tie]:
-    """What layers share, one tie for all that the same layers do.
+    """Find the shared parameters of layers; parameters shared by the same layers form one tie.
 
     Args:
-        layers: for each, the sizes of its parameters by what makes each one: a canonical name, or an ``id``.
+        layers: for each layer, the sizes of its parameters by identity: a canonical name or an ``id``.
     """
     homes: dict[Hashable, list[int]] = {}
     sizes: dict[Hashable, float] = {}
@@ -45,7 +45,7 @@ def find_ties(layers: Sequence[Mapping[Any, float]]) -> list[Tie]:
 
 
 def weights_added(weights: Sequence[Weight], ties: Sequence[tuple[Weight, Sequence[int]]], first: int) -> list[Weight]:
-    """What layer `first` and each behind it add to a stage that begins there: what is tied, once."""
+    """The weight that layer `first` and each later one add to a stage that begins at `first`; ties count once."""
     added = list(weights[first:])
     for size, layers in ties:
         for layer in [layer for layer in layers if layer >= first][1:]:
@@ -54,44 +54,49 @@ def weights_added(weights: Sequence[Weight], ties: Sequence[tuple[Weight, Sequen
 
 
 def even_parts(total: int, num_parts: int) -> list[int]:
-    """`total` things in parts as even as can be; what is over goes to the first."""
-    each, over = divmod(total, num_parts)
-    return [each + 1] * over + [each] * (num_parts - over)
+    """Divide `total` into `num_parts` integers that differ by at most one, larger ones first."""
+    each, remainder = divmod(total, num_parts)
+    return [each + 1] * remainder + [each] * (num_parts - remainder)
 
 
 def partition(weights: Sequence[float], num_stages: int, ties: Sequence[Tie] = ()) -> list[int]:
-    """How many consecutive layers each stage gets so that the heaviest stage is as light as possible.
+    """The number of consecutive layers per stage that minimizes the weight of the heaviest stage.
 
-    Among the cuts that reach this minimum, the heaviest of stages 1, 2, ... is as light as possible, then the
-    heaviest of stages 2, 3, ..., and so on: what cannot be dealt out evenly lands on the early stages. Every stage
-    gets a layer, and one of nonzero weight where there are enough of them. Weights are compared exactly (as
-    rationals), so equal floats are equal loads. What is tied counts once in each stage that has it.
+    Ties between optimal partitions are broken by the heaviest of stages 1, 2, ..., then of stages 2, 3, ..., and so
+    on, so that early stages get the remainder of an uneven division. Every stage gets a layer, and a layer of nonzero
+    weight if there are enough of them. Weights are compared exactly, as rationals. Shared parameters count once in each
+    stage that has them.
 
-    A dynamic programme over suffixes, at most ``num_stages * len(weights)**2`` steps.
+    Dynamic programming over suffixes; at most ``num_stages * len(weights)**2`` steps.
+
+    Args:
+        weights: the weight of each layer, such as its parameters or seconds.
+        num_stages: how many stages.
+        ties: shared parameters, in the same unit.
 
     Raises:
         SplitError: fewer layers than stages, fewer than one stage, a negative or infinite weight.
     """
     num_layers = len(weights)
     if num_stages < 1:
-        raise SplitError(f"num_stages={num_stages}: a model has at least one stage; ask for 1 or more")
+        raise SplitError(f"num_stages={num_stages}: must be at least 1.")
     if num_stages > num_layers:
         raise SplitError(
-            f"{num_stages} stages asked of {num_layers} layers: every stage needs at least one layer; "
-            f"use num_stages={num_layers} or fewer"
+            f"num_stages={num_stages}: each stage needs at least one of the {num_layers} layers. "
+            f"Use num_stages={num_layers} or fewer."
         )
     bad = next((w for w in weights if not (isfinite(w) and w >= 0)), None)
     if bad is not None:
-        raise SplitError(f"a layer weighs {bad}: weights are finite and not negative; measure or count it again")
+        raise SplitError(f"layer weight {bad}: must be finite and >= 0.")
     exact, shared = [Fraction(w) for w in weights], [Fraction(tie.size) for tie in ties]
     scale = lcm(*(w.denominator for w in (*exact, *shared)))
     whole = [int(w * scale) for w in exact]
     tied = [(int(size * scale), tie.layers) for size, tie in zip(shared, ties, strict=True)]
-    # load[i][j]: of layers i..i+j
+    # load[i][j]: weight of a stage with layers i..i+j
     load = [list(accumulate(weights_added(whole, tied, first))) for first in range(num_layers)]
-    must_work = sum(w > 0 for w in exact) >= num_stages  # enough layers of nonzero weight for every stage to get one
+    avoid_zero = sum(w > 0 for w in exact) >= num_stages  # every stage can get a layer of nonzero weight
 
-    # best[i]: ((heaviest of the stages from here on, heaviest of those after the next, ...), counts) for layers i...
+    # best[i], for layers i...: ((weight of the heaviest stage, of the heaviest stage after the first, ...), counts)
     Best = dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
     best: Best = {num_layers: ((), ())}
     for stages_after in range(num_stages):
@@ -101,8 +106,8 @@ def partition(weights: Sequence[float], num_stages: int, ties: Sequence[Tie] = (
             for end in range(first + 1, num_layers - stages_after + 1):
                 own = load[first][end - first - 1]
                 if found is not None and own > found[0][0]:
-                    break  # only heavier from here on
-                if (must_work and own == 0) or end not in best:
+                    break  # a longer stage is heavier still
+                if (avoid_zero and own == 0) or end not in best:
                     continue
                 heaviest, counts = best[end]
                 candidate = ((max(own, heaviest[0] if heaviest else 0), *heaviest), (end - first, *counts))

@@ -1,4 +1,4 @@
-"""Which modules are a model's layers, and how they are dealt out to stages."""
+"""Finds the layers of a model and assigns them to stages."""
 
 from __future__ import annotations
 
@@ -14,49 +14,59 @@ from pipeloom.errors import SplitError
 from pipeloom.split.layer_chain import find_ties, partition
 from pipeloom.split.profile import LossFn, profile_layers
 
+_CUTS = "must be 'layers', 'parameters', 'time' or a list of integers (layers per stage)."
 
-class Layer(NamedTuple):
-    """One link of the chain: its fully qualified name, its module, and whether ``cut="layers"`` counts it."""
+
+class ChainLayer(NamedTuple):
+    """A layer in the chain that is split into stages.
+
+    Attributes:
+        name: its fully qualified name.
+        module: the module.
+        counted: whether ``cut="layers"`` counts it, as it does for all layers that a ``*`` matched.
+    """
 
     name: str
     module: nn.Module
     counted: bool
 
 
-def find_layers(model: nn.Module, patterns: Sequence[str] | None) -> list[Layer]:
-    """The layers of `model` in the order in which they run (see `split` for what `patterns` may be)."""
+def find_layers(model: nn.Module, patterns: Sequence[str] | None) -> list[ChainLayer]:
+    """The layers of `model` in execution order; for `patterns`, see `layers` of `split`.
+
+    Raises:
+        SplitError: the layers of the model are unknown, or a pattern matches no module or an invalid one.
+    """
     if hasattr(model, "_orig_mod"):
-        raise SplitError(
-            "the model was compiled as a whole: a pipeline runs its parts; torch.compile its blocks instead"
-        )
+        raise SplitError("a model compiled as a whole cannot be split into stages. Compile its blocks instead.")
     if patterns is None:
         patterns = getattr(model, "pipeline_layers", None)
     if patterns is None:
         if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
             if not len(model):
-                raise SplitError("the nn.Sequential is empty: a model has at least one layer; put its layers in")
-            return [Layer(name, module, True) for name, module in _children(model)]
+                raise SplitError("the nn.Sequential is empty: a model needs at least one layer.")
+            return [ChainLayer(name, module, True) for name, module in _children(model)]
         if not _children(model):
             raise SplitError(
-                f"{type(model).__name__} has no parts: only a chain of modules can be cut; use num_stages=1"
+                f"{type(model).__name__} has no submodules: only a chain of modules can be split. Use num_stages=1."
             )
         raise SplitError(
-            f"{type(model).__name__} is no plain nn.Sequential and names no layers: the order in which its parts run "
-            f"must be known; pass it, for example layers={_suggest(model)}"
+            f"{type(model).__name__} is not a plain nn.Sequential: the execution order of its submodules is unknown. "
+            f"Pass it, for example layers={_suggest(model)}."
         )
     if isinstance(patterns, str):
         patterns = [patterns]
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise SplitError(f"layers are {patterns!r}: they are names of modules; pass a list such as {_suggest(model)}")
+        raise SplitError(f"layers={patterns!r}: must be a list of module names, such as {_suggest(model)}.")
     layers = [layer for pattern in patterns for layer in _expand(model, pattern)]
     _check_layers(layers)
-    if not any(layer.counted for layer in layers):  # only single names: each counts
+    if not any(layer.counted for layer in layers):  # no pattern has a *: count each layer
         layers = [layer._replace(counted=True) for layer in layers]
     return layers
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Like ``named_children``, but a module that stands twice is listed twice."""
+    """Like ``named_children``, but lists a module once per name."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
@@ -65,7 +75,7 @@ def _suggest(model: nn.Module) -> list[str]:
     return [f"{name}.*" if isinstance(child, lists) else name for name, child in _children(model)]
 
 
-def _expand(model: nn.Module, pattern: str) -> list[Layer]:
+def _expand(model: nn.Module, pattern: str) -> list[ChainLayer]:
     matches: list[tuple[str, nn.Module]] = [("", model)]
     for part in pattern.split("."):
         found = []
@@ -79,41 +89,47 @@ def _expand(model: nn.Module, pattern: str) -> list[Layer]:
                 names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
                 near = get_close_matches(pattern, names + [f"{name}.*" for name in names], n=1, cutoff=0.4)
                 raise SplitError(
-                    f"layer {pattern!r}: {type(model).__name__} has no module {dot + part!r}; "
-                    + (f"did you mean {near[0]!r}?" if near else f"its parts are {[n for n, _ in _children(model)]}")
+                    f"layer {pattern!r}: {type(model).__name__} has no module {dot + part!r}. "
+                    + (f"Did you mean {near[0]!r}?" if near else f"Its modules are {[n for n, _ in _children(model)]}.")
                 )
             found.append((dot + part, child))
         matches = found
     if not matches:
-        raise SplitError(f"layer {pattern!r} names an empty list of modules: a layer is a module; drop the name")
-    return [Layer(name, module, "*" in pattern) for name, module in matches]
+        raise SplitError(f"layer {pattern!r} matches an empty list of modules. Remove it from layers.")
+    return [ChainLayer(name, module, "*" in pattern) for name, module in matches]
 
 
-def _check_layers(layers: list[Layer]) -> None:
+def _check_layers(layers: list[ChainLayer]) -> None:
     if not layers:
-        raise SplitError("layers=[] names no layer: a model has at least one; name them in the order in which they run")
+        raise SplitError("layers=[]: a model needs at least one layer. List the layers in execution order.")
     names = {layer.name for layer in layers}
     twice = next((name for name, count in Counter(layer.name for layer in layers).items() if count > 1), None)
     if twice is not None:
         raise SplitError(
-            f"layer {twice!r} is named twice: it would run twice; name it once, or where that is meant, pass a list of "
-            "modules, one a stage"
+            f"layer {twice!r} is listed twice. List it once; to run a module twice, pass a list of modules, one per "
+            "stage."
         )
     for name, module, _ in layers:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise SplitError(
-                f"layer {name!r} is a {type(module).__name__}, which cannot be run; name its members: '{name}.*'"
+                f"layer {name!r} is a {type(module).__name__}, which has no forward. List its members: '{name}.*'."
             )
         parts = name.split(".")
         outer = next((p for p in (".".join(parts[:i]) for i in range(1, len(parts))) if p in names), None)
         if outer is not None:
-            raise SplitError(f"layer {name!r} lies inside layer {outer!r}: it would run twice; name one of the two")
+            raise SplitError(f"layer {name!r} is inside layer {outer!r} and would run twice. Remove one of the two.")
 
 
-def check_complete(model: nn.Module, layers: Sequence[Layer], beside: Sequence[str] = ()) -> None:
-    """Refuse to drop a parameter or a persistent buffer; warn of other modules that will not run.
+def check_complete(model: nn.Module, layers: Sequence[ChainLayer], replicated: Sequence[str] = ()) -> None:
+    """Check that the layers hold all parameters and persistent buffers, and warn of other modules that will not run.
 
-    What is named in `beside` runs without being a layer.
+    Args:
+        model: the whole model.
+        layers: all of its layers.
+        replicated: names of modules without parameters that every stage runs in addition to its layers.
+
+    Raises:
+        SplitError: a parameter or persistent buffer is in no layer.
     """
     inside = {id(module) for layer in layers for module in layer.module.modules()}
     kept = {id(tensor) for layer in layers for _, tensor in _saved_tensors(layer.module)}
@@ -126,11 +142,14 @@ def check_complete(model: nn.Module, layers: Sequence[Layer], beside: Sequence[s
         if of_model:
             fixes.append(f"move {', '.join(map(repr, of_model))} into a submodule that is in layers")
         fix = " and ".join(fixes)
-        raise SplitError(f"{', '.join(map(repr, missing[:3]))}{more}: in no layer, so in no stage; {fix}")
+        raise SplitError(
+            f"{', '.join(map(repr, missing[:3]))}{more} would be in no stage: no layer holds it. "
+            f"{fix[0].upper()}{fix[1:]}."
+        )
     outer = {".".join(layer.name.split(".")[:i]) for layer in layers for i in range(layer.name.count(".") + 1)}
     for name, module in model.named_modules():
-        if id(module) not in inside and name not in (*outer, *beside) and not list(module.children()):
-            warnings.warn(f"{name!r} ({type(module).__name__}) is in no layer and will not run", stacklevel=3)
+        if id(module) not in inside and name not in (*outer, *replicated) and not list(module.children()):
+            warnings.warn(f"{name!r} ({type(module).__name__}) is in no layer and will not run.", stacklevel=3)
 
 
 def _saved_tensors(module: nn.Module) -> list[tuple[str, Any]]:
@@ -144,26 +163,30 @@ def _saved_tensors(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def count_layers(
-    layers: Sequence[Layer],
+    layers: Sequence[ChainLayer],
     num_stages: int,
     cut: str | Sequence[int],
     sample: Any,
     loss_fn: LossFn | None,
-    make_stage: Callable[[Sequence[Layer]], nn.Module],
+    make_stage: Callable[[Sequence[ChainLayer]], nn.Module],
 ) -> list[int]:
-    """How many consecutive layers each stage gets; where they are to be timed, each as a stage of its own."""
+    """The number of consecutive layers per stage; for the arguments, see `split`.
+
+    With ``cut="time"``, each layer is measured as a stage made by `make_stage`.
+
+    Raises:
+        SplitError: `cut` is invalid, or a stage would have no layer.
+    """
     if num_stages > len(layers):
         counted = sum(layer.counted for layer in layers)
         raise SplitError(
-            f"{num_stages} stages asked of a model with {len(layers)} layers ({counted} of them blocks): every stage "
-            f"needs at least one; use num_stages={counted} or fewer"
+            f"num_stages={num_stages}: the model has {len(layers)} layers ({counted} of them blocks), and each stage "
+            f"needs at least one. Use num_stages={counted} or fewer."
         )
     blocks = [float(layer.counted) for layer in layers]
     if not isinstance(cut, str):
         if not isinstance(cut, Iterable) or not all(isinstance(count, SupportsIndex) for count in cut):
-            raise SplitError(
-                f"cut={cut!r} is unknown: it is 'layers', 'parameters', 'time' or a list of whole numbers; choose one"
-            )
+            raise SplitError(f"cut={cut!r}: {_CUTS}")
         return _explicit_counts(layers, num_stages, [int(count) for count in cut])
     if cut == "layers":
         return partition(blocks, num_stages)
@@ -172,14 +195,14 @@ def count_layers(
         return partition([sum(each.values()) for each in sizes], num_stages, find_ties(sizes))
     if cut == "time":
         if sample is None:
-            raise SplitError("cut='time' measures the layers on an input, and there is none; pass sample=")
+            raise SplitError("cut='time' measures the layers on a sample input. Pass sample=.")
         times = profile_layers([(layer.name, make_stage([layer])) for layer in layers], sample, loss_fn=loss_fn)
         return partition([t.forward_seconds + t.backward_seconds for t in times], num_stages)
-    raise SplitError(f"cut={cut!r} is unknown: it is 'layers', 'parameters', 'time' or a list of counts; choose one")
+    raise SplitError(f"cut={cut!r}: {_CUTS}")
 
 
-def _explicit_counts(layers: Sequence[Layer], num_stages: int, cut: list[int]) -> list[int]:
-    """Counts in blocks, or in layers if that is what they add up to."""
+def _explicit_counts(layers: Sequence[ChainLayer], num_stages: int, cut: list[int]) -> list[int]:
+    """Layers per stage from a user's list, which counts layers or, if it adds up to their number, blocks."""
     blocks = [index for index, layer in enumerate(layers) if layer.counted]
     if len(cut) == num_stages and sum(cut) == len(layers) and min(cut) > 0:
         return cut
@@ -188,12 +211,12 @@ def _explicit_counts(layers: Sequence[Layer], num_stages: int, cut: list[int]) -
         done, ends = 0, []
         for count in cut[:-1]:
             done += count
-            ends.append(blocks[done - 1] + 1 if done else blocks[0])  # what follows a block goes with the later stage
+            ends.append(blocks[done - 1] + 1 if done else blocks[0])  # layers after a block go to the later stage
         counts = [end - start for start, end in zip([0, *ends], [*ends, len(layers)], strict=True)]
     if not counts or min(counts) < 1:
         fix = partition([1.0] * len(blocks), min(num_stages, len(blocks)))
         raise SplitError(
-            f"cut={cut} adds up to {sum(cut)} in {len(cut)} stages: {num_stages} stages share {len(blocks)} blocks "
-            f"({len(layers)} layers) and none may be empty; for example cut={fix}"
+            f"cut={cut} has {len(cut)} counts that add up to {sum(cut)}: must be {num_stages} counts that add up to "
+            f"{len(blocks)} blocks (or {len(layers)} layers), without an empty stage. For example, use cut={fix}."
         )
     return counts

@@ -1,4 +1,4 @@
-"""`StageModule`: some of a model's layers, run one after another."""
+"""`StageModule`: a stage that runs consecutive layers of a model."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import Any, Protocol
 
 from torch import nn
 
-# How a stage runs a block where not as it is: ``run(modules, block, *args, **kwargs)`` returns what
-# ``block(*args, **kwargs)`` does; `modules` are those that the block runs, for who wants to look into them.
+# Runs a block under activation recomputation: ``run(modules, block, *args, **kwargs)`` returns the result of
+# ``block(*args, **kwargs)``; `modules` are the modules that the block runs.
 BlockRunner = Callable[..., Any]
 
 
 class LayerObserver(Protocol):
-    """Is told when the layers of a stage run, whichever modules they are by then."""
+    """Callbacks around the layers of a stage. Unlike forward hooks, they survive the replacement of a layer."""
 
     def before(self, index: int) -> None:
-        """In front of a layer."""
+        """Called before layer `index` runs."""
 
     def after(self, index: int, value: Any) -> None:
-        """Behind a layer, which returned `value`."""
+        """Called after layer `index` returned `value`."""
 
 
 class _Namespace(nn.Module):
-    """Holds the members of one stage of a ModuleList or another container, under their names in the model."""
+    """A container that gives the layers of a stage the same fully qualified names as in the model."""
 
     sliceable = True  # see `pipeloom.slicing.make_sliceable`
 
 
 class StageModule(nn.Module):
-    """A contiguous piece of a model: the same module objects, under the same names, run one after another.
+    """A stage of consecutive layers: the model's own module objects, under the same names.
 
-    A layer may be replaced after the cut (compiled, checkpoint-wrapped, sharded) by setting the attribute.
+    A layer may be replaced after the split (compiled, checkpoint-wrapped, sharded) by setting the attribute.
 
     Args:
-        layers: fully qualified names and modules.
-        blocks: the names of the layers that repeat, those worth to be recomputed; None: all.
+        layers: fully qualified names and modules, in execution order.
+        blocks: names of the repeated layers, which activation recomputation applies to; None: all.
     """
 
     sliceable = True
@@ -46,13 +46,13 @@ class StageModule(nn.Module):
         super().__init__()
         layers = list(layers)
         self.canonical_names = {}
-        # Looked up by name at each call, so that a replaced layer is the one that runs.
+        # Layers are looked up by name in each forward, so that a replacement takes effect.
         self._chain = tuple(self.place(name, module) for name, module in layers)
         names = set(blocks) if blocks is not None else {name for name, _ in layers}
         self._is_block = tuple(name in names for name, _ in layers)
 
     def place(self, name: str, module: nn.Module) -> tuple[dict[str, nn.Module | None], str]:
-        """Hold `module` under its fully qualified name; returns where: a dictionary and the key in it."""
+        """Register `module` under its fully qualified name; returns the ``_modules`` dictionary and the key in it."""
         *containers, last = name.split(".")
         parent: nn.Module = self
         for part in containers:
@@ -63,13 +63,13 @@ class StageModule(nn.Module):
         return parent._modules, last
 
     def forward(self, value: Any, run: BlockRunner | None = None) -> Any:
-        """Run the layers; `value` (a tensor, tuple or dict) is passed on as one argument, as nn.Sequential does.
+        """Run the layers. Each takes the previous layer's output as its only argument, as in nn.Sequential.
 
         Args:
-            value: of the layer before.
-            run: runs the blocks; by default they are called. Where nobody observes layers, those of one module each (an
-                nn.Sequential of linear layers and activations) are together one block: each alone keeps little beside
-                its input.
+            value: the output of the previous stage: a tensor, tuple or dict.
+            run: runs the blocks; by default they are called directly. Without an observer, consecutive blocks that are
+                leaf modules (linear layers and activations of an nn.Sequential) form one block, since each of them
+                alone saves little more than its input.
         """
         observer = self.observer
         if observer is None:
@@ -87,8 +87,8 @@ class StageModule(nn.Module):
 
 
 def run_blocks(layers: Sequence[Any], is_block: Sequence[bool], value: Any, run: BlockRunner) -> Any:
-    """One layer after another, blocks by `run`; see `StageModule.forward`."""
-    leaves: list[Any] = []  # of one module each, which wait to become a block
+    """Run layers in order, blocks through `run`; see `StageModule.forward`."""
+    leaves: list[Any] = []  # consecutive leaf modules, which form one block
     for layer, repeats in zip(layers, is_block, strict=True):
         if repeats and not layer._modules:
             leaves.append(layer)
@@ -109,6 +109,6 @@ def _run_leaves(leaves: list[Any], value: Any, run: BlockRunner) -> Any:
 
 
 def is_plain_sequential(module: nn.Module) -> bool:
-    """Whether running a module is running its children one after another, and nothing else."""
+    """Whether a module's forward only runs its children in order."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return type(module).forward is nn.Sequential.forward and "forward" not in vars(module) and not any(hooks)

@@ -1,4 +1,4 @@
-"""Measure what each layer of a chain costs."""
+"""Measures the time and memory of each layer of a chain."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LossFn = Callable[[Any, Any], Tensor]
 
 
 class LayerTime(NamedTuple):
-    """What one layer takes and holds on one sample.
+    """Time and memory of one layer on one sample.
 
     Attributes:
-        name: of the layer.
-        forward_seconds: median.
-        backward_seconds: median of the full backward, of input and weights.
-        activation_bytes: of all tensors of its output, as they are sent to the next layer.
-        parameter_bytes: of its weights, those that it shares with other layers (`pipeloom.split.layer_chain.Tie`) too.
+        name: name of the layer.
+        forward_seconds: median time of the forward.
+        backward_seconds: median time of the full backward, with input and weight gradients.
+        activation_bytes: size of all output tensors, which are sent to the next layer.
+        parameter_bytes: size of its parameters, with those shared with other layers (`pipeloom.split.layer_chain.Tie`).
     """
 
     name: str
@@ -48,19 +48,19 @@ def profile_layers(
 ) -> list[LayerTime]:
     """Run every layer forward and backward and return the median times.
 
+    Gradients, buffers (such as BatchNorm's statistics) and the random state are restored. The layers run in their
+    current mode (train or eval).
+
     Args:
-        layers: names and modules in the order in which they run.
+        layers: names and modules in execution order.
         sample: the input of one micro-batch; with `loss_fn`, the pair (inputs, targets).
         loss_fn: its time is added to the last layer's.
-        num_warmups: rounds that are not counted.
-        num_rounds: rounds that are.
-        timer: seconds; read when the devices are done.
-
-    Gradients, buffers (BatchNorm's statistics) and the random state are afterwards as they were, and the layers run
-    in the mode (train or eval) in which they are found.
+        num_warmups: rounds that are discarded.
+        num_rounds: rounds whose median is reported.
+        timer: returns seconds; called after the devices are synchronized.
 
     Raises:
-        SplitError: a layer has no values (meta device).
+        SplitError: a layer is on the meta device.
     """
     inputs, targets = sample if loss_fn is not None else (sample, None)
     modules = [module for _, module in layers]
@@ -82,18 +82,18 @@ def profile_layers(
 
 
 class Clock:
-    """Seconds, read when the devices are done.
+    """A timer that synchronizes the CUDA devices of modules before it reads the time.
 
     Args:
-        modules: that run.
+        modules: the modules to measure.
         value: their input.
-        timer: seconds.
+        timer: returns seconds.
 
     Attributes:
-        cuda: the indices of the devices that are waited for.
+        cuda: indices of the CUDA devices.
 
     Raises:
-        SplitError: something has no values (meta device).
+        SplitError: a tensor is on the meta device.
     """
 
     def __init__(self, modules: Iterable[nn.Module], value: Any, timer: Callable[[], float]) -> None:
@@ -101,7 +101,7 @@ class Clock:
         devices = {t.device for t in tensors if isinstance(t, Tensor)}
         if any(device.type == "meta" for device in devices):
             raise SplitError(
-                "a layer is on the meta device: only real tensors take time; materialize it, or cut='layers'"
+                "a layer on the meta device cannot be measured. Materialize the model, or use cut='layers'."
             )
         self.cuda = sorted(device.index or 0 for device in devices if device.type == "cuda")
         self._timer = timer
@@ -114,14 +114,14 @@ class Clock:
 
 @contextmanager
 def untouched(modules: Iterable[nn.Module], cuda: Sequence[int]) -> Iterator[None]:
-    """Run modules, with gradients, without leaving anything in their buffers or in the random state."""
+    """Enable gradients, and restore the buffers of `modules` and the random state at the end."""
     with torch.random.fork_rng(devices=cuda), _kept_buffers(modules), torch.enable_grad():
         yield
 
 
 @contextmanager
 def threads_of_a_rank(num_ranks: int) -> Iterator[None]:
-    """Compute with as many threads as the launcher gives each of `num_ranks` ranks of this machine."""
+    """Use as many CPU threads as the launcher gives each of `num_ranks` ranks on this machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     try:
@@ -131,7 +131,7 @@ def threads_of_a_rank(num_ranks: int) -> Iterator[None]:
 
 
 def may_change_input(module: nn.Module) -> bool:
-    """Whether some part works in place: given a leaf that wants a gradient, which may not be changed, it would fail."""
+    """Whether a submodule works in place, which autograd forbids on a leaf tensor that requires a gradient."""
     return any(getattr(part, "inplace", False) is True for part in module.modules())
 
 
@@ -143,14 +143,14 @@ def time_once(
     loss: Callable[[Any], Any] | None = None,
     around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[float, float, Any]:
-    """(forward seconds, backward seconds, detached output) of one run; leaves ``.grad`` of the parameters alone.
+    """(forward seconds, backward seconds, detached output) of one run; does not change ``.grad`` of the parameters.
 
     Args:
-        module: what runs.
+        module: the module to measure.
         value: its input.
-        clock: seconds.
-        loss: a part of the forward, behind the module.
-        around_backward: is entered behind the forward and left behind the backward; neither counts.
+        clock: returns seconds.
+        loss: applied to the output; counts as part of the forward.
+        around_backward: a context for the backward; entering and leaving it is not measured.
     """
     value = tree_map(_fresh, value)
     sources = [t for t in (*tree_leaves(value), *module.parameters()) if isinstance(t, Tensor) and t.requires_grad]
@@ -184,7 +184,7 @@ def _fresh(leaf: Any) -> Any:
 
 @contextmanager
 def _kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put every buffer back, the tensor and its values."""
+    """Restore every buffer at the end: the tensor object and its values."""
     saved = [
         (part, name, buffer, buffer.detach().clone())
         for module in modules

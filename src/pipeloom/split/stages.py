@@ -1,4 +1,4 @@
-"""`split`: a model as a chain of stages that together hold exactly its parameters."""
+"""`split`: cuts a model into stages that together hold exactly its parameters."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from pipeloom.errors import SplitError, folded
 from pipeloom.split.huggingface import Decoder, DecoderStage, find_decoder
 from pipeloom.split.layer_chain import Tie, find_ties
-from pipeloom.split.layers import Layer, check_complete, count_layers, find_layers
+from pipeloom.split.layers import ChainLayer, check_complete, count_layers, find_layers
 from pipeloom.split.module import StageModule
 from pipeloom.split.profile import LayerTime, LossFn, profile_layers
 
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """One parameter that lives in more than one stage.
+    """A parameter that several stages hold.
 
     Attributes:
-        name: its canonical name, the first that ``model.named_parameters()`` reports.
+        name: its canonical name, the first one in ``model.named_parameters()``.
         names: all its fully qualified names.
         stages: the stages that hold it, ascending.
     """
@@ -33,14 +33,14 @@ class TiedParameter:
 
 @dataclass
 class Stages:
-    """A model cut into stages.
+    """A model split into stages.
 
     Attributes:
-        modules: one module a stage: ``forward(value)`` runs its layers; its state-dict keys are those of the model.
-        tied: the parameters that live in more than one stage.
+        modules: one module per stage: ``forward(value)`` runs its layers; its state-dict keys are those of the model.
+        tied: the parameters that several stages hold.
         parameter_names: canonical names in the order of ``model.named_parameters()``, each tied parameter once.
-        layers: for each stage, the fully qualified names of its layers.
-        canonical_names: for every other name of a tied parameter, the canonical one.
+        layers: per stage, the fully qualified names of its layers.
+        canonical_names: alias of a tied parameter -> its canonical name.
     """
 
     modules: list[nn.Module]
@@ -59,48 +59,48 @@ def split(
     sample: Any = None,
     loss_fn: LossFn | None = None,
 ) -> Stages:
-    """Cut `model` into `num_stages` contiguous stages.
+    """Split `model` into `num_stages` contiguous stages.
+
+    The stages hold the model's own modules, without copies. A module may be used in several places.
 
     Args:
         model: an nn.Sequential (its children are the layers), a model with `layers`, a Hugging Face decoder (see
-            `pipeloom.split.huggingface`), or a list of modules, one a stage, which is taken as it is (names that two
-            of its modules share get the position in front).
+            `pipeloom.split.huggingface`), or a list of modules, one per stage, which is used unchanged (parameter names
+            that occur in two of its modules are prefixed with the position of the module).
         num_stages: how many stages.
-        layers: fully qualified names of the modules that run one after another, such as
-            ``["embedding", "blocks.*", "norm", "head"]``; a ``*`` stands for all members of a list. By default the
+        layers: fully qualified names of the layers in execution order, such as
+            ``["embedding", "blocks.*", "norm", "head"]``; a ``*`` matches all members of a container. Defaults to the
             model's attribute ``pipeline_layers``, if it has one.
-        cut: what to balance. "layers": the number of layers; where some come from a ``*``, those count and single
-            names ride along, the first with the first stage and the last with the last. "parameters": their numbers,
-            tied ones once in each stage that has them. "time": measured forward and backward on `sample`. A list: how
-            many layers (or counted layers) each stage gets; 0 leaves the first or last stage only the single names.
+        cut: what to balance. "layers": the number of layers; if a ``*`` matched some, only these count, and the others
+            join their neighbours. "parameters": the number of parameters, tied ones once per stage that has them.
+            "time": forward and backward time measured on `sample`. A list: the number of layers (or counted layers) per
+            stage; 0 gives the first or last stage only layers that do not count.
         sample: for "time", the input of one micro-batch; with `loss_fn`, the pair (inputs, targets).
-        loss_fn: for "time", ``loss_fn(output, targets)``, counted to the last layer.
-
-    The stages hold the model's own modules, nothing is copied. A module may run in several places.
+        loss_fn: for "time", ``loss_fn(output, targets)``; its time is added to the last layer's.
 
     Raises:
-        SplitError: an unknown name, more stages than layers, counts that do not add up, a parameter or persistent
-            buffer of the model that would be in no stage.
+        SplitError: an unknown name, more stages than layers, counts that do not add up, or a parameter or persistent
+            buffer that would be in no stage.
     """
     if not isinstance(num_stages, int) or num_stages < 1:
-        raise SplitError(f"num_stages={num_stages!r}: a model has at least one stage; ask for 1 or more")
+        raise SplitError(f"num_stages={num_stages!r}: must be an integer >= 1.")
     if not isinstance(model, nn.Module):
         return _given_stages(_listed(model), num_stages)
     named = layers is not None or hasattr(model, "pipeline_layers")
     decoder = None if named else find_decoder(model, num_stages)
     whole = num_stages == 1 and not named and decoder is None
-    if whole and not isinstance(model, nn.Sequential):  # nothing to cut, so nothing needs to be known of its inside
+    if whole and not isinstance(model, nn.Sequential):  # no cut, so the layers need not be known
         return _describe([model], [("",)], list(model.named_parameters(remove_duplicate=False)))
     chain, make_stage = _find_chain(model, layers, decoder)
     counts = count_layers(chain, num_stages, cut, sample, loss_fn, make_stage)
-    pieces: list[list[Layer]] = []
+    pieces: list[list[ChainLayer]] = []
     first = 0
     for count in counts:
         pieces.append(chain[first : first + count])
         first += count
     modules = [make_stage(piece) for piece in pieces]
     for module in modules:
-        module.training = model.training  # of the stage alone: its layers keep the mode that each has
+        module.training = model.training  # only of the stage itself: each layer keeps its own mode
     names = [tuple(layer.name for layer in piece) for piece in pieces]
     return _describe(modules, names, list(model.named_parameters(remove_duplicate=False)))
 
@@ -114,22 +114,22 @@ def profile_model(
     num_warmups: int = 2,
     num_rounds: int = 5,
 ) -> tuple[list[LayerTime], list[Tie]]:
-    """Measure every layer of a model that `split` can cut, each run as a stage of its own (see `profile_layers`).
+    """Measure every layer of a model that `split` supports, each as a separate stage (see `profile_layers`).
 
     Args:
-        model: as for `split`; of a list of modules, each is one layer.
+        model: as for `split`; each module of a list counts as one layer.
         sample: the input of one micro-batch; with `loss_fn`, the pair (inputs, targets).
         layers: as for `split`.
         loss_fn: its time is added to the last layer's.
-        num_warmups: rounds that are not counted.
-        num_rounds: rounds of which the median is taken.
+        num_warmups: rounds that are discarded.
+        num_rounds: rounds whose median is reported.
 
     Returns:
-        The layers' times and sizes, and the bytes of weights that several of them share:
-        ``Profile.of(*profile_model(model, sample))`` is what `pipeloom.plan.partition` reads.
+        Times and sizes of the layers, and the bytes of parameters that several layers share.
+        ``Profile.of(*profile_model(model, sample))`` is the input of `pipeloom.plan.partition`.
 
     Raises:
-        SplitError: the model cannot be cut into layers, or has no values.
+        SplitError: the layers of the model are unknown, or it is on the meta device.
     """
     if isinstance(model, nn.Module):
         named = layers is not None or hasattr(model, "pipeline_layers")
@@ -144,12 +144,12 @@ def profile_model(
 
 def _find_chain(
     model: nn.Module, layers: Sequence[str] | None, decoder: Decoder | None
-) -> tuple[list[Layer], Callable[[Sequence[Layer]], nn.Module]]:
-    """The model's layers, all that it needs, and what makes a stage of some of them."""
+) -> tuple[list[ChainLayer], Callable[[Sequence[ChainLayer]], nn.Module]]:
+    """The layers of the model, and a function that builds a stage of some of them."""
     chain = find_layers(model, decoder.layers if decoder else layers)
-    check_complete(model, chain, beside=decoder.shared if decoder else ())
+    check_complete(model, chain, replicated=decoder.shared if decoder else ())
 
-    def make_stage(piece: Sequence[Layer]) -> nn.Module:
+    def make_stage(piece: Sequence[ChainLayer]) -> nn.Module:
         named_modules = [(name, module) for name, module, _ in piece]
         if decoder:
             return DecoderStage(named_modules, model, decoder)
@@ -159,30 +159,31 @@ def _find_chain(
 
 
 def _listed(model: Any) -> list[nn.Module]:
-    """The stages of a model that is no module. Raises SplitError where it is no list of modules either."""
+    """The stages of a model given as a list of modules. Raises SplitError if it is not such a list."""
     if isinstance(model, type):
-        raise SplitError(f"the model is the class {model.__name__}: a model is an object of a class; make one")
+        raise SplitError(f"model={model.__name__}: must be an nn.Module, not a class. Create an instance.")
     if isinstance(model, str | Mapping | Tensor) or not isinstance(model, Iterable):
         plain = model is None or isinstance(model, str | int | float)
-        raise SplitError(
-            f"the model is {folded(model) if plain else f'a {type(model).__name__}'}: it is an nn.Module, or a "
-            "list of modules, one a stage; pass one"
-        )
+        seen = f"={folded(model)}" if plain else f" is a {type(model).__name__}"
+        raise SplitError(f"model{seen}: must be an nn.Module, or a list of modules, one per stage.")
     modules = list(model)
     for stage, module in enumerate(modules):
         if isinstance(module, type):
-            raise SplitError(f"stage {stage} of the list is the class {module.__name__}: it is an nn.Module; make one")
+            raise SplitError(
+                f"model[{stage}]={module.__name__}: must be an nn.Module, not a class. Create an instance."
+            )
         if not isinstance(module, nn.Module):
             seen = "None" if module is None else f"a {type(module).__name__}"
-            raise SplitError(f"stage {stage} of the list is {seen}: each is an nn.Module; wrap it in one")
+            raise SplitError(f"model[{stage}] is {seen}: must be an nn.Module.")
     return modules
 
 
 def _given_stages(modules: list[nn.Module], num_stages: int) -> Stages:
-    """A model that comes as one module a stage."""
+    """Stages from a list of modules, one per stage."""
     if len(modules) != num_stages:
         raise SplitError(
-            f"a list of {len(modules)} stages for num_stages={num_stages}: the list is the cut; use {len(modules)}"
+            f"num_stages={num_stages}: the list of modules has {len(modules)}, one per stage. "
+            f"Use num_stages={len(modules)}."
         )
     seen: dict[str, int] = {}
     named = [(name, t) for m in modules for name, t in (*m.named_parameters(), *m.named_buffers())]
@@ -194,7 +195,7 @@ def _given_stages(modules: list[nn.Module], num_stages: int) -> Stages:
 
 
 def _describe(modules: list[nn.Module], layers: list[tuple[str, ...]], named: list[tuple[str, nn.Parameter]]) -> Stages:
-    """Find what is tied: the same parameter object under several names, in several stages."""
+    """Assemble `Stages`, with the tied parameters: the same object under several names or in several stages."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in named:
         names = aliases.setdefault(id(parameter), [])
