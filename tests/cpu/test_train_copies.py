@@ -67,7 +67,7 @@ def test_copies_train_as_one_pipeline_and_go_on_as_any_number(text: Path, alone:
     assert_alike(alone, two)
     assert all(len(row["peak_memory_bytes"]) == 4 for row in metrics(two) if "loss" in row)
     assert [row["live_activations"] for row in metrics(two) if "loss" in row] == [[2, 1]] * 6
-    assert "1 of copy 1" in (two / "report.html").read_text()
+    assert "1 of replica 1" in (two / "report.html").read_text()
     assert_alike_beside(two)
     # Nothing is repeated or skipped: other copies, other micro-batches, another strategy.
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")

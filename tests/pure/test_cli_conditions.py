@@ -263,7 +263,7 @@ def test_timelines_that_are_compared_have_one_scale():
     for columns in (40, 80, 400):
         ends = []
         for timeline in timelines:
-            rows, _ = layout(timeline, columns, letters=True, beside=timelines)
+            rows, _ = layout(timeline, columns, letters=True, others=timelines)
             ends.append(max(len("".join(text for text, _ in row).rstrip(" .")) for row in rows))
         assert ends[0] / ends[1] == pytest.approx(timelines[0].makespan / timelines[1].makespan, rel=0.1)
 

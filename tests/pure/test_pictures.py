@@ -69,7 +69,7 @@ def test_a_schedule_too_long_to_draw_is_summarised():
     timeline = timeline_of(ranks=4, microbatches=3000)
     lines = printed(timeline)
     assert max(map(len, lines)) <= 180
-    assert "too long for numbers" in "\n".join(lines)
+    assert "too many actions for numbers" in "\n".join(lines)
     assert len(printed(timeline_of("gpipe", ranks=100, microbatches=2))) < 90
     assert any("68 more ranks" in line for line in printed(timeline_of("gpipe", ranks=100, microbatches=2)))
 
@@ -282,7 +282,7 @@ def test_links_are_drawn_on_lanes_of_their_own():
         "  data    U0---U1--  U0--              R1--        R0--",
         "  memory             O0-               L0-",
     ]
-    assert "R  gradient reduction   U  gathering of parameters   O  activations leave" in "\n".join(rows)
+    assert "R  gradient reduction   U  parameter all-gather   O  activation offload" in "\n".join(rows)
     found = boxes(ElementTree.fromstring(timeline_svg([timeline], standalone=True)))
     for span in timeline.background[0]:
         assert str(span.action) in found

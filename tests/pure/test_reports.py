@@ -125,7 +125,7 @@ def test_a_report_of_a_whole_run(tmp_path):
     text = page_of((directory / "report.html").read_text(encoding="utf-8"))
     for expected in (
         "my-run",
-        "steps 1 to 20; schedule 1f1b on 2 ranks, 4 micro-batches a step",
+        "steps 1 to 20; schedule 1f1b on 2 ranks, 4 micro-batches per step",
         "validation loss 3.25 best 3.25 at step 20",
         "bubble 14.0 % median; predicted 11.0 %",
         "measured: 165 ms, bubble 20.0 %",
@@ -165,13 +165,13 @@ def test_a_run_of_nothing_but_nan_is_reported(tmp_path):
     assert "no finite value to draw" in text
 
 
-def test_a_step_that_ran_twice_counts_once_and_a_torn_line_is_told(tmp_path):
+def test_a_step_that_ran_twice_counts_once_and_a_truncated_line_is_reported(tmp_path):
     directory = run_directory(tmp_path / "run", [*METRICS[:10], {**METRICS[4], "loss": 4.0}, *METRICS[5:8]])
     with (directory / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')
     text = page_of(write_report(directory).read_text(encoding="utf-8"))
     assert "steps 1 to 10" in text
-    assert "cut off" in text
+    assert "is incomplete" in text
 
 
 def test_what_cannot_be_reported_is_refused_in_one_line(tmp_path):
@@ -180,25 +180,25 @@ def test_what_cannot_be_reported_is_refused_in_one_line(tmp_path):
             write_report(directory)
         assert "\n" not in str(caught.value)
 
-    refused(tmp_path / "nowhere", "is no directory")
+    refused(tmp_path / "nowhere", "is not a directory")
     (tmp_path / "file").write_text("")
-    refused(tmp_path / "file", "is no directory")
+    refused(tmp_path / "file", "is not a directory")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "metrics.jsonl: No such file")
     refused(run_directory(tmp_path / "nothing", []), "has no training steps")
     refused(run_directory(tmp_path / "evaluations", [{"step": 1, "eval_loss": 1.0}]), "has no training steps")
     broken = run_directory(tmp_path / "broken", METRICS[:3])
     (broken / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\nloss 2\n{"step": 3, "loss": 1.0}\n')
-    refused(broken, "line 2 is no JSON object with a step")
+    refused(broken, "line 2: must be a JSON object with a step")
     binary = run_directory(tmp_path / "binary", [])
     (binary / "metrics.jsonl").write_bytes(b"\xff\xfe\x00")
-    refused(binary, "no UTF-8 text")
+    refused(binary, "not UTF-8 text")
     for text in ("", "[]", '{"measured": {}}', '{"measured": 3}'):
         damaged = run_directory(tmp_path / "damaged", METRICS)
         (damaged / "timelines.json").write_text(text)
-        refused(damaged, "holds no timelines")
+        refused(damaged, "has no valid timelines")
     for text in ("", "garbage", "a: [", "- 1"):
         damaged = run_directory(tmp_path / "damaged", METRICS)
         (damaged / "timelines.json").unlink(missing_ok=True)
         (damaged / "config.yaml").write_text(text)
-        refused(damaged, r"config\.yaml holds no configuration")
+        refused(damaged, r"config\.yaml is not a configuration")

@@ -156,7 +156,7 @@ def test_pictures_show_updates_and_versions():
         timeline = simulate(lower(schedule), Costs.uniform(other={Op.STEP: seconds, Op.REDUCE_GRAD: seconds}))
         svg = timeline_svg([timeline])
         assert svg.count("STEP0 on rank") == 3
-        assert "update of parameters" in svg
+        assert "optimizer step" in svg
         used = versions_used(schedule)
         for (stage, b), version in used.items():
             for op in "FB":
@@ -234,8 +234,8 @@ def test_streams_are_compared_with_what_flushes(capsys):
     assert "3.562 s" in out
     assert "period" in out
     code, out, _ = run(capsys, "pipedream", *sizes)
-    assert "start-up and drain included" in out
-    assert "steady state   3 s    at best 3 s" in out
+    assert "including warm-up and cool-down" in out
+    assert "steady-state period   3 s    per micro-batch, ideal 3 s" in out
     code, out, _ = run(capsys, "pipedream", "--ranks", "4", "--microbatches", "4")
     assert "stream too short" in out
 
@@ -259,7 +259,7 @@ def test_pages_and_pictures_of_streams_are_written(capsys, tmp_path):
     words = ["pipedream", "--ranks", "3", "--microbatches", "8", "--replicas", "2,1", "--critical-path", *files]
     code, _, err = run(capsys, *words)
     assert (code, err) == (0, "")
-    assert "In the steady state" in (tmp_path / "out.html").read_text()
+    assert "In steady state" in (tmp_path / "out.html").read_text()
     assert "0STEP0 on rank 1" in (tmp_path / "out.svg").read_text()
     assert '"action":"0STEP0"' in (tmp_path / "out.json").read_text()
     code, _, err = run(capsys, "pipedream", "--ranks", "2", "--microbatches", "2", "--csv", str(tmp_path / "out.csv"))

@@ -1,4 +1,4 @@
-"""Timelines and runs for people: terminal picture, SVG, offline HTML, Perfetto trace. Needs no torch."""
+"""Renders timelines and training runs: terminal picture, SVG, offline HTML, Perfetto trace. Needs no torch."""
 
 from pipeloom.report.html import simulation_html
 from pipeloom.report.perfetto import trace, write_trace

@@ -1,15 +1,15 @@
-"""What all pictures share: colours, round axis ticks, numbers for people, and the share of each op in a column."""
+"""Shared parts of all pictures: colours, labels, axis ticks, and the share of each op in a column."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pipeloom.ir.action import COMPUTE_OPS, Op
 from pipeloom.ir.schedule import Uses
-from pipeloom.sim.timeline import Span
+from pipeloom.sim.timeline import Span, Timeline
 
-# Okabe and Ito's palette: told apart by colour-blind eyes, and dark text stays readable on each.
+# The palette of Okabe and Ito, which colour-blind readers can distinguish; dark text is readable on each colour.
 COLOURS = {
     Op.F: "#56b4e9",
     Op.B: "#e69f00",
@@ -24,40 +24,47 @@ COLOURS = {
 OP_NAMES = {
     Op.F: "forward",
     Op.B: "backward",
-    Op.I: "backward of inputs",
-    Op.W: "backward of weights",
+    Op.I: "input gradients",
+    Op.W: "weight gradients",
     Op.REDUCE_GRAD: "gradient reduction",
-    Op.STEP: "update of parameters",
-    Op.UNSHARD: "gathering of parameters",
-    Op.OFFLOAD: "activations leave",
-    Op.RELOAD: "activations come back",
+    Op.STEP: "optimizer step",
+    Op.UNSHARD: "parameter all-gather",
+    Op.OFFLOAD: "activation offload",
+    Op.RELOAD: "activation reload",
 }
 
 
 def label(span: Span) -> str:
-    """The micro-batch of a span, with its slice: ``"3"`` or ``"3.1"``."""
+    """The micro-batch of a span and its slice, if any: ``"3"`` or ``"3.1"``."""
     _, _, microbatch, piece = span.action
     text = "" if microbatch is None else str(microbatch)
     return text if piece is None else f"{text}.{piece}"
 
 
 def described(span: Span, versions: Uses) -> dict[str, int | str]:
-    """What a span did, by name: its action and stage, its micro-batch or update, its slice and its version."""
+    """The details of a span by name: action, stage, micro-batch or update, slice, weight version."""
     stage, op, number, piece = span.action
-    said: dict[str, int | str] = {"action": str(span.action), "stage": stage}
+    details: dict[str, int | str] = {"action": str(span.action), "stage": stage}
     if number is not None:
-        said["update" if op is Op.STEP else "microbatch"] = number
+        details["update" if op is Op.STEP else "microbatch"] = number
         if op is Op.STEP:
-            said["version"] = number + 1
+            details["version"] = number + 1
         elif op in COMPUTE_OPS and (stage, number) in versions:
-            said["version"] = versions[stage, number]
+            details["version"] = versions[stage, number]
     if piece is not None:
-        said["slice"] = piece
-    return said
+        details["slice"] = piece
+    return details
+
+
+def ops_in(timelines: Sequence[Timeline], *, instant: Collection[Op] = ()) -> list[Op]:
+    """The ops that a legend of `timelines` explains, in the order of `COLOURS`; `instant` ops may have no duration."""
+    rows = [row for timeline in timelines for row in (*timeline.spans, *timeline.background)]
+    used = {span.action.op for row in rows for span in row if span.end > span.start or span.action.op in instant}
+    return [op for op in COLOURS if op in used]
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """About `count` round numbers from `low` to `high`, steps of 1, 2 or 5 times a power of ten."""
+    """About `count` multiples of 1, 2 or 5 times a power of ten from `low` to `high`."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low]
     raw = (high - low) / count
@@ -69,9 +76,14 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def op_shares(row: Sequence[Span], seconds: float, columns: int) -> list[dict[Op, float]]:
-    """For each of `columns` equal pieces of `seconds`, the fraction that each op of one rank fills.
+    """Per column of a picture, the fraction of its time that each op of one rank fills.
 
-    How timelines are drawn whose spans are narrower than what can be seen.
+    Used for timelines whose spans are too narrow to draw.
+
+    Args:
+        row: the spans of the rank.
+        seconds: the time that all columns stand for.
+        columns: the number of columns.
     """
     shares: list[dict[Op, float]] = [{} for _ in range(columns)]
     width = seconds / columns if seconds else 1.0

@@ -1,4 +1,4 @@
-"""Offline HTML pages: one file each, no scripts, nothing loaded from elsewhere."""
+"""Offline HTML pages: single files without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from pipeloom.version import __version__
 
 
 def simulation_html(timelines: Sequence[Timeline], *, title: str | None = None, critical: bool = False) -> str:
-    """A page with the pictures of `timelines` at one scale, and their numbers; `critical` marks the critical path."""
+    """A page with pictures of `timelines` at the same scale, and tables of their per-rank numbers.
+
+    Args:
+        timelines: at least one.
+        title: the heading; defaults to the names of the timelines.
+        critical: whether to mark the critical path.
+    """
     from markupsafe import Markup
 
     first = timelines[0]
@@ -27,7 +33,7 @@ def simulation_html(timelines: Sequence[Timeline], *, title: str | None = None, 
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill one of this directory's templates. Text is escaped; only `Markup` goes in as it is."""
+    """Render a template of this directory. Text is escaped unless it is `Markup`."""
     import jinja2
 
     environment = jinja2.Environment(

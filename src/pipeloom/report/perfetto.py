@@ -1,7 +1,7 @@
-"""A timeline as Chrome trace JSON, which https://ui.perfetto.dev and chrome://tracing open.
+"""Writes a timeline as Chrome trace JSON, for https://ui.perfetto.dev and chrome://tracing.
 
-One process a rank, one track of actions in it, one for each link beside it (gathers, reductions, moves), a counter of
-live activations, and an arrow for every activation and gradient that travels from one rank to another.
+The trace has one process per rank, with a track of actions, a track per link (all-gathers, gradient reductions,
+offloading), a counter of live activations, and an arrow per activation or gradient sent between ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeloom.report.drawing import described
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.timeline import Span, Timeline
 
-# Names of the trace viewer's reserved colours; Perfetto colours by the letters of a slice's name instead.
+# Reserved colour names of chrome://tracing; Perfetto derives the colour from the name of a slice instead.
 _CNAMES = {
     Op.F: "rail_response",
     Op.B: "rail_animation",
@@ -31,7 +31,7 @@ _CNAMES = {
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """The trace as one JSON object; times in microseconds, pid = rank."""
+    """The trace as a JSON object; times in microseconds, pid = rank."""
     events: list[dict[str, Any]] = []
     for rank, row in enumerate(timeline.spans):
         events += [
@@ -60,19 +60,19 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:
-    """Write the trace to `path`, compressed where its name ends in ``.gz``."""
+    """Write the trace to `path`, compressed if its name ends in ``.gz``."""
     text = json.dumps(trace(timeline), separators=(",", ":")).encode()
-    # Without a time stamp in its header, the same timeline gives the same bytes.
+    # mtime=0: the same timeline gives the same bytes.
     write_whole(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 
 def _nanoseconds(seconds: float) -> int:
-    """Whole nanoseconds, so that neighbouring slices touch and never overlap by a rounding error."""
+    """Integer nanoseconds, so that adjacent slices do not overlap by a rounding error."""
     return round(seconds * 1e9)
 
 
 def _links(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
-    """What ran beside a rank, a track for each link."""
+    """The background spans of a rank, one track per link."""
     for track, link in enumerate(timeline.links, 1):
         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": f"{link} link"}}
         for span in timeline.background[rank]:
@@ -98,7 +98,7 @@ def _slice(rank: int, span: Span, versions: Uses) -> dict[str, Any]:
 
 
 def _messages(timeline: Timeline) -> Iterator[tuple[int, Span, int, Span]]:
-    """Producer's rank and span, consumer's rank and span, of every value that changes ranks."""
+    """(rank, span) of the producer and of the consumer for each activation or gradient sent between ranks."""
     schedule = timeline.schedule
     found: dict[Action, tuple[int, Span]] = {
         span.action: (rank, span) for rank, row in enumerate(timeline.compute_spans) for span in row
@@ -113,8 +113,8 @@ def _messages(timeline: Timeline) -> Iterator[tuple[int, Span, int, Span]]:
 def _arrow(number: int, source: int, producer: Span, rank: int, consumer: Span) -> list[dict[str, Any]]:
     name = "activation" if consumer.action.op is Op.F else "gradient"
     common = {"name": name, "cat": "message", "id": number, "tid": 0}
-    # An arrow belongs to the slice around its time stamp: a slice's end is no longer inside it, and at its start an
-    # empty send or receive may stand too.
+    # The viewer attaches an arrow to the slice around its time stamp. The end of a slice is outside of it, and an empty
+    # send or receive may share its start.
     leaves = max(_nanoseconds(producer.start), _nanoseconds(producer.end) - 1)
     arrives = min(_nanoseconds(consumer.start) + 1, _nanoseconds(consumer.end))
     return [

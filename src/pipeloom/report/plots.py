@@ -1,4 +1,4 @@
-"""Small line charts as inline SVG: round ticks, gaps and marks where a value is no number."""
+"""Line charts as inline SVG, with gaps and markers at values that are not finite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ _MOST_POINTS = 1200
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line: ``(x, y)`` points in order of x; `style` is a CSS class of the page (``a``, ``b``, ...)."""
+    """A line of a chart.
+
+    Attributes:
+        label: its name in tooltips.
+        points: ``(x, y)``, ascending in x.
+        style: a CSS class of the page (``a``, ``b``).
+        marks: whether to draw a circle with a tooltip at each point.
+    """
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -25,7 +32,7 @@ class Series:
 
 
 def line_chart(series: Sequence[Series], *, width: float = 520.0, height: float = 170.0, x_label: str = "step") -> str:
-    """The lines on common axes. A NaN or infinite value breaks its line and stands as a red cross at the top edge."""
+    """Draw lines on common axes. A NaN or infinite value interrupts its line and is a red cross at the top edge."""
     finite = [(x, y) for line in series for x, y in line.points if math.isfinite(y)]
     if not finite:
         return '<p class="note">no finite value to draw</p>'
@@ -76,7 +83,7 @@ def _line(line: Series, at: Callable[[float, float], tuple[float, float]]) -> li
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """At most `_MOST_POINTS` finite points: of each piece the lowest and the highest. What is no number stays."""
+    """At most `_MOST_POINTS` finite points, the minimum and maximum of each interval, and all that are not finite."""
     if len(points) <= _MOST_POINTS:
         return points
     size = math.ceil(2 * len(points) / _MOST_POINTS)

@@ -1,4 +1,4 @@
-"""The report of a training run: one offline HTML file made from what the run left in its output directory."""
+"""The report of a training run: one offline HTML file, made from the files in the output directory of the run."""
 
 from __future__ import annotations
 
@@ -34,19 +34,17 @@ _CHARTS = (
 def write_report(output_dir: Path) -> Path:
     """Write ``report.html`` and, if the run recorded a timeline, ``timeline.json.gz`` into `output_dir`.
 
-    Reads ``metrics.jsonl`` and, where they exist, ``config.yaml``, ``timelines.json`` (``{"measured": ...,
-    "predicted": ...}``, each the JSON of a `Timeline`) and ``environment.json`` (names to values).
+    Reads ``metrics.jsonl`` and, if they exist, ``config.yaml``, ``timelines.json`` (``{"measured": ...,
+    "predicted": ...}``, each the JSON of a `Timeline`) and ``environment.json`` (name -> value).
 
     Returns:
         The path of the report.
 
     Raises:
-        InputError: there are no metrics to report on, a file is damaged, or the report cannot be written.
+        InputError: the directory has no metrics, a file is damaged, or the report cannot be written.
     """
     if not output_dir.is_dir():
-        raise InputError(
-            f"{output_dir} is no directory: a report is made from a run; name the --output_dir of a `pipeloom train`"
-        )
+        raise InputError(f"{output_dir} is not a directory. Pass the --output_dir of `pipeloom train`.")
     metrics = read_metrics(output_dir / "metrics.jsonl")
     timelines = _read_timelines(output_dir / "timelines.json")
     report = output_dir / "report.html"
@@ -57,7 +55,8 @@ def write_report(output_dir: Path) -> Path:
             write_trace(timelines["measured"], output_dir / "timeline.json.gz")
     except OSError as error:
         raise InputError(
-            f"{error.filename}: {error.strerror}: a report is written where its run is; make it writable, or make room"
+            f"{error.filename}: {error.strerror}. The report is written to the directory of the run: make it writable "
+            "and free space on its disk."
         ) from error
     return report
 
@@ -73,9 +72,7 @@ def _read_timelines(path: Path) -> dict[str, Timeline]:
             if found.get(kind) is not None
         }
     except (OSError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"{path} holds no timelines ({error}): remove it, and the report comes without them"
-        ) from error
+        raise InputError(f"{path} has no valid timelines ({error}). Remove it for a report without them.") from error
 
 
 def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) -> str:
@@ -95,7 +92,7 @@ def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) ->
         evaluated=bool(metrics.evaluations),
         loss_chart=Markup(line_chart(loss, width=1040, height=300)),
         picture=Markup(timeline_svg(shown, titles=[_timeline_title(t) for t in shown])) if shown else "",
-        no_picture="timelines.json is not in this directory: this run recorded no timeline.",
+        no_picture="This run recorded no timeline: timelines.json is not in its directory.",
         ranks=_ranks(metrics),
         charts=_charts(metrics),
         configuration=_configuration(output_dir / "config.yaml"),
@@ -110,7 +107,7 @@ def _lead(metrics: Metrics, timelines: list[Timeline]) -> str:
     if timelines:
         ranks, microbatches = timelines[0].num_ranks, timelines[0].num_microbatches
         text += f"; schedule {timelines[0].name} on {counted(ranks, 'rank')}, "
-        text += f"{counted(microbatches, 'micro-batch')} a step"
+        text += f"{counted(microbatches, 'micro-batch')} per step"
     return text
 
 
@@ -129,13 +126,13 @@ def _warnings(metrics: Metrics) -> list[str]:
         if bad:
             steps = ", ".join(map(str, bad[:12])) + (f" and {len(bad) - 12} more" if len(bad) > 12 else "")
             found.append(f"The {name} was not finite at {plural('step', len(bad))} {steps} (red crosses below).")
-    if metrics.torn:
-        found.append("The last line of metrics.jsonl is cut off: the run was killed while it wrote it.")
+    if metrics.truncated:
+        found.append("The last line of metrics.jsonl is incomplete: the run was killed while it wrote the line.")
     return found
 
 
 def _skipped(metrics: Metrics) -> set[int]:
-    """The steps whose update was left out, since gradients overflowed at their loss scale: part of float16."""
+    """The steps without an optimizer step, because float16 gradients overflowed at their loss scale."""
     count, found = 0.0, set()
     for step, total in metrics.series("skipped_steps"):
         if total > count:
@@ -163,16 +160,16 @@ def _tiles(metrics: Metrics) -> list[dict[str, str]]:
         ("seconds per step", "step_seconds", seconds_text),
         ("bubble", "bubble_fraction", percent_text),
     ):
-        middle = _median(metrics, key)
-        if middle is not None:
+        median = _median(metrics, key)
+        if median is not None:
             predicted = _median(metrics, "predicted_bubble_fraction") if key == "bubble_fraction" else None
-            add(label, text(middle), "median" if predicted is None else f"median; predicted {text(predicted)}")
+            add(label, text(median), "median" if predicted is None else f"median; predicted {text(predicted)}")
     memory = [value for value in metrics.per_rank("peak_memory_bytes") if math.isfinite(value)]
     if memory:
-        add("peak memory", bytes_text(max(memory)), "of the fullest process")
+        add("peak memory", bytes_text(max(memory)), "maximum over processes")
     scales = metrics.series("loss_scale")
     if scales:
-        add("loss scale", number_text(scales[-1][1]), f"{counted(len(_skipped(metrics)), 'update')} skipped")
+        add("loss scale", number_text(scales[-1][1]), f"{counted(len(_skipped(metrics)), 'optimizer step')} skipped")
     return tiles
 
 
@@ -185,12 +182,12 @@ def _ranks(metrics: Metrics) -> list[dict[str, str]]:
     memory, live = metrics.per_rank("peak_memory_bytes"), metrics.per_rank("live_activations")
     most = max((value for value in memory if math.isfinite(value)), default=0.0)
     count = max(len(memory), len(live))
-    ranks = len(live) or count  # of one copy; memory is listed copy after copy
+    ranks = len(live) or count  # ranks per data-parallel replica; memory is listed replica by replica
     memory += [math.nan] * (count - len(memory))
     live = (live or [math.nan]) * -(-count // max(1, len(live)))
     return [
         {
-            "name": f"{place}" if count == ranks else f"{place % ranks} of copy {place // ranks}",
+            "name": f"{place}" if count == ranks else f"{place % ranks} of replica {place // ranks}",
             "memory": bytes_text(used) if math.isfinite(used) else "not recorded",
             "share": f"{100 * used / most:.1f}" if most and math.isfinite(used) else "0",
             "live": number_text(alive) if math.isfinite(alive) else "not recorded",
@@ -215,7 +212,7 @@ def _charts(metrics: Metrics) -> list[dict[str, Any]]:
 
 
 def _configuration(path: Path) -> str:
-    """The text of ``config.yaml``, nothing where there is none."""
+    """The text of ``config.yaml``; empty if it does not exist."""
     if not path.exists():
         return ""
     try:
@@ -224,22 +221,22 @@ def _configuration(path: Path) -> str:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         readable = False
     if not readable:
-        raise InputError(f"{path} holds no configuration: remove or repair it")
+        raise InputError(f"{path} is not a configuration. Remove or repair it.")
     return text.strip()
 
 
 def _environment(path: Path) -> tuple[dict[str, str], str]:
-    """The machine and versions of the run if it wrote them down, else those that make this report."""
+    """The machine and package versions of the run if it recorded them, else of this process; and a note on which."""
     if path.exists():
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            return {str(name): str(value) for name, value in found.items()}, "Where the run took place."
+            return {str(name): str(value) for name, value in found.items()}, "Recorded by the run."
         except (OSError, ValueError, AttributeError) as error:
-            raise InputError(f"{path} is no JSON object of names and values: remove or repair it") from error
+            raise InputError(f"{path} is not a JSON object of names and values. Remove or repair it.") from error
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("pipeloom", "torch", "numpy"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return versions, "Where this report was made; the run itself wrote down no environment."
+    return versions, "Recorded when this report was written; the run recorded no environment."

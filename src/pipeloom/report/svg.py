@@ -1,4 +1,4 @@
-"""Timelines as one SVG picture without scripts: at one scale, with micro-batches, seconds and live activations."""
+"""Draws timelines as one SVG picture at the same scale, with micro-batches, seconds and live activations."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from html import escape
 
 from pipeloom.common.quantities import number_text, seconds_text
 from pipeloom.ir.action import COMPUTE_OPS, Op
-from pipeloom.report.drawing import COLOURS, OP_NAMES, described, label, op_shares, ticks
+from pipeloom.report.drawing import COLOURS, OP_NAMES, described, label, op_shares, ops_in, ticks
 from pipeloom.sim import Span, Timeline, critical_path
 from pipeloom.sim.background import LINKS
 
 _LEFT, _RIGHT, _BAR, _LINK, _MEMORY, _GAP = 58.0, 46.0, 22.0, 6.0, 13.0, 9.0
-_TICK = 1.6  # width of what takes no time
-_MOST_TOOLTIPS = 2000  # a tooltip makes a span several times as many bytes
+_TICK = 1.6  # width of an optimizer step of zero duration
+_MOST_TOOLTIPS = 2000  # a tooltip multiplies the bytes of a span
 _STYLE = """
 .pl{font:11px ui-sans-serif,system-ui,sans-serif;color:var(--ink,#1d2330)}
 .pl text{fill:currentColor}.pl .soft{opacity:.65}.pl .title{font-weight:600;font-size:13px}
@@ -39,15 +39,16 @@ def timeline_svg(
     standalone: bool = False,
     critical: bool = False,
 ) -> str:
-    """One picture of `timelines`, one below the other at the same scale.
+    """Draw `timelines` one below the other, at the same scale.
 
     Args:
         timelines: at least one.
-        titles: a heading for each; by default its name, makespan and bubble.
-        width: of the picture, in CSS pixels; it shrinks with the page.
-        seconds: that the width stands for, so that pictures compare; by default the longest makespan.
-        standalone: a file of its own, with a background and both colour schemes; else it takes its ink from the page.
-        critical: underline what is on the critical path, where spans are wide enough to be drawn one by one.
+        titles: a heading per timeline; defaults to its name, makespan and bubble.
+        width: maximum width of the picture in CSS pixels; it shrinks with the page.
+        seconds: the time that the width stands for, to make pictures comparable; defaults to the longest makespan.
+        standalone: whether the picture is a separate file with a background and two colour schemes. Otherwise it
+            inherits the text colour of the page.
+        critical: whether to underline the spans on the critical path, if they are wide enough to draw.
     """
     seconds = seconds or max(timeline.makespan for timeline in timelines) or 1.0
     scale = (width - _LEFT - _RIGHT) / seconds
@@ -64,7 +65,7 @@ def timeline_svg(
             peak = timeline.peak_activations[rank]
             parts.append(f'<text x="0" y="{y + 15:.0f}">rank {rank}</text>')
             parts.append(f'<text class="soft" x="{width - _RIGHT + 6:.0f}" y="{y + _BAR + 11:.0f}">')
-            parts.append(f"<title>most live activations, in rank-shares of one micro-batch</title>{number_text(peak)}")
+            parts.append(f"<title>peak live activations; one micro-batch on one rank is 1</title>{number_text(peak)}")
             parts.append("</text>")
             parts += _bars(timeline, rank, row, y, scale, tooltips)
             parts += [_underline(span, y, scale) for span in paths[rank] if span.action.op not in LINKS]
@@ -98,7 +99,7 @@ def _title(timeline: Timeline) -> str:
         f"bubble {100 * timeline.bubble_fraction:.1f} %"
     )
     if timeline.is_stream and timeline.period_seconds is not None:
-        text += f", {seconds_text(timeline.period_seconds)} a micro-batch in the steady state"
+        text += f", {seconds_text(timeline.period_seconds)} per micro-batch in steady state"
     return text
 
 
@@ -120,7 +121,7 @@ def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: f
             numbers.append(f'<rect class="unit" x="{x:.2f}" y="{y:.1f}" width="{frame:.2f}" height="{_BAR:.0f}"/>')
         if op in (Op.RECV_F, Op.RECV_B) and w > 1:
             parts.append(f'<path class="wait" d="M{x:.2f} {y + _BAR / 2:.1f}h{w:.2f}"/>')
-        if op is Op.STEP and w < _TICK:  # an update that takes no time is a line between two computations
+        if op is Op.STEP and w < _TICK:  # an optimizer step without duration is a line between two computations
             x, w = x - (_TICK - w) / 2, _TICK
         if op not in COLOURS or w <= 0:
             continue
@@ -142,23 +143,23 @@ def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: f
 
 
 def _link(timeline: Timeline, rank: int, link: str, y: float, scale: float, tooltips: bool) -> list[str]:
-    """What one link beside a rank did, on a lane of its own below the computations."""
+    """The background spans of one link of a rank, on a separate lane below its computations."""
     parts = [f'<path class="grid" d="M{_LEFT:.1f} {y + _LINK:.1f}h{timeline.makespan * scale:.1f}"/>']
     row = [span for span in timeline.background[rank] if LINKS[span.action.op] == link and span.end > span.start]
     if len(row) > timeline.makespan * scale / 2:
         return parts + _dense_bars(row, timeline.makespan, y, timeline.makespan * scale, _LINK)
     for action, start, end in row:
         width = max(0.4, (end - start) * scale - 0.6)
-        text = f"{action} beside rank {rank}: {seconds_text(start)} to {seconds_text(end)}" if tooltips else ""
+        text = f"{action} on the {link} link of rank {rank}: {seconds_text(start)} to {seconds_text(end)}"
         parts.append(
             f'<rect class="{action.op.value}" x="{_LEFT + start * scale:.2f}" y="{y:.1f}" width="{width:.2f}" '
-            f'height="{_LINK:.0f}">{f"<title>{text}</title>" if text else ""}</rect>'
+            f'height="{_LINK:.0f}">{f"<title>{text}</title>" if tooltips else ""}</rect>'
         )
     return parts
 
 
 def _critical_spans(timeline: Timeline, scale: float) -> list[Sequence[Span]]:
-    """For each rank, its spans on the critical path; none where its row is too dense to show them."""
+    """Per rank, its spans on the critical path; none if its spans are too narrow to draw."""
     found: list[list[Span]] = [[] for _ in timeline.spans]
     for rank, span in critical_path(timeline):
         if len(timeline.spans[rank]) <= timeline.makespan * scale / 2:
@@ -172,7 +173,7 @@ def _underline(span: Span, y: float, scale: float) -> str:
 
 
 def _dense_bars(row: Sequence[Span], makespan: float, y: float, visible: float, bar: float = _BAR) -> list[str]:
-    """Spans too narrow to see: each column of two pixels shows how much of it every op fills."""
+    """Spans too narrow to draw: each column of two pixels shows the share of each op as a height."""
     columns = max(1, round(visible / 2))
     step = visible / columns
     paths: dict[Op, list[str]] = {}
@@ -188,9 +189,9 @@ def _dense_bars(row: Sequence[Span], makespan: float, y: float, visible: float, 
 
 
 def _memory(points: Sequence[tuple[float, float]], makespan: float, base: float, scale: float, most: float) -> str:
-    """A step curve of live activations standing on `base`; `most` fills the height."""
+    """A step curve of live activations above `base`; `most` activations have the full height."""
     columns = max(1, int(makespan * scale))
-    if len(points) > 2 * columns:  # the highest of each pixel's points is what can be seen
+    if len(points) > 2 * columns:  # keep the maximum per pixel
         highest: dict[int, float] = {}
         for at, live in points:
             column = int(at * scale)
@@ -199,7 +200,7 @@ def _memory(points: Sequence[tuple[float, float]], makespan: float, base: float,
     path = [f"M{_LEFT:.1f} {base:.1f}"]
     for index, (at, live) in enumerate(points):
         if index + 1 < len(points) and (points[index + 1][0] - at) * scale < 0.05:
-            continue  # one activation freed and the next one made at the same moment: no notch in the curve
+            continue  # one activation is freed as the next one is allocated: draw no notch
         path.append(f"H{_LEFT + at * scale:.2f}V{base - _MEMORY * live / most:.1f}")
     return f'<path class="memory" d="{"".join(path)}H{_LEFT + makespan * scale:.1f}V{base:.1f}z"/>'
 
@@ -215,19 +216,17 @@ def _grid(seconds: float, scale: float, bottom: float) -> list[str]:
 
 
 def _legend(timelines: Sequence[Timeline], y: float, critical: bool) -> list[str]:
-    rows = [row for timeline in timelines for row in (*timeline.spans, *timeline.background)]
-    used = {span.action.op for row in rows for span in row if span.end > span.start or span.action.op is Op.STEP}
     x, parts = _LEFT, []
-    for op in (op for op in COLOURS if op in used):
+    for op in ops_in(timelines, instant=(Op.STEP,)):
         parts.append(f'<rect class="{op.value}" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10" rx="2"/>')
         parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">{OP_NAMES[op]}</text>')
         x += 28 + 6.2 * len(OP_NAMES[op])
     if any(timeline.overlapped for timeline in timelines):
         parts.append(f'<rect class="unit" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10"/>')
-        parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">two as one unit</text>')
+        parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">overlapped pair</text>')
         x += 122
     parts.append(f'<rect class="memory" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10"/>')
-    parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">live activations (most: at the right)</text>')
+    parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">live activations (peak on the right)</text>')
     if critical:
         x += 230
         parts.append(f'<path class="critical" d="M{x:.0f} {y - 3:.0f}h10"/>')

@@ -1,8 +1,8 @@
-"""A timeline in the terminal: coloured with rich, or plain letters where there is no colour.
+"""Prints a timeline in the terminal, in colour with rich, or with letters if the terminal has no colours.
 
 rank 0  F0 F1 F2 F3          B0--- F4 B1--- ...
 rank 1     F0 F1 F2    B0--- F3 B1--- F4 ...
-  data  U1--              R1--                    what its link to other copies does meanwhile, with the stage
+  data  U1--              R1--                    the link between data-parallel replicas, with the stage
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING
 
 from pipeloom.common.quantities import number_text, seconds_text
 from pipeloom.ir.action import Op
-from pipeloom.report.drawing import COLOURS, OP_NAMES, label, op_shares
+from pipeloom.report.drawing import COLOURS, OP_NAMES, label, op_shares, ops_in
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Cell = tuple[str, Op | None]  # a piece of text and the op that colours it
-_LETTERS = {Op.UNSHARD: "U", Op.REDUCE_GRAD: "R", Op.OFFLOAD: "O", Op.RELOAD: "L"}  # of what runs beside a rank
+Cell = tuple[str, Op | None]  # text, and the op whose colour it has
+_LETTERS = {Op.UNSHARD: "U", Op.REDUCE_GRAD: "R", Op.OFFLOAD: "O", Op.RELOAD: "L"}  # ops on the links of a rank
 
 _PLAIN_COLUMNS = 160
 _MOST_RANKS = 32
 
 
 def print_timeline(timeline: Timeline, console: Console | None = None) -> None:
-    """Print the timeline, one row a rank, and a table of what it comes to."""
+    """Print the timeline, one row per rank, and a table of its per-rank numbers."""
     from rich.console import Console
 
     console = console or Console(highlight=False)
@@ -37,7 +37,7 @@ def print_timeline(timeline: Timeline, console: Console | None = None) -> None:
 
 
 def print_comparison(timelines: Sequence[Timeline], console: Console | None = None) -> None:
-    """Print timelines one below the other at one scale, and one table of what they come to, best first."""
+    """Print timelines one below the other at the same scale, and a table of their numbers, shortest first."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -50,7 +50,7 @@ def print_comparison(timelines: Sequence[Timeline], console: Console | None = No
     streams = any(timeline.is_stream for timeline in timelines)
     more = ("period", "weight versions") if streams else ("longest rank", "bubble")
     for heading in ("schedule", "makespan", "bubble", *more, "peak live activations"):
-        left = heading == "schedule"  # headings give way to names
+        left = heading == "schedule"  # wrap headings rather than names
         table.add_column(heading, justify="left" if left else "right", no_wrap=left)
     for timeline in sorted(timelines, key=lambda each: each.makespan):
         longest = seconds_text(timeline.span_seconds), _percent(timeline.bubble_fraction_span)
@@ -64,14 +64,14 @@ def print_comparison(timelines: Sequence[Timeline], console: Console | None = No
     console.print(table)
 
 
-def _print_picture(timeline: Timeline, console: Console, beside: Sequence[Timeline], *, legend: bool = True) -> None:
+def _print_picture(timeline: Timeline, console: Console, others: Sequence[Timeline], *, legend: bool = True) -> None:
     from rich.text import Text
 
     coloured = console.is_terminal and console.color_system is not None and not console.no_color
     margin = max(len(f"rank {timeline.num_ranks - 1}  "), *(len(f"  {link}  ") for link in ("", *timeline.links)))
     columns = max(8, (console.width if console.is_terminal else _PLAIN_COLUMNS) - margin)
-    rows, numbered = layout(timeline, columns, letters=not coloured, beside=beside)
-    links = {link: link_layout(timeline, link, columns, letters=not coloured, beside=beside) for link in timeline.links}
+    rows, numbered = layout(timeline, columns, letters=not coloured, others=others)
+    links = {link: link_layout(timeline, link, columns, letters=not coloured, others=others) for link in timeline.links}
     for rank in shown_ranks(timeline.num_ranks):
         if rank is None:
             console.print(f"{'...':<{margin}}{timeline.num_ranks - _MOST_RANKS} more ranks", markup=False)
@@ -87,7 +87,7 @@ def _print_picture(timeline: Timeline, console: Console, beside: Sequence[Timeli
                 line.rstrip()
             console.print(line, soft_wrap=True)
     if legend:
-        _print_legend((timeline, *beside), console, coloured, numbered)
+        _print_legend((timeline, *others), console, coloured, numbered)
 
 
 def shown_ranks(num_ranks: int) -> list[int | None]:
@@ -99,16 +99,22 @@ def shown_ranks(num_ranks: int) -> list[int | None]:
 
 
 def layout(
-    timeline: Timeline, columns: int, *, letters: bool, beside: Sequence[Timeline] = ()
+    timeline: Timeline, columns: int, *, letters: bool, others: Sequence[Timeline] = ()
 ) -> tuple[list[list[Cell]], bool]:
-    """For each rank, the cells of its row, at most `columns` characters; and whether single actions can be seen.
+    """Lay out the rows of a timeline.
 
-    All timelines `beside` it, laid out with the same arguments, get the same scale.
+    If an action is narrower than one character, each character shows the op that fills most of its time.
 
-    With `letters`, an action is written ``F3``, else ``3`` (the colour says the rest). Where actions are narrower than
-    a character, each character stands for the op that fills most of its time.
+    Args:
+        timeline: the timeline.
+        columns: maximum length of a row in characters.
+        letters: whether an action is written ``F3`` rather than ``3`` in the colour of its op.
+        others: timelines that get the same scale if they are laid out with the same arguments.
+
+    Returns:
+        The cells per rank, and whether they show single actions.
     """
-    scale, makespan, numbered = _fit((timeline, *beside), columns, letters)
+    scale, makespan, numbered = _fit((timeline, *others), columns, letters)
     if not scale:
         return [[] for _ in timeline.spans], True
     if numbered:
@@ -118,10 +124,10 @@ def layout(
 
 
 def link_layout(
-    timeline: Timeline, link: str, columns: int, *, letters: bool, beside: Sequence[Timeline] = ()
+    timeline: Timeline, link: str, columns: int, *, letters: bool, others: Sequence[Timeline] = ()
 ) -> list[list[Cell]]:
-    """For each rank, the cells of what one of its links did, at the scale of `layout` with the same arguments."""
-    scale, _, _ = _fit((timeline, *beside), columns, letters)
+    """The cells of one link per rank, at the scale of `layout` with the same arguments."""
+    scale, _, _ = _fit((timeline, *others), columns, letters)
     lanes: list[list[Cell]] = []
     for row in timeline.background:
         cells: list[Cell] = []
@@ -137,23 +143,23 @@ def link_layout(
 
 
 def _fit(together: Sequence[Timeline], columns: int, letters: bool) -> tuple[float, float, bool]:
-    """Characters a second, the longest makespan, and whether single actions can be seen."""
+    """Characters per second, the longest makespan, and whether single actions are visible."""
     shortest = min(filter(None, map(_shortest, together)), default=0.0)
     makespan = max(each.makespan for each in together)
     if not shortest:
         return 0.0, makespan, True
     widest = max(len(label(span)) for each in together for row in each.compute_spans for span in row) + letters
-    fitting = columns * shortest / makespan  # characters of the shortest op if the row is full
+    fitting = columns * shortest / makespan  # characters of the shortest op in a row of full length
     wanted = min(int(fitting), widest + 1)
     if wanted >= (widest + 1 if letters else 1):
         return wanted / shortest, makespan, True
-    if fitting >= 1:  # a whole number of characters for each action shows every one of them
+    if fitting >= 1:  # an integer number of characters per action shows every action
         columns = round(makespan / shortest) * int(fitting)
     return columns / makespan, makespan, False
 
 
 def _shortest(timeline: Timeline) -> float:
-    """Seconds of the shortest kind of computation, by medians: one odd measurement changes nothing."""
+    """Seconds of the shortest op; the median of its spans, which ignores outliers of a measurement."""
     by_op: dict[Op, list[float]] = {}
     for row in timeline.compute_spans:
         for action, start, end in row:
@@ -167,7 +173,7 @@ def _labelled(row: Sequence[Span], scale: float, letters: bool) -> list[Cell]:
     for span in row:
         if span.action.op not in COLOURS:
             continue
-        # Halves go up; round() takes them to the even side, and equal spans would differ in width.
+        # Round halves up: round() would round them to even, and equal spans would differ in width.
         first, last = max(column, int(span.start * scale + 0.501)), int(span.end * scale + 0.501)
         if last <= first:
             continue
@@ -198,16 +204,14 @@ def _dominant(row: Sequence[Span], seconds: float, columns: int) -> list[Cell]:
 def _print_legend(timelines: Sequence[Timeline], console: Console, coloured: bool, numbered: bool) -> None:
     from rich.text import Text
 
-    rows = [row for timeline in timelines for row in (*timeline.spans, *timeline.background)]
-    used = {span.action.op for row in rows for span in row if span.end > span.start}
     legend = Text()
-    for op in (op for op in COLOURS if op in used):
+    for op in ops_in(timelines):
         legend.append(f" {_LETTERS.get(op, op.value[0])} ", style=f"black on {COLOURS[op]}" if coloured else None)
         legend.append(f" {OP_NAMES[op]}  ")
     legend.append(
         "numbers are micro-batches"
         if numbered
-        else "too long for numbers: each character is the op that fills most of its time, '.' is idle"
+        else "too many actions for numbers: each character is the op that fills most of its time, '.' is idle"
     )
     console.print(legend, soft_wrap=True)
 
@@ -218,13 +222,13 @@ def _print_table(timeline: Timeline, console: Console) -> None:
 
     console.print(
         f"\n{timeline.name}, {timeline.kind}: {timeline.num_ranks} ranks, {timeline.num_microbatches} micro-batches"
-        + (f", {timeline.num_chunks} chunks a rank" if timeline.num_chunks > 1 else "")
+        + (f", {timeline.num_chunks} virtual stages per rank" if timeline.num_chunks > 1 else "")
         + (f", {timeline.num_slices} slices" if timeline.num_slices > 1 else ""),
         markup=False,
         soft_wrap=True,
     )
     summary = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
-    filled = ", start-up and drain included" if timeline.is_stream else ""
+    filled = ", including warm-up and cool-down" if timeline.is_stream else ""
     bubble = f"bubble {_percent(timeline.bubble_fraction)}{filled}"
     summary.add_row("makespan", seconds_text(timeline.makespan), bubble)
     summary.add_row(
@@ -232,11 +236,11 @@ def _print_table(timeline: Timeline, console: Console) -> None:
     )
     summary.add_row("without bubbles", seconds_text(timeline.ideal_seconds), "")
     if timeline.is_stream:
-        ideal = f"at best {seconds_text(timeline.ideal_period_seconds)}"
-        summary.add_row("a micro-batch, steady state", _period(timeline), ideal)
+        ideal = f"per micro-batch, ideal {seconds_text(timeline.ideal_period_seconds)}"
+        summary.add_row("steady-state period", _period(timeline), ideal)
     console.print(summary)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    headings = ["rank", "computes", "idle", "idle share", "peak live activations"]
+    headings = ["rank", "computes", "idle", "idle fraction", "peak live activations"]
     for heading in headings + ["weight versions"] * timeline.is_stream:
         table.add_column(heading, justify="right")
     for rank in shown_ranks(timeline.num_ranks):
