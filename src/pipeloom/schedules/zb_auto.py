@@ -1,4 +1,4 @@
-"""Zero Bubble's automatic scheduler (Qi et al., arXiv:2401.10241): the best of eight greedy runs under a memory limit.
+"""Zero Bubble's automatic scheduler (Qi et al., arXiv:2401.10241): the best of eight greedy runs within a memory cap.
 
     p=3, m=5, equal times, no limit
     rank 0  0F0 0F1 0F2 0F3 0F4 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 ... ...
@@ -6,22 +6,30 @@
     rank 2  ... ... 2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
 
 Warm-up: every rank takes as many forwards as its memory holds and fit before its first I. Then, round by round, each
-rank runs at most one F and one I, and W where it would wait or needs the memory. Three yes-or-no choices (may a rank
-wait before its first I for the sake of another F; may a rank leave out an F that would delay its I; does a W start
-that does not fit into a wait) are all tried; the order with the shortest span wins. What is held is counted as the
-paper does: F keeps M_B, I leaves M_W of it, W frees the rest.
+rank runs at most one F and one I, and W where it would wait or needs the memory. Three yes-or-no choices are all tried:
+may a rank wait before its first I for the sake of another F; may a rank leave out an F that would delay its I; does a W
+start that does not fit into a wait. Memory is counted as in the paper: F keeps M_B, I leaves M_W of it, W frees that.
+
+The greedy runs are compared with the hand-made orders that keep the caps (1F1B, GPipe, DAPPLE's PB, ZB-H1 and ZB-H2,
+with split backwards; the paper's scheduler alone loses to them with fewer micro-batches than ranks). Of all orders that
+are at most as long as the shortest hand-made one, the order with the shortest span wins.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.schedule import Orders, Schedule
+from pipeloom.ir.walk import walk
 from pipeloom.schedules.conditions import Conditions
 from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.zero_bubble import delayed_weights
+
+_NEAR = 1e-9
 
 
 @sized
@@ -41,23 +49,41 @@ def zb_auto(*, num_ranks: int, num_microbatches: int, conditions: Conditions | N
     if conditions.num_stages != num_ranks or conditions.num_ranks != num_ranks:
         raise ScheduleError(
             f"zb-auto on {num_ranks} ranks: conditions are for {conditions.num_stages} stages and "
-            f"{conditions.num_ranks} ranks; give one stage for each rank"
+            f"{conditions.num_ranks} ranks. Give conditions for one stage per rank."
         )
     for rank, (cap, kept) in enumerate(zip(conditions.caps, conditions.activation, strict=True)):
-        if kept > cap * (1 + 1e-9):
+        if kept > cap * (1 + _NEAR):
             raise ScheduleError(
-                f"zb-auto: rank {rank} may hold {cap:g}, but one micro-batch keeps {kept:g} there; raise the limit"
+                f"zb-auto: rank {rank} has a cap of {cap:g}, but one micro-batch keeps {kept:g} there. Raise the cap."
             )
-    attempts = [_Attempt(conditions, num_microbatches, *choices) for choices in product((True, False), repeat=3)]
-    best = min(attempts, key=lambda attempt: attempt.span)
-    orders = tuple(map(tuple, best.orders))
+    greedy: list[_Timed] = [
+        _Greedy(conditions, num_microbatches, *choices) for choices in product((True, False), repeat=3)
+    ]
+    handmade = [_Replayed(conditions, num_microbatches, orders) for orders in _handmade(num_ranks, num_microbatches)]
+    handmade = [timed for timed in handmade if timed.fits]
+    longest = min(timed.makespan for timed in handmade) * (1 + _NEAR)
+    allowed = [timed for timed in (*greedy, *handmade) if timed.makespan <= longest]
+    orders = tuple(map(tuple, min(allowed, key=lambda timed: timed.span).orders))
     return Schedule(name="zb-auto", num_microbatches=num_microbatches, placement=placement, orders=orders)
 
 
-class _Attempt:
-    """One greedy run; afterwards `orders` and `span` (the longest rank, first start to last end) are there."""
+def _handmade(p: int, m: int) -> Iterator[Orders]:
+    """Hand-made orders with split backwards, the one that holds least (naive) first."""
+    one = [p - 1 - d for d in range(p)]
+    two = [2 * warmup for warmup in one]
+    for warmups, delay in (([0] * p, 0), (one, 0), (two, 0), ([m] * p, 0), (one, 1), (two, 2)):
+        yield delayed_weights(m, warmups, delay=delay)
 
-    def __init__(self, conditions: Conditions, m: int, fits_only: bool, may_skip: bool, stretch: bool) -> None:
+
+class _Timed:
+    """Orders that grow action by action, each as early as it can start.
+
+    Attributes:
+        orders: for each rank, its actions so far.
+        fits: whether every rank has stayed within its cap.
+    """
+
+    def __init__(self, conditions: Conditions, m: int) -> None:
         p = conditions.num_ranks
         self._conditions, self._p, self._m = conditions, p, m
         self._seconds = {
@@ -65,7 +91,6 @@ class _Attempt:
             Op.I: conditions.backward_input,
             Op.W: conditions.backward_weight,
         }
-        self._may_skip, self._stretch = may_skip, stretch
         self._clock = [0.0] * p
         self._first = [0.0] * p
         self._held = [0.0] * p
@@ -74,12 +99,16 @@ class _Attempt:
         self._count = {op: [0] * p for op in (Op.F, Op.I, Op.W)}
         self._ends: dict[tuple[Op, int, int], float] = {}
         self.orders: list[list[Action]] = [[] for _ in range(p)]
-        self._warm_up(fits_only)
-        for _ in range(1, m):
-            self._round()
-        for d in range(p):
-            self._flush(d)
-        self.span = max(self._clock[d] - self._first[d] for d in range(p))
+        self.fits = True
+
+    @property
+    def makespan(self) -> float:
+        return max(self._clock)
+
+    @property
+    def span(self) -> float:
+        """Seconds from the first start to the last end on one rank, for the rank with most."""
+        return max(end - first for first, end in zip(self._first, self._clock, strict=True))
 
     def _arrival(self, op: Op, d: int, b: int) -> float:
         """When the value that `op` of micro-batch b needs from the neighbouring rank is there."""
@@ -99,13 +128,38 @@ class _Attempt:
         self._clock[d] = self._ends[op, d, b] = start + self._seconds[op][d]
         kept, left = self._conditions.activation[d], self._conditions.weight_gradient[d]
         self._held[d] += {Op.F: kept, Op.I: left - kept, Op.W: -left}[op]
+        self.fits = self.fits and self._held[d] <= self._conditions.caps[d] * (1 + _NEAR)
         self._count[op][d] += 1
         self.orders[d].append(Action(d, op, b))
+
+
+class _Replayed(_Timed):
+    """Orders that are given."""
+
+    def __init__(self, conditions: Conditions, m: int, orders: Orders) -> None:
+        super().__init__(conditions, m)
+        for rank, action, _ in walk(
+            Schedule(name="zb-auto", num_microbatches=m, placement=Placement.loop(self._p), orders=orders)
+        ):
+            self._put(action.op, rank)
+
+
+class _Greedy(_Timed):
+    """One greedy run of the paper's scheduler."""
+
+    def __init__(self, conditions: Conditions, m: int, fits_only: bool, may_skip: bool, stretch: bool) -> None:
+        super().__init__(conditions, m)
+        self._may_skip, self._stretch = may_skip, stretch
+        self._warm_up(fits_only)
+        for _ in range(1, m):
+            self._round()
+        for d in range(self._p):
+            self._flush(d)
 
     def _room(self, d: int, more: float = 0.0) -> bool:
         """Whether rank d can hold one more activation, beside `more`."""
         cap = self._conditions.caps[d]
-        return self._held[d] + more + self._conditions.activation[d] <= cap * (1 + 1e-9)
+        return self._held[d] + more + self._conditions.activation[d] <= cap * (1 + _NEAR)
 
     def _pending(self, d: int) -> bool:
         return self._count[Op.W][d] < self._count[Op.I][d]

@@ -17,9 +17,11 @@ Under a step barrier rank p-1 cannot start before ``(p-1) * tF``, so the makespa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.schedule import Orders, Schedule
 from pipeloom.schedules.phases import Phases
 from pipeloom.schedules.sizes import sized
 
@@ -27,16 +29,22 @@ from pipeloom.schedules.sizes import sized
 @sized
 def zb_h1(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B's warm-up; rank d puts W of a micro-batch d backwards late."""
-    return _build("zb-h1", num_ranks, num_microbatches, [num_ranks - 1 - d for d in range(num_ranks)], delay=1)
+    return _schedule("zb-h1", num_microbatches, [num_ranks - 1 - d for d in range(num_ranks)], delay=1)
 
 
 @sized
 def zb_h2(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Twice the warm-up; rank d puts W of a micro-batch 2d backwards late."""
-    return _build("zb-h2", num_ranks, num_microbatches, [2 * (num_ranks - d) - 2 for d in range(num_ranks)], delay=2)
+    return _schedule("zb-h2", num_microbatches, [2 * (num_ranks - d) - 2 for d in range(num_ranks)], delay=2)
 
 
-def _build(name: str, p: int, m: int, warmups: list[int], *, delay: int) -> Schedule:
+def _schedule(name: str, m: int, warmups: Sequence[int], *, delay: int) -> Schedule:
+    placement = Placement.loop(len(warmups))
+    return Schedule(name=name, num_microbatches=m, placement=placement, orders=delayed_weights(m, warmups, delay=delay))
+
+
+def delayed_weights(m: int, warmups: Sequence[int], *, delay: int) -> Orders:
+    """Orders of one stage per rank; ``warmups[d]`` forwards first on rank d, W ``delay * d`` backwards late."""
     orders = []
     for d, warmup in enumerate(warmups):
         forward, backward, weight = (d, Op.F), (d, Op.I), (d, Op.W)
@@ -50,4 +58,4 @@ def _build(name: str, p: int, m: int, warmups: list[int], *, delay: int) -> Sche
         lane.repeat(m - max(until, since), backward, weight)
         lane.repeat(late, weight)
         orders.append(lane.order())
-    return Schedule(name=name, num_microbatches=m, placement=Placement.loop(p), orders=tuple(orders))
+    return tuple(orders)
