@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -200,6 +201,16 @@ def test_the_latency_of_interleaved_1f1b(p, m, v, pair, latency):
     if p == 8:
         assert round(1 - m * pair / less, 4) == 0.1055  # the table's
         assert round(1 - m * pair / chain, 4) == 0.1090
+
+
+@pytest.mark.parametrize("p", [2, 3, 5])
+def test_short_latencies_add_as_many_messages_as_the_longest_chain_has(p):
+    for v, groups, forward, part in product((2, 3, 4), (1, 2, 3), (0.5, 1.0, 2.0), (0.2, 1.0)):
+        schedule = schedules.interleaved(num_ranks=p, num_microbatches=groups * p, num_chunks=v)
+        latency = part * min(forward, 1.5) / v
+        found = simulate(schedule, Costs.uniform(forward=forward, backward=1.5), Network(latency_seconds=latency))
+        expected = (groups * p * v + p - 1) * (forward + 1.5) / v + 2 * (p * v - 1) * latency
+        assert found.makespan == pytest.approx(expected)
 
 
 def test_any_limit_any_times():
