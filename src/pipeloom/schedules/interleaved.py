@@ -4,8 +4,10 @@
     rank 1  ... 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 ...
 
 Micro-batches go through a chunk in groups of N (`group_size`, by default p): N of chunk 0, the same N of chunk 1, and
-so on. Makespan ``(m*v + p - 1) * (tF + tB) / v``; peak on rank d ``min((v-1)*N + 2*(p-1-d) + 1, m*v)`` chunks. A latency
-of at most min(tF, tB) / v adds ``2 * (p*v - 1)`` times itself for N = p: every wrap-around message is waited for.
+so on. Makespan ``(m*v + p - 1) * (tF + tB) / v``; peak on rank d ``min((v-1)*N + 2*(p-1-d) + 1, m*v)`` chunks.
+
+With N = p, a latency of at most min(tF, tB) / v adds ``2 * (p*v - 1)`` times itself: every micro-batch waits for
+its own message, from rank p-1 to rank 0 too.
 """
 
 from __future__ import annotations
