@@ -37,10 +37,22 @@ for _number, _default in {
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _default)
 
+# `make check` runs tests/pure, but for what takes longest there, and these of tests/cpu: gradients against one process,
+# messages between processes, the mesh, and splitting.
+_NOT_QUICK = {"test_plan_grid.py"}
+_QUICK_CPU = {"test_gradients.py", "test_mesh.py", "test_split.py", "test_transports.py"}
+
 _PROC = Path("/proc")
 _MARK = f"_PIPELOOM_TEST={os.getpid()}"  # in the environment of everything that this process starts
 os.environ["_PIPELOOM_TEST"] = str(os.getpid())
 _END_SECONDS = 30.0  # what was told to end may take a while on a busy machine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder, name = item.path.parent.name, item.path.name
+        if (folder == "pure" and name not in _NOT_QUICK) or (folder == "cpu" and name in _QUICK_CPU):
+            item.add_marker("quick")
 
 
 @pytest.fixture(autouse=True)
