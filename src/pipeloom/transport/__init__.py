@@ -1,4 +1,14 @@
-"""Messages between ranks: one interface, and a transport each for one process, one machine and several."""
+"""Messages between ranks: one interface, and transports for one process, one host and several hosts.
+
+interface           `Transport`, `Channel` and the two ends of a channel
+values              tensors and nested containers as messages; batches cut into micro-batches
+call_numbers        the number that travels with every message and says which call it belongs to
+connect             chooses the transport of a run and connects its ranks
+loopback            all ranks in one process
+shared_memory       ranks that are processes of one host; its parts are shared_channel and shared_block
+torch_distributed   ranks that torch.distributed connects, over gloo or NCCL
+hybrid              shared memory within a host, torch.distributed between hosts
+"""
 
 from __future__ import annotations
 
@@ -7,29 +17,29 @@ from typing import TYPE_CHECKING
 from pipeloom.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from pipeloom.transport.hybrid import HybridTransport
     from pipeloom.transport.interface import Channel, Incoming, Lane, Outgoing, Transport
-    from pipeloom.transport.local_remote import LocalRemoteTransport
     from pipeloom.transport.loopback import LoopbackTransport
     from pipeloom.transport.values import Layout
 
 # Public names, and the module that each lives in.
 _HOMES = {
     "Channel": "pipeloom.transport.interface",
+    "HybridTransport": "pipeloom.transport.hybrid",
     "Incoming": "pipeloom.transport.interface",
     "Lane": "pipeloom.transport.interface",
     "Layout": "pipeloom.transport.values",
     "LoopbackTransport": "pipeloom.transport.loopback",
-    "LocalRemoteTransport": "pipeloom.transport.local_remote",
     "Outgoing": "pipeloom.transport.interface",
     "Transport": "pipeloom.transport.interface",
 }
 
 __all__ = [
     "Channel",
+    "HybridTransport",
     "Incoming",
     "Lane",
     "Layout",
-    "LocalRemoteTransport",
     "LoopbackTransport",
     "Outgoing",
     "Transport",

@@ -14,8 +14,8 @@ from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.collectives import all_gather_bytes, cpu_group, destroy_groups
 from pipeloom.processes.process_mesh import ProcessMesh
 from pipeloom.transport import shared_memory
+from pipeloom.transport.hybrid import HybridTransport
 from pipeloom.transport.interface import Transport
-from pipeloom.transport.local_remote import LocalRemoteTransport
 from pipeloom.transport.loopback import LoopbackTransport
 from pipeloom.transport.torch_distributed import TorchDistributedTransport
 
@@ -127,7 +127,9 @@ def _between_processes(
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
 
     def make_far(idle: Callable[[], bool] = lambda: True) -> TorchDistributedTransport:
-        return TorchDistributedTransport(rank, device=device, copies=copies, timeout_seconds=timeout_seconds, idle=idle)
+        return TorchDistributedTransport(
+            rank, device=device, replicas=copies, timeout_seconds=timeout_seconds, idle=idle
+        )
 
     if name == "torch" or (name == "auto" and (device.type != "cpu" or not shared_memory.available())):
         return make_far()
@@ -144,6 +146,4 @@ def _between_processes(
                 "use transport='auto'"
             )
         return near
-    return LocalRemoteTransport(
-        near, make_far(near.flush), lambda channel: near.reaches(channel.source, of=channel.target)
-    )
+    return HybridTransport(near, make_far(near.flush), lambda channel: near.reaches(channel.source, of=channel.target))

@@ -1,11 +1,12 @@
-"""`Transport`: how messages get from one rank to another. One small interface, wrapped rather than overridden.
+"""`Transport`: sends messages from one rank to another. Extend one by wrapping it, not by subclassing it.
 
-A transport opens channels. A channel runs from one rank to another in one lane and is first in, first out. Lanes keep
-what follows different orders apart: the pipeline's own messages, gradient sums, results, what an update depends on.
+A transport opens channels. A channel runs from one rank to another in one lane and is first in, first out. A lane holds
+messages that are received in the order in which they are sent; messages with different orders have different lanes.
 
-    loopback            all ranks in one process; tensors are handed over as they are
-    shared_memory       ranks that are processes of one machine; one copy
-    torch_distributed   anything torch.distributed reaches, gloo or NCCL
+    loopback            all ranks in one process; tensors are passed by reference
+    shared_memory       ranks that are processes of one host; one copy per message
+    torch_distributed   ranks that torch.distributed connects, over gloo or NCCL
+    hybrid              shared_memory within a host, torch_distributed between hosts
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pipeloom.errors import PeerLost
 from pipeloom.ir import Op, Program, peer_of
 from pipeloom.transport.values import Layout
 
 
 class Lane(StrEnum):
-    """What a channel carries."""
+    """The kind of messages in a channel."""
 
-    PIPELINE = "pipeline"
-    GRADIENT = "gradient"
-    RESULT = "result"
-    UPDATE = "update"
+    PIPELINE = "pipeline"  # activations and their gradients
+    GRADIENT = "gradient"  # gradients of parameters that several ranks hold
+    RESULT = "result"  # losses and outputs
+    UPDATE = "update"  # norms and losses that decide about an optimizer step
 
 
 class Channel(NamedTuple):
@@ -37,6 +39,10 @@ class Channel(NamedTuple):
     target: int
     lane: Lane
 
+    def timed_out(self, seconds: float) -> PeerLost:
+        """The error of a receive that waited this long."""
+        return PeerLost(f"rank {self.target} waited {seconds:g} s for rank {self.source}")
+
 
 def program_channels(program: Program) -> set[Channel]:
     """The channels of all messages and gradient sums of a program, on all ranks."""
@@ -45,18 +51,18 @@ def program_channels(program: Program) -> set[Channel]:
         for rank, action in program.actions()
         if action.op in (Op.SEND_F, Op.SEND_B)
     }
-    streams = program.schedule.microbatches_per_update is not None  # their stages sum by themselves, update by update
+    streams = program.schedule.microbatches_per_update is not None  # in a stream each stage sums its own gradients
     for ranks in program.placement.replicas if streams else map(program.ranks_of_group, program.gradient_groups):
         channels.update(Channel(a, b, Lane.GRADIENT) for a in ranks for b in ranks if a != b)
     return channels
 
 
 class Message(NamedTuple):
-    """What comes out of a channel.
+    """A received message.
 
     Attributes:
-        layout, tensors: the value; `pipeloom.transport.values.unflatten` puts it together.
-        call: the number that the sender gave, by which a receiver notices that ranks are out of step.
+        layout, tensors: the value, as `pipeloom.transport.values.unflatten` takes it.
+        call: the number that the sender passed; see `pipeloom.transport.call_numbers`.
     """
 
     layout: Layout
@@ -69,7 +75,7 @@ class Outgoing(ABC):
 
     @abstractmethod
     def send(self, layout: Layout, tensors: Sequence[Tensor], call: int = 0) -> None:
-        """Send a message; returns without waiting for the receiver. Nobody may change the tensors afterwards."""
+        """Send a message; returns without waiting for the receiver. The tensors must not be changed afterwards."""
 
 
 class Incoming(ABC):
@@ -84,14 +90,19 @@ class Incoming(ABC):
         """The next message; waits for it. The tensors belong to the caller.
 
         Raises:
-            PeerLost: the sender went away, or nothing came within the transport's timeout.
+            PeerLost: the sender ended, or nothing came within the transport's timeout.
         """
 
 
 class Transport(ABC):
-    """One rank's access to the channels that start or end at it."""
+    """One rank's access to the channels that start or end at it.
 
-    blocking: bool = True  # False: `receive` must not be called before `ready`, one process drives several ranks
+    Attributes:
+        blocking: whether `Incoming.receive` may wait. False where one thread runs several ranks: `receive` is then
+            called only after `ready` returned True.
+    """
+
+    blocking: bool = True
 
     @abstractmethod
     def open(self, channels: Iterable[Channel]) -> None:
@@ -107,10 +118,10 @@ class Transport(ABC):
 
     @abstractmethod
     def end_step(self) -> None:
-        """Called after every step: what was sent is on its way without this process when it returns.
+        """Called after every step. Returns when the messages sent so far need nothing more from this process.
 
         Raises:
-            PeerLost: a receiver went away before it had taken all.
+            PeerLost: a receiver ended before it had taken its messages.
         """
 
     @abstractmethod

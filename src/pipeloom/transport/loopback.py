@@ -1,7 +1,7 @@
-"""All ranks in one process: messages are references in a queue, nothing is copied.
+"""All ranks in one process: messages are references in a queue, no tensor is copied.
 
-The same queues serve two drivers. One thread may run all ranks in turn (deterministic; `blocking` is False), or each
-rank has a thread of its own that sleeps in `receive`.
+Either one thread runs all ranks in turn (deterministic; `blocking` is False), or each rank has its own thread, which
+sleeps in `receive`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class _Queue(Outgoing, Incoming):
         try:
             message = self._messages.get(timeout=self._timeout_seconds)
         except Empty:
-            raise PeerLost(
-                f"rank {self._channel.target} waited {self._timeout_seconds:g} s for rank {self._channel.source}"
-            ) from None
+            raise self._channel.timed_out(self._timeout_seconds) from None
         if message is None:
             raise PeerLost(f"rank {self._channel.source} stopped")
         return message
@@ -50,7 +48,7 @@ class LoopbackTransport(Transport):
     """One object for all ranks of a process.
 
     Args:
-        blocking: True where every rank has a thread of its own.
+        blocking: True where every rank has its own thread.
         timeout_seconds: how long a rank may wait for a message.
     """
 
@@ -73,7 +71,7 @@ class LoopbackTransport(Transport):
         """Queues hold nothing once their messages are taken."""
 
     def interrupt(self, source: int) -> None:
-        """Tell everybody who waits for rank `source` that it stopped."""
+        """Wake all ranks that wait for rank `source` with PeerLost."""
         for channel, queue in self._queues.items():
             if channel.source == source:
                 queue.interrupt()

@@ -1,10 +1,10 @@
-"""`SharedBlock`: one piece of anonymous shared memory, mapped by its sender and its receiver.
+"""`SharedBlock`: one region of anonymous shared memory, mapped by its sender and its receiver.
 
     byte 0        whether the receiver still uses the block; set by the sender, cleared by the receiver
     byte 64...    the tensors of one message, each aligned to 64 bytes
 
-The mapping is made through the C library: Python's own ``mmap`` keeps a file descriptor open for each, and a step of a
-thousand micro-batches would run out of them.
+The C library makes the mapping: Python's ``mmap`` keeps a file descriptor open for each, and a step of a thousand
+micro-batches would run out of descriptors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeloom.transport.values import Layout
 
 _HEAD_BYTES = 64
 _FREE, _USED = 0, 1
-_COPIED_BYTES = 1 << 17  # up to which a receiver copies
+_COPIED_BYTES = 1 << 17  # a receiver copies messages up to this size
 _C = ctypes.CDLL(None, use_errno=True)
 _C.mmap.restype = ctypes.c_void_p
 _C.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -30,7 +30,7 @@ _C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _map(descriptor: int, num_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """The file as an array of bytes; unmapped when the last view of it is gone."""
+    """The file as an array of bytes; unmapped when its last view is gone."""
     address = _C.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
     if address is None or address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), f"cannot map {num_bytes} bytes of shared memory")
@@ -43,7 +43,7 @@ class SharedBlock:
     """A block with room for `capacity` bytes of tensors.
 
     Args:
-        number: by which sender and receiver know it.
+        number: identifies the block on both sides of a channel.
         descriptor: of the memory; may be closed afterwards.
         capacity: in bytes.
     """
@@ -61,7 +61,7 @@ class SharedBlock:
 
     @classmethod
     def create(cls, number: int, num_bytes: int) -> tuple[SharedBlock, int]:
-        """A new block and the descriptor to hand to the receiver, which the caller closes."""
+        """A new block, and the descriptor to send to the receiver; the caller closes the descriptor."""
         capacity = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         descriptor = os.memfd_create("pipeloom", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, _HEAD_BYTES + capacity)
@@ -81,7 +81,7 @@ class SharedBlock:
             place.copy_(tensor)
 
     def _places_of(self, layout: Layout) -> list[Tensor]:
-        """Where a message's tensors are in the block; remembered, as most messages of a block are alike."""
+        """Views of a message's tensors in the block; cached, since most messages of a block have the same layout."""
         if layout is not self._layout:
             self._layout = layout
             self._places = []
@@ -96,15 +96,15 @@ class SharedBlock:
         return bytes(memoryview(self._memory).cast("B")[-num_bytes:])
 
     def read(self, layout: Layout) -> list[Tensor]:
-        """Receiver: the message's tensors, as views; the block is free again when the last of them is gone.
+        """Receiver: the message's tensors, as views; the block is free again when the last view is gone.
 
-        Those of a small message are copies: that is done sooner, and the block is free at once.
+        Tensors of a small message are copies: copying takes less time, and the block is free at once.
         """
         if layout.num_bytes <= _COPIED_BYTES:
             copies = [place.clone() for place in self._places_of(layout)]
             self._memory[0] = _FREE
             return copies
-        view = memoryview(self._memory)  # every storage below keeps it alive, and nothing else does
+        view = memoryview(self._memory)  # only the storages below keep it alive
 
         def release(_: Any, memory: Any = self._memory) -> None:
             memory[0] = _FREE

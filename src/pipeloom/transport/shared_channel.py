@@ -33,17 +33,17 @@ _NO_WAIT = int(socket.MSG_DONTWAIT)
 
 
 class Waiting(Protocol):
-    """What a receive asks of its transport while it waits."""
+    """The transport of a channel, as far as a waiting receive uses it."""
 
     spin_seconds: float
     timeout_seconds: float
 
     def flush(self) -> bool:
-        """Try to send what did not fit into a socket; True when nothing is left anywhere."""
+        """Try to send what did not fit into the sockets; returns whether nothing is left."""
 
 
 class SharedOutgoing(Outgoing):
-    """Copies messages into blocks; never waits."""
+    """Copies messages into blocks; a send never waits."""
 
     def __init__(self, connection: socket.socket, channel: Channel, backlogged: set[SharedOutgoing]) -> None:
         self._socket = connection
@@ -52,8 +52,8 @@ class SharedOutgoing(Outgoing):
         self._num_made = 0
         self._used_in_step: set[int] = set()
         self._dropped: list[int] = []
-        self._unsent: tuple[bytes, int | None] | None = None  # the datagram that the socket would not take
-        self._backlog: deque[tuple[Layout, Sequence[Tensor], int]] = deque()  # what is to follow it
+        self._unsent: tuple[bytes, int | None] | None = None  # a datagram for which the socket had no room
+        self._backlog: deque[tuple[Layout, Sequence[Tensor], int]] = deque()  # messages after it
         self._backlogged = backlogged
         self._lost = False
 
@@ -98,11 +98,11 @@ class SharedOutgoing(Outgoing):
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno == errno.ETOOMANYREFS:  # too many descriptors on their way: as good as full
+            if error.errno == errno.ETOOMANYREFS:  # too many descriptors in flight: like a full socket
                 return False
             if error.errno not in (errno.EPIPE, errno.ECONNRESET):
                 raise
-            # The receiver is gone. Whoever waits for it learns that from its own channel; end_step tells all others.
+            # The receiver has ended. `end_step` raises; ranks that wait for it notice by their own channels.
             self._lost = True
         self._unsent = None
         if descriptor is not None:
@@ -110,7 +110,7 @@ class SharedOutgoing(Outgoing):
         return True
 
     def flush(self) -> bool:
-        """Send what did not fit before; True when nothing is left."""
+        """Send what did not fit before; returns whether nothing is left."""
         while self._unsent is None or self._push():
             if not self._backlog:
                 return True
@@ -136,7 +136,7 @@ class SharedOutgoing(Outgoing):
         self._used_in_step.clear()
 
     def discard(self) -> None:
-        """Forget what was never sent."""
+        """Drop everything that was not sent."""
         if self._unsent is not None and self._unsent[1] is not None:
             os.close(self._unsent[1])
         self._unsent = None
@@ -148,8 +148,8 @@ class SharedIncoming(Incoming):
     """Makes tensors of the blocks that datagrams name.
 
     Args:
-        connection: a socket that blocks.
-        channel: whose end it is.
+        connection: a blocking socket.
+        channel: the channel of the socket.
         transport: of this process.
     """
 
@@ -190,7 +190,7 @@ class SharedIncoming(Incoming):
             except BlockingIOError:
                 now = time.perf_counter()
                 if now < spin_until:
-                    self._transport.flush()  # somebody may be waiting for what this rank could not send yet
+                    self._transport.flush()  # another rank may wait for what did not fit into its socket
                     continue
                 give_up = give_up or now + self._transport.timeout_seconds
                 flags = self._prepare_wait(give_up - now)
@@ -204,12 +204,9 @@ class SharedIncoming(Incoming):
             return data, None
 
     def _prepare_wait(self, seconds: float) -> int:
-        """The flags of a receive that sleeps at most so long: one that is woken has its message, by one system call."""
+        """The flags of a receive that sleeps at most this long and gets its message by one system call."""
         if seconds <= 0:
-            raise PeerLost(
-                f"rank {self._channel.target} waited {self._transport.timeout_seconds:g} s for rank "
-                f"{self._channel.source}: it runs but sends nothing"
-            )
+            raise self._channel.timed_out(self._transport.timeout_seconds)
         if not self._transport.flush():
             self._poll.poll(1)
             return _NO_WAIT

@@ -1,17 +1,17 @@
-"""Messages between ranks that are processes of one Linux machine: shared memory for the bytes, a socket for the rest.
+"""Messages between ranks that are processes of one Linux host: shared memory for the bytes, a socket for the rest.
 
     sender                                                                        receiver
       │ copy the tensors into a free block (anonymous memory, memfd)                 │
       │ ── one datagram: block number, layout ── Unix socket ──────────────────────▶ │ tensors are views of the block
       │ block is free ◀── first byte of the block set to 0 when the last view dies ──│
 
-One copy, one system call on each side; a small message is copied out again, which takes less time than a view. The
-socket also wakes a sleeping receiver, carries the descriptor of a new block, and closes by itself when a process dies,
-so a lost peer is noticed at once. Sockets have abstract names and blocks have none: nothing is left in any file system,
+A message takes one copy, and one system call per side. A small message is copied out again, which takes less time than
+a view. The socket also wakes a sleeping receiver, and carries the descriptor of a new block. It closes when a process
+dies, so a lost peer is noticed at once. Sockets have abstract names and blocks have none, so no file is left behind,
 however a process ends.
 
-A channel owns as many blocks as messages were in flight at once in the last step; what a step did not need is unmapped
-at its end. A full socket never blocks the sender: what does not fit waits in a list until the next call.
+A channel owns as many blocks as it had messages in flight in the last step; other blocks are unmapped at the end of the
+step. A full socket never blocks the sender: the message waits in a list until the next call.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pipeloom.errors import PeerLost
 from pipeloom.transport.interface import Channel, Incoming, Lane, Outgoing, Transport
 from pipeloom.transport.shared_channel import SharedIncoming, SharedOutgoing
 
-# A receiver that slept wakes some 30 us late, with cold caches and, on a shared host, often no core at once. Waits that
-# are shorter than this are those of ranks that compute in turns; a rank that waits longer has a bubble and may sleep.
+# A sleeping receiver wakes about 30 us late, with cold caches and, on a shared host, often without a free core. Shorter
+# waits than this occur between ranks that compute alternately; a rank that waits longer is in a bubble and may sleep.
 SPIN_SECONDS = 2e-3
 
 
 def available() -> bool:
-    """Whether this machine has what the transport needs (Linux with memfd and abstract sockets)."""
+    """Whether this host supports the transport: Linux with memfd and abstract sockets."""
     return hasattr(os, "memfd_create") and hasattr(socket, "SOCK_SEQPACKET")
 
 
 def host_identity() -> str:
-    """A text that two processes share exactly when they can use this transport with each other."""
+    """A text that is equal for two processes exactly when this transport can connect them."""
     parts = []
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
         try:
@@ -52,15 +52,15 @@ def host_identity() -> str:
 
 
 class SharedMemoryTransport(Transport):
-    """Channels between processes of one machine.
+    """Channels between processes of one host.
 
     Args:
-        rank: of the pipeline, that this process is.
-        exchange: gathers every process's bytes on every process; called once.
-        processes: for each rank of the pipeline, its place in what `exchange` gives; None: the same number.
+        rank: pipeline rank of this process.
+        exchange: gathers the bytes of every process on every process; called once.
+        processes: for each pipeline rank, its index in the result of `exchange`. None: the rank itself.
         timeout_seconds: how long a receive may wait.
-        spin_seconds: how long a receive looks again and again before it sleeps. None: `SPIN_SECONDS` where every
-            process of `exchange` has a core of its own, else 0.
+        spin_seconds: how long a receive polls before it sleeps. None: `SPIN_SECONDS` where every process on this host
+            has its own core, else 0.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SharedMemoryTransport(Transport):
         self.spin_seconds = spin_seconds
 
     def reaches(self, peer: int, *, of: int) -> bool:
-        """Whether ranks `peer` and `of` run on one machine; every rank gives the same answer."""
+        """Whether ranks `peer` and `of` run on one host; returns the same on every rank."""
         return bool(self._addresses[peer]["host"] == self._addresses[of]["host"])
 
     def open(self, channels: Iterable[Channel]) -> None:
@@ -114,7 +114,7 @@ class SharedMemoryTransport(Transport):
             expected.discard(channel)
 
     def _accept(self) -> socket.socket:
-        """The next connection of a process of this user; anybody on the machine can see the listener's name."""
+        """The next connection of a process of this user; other users of the host can connect too, and are dropped."""
         while True:
             connection = self._listener.accept()[0]
             _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -133,7 +133,7 @@ class SharedMemoryTransport(Transport):
         return self._incoming[channel]
 
     def flush(self) -> bool:
-        """Try to send what did not fit into a socket; True when nothing is left anywhere."""
+        """Try to send what did not fit into the sockets; returns whether nothing is left."""
         if self._backlogged:
             for end in [end for end in self._backlogged if end.flush()]:
                 self._backlogged.discard(end)
@@ -145,14 +145,12 @@ class SharedMemoryTransport(Transport):
             end.end_step()
 
     def _drain(self, seconds: float) -> None:
-        """Wait until all that was sent is in the sockets."""
+        """Wait until all messages are in the sockets."""
         deadline = time.perf_counter() + seconds
         while not self.flush():
             if time.perf_counter() > deadline:
                 targets = sorted({end.channel.target for end in self._backlogged})
-                raise PeerLost(
-                    f"ranks {targets} took nothing for {seconds:g} s: they run but do not receive what this rank sent"
-                )
+                raise PeerLost(f"ranks {targets} are running but received nothing from this rank for {seconds:g} s")
             poll = select.poll()
             for end in self._backlogged:
                 poll.register(end, select.POLLOUT)

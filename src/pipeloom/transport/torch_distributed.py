@@ -1,17 +1,17 @@
-"""Messages over torch.distributed: gloo between CPU ranks of several machines, NCCL between CUDA ranks.
+"""Messages over torch.distributed: gloo between CPU ranks of several hosts, NCCL between CUDA ranks.
 
-Every channel has a process group of its own, so that messages of two channels never wait for each other and a failure
-stays where it is; closing destroys it. A message starts with an envelope of fixed size, always by a CPU group, since a
-receiver has to know sizes beforehand. It holds the layout, and the tensors too if they are small and on the CPU; else
-they follow.
+Every channel has its own process group, so that messages of two channels never wait for each other and a failure does
+not spread; closing the channel destroys the group. A receiver must know sizes in advance, so a message starts with an
+envelope of fixed size, which always travels over a CPU group. The envelope holds the layout, and the tensors too if
+they are small and on the CPU. Other tensors follow it.
 
     envelope   | kind | length of layout | call | layout | tensors, each aligned to 64 bytes |
-    layout     a message of its own, where it is too long for the envelope
-    payloads   one message a tensor, where the envelope says so
+    layout     a separate message, where it is too long for the envelope
+    payloads   one message per tensor, where the envelope says so
 
-On the receiving side one thread a channel takes messages off the wire as they come, which is what posting receives
-early means where sizes are not known beforehand; how far a sender can run ahead is bounded by the schedule. Sends are
-asynchronous; what they hold is dropped as soon as they are done.
+The receiver has one thread per channel, which takes messages off the wire as they arrive. This replaces receives that
+are posted early, which would need to know the sizes. The schedule bounds how far a sender can run ahead. Sends are
+asynchronous; their tensors are released as soon as they are done.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from pipeloom.transport.values import Layout, decode
 
 _ENVELOPE_BYTES = 1 << 14
 _HEAD = struct.Struct("<IIQ")  # kind, length of the layout, call
-_FOR_EVER = timedelta(days=365)  # of a group: its receives wait while nobody has anything to send
+_NO_TIMEOUT = timedelta(days=365)  # of groups: a listening thread waits as long as its peer sends nothing
 _CLOSING_SECONDS = 5.0
 _PAD = 64
 _END, _WHOLE, _FOLLOWED = 0, 1, 2  # kinds: closes the channel; holds all; payloads follow
 
 
-class _Link:
-    """One of the two process groups of a channel, as one of its two ranks sees it.
+class _PeerGroup:
+    """One of the two process groups of a channel, seen from one of its two ranks.
 
     Args:
         group: of two processes.
-        peer: the other one's place in it.
+        peer: group rank of the other one.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._groups = [group]  # kept: it serves also after destroy_process_group
+        self._groups = [group]  # this reference keeps the group usable after destroy_process_group()
         self._peer = peer
 
     def send(self, tensor: Tensor) -> dist.Work:
@@ -61,16 +61,16 @@ class _Link:
         self._groups[0].recv([tensor], self._peer, 0).wait()
 
     def close(self, *, orderly: bool) -> None:
-        """Destroy the group. Its threads and sockets go when nobody holds it, be it a thread that still receives."""
-        if not orderly:  # NCCL would wait for a peer that may be gone
+        """Destroy the group. Its threads and sockets end when the last reference is gone."""
+        if not orderly:  # NCCL would wait for a peer that may have ended
             for group in self._groups:
                 group.abort()
         destroy_groups(self._groups)
         self._groups.clear()
 
 
-class _Outgoing(Outgoing):
-    def __init__(self, channel: Channel, control: _Link, data: _Link, timeout_seconds: float) -> None:
+class _TorchOutgoing(Outgoing):
+    def __init__(self, channel: Channel, control: _PeerGroup, data: _PeerGroup, timeout_seconds: float) -> None:
         self._channel = channel
         self._control = control
         self._data = data
@@ -92,40 +92,40 @@ class _Outgoing(Outgoing):
         for payload in payloads:
             self._post(payload, self._data)
 
-    def _post(self, tensor: Tensor, link: _Link) -> None:
+    def _post(self, tensor: Tensor, link: _PeerGroup) -> None:
         with noticing_lost_peers(f"rank {self._channel.target} cannot be reached"):
             self._in_flight.append((link.send(tensor), tensor))
 
     def release(self) -> None:
-        """Forget sends that are done."""
+        """Release the tensors of sends that are done."""
         while self._in_flight and self._in_flight[0][0].is_completed():
             self._in_flight.popleft()
 
     def end_step(self) -> None:
-        """Wait until everything is on its way."""
+        """Wait until all sends are done."""
         with noticing_lost_peers(f"rank {self._channel.target} did not take what this rank sent"):
             while self._in_flight:
                 self._in_flight[0][0].wait(self._timeout)
                 self._in_flight.popleft()
 
     def finish(self) -> bool:
-        """Close the channel: the other side's thread ends when this arrives. Returns whether it did."""
+        """Tell the receiver's thread to end. Returns whether the message was sent."""
         try:
             self._post(_envelope(_END, b"", 0), self._control)
             while self._in_flight:
                 self._in_flight.popleft()[0].wait(timedelta(seconds=_CLOSING_SECONDS))
-        except RuntimeError:  # the peer is gone: nobody is left to tell
+        except RuntimeError:  # the peer has ended
             self._in_flight.clear()
             return False
         return True
 
 
-class _Incoming(Incoming):
+class _TorchIncoming(Incoming):
     def __init__(
         self,
         channel: Channel,
-        control: _Link,
-        data: _Link,
+        control: _PeerGroup,
+        data: _PeerGroup,
         device: torch.device,
         timeout_seconds: float,
         idle: Callable[[], bool],
@@ -144,16 +144,14 @@ class _Incoming(Incoming):
         return not self._messages.empty()
 
     def receive(self) -> Message:
-        while not self._idle() and self._messages.empty():  # somebody may wait for what this rank still has to send
+        while not self._idle() and self._messages.empty():  # another rank may wait for what is still to be sent here
             time.sleep(0.001)
         try:
             message = self._messages.get(timeout=self._timeout_seconds)
         except Empty:
-            raise PeerLost(
-                f"rank {self._channel.target} waited {self._timeout_seconds:g} s for rank {self._channel.source}"
-            ) from None
+            raise self._channel.timed_out(self._timeout_seconds) from None
         if isinstance(message, Exception):
-            self._messages.put(message)  # whoever asks again gets the same answer
+            self._messages.put(message)  # the next call raises it too
             if not isinstance(message, ConnectionError) and not is_lost_peer(message):
                 raise message
             raise PeerLost(
@@ -183,7 +181,7 @@ class _Incoming(Incoming):
                 else:
                     tensors = [self._receive_tensor(shape, dtype) for shape, dtype, _ in layout.specs]
                 self._messages.put(Message(layout, tensors, call))
-        except Exception as error:  # handed to the rank's own thread, which raises it with its context
+        except Exception as error:  # raised by the rank's own thread
             self._messages.put(error)
 
     def _receive_tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -197,12 +195,12 @@ class TorchDistributedTransport(Transport):
     """Channels over the default process group's backend.
 
     Args:
-        rank: of the pipeline, that this process is.
-        device: where received tensors are to lie.
-        copies: for every copy of the pipeline, the processes (ranks in the default group) that are its ranks; this
-            process is in one of them. None: one copy, of the whole default group.
+        rank: pipeline rank of this process.
+        device: of received tensors.
+        replicas: for every data-parallel replica of the pipeline, its processes (ranks in the default group), by
+            pipeline rank; this process is in one of them. None: one replica, the whole default group.
         timeout_seconds: how long a receive may wait.
-        idle: asked while a receive waits, and again until it says that this process has nothing left to send.
+        idle: called while a receive waits, until it returns True: this process has nothing left to send elsewhere.
     """
 
     def __init__(
@@ -210,38 +208,38 @@ class TorchDistributedTransport(Transport):
         rank: int,
         *,
         device: torch.device,
-        copies: Sequence[Sequence[int]] | None = None,
+        replicas: Sequence[Sequence[int]] | None = None,
         timeout_seconds: float = 1800.0,
         idle: Callable[[], bool] = lambda: True,
     ) -> None:
         self._rank = rank
         self._process = dist.get_rank()
-        self._copies = copies or (range(dist.get_world_size()),)
+        self._replicas = replicas or (range(dist.get_world_size()),)
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._idle = idle
-        self._outgoing: dict[Channel, _Outgoing] = {}
-        self._incoming: dict[Channel, _Incoming] = {}
-        self._links: list[_Link] = []
+        self._outgoing: dict[Channel, _TorchOutgoing] = {}
+        self._incoming: dict[Channel, _TorchIncoming] = {}
+        self._links: list[_PeerGroup] = []
 
     def open(self, channels: Iterable[Channel]) -> None:
         atexit.register(self.close)  # a thread that still listens when the interpreter ends would abort the process
-        # Every process makes every group, of all copies: torch.distributed counts them to name them. Only the two
-        # members of one meet.
+        # Every process makes every group, of all replicas, because torch.distributed names groups by a counter. Only
+        # the two members of a group connect.
         for channel in channels:
-            for copy in self._copies:
-                members = sorted((copy[channel.source], copy[channel.target]))
-                control = dist.new_group(members, timeout=_FOR_EVER, backend="gloo")
-                data = control if self._device.type == "cpu" else dist.new_group(members, timeout=_FOR_EVER)
+            for replica in self._replicas:
+                members = sorted((replica[channel.source], replica[channel.target]))
+                control = dist.new_group(members, timeout=_NO_TIMEOUT, backend="gloo")
+                data = control if self._device.type == "cpu" else dist.new_group(members, timeout=_NO_TIMEOUT)
                 if self._process not in members:
                     continue
                 peer = 1 - members.index(self._process)
-                links = _Link(control, peer), _Link(data, peer)
+                links = _PeerGroup(control, peer), _PeerGroup(data, peer)
                 self._links += links
                 if channel.source == self._rank:
-                    self._outgoing[channel] = _Outgoing(channel, *links, self._timeout_seconds)
+                    self._outgoing[channel] = _TorchOutgoing(channel, *links, self._timeout_seconds)
                 else:
-                    self._incoming[channel] = _Incoming(
+                    self._incoming[channel] = _TorchIncoming(
                         channel, *links, self._device, self._timeout_seconds, self._idle
                     )
 
@@ -285,7 +283,7 @@ def _payload_start(layout: Layout) -> int:
 
 
 def _places(envelope: Tensor, layout: Layout) -> list[Tensor]:
-    """The part of an envelope that holds tensors, as tensors."""
+    """Views of the tensors in an envelope."""
     first = _payload_start(layout)
     return [
         envelope[first + offset : first + offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
@@ -294,6 +292,6 @@ def _places(envelope: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def _wire_form(tensor: Tensor) -> Tensor:
-    """Contiguous, and as bytes where a backend has no such dtype; on a fresh contiguous tensor a view of it."""
+    """The tensor contiguous, and as bytes on the CPU, since gloo does not know all dtypes; a view where possible."""
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
     return tensor.view(-1).view(torch.uint8) if tensor.device.type == "cpu" else tensor

@@ -1,7 +1,7 @@
-"""Values that cross a stage boundary: tensors, or tuples, lists and dicts of them, and plain constants.
+"""Values that cross a stage boundary: tensors, constants, and tuples, lists and dicts of them.
 
 A value is flattened to its tensors and a `Layout`. The layout travels with every message, so that shapes, dtypes and
-structure may change from one micro-batch to the next. It is JSON on the wire: nothing is ever unpickled.
+structure may change from one micro-batch to the next. On the wire the layout is JSON; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pipeloom.errors import InputError
 from pipeloom.split.layer_chain import even_parts
 
 Value = Any  # Tensor | tuple | list | dict[str | int, Value] | int | float | bool | str | None
-_TENSOR = "t"  # the structure of a lone tensor, by far the most frequent value
+_TENSOR = "t"  # the structure of a single tensor, by far the most frequent value
 _ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Everything about a value but its numbers.
+    """Structure, shapes and dtypes of a value.
 
     Attributes:
         structure: JSON of the nesting (see `_strip`), with ``"t"`` where a tensor stands.
@@ -55,21 +55,23 @@ def _layout(structure: str, specs: tuple[tuple[torch.Size, torch.dtype, bool], .
 
 @lru_cache(maxsize=4096)
 def decode(header: bytes) -> Layout:
-    """The layout whose `Layout.header` these bytes are."""
+    """The layout with this `Layout.header`."""
     structure, tensors = json.loads(header)
     specs = tuple((torch.Size(shape), getattr(torch, dtype), wants) for shape, dtype, wants in tensors)
     return _layout(structure, specs)
 
 
 def flatten(value: Value, what: str = "a stage returned") -> tuple[Layout, list[Tensor]]:
-    """Take a value apart; the inverse of `unflatten`, but that subclasses of tuple, list and dict come out as these.
+    """Split a value into its layout and its tensors; the inverse of `unflatten`.
+
+    `unflatten` makes a plain tuple, list or dict of an instance of a subclass.
 
     Args:
-        value: what is to travel.
+        value: the value to send.
         what: how an error begins.
 
     Raises:
-        InputError: the value holds something that is neither a dense tensor nor a plain constant.
+        InputError: the value holds something other than dense tensors, constants, tuples, lists and dicts.
     """
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         return _layout(_TENSOR, ((value.shape, value.dtype, value.requires_grad),)), [value]
@@ -79,7 +81,7 @@ def flatten(value: Value, what: str = "a stage returned") -> tuple[Layout, list[
 
 
 def unflatten(layout: Layout, tensors: Sequence[Tensor]) -> Value:
-    """Put a value together again."""
+    """The value with this layout and these tensors."""
     if layout.structure == _TENSOR:
         return tensors[0]
     return _fill(_decoded(layout.structure), iter(tensors))
@@ -93,7 +95,7 @@ def copied(value: Value) -> Value:
 
 @lru_cache(maxsize=4096)
 def _encoded(structure: Any) -> str:
-    """What `_strip` left, as JSON."""
+    """A structure of `_strip` as JSON."""
     return json.dumps(structure)
 
 
@@ -103,14 +105,14 @@ def _decoded(structure: str) -> Any:
 
 
 def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
-    """The nesting as tuples, which can be looked up: equal ones are the same, so 1, 1.0 and True say what they are."""
+    """The nesting as tuples, which are hashable; constants carry their type, since 1, 1.0 and True are equal."""
     kind = type(value).__name__
     if isinstance(value, Tensor):
         if value.layout is torch.strided and not value.is_nested:
             tensors.append(value)
             return _TENSOR
         kind = "nested tensor" if value.is_nested else f"{value.layout} tensor"
-    elif isinstance(value, tuple | list):  # a class of the user's would have to be looked up by name on the other side
+    elif isinstance(value, tuple | list):  # a subclass would have to be imported by name on the other side
         items = tuple([_strip(item, tensors, what) for item in value])
         return "tuple" if isinstance(value, tuple) else "list", items
     elif isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
@@ -121,8 +123,8 @@ def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
     elif value is None or isinstance(value, bool | int | str):
         return "constant", kind, value
     raise InputError(
-        f"{what} a {kind}: what travels are dense tensors, tuples, lists and dicts of them and plain constants; turn "
-        "it into one of these"
+        f"{what} a {kind}: only dense tensors, plain constants, and tuples, lists and dicts of them can be sent from "
+        "stage to stage. Convert it to one of these."
     )
 
 
@@ -141,7 +143,7 @@ def _fill(structure: Any, tensors: Any) -> Value:
 
 
 def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Value], list[int]]:
-    """Cut a batch along dimension 0 of all its tensors into micro-batches of nearly equal size, larger ones first.
+    """Split a batch along dimension 0 of all its tensors into micro-batches; sizes differ by at most one sample.
 
     Returns:
         The micro-batches and the number of samples in each.
@@ -155,14 +157,17 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
         seen = f"tensors of {sorted(lengths)} samples" if lengths else "no tensor"
         if -1 in lengths:
             seen = "a tensor without dimensions"
-        raise InputError(f"{what} hold {seen}: every tensor of a batch needs the samples along dimension 0; reshape it")
+        raise InputError(
+            f"{what} hold {seen}: all tensors of a batch must have the same number of samples along dimension 0. "
+            "Reshape them."
+        )
     length = lengths.pop()
     if length == 0:
-        raise InputError(f"{what} hold 0 samples: every micro-batch needs at least one; leave out empty batches")
+        raise InputError(f"{what} hold 0 samples: every micro-batch needs at least one. Skip empty batches.")
     if length < num_microbatches:
         raise InputError(
-            f"{what} hold {length} samples for {num_microbatches} micro-batches: each needs at least one sample; "
-            f"use a batch of {num_microbatches} or more, or a schedule of {length} micro-batches"
+            f"{what} hold {length} samples for {num_microbatches} micro-batches: each needs at least one sample. "
+            f"Use a batch of {num_microbatches} or more samples, or a schedule of {length} micro-batches."
         )
     if num_microbatches == 1:
         return [unflatten(layout, tensors)], [length]
@@ -174,7 +179,7 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
 
 
 def join_batch(values: Sequence[Value]) -> Value:
-    """Concatenate the outputs of micro-batches along dimension 0; tensors without dimension are stacked."""
+    """Concatenate the outputs of micro-batches along dimension 0; tensors without dimensions are stacked."""
     layouts, tensors = zip(*map(flatten, values), strict=True)
     joined = [torch.cat(column) if column[0].dim() else torch.stack(column) for column in zip(*tensors, strict=True)]
     return unflatten(layouts[0], joined)
