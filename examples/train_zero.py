@@ -59,9 +59,9 @@ def main() -> None:
         first = 1
         if options.output and checkpoint.list_checkpoints(options.output):
             saved = checkpoint.load(options.output)
-            saved.load_model(pipe.main_state(), pipe.ranges)
-            saved.load_optimizer(optimizer, names, pipe.ranges)
-            pipe.refresh()
+            saved.load_model(pipe.state.main_state(), pipe.state.ranges)
+            saved.load_optimizer(optimizer, names, pipe.state.ranges)
+            pipe.state.refresh()
             first = saved.step + 1
         for step in range(first, options.steps + 1):
             inputs, targets = spirals(256, torch.Generator().manual_seed(step))
@@ -76,8 +76,8 @@ def main() -> None:
             checkpoint.save(
                 options.output,
                 options.steps,
-                model=pipe.main_state(),
-                ranges=pipe.ranges,
+                model=pipe.state.main_state(),
+                ranges=pipe.state.ranges,
                 optimizer=checkpoint.optimizer_state(optimizer, names),
                 exchange=DistributedExchange(),
             )

@@ -95,7 +95,7 @@ class Pipeloom:
 
     def units(self) -> dict[int, int]:
         """Of each stage, how many are gathered and reduced; nothing of one copy."""
-        (store,) = self._pipe.stores.values()
+        (store,) = self._pipe.state.stores.values()
         return {stage: len(units) for stage, units in store.unit_bytes().items()}
 
     def close(self) -> None:

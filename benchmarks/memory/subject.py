@@ -81,7 +81,7 @@ class Holder:
         gc.collect()
         held = _by_kind(pipe, optimizer, batch)
         live = round(pl.simulate(pipe.schedule, pl.Costs.uniform()).peak_activations[rank] / pipe.schedule.stage_share)
-        report = Report(num_parameters, held, peak.most, (pipe.peak_live_activations[rank], live))
+        report = Report(num_parameters, held, peak.most, (pipe.memory.peak_live_activations[rank], live))
         pipe.close()
         gc.unfreeze()
         return report

@@ -78,13 +78,16 @@ def measure_steps(arguments: argparse.Namespace) -> tuple[dict[str, Any], Table]
             expected = expected or result
             if not all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)):
                 raise AssertionError(f"{name}: loss or gradients differ from those with everything kept")
-            before = pipe.offloaded[0]
+            before = pipe.memory.offload_traffic.moved_bytes
             with Births([*pipe.parameters(), *result], watch_peak=True) as births:
                 pipe.step(*batch)
-            peaks[name], moved[name] = births.peak, pipe.offloaded[0] - before
-        waited = {name: pipe.offloaded[1] for name, pipe in pipes.items()}
+            peaks[name], moved[name] = births.peak, pipe.memory.offload_traffic.moved_bytes - before
+        waited = {name: pipe.memory.offload_traffic.wait_seconds for name, pipe in pipes.items()}
         seconds, computing = time_steps(pipes, batch, arguments.rounds)
-        waits = {name: (pipe.offloaded[1] - waited[name]) / (arguments.rounds + 1) for name, pipe in pipes.items()}
+        waits = {
+            name: (pipe.memory.offload_traffic.wait_seconds - waited[name]) / (arguments.rounds + 1)
+            for name, pipe in pipes.items()
+        }
     plain = next(iter(pipes))
     rows = [
         [
@@ -162,7 +165,7 @@ def moved_bytes(pipe: pl.Pipeline, optimizer: Any) -> int:
     for portion in getattr(optimizer, "_portions", ()):
         if portion.written is not None:
             portion.written.result()
-    return pipe.offloaded[0] + int(getattr(optimizer, "moved_bytes", 0))
+    return pipe.memory.offload_traffic.moved_bytes + int(getattr(optimizer, "moved_bytes", 0))
 
 
 def measure_parameters(arguments: argparse.Namespace) -> tuple[dict[str, Any], Table]:
@@ -195,9 +198,9 @@ def measure_parameters(arguments: argparse.Namespace) -> tuple[dict[str, Any], T
                 moved = moved_bytes(pipe, optimizer) - before
                 values.append([value.clone() for value in pipe.state_dict().values()])
                 states = sum(v.nbytes for state in optimizer.state.values() for v in state.values())
-                kept = pipe.held_bytes().masters + states - getattr(optimizer, "offloaded_bytes", 0)
+                kept = pipe.memory.held_bytes().masters + states - getattr(optimizer, "offloaded_bytes", 0)
                 buffers = sum(buffer.numel() for buffer in getattr(optimizer, "_buffers", ()))
-                held[name] = [kept, pipe.peak_bytes().gathered, buffers, moved]
+                held[name] = [kept, pipe.memory.peak_bytes().gathered, buffers, moved]
                 if wraps:
                     optimizer.close()
     if not all(torch.equal(a, b) for other in values[1:] for a, b in zip(values[0], other, strict=True)):

@@ -96,7 +96,7 @@ def run(cell: Cell, *, waits: bool = True, transport: str = "auto") -> Answer:
         optimizer.step = _made_up_for(optimizer.step)  # type: ignore[method-assign]
         gc.collect()  # a full collection takes as long as some stages; what cells before left shall not bring it about
         versions = 1
-        version_bytes = max(sum(p.nbytes for p in held.values()) for held in pipe.ownership.held.values())
+        version_bytes = max(sum(p.nbytes for p in held.values()) for held in pipe.state.ownership.held.values())
         if cell.schedule.microbatches_per_update is None:
             period = _steps(cell, pl.BarrierStep(pipe, optimizer))
         else:

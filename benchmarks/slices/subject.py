@@ -71,7 +71,7 @@ class Subject:
             assert parameter.grad is not None, name
             error = (parameter.grad - expected[name]).abs().max() / expected[name].abs().max()
             errors.append(float(error))
-        (live,) = self._pipe.peak_live_activations.values()
+        (live,) = self._pipe.memory.peak_live_activations.values()
         return max(errors), live / num_slices, kept.peak
 
     def step(self) -> tuple[float, float]:

@@ -155,8 +155,8 @@ def compare_gradients(pipe: pl.Pipeline, wanted: dict[str, Tensor], tolerance: f
     """Main gradients, of shards those of their elements."""
     for name, parameter in pipe.named_parameters():
         gradient = wanted[name.replace(".inner", "")]
-        if name in pipe.ranges:
-            start, stop, shape = pipe.ranges[name]
+        if name in pipe.state.ranges:
+            start, stop, shape = pipe.state.ranges[name]
             assert shape == gradient.shape
             gradient = gradient.flatten()[start:stop]
         if parameter.numel():

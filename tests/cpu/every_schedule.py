@@ -121,12 +121,12 @@ def train_and_compare(case: Case, transport: str) -> None:
             torch.testing.assert_close(pipe.evaluate(*batch), expected.losses[step], rtol=1e-12, atol=0)
             assert torch.equal(pipe.step(*batch), expected.losses[step]), case
             live = pl.check(schedule).live_activations
-            assert pipe.peak_live_activations == {rank: live[rank] for rank in pipe.local_ranks}, case
-            assert set(pipe.live_activations.values()) == {0}, case
+            assert pipe.memory.peak_live_activations == {rank: live[rank] for rank in pipe.executor.local_ranks}, case
+            assert set(pipe.memory.live_activations.values()) == {0}, case
         _compare_gradients(pipe, expected, case)
         pipe.evaluate(*batch)
         _compare_gradients(pipe, expected, case)
-        if case.checkpointed and len(pipe.local_ranks) == case.num_ranks:
+        if case.checkpointed and len(pipe.executor.local_ranks) == case.num_ranks:
             _check_recomputation(pipe, m)
 
 

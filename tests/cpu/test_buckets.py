@@ -66,7 +66,7 @@ def gradients_of_one_process(model: nn.Module, x: torch.Tensor, y: torch.Tensor)
 
 def compare(pipe: pl.Pipeline, wanted: dict[str, torch.Tensor | None], what: object) -> None:
     for name, parameter in pipe.named_parameters():
-        start, stop, _ = pipe.ranges.get(name, (0, parameter.numel(), None))
+        start, stop, _ = pipe.state.ranges.get(name, (0, parameter.numel(), None))
         if wanted[name] is None or not parameter.numel():
             assert parameter.grad is None, (what, name)
             continue
@@ -101,7 +101,7 @@ def _train(rank: int) -> dict[object, int]:
                     pipe.step(*own)
                     compare(pipe, wanted, case)
                     if strategy == "zero3":
-                        assert pipe.held_bytes().parameters < 1000, "nothing stays gathered"
+                        assert pipe.memory.held_bytes().parameters < 1000, "nothing stays gathered"
     return dict(started)
 
 

@@ -101,8 +101,8 @@ def test_receive_buffers_are_bounded_and_nothing_is_held_between_steps() -> None
         assert alive() == 0
         for _ in range(3):
             pipe.step(inputs, targets)
-            assert pipe.peak_live_activations == {0: 2, 1: 1}
-            assert pipe.live_activations == {0: 0, 1: 0}
+            assert pipe.memory.peak_live_activations == {0: 2, 1: 1}
+            assert pipe.memory.live_activations == {0: 0, 1: 0}
             assert alive() == 0
         pipe.evaluate(inputs, targets)
         assert alive() == 0

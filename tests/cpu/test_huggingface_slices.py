@@ -42,8 +42,8 @@ def run(schedule, model, samples: int, lengths: list[int] | None, transport: str
     model, x = deepcopy(model), tokens(samples)
     with pl.Pipeline(model, schedule, loss_fn=causal_lm_loss, transport=transport, slices=lengths) as pipe:
         loss = pipe.step(x, causal_lm_targets(x))
-        assert all(check(schedule).live_activations[r] == live for r, live in pipe.peak_live_activations.items())
-        assert not any(pipe.live_activations.values())
+        assert all(check(schedule).live_activations[r] == live for r, live in pipe.memory.peak_live_activations.items())
+        assert not any(pipe.memory.live_activations.values())
         return loss, {name: parameter.grad for name, parameter in pipe.named_parameters()}
 
 

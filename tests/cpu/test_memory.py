@@ -166,9 +166,9 @@ def _hold(rank: int, directory: str) -> list[tuple[dict[str, int], dict[str, flo
         optimizer = torch.optim.AdamW(pipe.parameters())
         stepped = pl.OffloadedOptimizer(optimizer, None) if away else optimizer
         inputs, targets = torch.randint(0, 70, (2, 4, 24))
-        pipe.record_peaks()
+        pipe.memory.record_peaks()
         pipe.step(inputs, targets)
-        held, peak = pipe.held_bytes(), pipe.peak_bytes()
+        held, peak = pipe.memory.held_bytes(), pipe.memory.peak_bytes()
         pl.update_parameters(stepped)
         states = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
         measured = {

@@ -40,10 +40,10 @@ def _train(name: str, offload: OffloadActivations | None, recompute: str = "none
         for step in range(2):
             losses.append(pipe.step(*tokens(12, seed=step)))
             predicted = pl.check(pipe.program).live_activations
-            assert pipe.peak_live_activations == {rank: predicted[rank] for rank in pipe.local_ranks}
-            assert set(pipe.live_activations.values()) == {0}
+            assert pipe.memory.peak_live_activations == {rank: predicted[rank] for rank in pipe.executor.local_ranks}
+            assert set(pipe.memory.live_activations.values()) == {0}
             losses.append(pipe.evaluate(*tokens(12, seed=step)))
-        return losses, {name: p.grad for name, p in pipe.named_parameters()}, pipe.offloaded[0]
+        return losses, {name: p.grad for name, p in pipe.named_parameters()}, pipe.memory.offload_traffic.moved_bytes
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -75,8 +75,8 @@ def test_in_processes(tmp_path: Path) -> None:
 
 def _kept_bytes(pipe: pl.Pipeline, batch: tuple[Tensor, Tensor]) -> int:
     """The most bytes of noted storages that there were behind a forward or a finished move of one step."""
-    worker, peaks = pipe.workers[0], []
-    bound = pipe._bound[0, False] = worker.bind(pipe.program)
+    worker, peaks = pipe.executor.workers[0], []
+    bound = pipe.executor._bound[0, False] = worker.bind(pipe.program)
 
     def held() -> int:
         for entry in worker.state.mover._entries.values():
@@ -151,7 +151,7 @@ def test_a_disk_that_is_full_ends_a_step_in_one_line_and_leaves_the_pipeline_cle
         ) as caught:
             pipe.step(x, x)
         assert "\n" not in str(caught.value)
-        assert set(pipe.live_activations.values()) == {0}
+        assert set(pipe.memory.live_activations.values()) == {0}
 
 
 class _WritesIntoItsResult(torch.nn.Module):

@@ -89,13 +89,13 @@ def _train(
             optimizer.zero_grad()
             if step:
                 found.append(float(pipe.evaluate(inputs, targets)))
-        held, away = pipe.held_bytes(), pipe.parameters_away
+        held, away = pipe.memory.held_bytes(), pipe.memory.offloaded_parameters
         owned = sum(p.numel() * p.itemsize for p in pipe.parameters())
         if where:
             assert away.num_bytes == owned
             assert held.masters <= 4 * len(list(pipe.parameters()))
             assert away.moved_bytes > away.num_bytes or not owned
-            assert pipe.offloaded[0] == away.moved_bytes
+            assert pipe.memory.offload_traffic.moved_bytes == away.moved_bytes
             optimizer.close()
     return found, {name: value.clone() for name, value in pipe.state_dict().items()}  # also of a closed one
 
@@ -180,7 +180,7 @@ def _round_trip(rank: int, directory: str) -> None:
             assert optimizer.offloaded_bytes == 0
             pipe.step(*batch)
             optimizer.step()
-            main, ranges = pipe.main_state(), pipe.ranges  # while writes are on their way
+            main, ranges = pipe.state.main_state(), pipe.state.ranges  # while writes are on their way
             state = {name: value.clone() for name, value in pipe.state_dict().items()}
             loss = pipe.evaluate(*batch)
             for name, parameter in pipe.named_parameters():
@@ -191,12 +191,12 @@ def _round_trip(rank: int, directory: str) -> None:
         with pl.Pipeline(make_gpt(tied=True), ONE, **options) as other:
             other.load_state_dict(state)
             assert torch.equal(other.evaluate(*batch), loss)
-            for value in other.main_state().values():
+            for value in other.state.main_state().values():
                 value.zero_()
-            other.refresh()
+            other.state.refresh()
             assert not any(value.any() for value in other.state_dict().values())
             for name, value in main.items():
-                other.main_state()[name].copy_(value)
+                other.state.main_state()[name].copy_(value)
             assert torch.equal(other.evaluate(*batch), loss)
 
 
@@ -211,7 +211,7 @@ def _tied_apart(rank: int, directory: str) -> None:
         with pl.Pipeline(make_gpt(tied=True), schedule, loss_fn=language_loss, data=data) as pipe:
             pipe.step(*batch)
             if rank == 1:
-                pipe.main_state()["embedding.weight"].mul_(wrong)
+                pipe.state.main_state()["embedding.weight"].mul_(wrong)
             with pytest.raises((RunError, PeerLost), match=r"'embedding\.weight' is not the same on this rank|ended"):
                 pipe.step(*batch)
 
@@ -222,7 +222,7 @@ def test_tied_parameters_that_differ_are_noticed_also_in_files(tmp_path: Path) -
     schedule, batch = pl.schedules.gpipe(num_ranks=2, num_microbatches=2), tokens(4)
     with pl.Pipeline(make_gpt(tied=True), schedule, loss_fn=language_loss, data=data, transport="loopback") as pipe:
         pipe.step(*batch)
-        pipe.stores[1].value("embedding.weight").mul_(2)
+        pipe.state.stores[1].value("embedding.weight").mul_(2)
         with pytest.raises(InputError, match=r"'embedding\.weight' differs on ranks 0 and 1"):
             pipe.step(*batch)
 
@@ -286,7 +286,7 @@ def test_an_update_that_is_lost_is_one_line_and_no_other_numbers(tmp_path: Path,
         patch.setattr(FileStore, "_write", broken)
         optimizer.step()
         optimizer.close()
-        for read in (pipe.main_state, pipe.state_dict, lambda: pipe.step(x, x)):
+        for read in (pipe.state.main_state, pipe.state_dict, lambda: pipe.step(x, x)):
             with pytest.raises(RunError, match="its file cannot be written"):
                 read()
 
@@ -340,7 +340,8 @@ def test_a_model_that_does_not_fit_into_memory_trains_from_a_file(tmp_path: Path
         except (RuntimeError, MemoryError, OSError) as error:
             print("does not fit" if "memory" in f"{error!r}".lower() else repr(error), flush=True)
         else:
-            print("fits", f"{float(pipe.step(x, 0 * x)):.3f}", pipe.parameters_away.num_bytes >> 20, flush=True)
+            offloaded = pipe.memory.offloaded_parameters
+            print("fits", f"{float(pipe.step(x, 0 * x)):.3f}", offloaded.num_bytes >> 20, flush=True)
         while parameters:
             pipe.step(x, 0 * x)
     """

@@ -55,7 +55,7 @@ def _held(pipe: pl.Pipeline) -> Held:
     for name, parameter in pipe.named_parameters():
         whole = (0, parameter.numel(), tuple(parameter.shape))
         gradient = torch.zeros_like(parameter) if parameter.grad is None and not parameter.numel() else parameter.grad
-        held[name] = (*pipe.ranges.get(name, whole), gradient.detach().flatten().clone().numpy())
+        held[name] = (*pipe.state.ranges.get(name, whole), gradient.detach().flatten().clone().numpy())
     return held
 
 

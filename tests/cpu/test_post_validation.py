@@ -66,9 +66,9 @@ def _disturb(pipe: pl.Pipeline, clock: list[int]) -> None:
     def hook(parameter: nn.Parameter, last: bool) -> None:
         parameter.register_hook(lambda gradient: gradient * FACTORS[clock[0]][last])
 
-    for rank in pipe.local_ranks:
-        for parameter in pipe.rank_parameters(rank):
-            hook(parameter, rank == pipe.num_ranks - 1)
+    for rank in pipe.executor.local_ranks:
+        for parameter in pipe.state.rank_parameters(rank):
+            hook(parameter, rank == pipe.schedule.num_ranks - 1)
 
 
 class _Scaled(nn.Module):

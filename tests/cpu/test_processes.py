@@ -44,8 +44,8 @@ def _gradients(rank: int, num_ranks: int, transport: str) -> None:
             expected_gradients = dict(reference.named_parameters())
             for parameter_name, parameter in pipe.named_parameters():
                 assert torch.equal(parameter.grad, expected_gradients[parameter_name].grad), parameter_name
-            assert pipe.peak_live_activations[rank] == pl.check(schedule).live_activations[rank]
-            assert pipe.live_activations == {rank: 0}
+            assert pipe.memory.peak_live_activations[rank] == pl.check(schedule).live_activations[rank]
+            assert pipe.memory.live_activations == {rank: 0}
             norm = pl.clip_grad_norm(pipe, 0.01)
             assert torch.equal(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
             output = pipe.forward(inputs if pipe.needs_inputs else None)
@@ -119,7 +119,9 @@ def _two_machines(rank: int) -> None:
         for name, parameter in pipe.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-12, atol=1e-15)
         neighbours = {0: (False, True), 1: (True, False), 2: (False, True), 3: (True, False)}[rank]
-        before, after = (pipe.transport._near.reaches(peer % 4, of=rank) for peer in (rank - 1, rank + 1))
+        before, after = (
+            pipe.executor.connection.transport._near.reaches(peer % 4, of=rank) for peer in (rank - 1, rank + 1)
+        )
         assert (before, after) == neighbours
 
 
@@ -204,7 +206,9 @@ def test_the_timeout_counts_only_while_a_rank_waits(transport: str) -> None:
 def _does_not_receive(rank: int, gate) -> None:
     schedule = pl.schedules.gpipe(num_ranks=2, num_microbatches=600)
     pipe = pl.Pipeline([_Dies(""), _Dies("")], schedule, loss_fn=mse, transport="shared-memory")
-    pipe.transport.timeout_seconds = 0.5  # from now on: until here the other rank may come as late as it likes
+    pipe.executor.connection.transport.timeout_seconds = (
+        0.5  # from now on: until here the other rank may come as late as it likes
+    )
     if rank == 0:
         with pytest.raises(PeerLost, match=r"ranks \[1\] took nothing"), pipe:
             pipe.forward(torch.ones(600, 1))
@@ -285,7 +289,7 @@ def _neighbour_fails(rank: int, transport: str, how: str, writers) -> None:
         pipe.step(batch, batch)
     except (PeerLost, StageError) as error:
         writers[rank].send(f"{type(error).__name__}: {error}")
-        with pytest.raises(RunError, match="make a new one"):
+        with pytest.raises(RunError, match="Make a new one"):
             pipe.step(batch, batch)
     os._exit(0)  # the group is broken; this test is about the message
 

@@ -43,8 +43,8 @@ def _train(
     with pl.Pipeline(model, schedule, loss_fn=loss_fn, recompute=recompute, transport=transport) as pipe:
         losses = [pipe.step(*(batches or tokens)(8, seed=step)) for step in range(2)]
         live = pl.check(schedule).live_activations
-        assert pipe.peak_live_activations == {rank: live[rank] for rank in pipe.local_ranks}
-        return losses, {name: p.grad for name, p in pipe.named_parameters()}, pipe.peak_live_activations
+        assert pipe.memory.peak_live_activations == {rank: live[rank] for rank in pipe.executor.local_ranks}
+        return losses, {name: p.grad for name, p in pipe.named_parameters()}, pipe.memory.peak_live_activations
 
 
 def _assert_same(one, other) -> None:
@@ -252,7 +252,7 @@ def test_a_stage_that_surely_has_no_attention_is_refused_when_the_pipeline_is_ma
     schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
     model = nn.Sequential(Counting(8), nn.Linear(8, 8))
     for recompute in ("selective", ["none", "selective"]):
-        with pytest.raises(InputError, match="for stage 1, which has no attention"):
+        with pytest.raises(InputError, match="recompute='selective' for stage 1: the stage has no attention"):
             pl.Pipeline(model, schedule, loss_fn=F.mse_loss, recompute=recompute, transport="loopback")
     other = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, batch_first=True))
     pl.Pipeline(other, schedule, loss_fn=F.mse_loss, recompute=["none", "selective"], transport="loopback").close()

@@ -71,7 +71,7 @@ def make_optimizer(pipe: pl.Pipeline) -> torch.optim.Optimizer:
     """Two groups, as by shape; parts go where their parameter does."""
     matrices, vectors = [], []
     for name, parameter in pipe.named_parameters():
-        shape = pipe.ranges[name].shape if name in pipe.ranges else parameter.shape
+        shape = pipe.state.ranges[name].shape if name in pipe.state.ranges else parameter.shape
         (matrices if len(shape) > 1 else vectors).append(parameter)
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.03)
@@ -96,9 +96,9 @@ def go(rank: int, setting: Setting, steps: Steps) -> list[float]:
         stepper = BarrierStep(pipe, optimizer, max_norm=0.5, scaler=scaler)
         if steps.resume is not None:
             saved = ck.load(steps.resume)
-            saved.load_model(pipe.main_state(), pipe.ranges)
-            pipe.refresh()
-            saved.load_optimizer(optimizer, names, pipe.ranges)
+            saved.load_model(pipe.state.main_state(), pipe.state.ranges)
+            pipe.state.refresh()
+            saved.load_optimizer(optimizer, names, pipe.state.ranges)
             if scaler is not None:
                 scaler.load(saved.state["scaler"])
         losses = []
@@ -109,11 +109,11 @@ def go(rank: int, setting: Setting, steps: Steps) -> list[float]:
                 ck.save(
                     steps.output_dir,
                     step,
-                    model=pipe.main_state(),
+                    model=pipe.state.main_state(),
                     optimizer=ck.optimizer_state(optimizer, names),
                     state={"scaler": scaler.state()} if scaler else {},
-                    ranges=pipe.ranges,
-                    ties=pipe.ties,
+                    ranges=pipe.state.ranges,
+                    ties=pipe.state.ties,
                     compute_type=None if setting.precision == "fp32" else setting.precision,
                     exchange=DistributedExchange(),
                 )

@@ -76,8 +76,8 @@ def train_sliced(rank: int | None, ranks: int, transport: str, case: tuple[str, 
         assert abs(pipe.evaluate(inputs, targets) - expected[0]) < 1e-12
         assert_close(pipe, pipe.step(inputs, targets), expected, times=2)
         predicted = check(schedule).live_activations
-        assert all(predicted[r] == live for r, live in pipe.peak_live_activations.items())
-        assert not any(pipe.live_activations.values())
+        assert all(predicted[r] == live for r, live in pipe.memory.peak_live_activations.items())
+        assert not any(pipe.memory.live_activations.values())
         output = pipe.forward(inputs)
         if output is not None:
             torch.testing.assert_close(output, make_model(positions=positions)(inputs), rtol=1e-12, atol=1e-12)
@@ -122,7 +122,7 @@ def test_threads_and_chunks() -> None:
     schedule = pl.schedules.build("seq1f1b-interleaved", num_ranks=2, num_microbatches=2, num_slices=2, num_chunks=2)
     with pl.Pipeline(make_model(), schedule, loss_fn=loss_fn, transport="loopback", slices=[13, 9]) as pipe:
         assert_close(pipe, pipe.step(*make_batch(2)), reference(2))
-        assert pipe.peak_live_activations == dict(enumerate(check(schedule).live_activations))
+        assert pipe.memory.peak_live_activations == dict(enumerate(check(schedule).live_activations))
 
 
 def test_sequences_of_other_lengths_are_cut_in_proportion() -> None:
@@ -198,7 +198,12 @@ def test_what_cannot_be_sliced_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Conv1d(4, 4, 3, padding=1), nn.Linear(4, 4))
     with pytest.raises(InputError, match=r"Conv1d.*convolution along the sequence"):
         pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, transport="loopback")
-    for lengths, words in (([1, 2, 3], "3 lengths"), ([4, 0], "at least one"), (2, "are 2:"), ("4,4", "pass a list")):
+    for lengths, words in (
+        ([1, 2, 3], "3 lengths"),
+        ([4, 0], "at least one"),
+        (2, "slices=2:"),
+        ("4,4", "a list"),
+    ):
         with pytest.raises(InputError, match=words):
             pl.Pipeline(make_model(), schedule, loss_fn=loss_fn, transport="loopback", slices=lengths)
     with pl.Pipeline(make_model(), schedule, loss_fn=loss_fn, transport="loopback") as pipe:

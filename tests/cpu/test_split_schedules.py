@@ -85,8 +85,8 @@ def _check_gpt(pipe: pl.Pipeline, schedule: Schedule, num_microbatches: int, *, 
         expected = accumulate(reference, language_loss, inputs, targets, num_microbatches)
         assert torch.equal(pipe.step(inputs, targets), expected)
         predicted = pl.check(schedule).live_activations
-        assert all(peak == predicted[rank] for rank, peak in pipe.peak_live_activations.items())
-        assert set(pipe.live_activations.values()) == {0}
+        assert all(peak == predicted[rank] for rank, peak in pipe.memory.peak_live_activations.items())
+        assert set(pipe.memory.live_activations.values()) == {0}
     references = {name: parameter.grad for name, parameter in reference.named_parameters()}
     for name, parameter in pipe.named_parameters():
         name = name.replace(".inner", "")
@@ -153,7 +153,7 @@ def test_schedules_made_by_chance() -> None:
         expected = accumulate(reference, mse, inputs, targets, 4)
         with pl.Pipeline(model, schedule, loss_fn=mse) as pipe:
             torch.testing.assert_close(pipe.step(inputs, targets), expected, rtol=1e-12, atol=0)
-            assert tuple(pipe.peak_live_activations.values()) == predicted
+            assert tuple(pipe.memory.peak_live_activations.values()) == predicted
             references = dict(reference.named_parameters())
             for name, parameter in pipe.named_parameters():
                 torch.testing.assert_close(parameter.grad, references[name].grad, rtol=1e-12, atol=1e-15)

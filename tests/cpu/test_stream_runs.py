@@ -441,7 +441,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
     with pl.Pipeline(stages, pipedream(num_ranks=4, num_microbatches=12, replicas=(2, 1, 1)), loss_fn=mse) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         stream = pl.Stream(pipe, optimizer)
-        with pytest.raises(InputError, match=r"step\(\) under schedule 'pipedream'.* pipeloom.Stream"):
+        with pytest.raises(InputError, match=r"step\(\) does not run schedule 'pipedream'.* pipeloom.Stream"):
             pipe.step(*batches[0])
         for arguments, text in (
             ((batches[:11],), "a stream of 11 micro-batches.* multiple of 2"),
@@ -483,7 +483,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
     for schedule in (pipedream(num_ranks=3, num_microbatches=4), on_one_rank):
         with pytest.raises(InputError, match=r"stages \(0, 2\) hold the same parameters"):
             pl.Pipeline(tied, schedule, loss_fn=mse)
-    with pytest.raises(InputError, match="a stream runs whole sequences"):
+    with pytest.raises(InputError, match="which runs whole sequences"):
         pl.Pipeline(make_stages(2), pipedream(num_ranks=2, num_microbatches=4), loss_fn=mse, slices=[4])
 
 

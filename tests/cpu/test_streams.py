@@ -68,10 +68,10 @@ def train_and_compare(rule: Rule, optimizer: str, transport: str, num_updates: i
         compare(pipe, expected.parameters)
         checked = pl.check(schedule)
         num_bytes = weight_version_bytes(schedule, [sum(p.nbytes for p in stage.parameters()) for stage in stages])
-        for rank in pipe.local_ranks:
+        for rank in pipe.executor.local_ranks:
             assert stream.peak_weight_versions[rank] == checked.weight_versions[rank]
             assert stream.peak_weight_bytes[rank] == num_bytes[rank]
-            assert pipe.peak_live_activations[rank] == checked.live_activations[rank]
+            assert pipe.memory.peak_live_activations[rank] == checked.live_activations[rank]
         for update in updates[:: num_updates // 4]:
             squares = [
                 expected.norms[s, update.batch * rule.per_update // rule.interval(s)] ** 2 for s in range(num_stages)
@@ -87,7 +87,7 @@ def compare(pipe: pl.Pipeline, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(parameter, expected[name]), name
         assert parameter.grad is None
         names.add(name)
-    assert names == expected.keys() or len(pipe.local_ranks) < pipe.num_ranks
+    assert names == expected.keys() or len(pipe.executor.local_ranks) < pipe.schedule.num_ranks
 
 
 @pytest.mark.parametrize("replicas", ALONE + REPLICATED)

@@ -64,7 +64,7 @@ def test_the_seven_schedules_of_torch_run_here(name: str, tmp_path: Path) -> Non
         expected = accumulate(reference, language_loss, *batch, m)
         with pl.Pipeline(model, one, loss_fn=language_loss) as pipe:
             assert torch.equal(pipe.step(*batch), expected)
-            assert tuple(pipe.peak_live_activations.values()) == predicted
+            assert tuple(pipe.memory.peak_live_activations.values()) == predicted
             for (parameter_name, parameter), other in zip(
                 model.named_parameters(), reference.parameters(), strict=True
             ):

@@ -159,9 +159,12 @@ def test_state_dicts_are_those_of_the_model(name: str) -> None:
         before = {key: value.clone() for key, value in pipe.state_dict().items()}
         for change, said in [
             ({"head.weight": torch.zeros(32, 16)}, "different values"),
-            ({"blocks.9.weight": torch.zeros(1)}, "nothing of that name"),
-            ({"embedding.weight": torch.zeros(3, 16)}, r"as \(3, 16\): the model's has shape \(32, 16\)"),
-            ({"embedding.weight": 3}, "as int"),
+            ({"blocks.9.weight": torch.zeros(1)}, "'blocks.9.weight', which the model does not have"),
+            (
+                {"embedding.weight": torch.zeros(3, 16)},
+                r"shape \(3, 16\) in the state: the model's has shape \(32, 16\)",
+            ),
+            ({"embedding.weight": 3}, "has type int in the state"),
         ]:
             with pytest.raises(InputError, match=said) as error:
                 pipe.load_state_dict(state | change)
@@ -284,8 +287,8 @@ def test_batches_that_are_none(make_inputs: Callable[[], object], said: str) -> 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: pl.Pipeline(make_mlp(), "1f1b", loss_fn=mse), "schedule is '1f1b'.*schedules.build"),
-        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn="mse"), "loss_fn is 'mse'"),
+        (lambda: pl.Pipeline(make_mlp(), "1f1b", loss_fn=mse), "schedule='1f1b': must be.*schedules.build"),
+        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn="mse"), "loss_fn='mse': must be a function"),
         (
             lambda: pl.Pipeline(nn.Sequential, _schedule(), loss_fn=mse),
             r"model=Sequential: .* not a class.*Create an instance",
@@ -302,7 +305,10 @@ def test_batches_that_are_none(make_inputs: Callable[[], object], said: str) -> 
             lambda: pl.Pipeline([nn.Linear(8, 8), None], _schedule(), loss_fn=mse),
             r"model\[1\] is None: must be an nn.Module",
         ),
-        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=nn.MSELoss), r"loss_fn is the class MSELoss: .*make one"),
+        (
+            lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=nn.MSELoss),
+            r"loss_fn is the class MSELoss. Pass an object of it",
+        ),
         (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, cut=None), "cut=None: must be 'layers'"),
         (
             lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, cut=[1.5, 2]),
@@ -317,10 +323,16 @@ def test_batches_that_are_none(make_inputs: Callable[[], object], said: str) -> 
             r"layers=\[1\]: must be a list of module names",
         ),
         (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, transport=3), "transport is 3: it is one of auto"),
-        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, offload="cpu"), "offload is 'cpu': .*OffloadActiv"),
-        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, mesh=2), "mesh is 2: it is a pipeloom.Mesh"),
-        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, timeout_seconds="10"), "timeout_seconds is '10'"),
-        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, timeout_seconds=0), "timeout_seconds is 0: .*above"),
+        (
+            lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, offload="cpu"),
+            "offload='cpu': .*OffloadActiv",
+        ),
+        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, mesh=2), "mesh=2: must be a pipeloom.Mesh"),
+        (
+            lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, timeout_seconds="10"),
+            "timeout_seconds='10': must",
+        ),
+        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, timeout_seconds=0), "timeout_seconds=0: .*above"),
         (lambda: split(make_mlp(), "2"), "num_stages='2': must be an integer >= 1"),
         (lambda: pl.schedules.one_f_one_b(num_ranks="2", num_microbatches=4), "'2' ranks"),
         (lambda: pl.schedules.zb_v(num_ranks=2, num_microbatches=2.5), "2.5 micro-batches"),
@@ -380,7 +392,7 @@ def test_a_pipeline_is_not_called_from_within(transport: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), _Calls(lambda x: pipes[0].evaluate(x, x)))
     with pl.Pipeline(model, _schedule(), loss_fn=mse, transport=transport) as pipe:
         pipes.append(pipe)
-        with pytest.raises(StageError, match="called by a stage or a loss of its own") as error:
+        with pytest.raises(StageError, match="a stage or the loss called its own Pipeline") as error:
             pipe.step(*_batch())
     _one_line(error.value)
 

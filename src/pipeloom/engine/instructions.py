@@ -5,17 +5,18 @@ Both kinds of training run this loop: `Worker` for the whole program of a step, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from pipeloom.engine.driver import Run
 from pipeloom.engine.rank_state import Step
-from pipeloom.engine.speculation import CancelledError
 from pipeloom.errors import CallerError, PeerLost, PipeloomError, RunError, StageError, one_line, unwrapped
 from pipeloom.ir import Action, Op
 from pipeloom.processes.black_box import BLACKBOX_BYTES, label_of
+
+# What one rank does in a call. It yields whenever it has to wait and the transport does not block.
+Run = Generator[None]
 
 Record = tuple[Action, float, float]  # an action, and when it started and ended (time.perf_counter, seconds)
 
@@ -80,7 +81,7 @@ class InstructionList:
                 starts[position] = perf_counter()
                 instruction.run()
                 ends[position] = perf_counter()
-        except (CancelledError, CallerError):
+        except CallerError:
             raise
         except Exception as error:
             raise explained(error, self._rank, self._instructions[position].action) from error

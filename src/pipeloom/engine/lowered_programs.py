@@ -1,19 +1,17 @@
-"""The programs of a pipeline, checked: what `step` runs, and what evaluations run."""
+"""The checked programs of a pipeline: one for `step`, one for evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pipeloom.engine.binders.activation_offload import OffloadOptions
-from pipeloom.engine.stores.parameter_store import Sharing
 from pipeloom.errors import InputError
-from pipeloom.ir import Program, Schedule, check
+from pipeloom.ir import DataAxis, Program, Schedule, check
 from pipeloom.passes import evaluation_schedule, lower
 
 
 class Programs(NamedTuple):
-    """What every rank of a pipeline runs."""
+    """The programs that every rank of a pipeline runs."""
 
     train: Program
     forward: Program
@@ -23,29 +21,30 @@ class Programs(NamedTuple):
         cls,
         schedule: Schedule,
         tied_stages: Sequence[tuple[int, ...]],
-        sharing: Sharing,
-        offload: OffloadOptions | None,
+        data: DataAxis | None,
+        insert_offload: Callable[[Program], Program] | None,
     ) -> Programs:
-        """Those of a schedule.
+        """Lower and check both programs.
 
         Args:
             schedule: of every step.
             tied_stages: for each parameter that several stages hold, the stages.
-            sharing: what copies of the pipeline share.
-            offload: of activations.
+            data: how data-parallel replicas share parameters and gradients; None: there is one replica.
+            insert_offload: the pass that adds OFFLOAD and RELOAD; None: activations stay in memory.
 
         Raises:
-            InputError: an illegal schedule, or one that does not go with copies, masters or shards.
+            InputError: an illegal schedule, or an asynchronous one with `data`.
         """
-        if sharing.axis is not None and schedule.microbatches_per_update is not None:
+        if data is not None and schedule.microbatches_per_update is not None:
             raise InputError(
-                f"schedule {schedule.name!r} updates while it runs: copies of a pipeline, masters and shards are for "
-                "schedules that flush; give stages replicas of their own, or take a schedule such as 1f1b"
+                f"schedule {schedule.name!r} updates parameters while it runs: data parallelism, ZeRO and 16-bit "
+                "formats need a synchronous schedule. Give stages replicas of their own, or use a schedule such as "
+                "1f1b."
             )
-        train = lower(schedule, tied_stages=tuple(tied_stages), data=sharing.axis)
-        if offload is not None and not schedule.forward_only:
-            train = offload.insert(train)
-        forward = lower(evaluation_schedule(schedule), data=sharing.axis)
+        train = lower(schedule, tied_stages=tuple(tied_stages), data=data)
+        if insert_offload is not None and not schedule.forward_only:
+            train = insert_offload(train)
+        forward = lower(evaluation_schedule(schedule), data=data)
         check(train)
         check(forward)
         return cls(train, forward)

@@ -14,26 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.autograd.recomputation import recomputed
 from pipeloom.autograd.split_backward import Root, WeightGradients
+from pipeloom.engine.activation_mover import ActivationMover, Key
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing import SliceContext
 from pipeloom.split.profile import may_change_input
-from pipeloom.transport.interface import Channel, Transport
+from pipeloom.transport.call_numbers import out_of_step
+from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Layout, Value, flatten, split_batch
 
-if TYPE_CHECKING:
-    from pipeloom.engine.binders.activation_offload import ActivationMover
-
 LossFn = Callable[[Any, Any], Tensor]
-Key = tuple[int, int | None, int | None]  # stage, micro-batch, slice
 
 # What a binder makes of one action: the function that runs it, and what to ask before running it without blocking.
 Step = tuple[Callable[[], None], Callable[[], bool] | None]
@@ -130,6 +128,11 @@ def unequal_lengths(inputs: int, targets: int) -> str:
     )
 
 
+def refuse_other_call(source: int, theirs: int, ours: int) -> None:
+    """Raises RunError: rank `source` sent a message of call `theirs`, and this rank is in call `ours`."""
+    raise out_of_step(source, theirs, ours)
+
+
 @dataclass(slots=True, eq=False)
 class RankState:
     """One rank's modules and stores; the functions that binders make read and write it.
@@ -144,9 +147,7 @@ class RankState:
         forwards: what F of each stage calls in training: its module, or what keeps less for the backward.
         batch: of the running step.
         call: of the running step, what goes with its messages (see `pipeloom.transport.call_numbers`).
-        speculating: whether the forwards that run may have to be done again.
-        stale_calls: numbers of cancelled calls, of which messages may still come.
-        sends: to all whom this rank sends to in the pipeline's own lane.
+        other_call: called with a message of another call, as `refuse_other_call`; the message is dropped if it returns.
         loss_scale: by what the loss is multiplied before its backward.
         peak_live_activations: the most entries that `saved` had in the last run, those that are away aside.
         mover: moves what forwards saved away and back, if somebody does.
@@ -162,9 +163,7 @@ class RankState:
     recompute: Sequence[Recompute] = ()
     batch: Batch = field(default_factory=Batch)
     call: int = 0
-    speculating: bool = False
-    stale_calls: tuple[int, ...] = ()
-    sends: dict[Channel, Callable[[Layout, list[Tensor], int], None]] = field(default_factory=dict)
+    other_call: Callable[[int, int, int], None] = refuse_other_call
     loss_scale: float = 1.0
     peak_live_activations: int = 0
     mover: ActivationMover | None = None

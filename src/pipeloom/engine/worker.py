@@ -7,33 +7,31 @@ nothing is looked up in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from torch import nn
 
-from pipeloom.engine.binders.activation_offload import ActivationMover, bind_offload, bind_reload, moved_keys
+from pipeloom.engine.activation_mover import ActivationMover
+from pipeloom.engine.binders.activation_offload import bind_offload, bind_reload, moved_keys
 from pipeloom.engine.binders.backward import bind_backward, bind_input_backward, bind_weight_backward
 from pipeloom.engine.binders.forward import bind_forward
 from pipeloom.engine.binders.send_receive import bind_receive, bind_send
 from pipeloom.engine.binders.sequence_slices import in_slice
-from pipeloom.engine.driver import Run
-from pipeloom.engine.instructions import InstructionList, Record, explained
+from pipeloom.engine.instructions import InstructionList, Record, Run, explained
 from pipeloom.engine.overlap_times import OverlapTimes
 from pipeloom.engine.rank_state import Batch, Binder, LossFn, RankState, Step
-from pipeloom.engine.speculation import CancelledError, ForwardState, Speculation
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.stores.parameter_store import ParameterStore
-from pipeloom.errors import InputError, PeerLost, RunError, StageError
+from pipeloom.errors import InputError
 from pipeloom.ir import Action, Op, Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.ir.walk import meets
-from pipeloom.passes import warm_up_lengths
-from pipeloom.transport.call_numbers import call_only, cancel_number, next_call
 from pipeloom.transport.interface import Transport
-from pipeloom.transport.values import flatten
+
+# Runs the first instructions of a run in its own way, and returns how many of them are done.
+WarmUp = Callable[["Worker", "Bound"], int]
 
 _BINDERS: dict[Op, Binder] = {
     Op.F: bind_forward,
@@ -58,13 +56,11 @@ class Bound:
 
     Attributes:
         instructions: what it runs.
-        num_warm_up: so many of the first can be thrown away and done again: forwards that need no backward.
         program: what was bound.
         beside: when collectives and moves of the last run were under way.
     """
 
     instructions: InstructionList
-    num_warm_up: int
     program: Program
     beside: OverlapTimes
 
@@ -96,8 +92,7 @@ class Worker:
             has to say after a crash what this rank was doing.
 
     Attributes:
-        state: what this rank holds while it runs. Its `call` is a later one than was asked for if that had to be done
-            again.
+        state: what this rank holds while it runs.
     """
 
     def __init__(
@@ -140,9 +135,7 @@ class Worker:
         self.state.moved = moved_keys(program, self.rank)
         order = program.orders[self.rank]
         instructions = self.bind_steps((action, step) for action in order for step in self.steps(action, program))
-        warm_up = set(order[: warm_up_lengths(program)[self.rank]])
-        num_warm_up = sum(1 for _ in takewhile(lambda instruction: instruction.action in warm_up, instructions))
-        return Bound(instructions, num_warm_up, program, self.beside)
+        return Bound(instructions, program, self.beside)
 
     def bind_steps(self, steps: Iterable[tuple[Action, Step]]) -> InstructionList:
         """Instructions of this rank, one for each of `steps`."""
@@ -176,15 +169,14 @@ class Worker:
         alone = program.data is None and self.state.mover is None
         return [(run if alone else self.beside.running(action, run), ready)]
 
-    def run(self, bound: Bound, batch: Batch, call: int, speculation: Speculation | None = None) -> Run:
+    def run(self, bound: Bound, batch: Batch, call: int, warm_up: WarmUp | None = None) -> Run:
         """Run a bound program; yields whenever it has to wait and the transport does not block.
 
         Args:
             bound: the program.
             batch: what it reads and writes.
             call: a number that is the same on all ranks if they make the same calls; it goes with every message.
-            speculation: says, during the warm-up, whether the parameters were the right ones. If not, the run begins
-                anew with the next call's number.
+            warm_up: runs the first instructions in its own way, before anything else of the run begins.
 
         Raises:
             StageError: the module, the loss or autograd raised.
@@ -194,9 +186,7 @@ class Worker:
         self.beside.begin()
         self.state.loss_scale = self._store.loss_scale
         try:
-            start = 0
-            if speculation is not None:
-                start = self._warm_up(bound, speculation)
+            start = 0 if warm_up is None else warm_up(self, bound)
             if bound.training:
                 self._gradient_sum.begin()
             self._store.begin(bound.program)
@@ -208,40 +198,3 @@ class Worker:
         finally:
             self.state.clear()
             self._store.end()
-
-    def _warm_up(self, bound: Bound, speculation: Speculation) -> int:
-        """Run forwards until it is known whether their parameters stand; returns how many instructions then count."""
-        state = self.state
-        before = ForwardState.take(self.stages.values(), with_random_state=speculation.owns_random_state)
-        failure: RunError | None = None
-        position = 0
-        state.speculating = True
-        try:
-            while position < bound.num_warm_up and not speculation.ready(self.rank):
-                for _ in bound.instructions.run(position, position + 1):
-                    pass
-                position += 1
-        except CancelledError as error:
-            failure = PeerLost(str(error))
-        except StageError as error:  # it may be the wrong parameters that make a stage raise
-            failure = error
-        state.speculating = False
-        if failure is not None:  # before any wait: somebody may wait for what this rank will not send
-            self._cancel()
-        if speculation.validate(self.rank):
-            if failure is not None:
-                raise failure
-            return position
-        if failure is None:
-            self._cancel()
-        state.forget()
-        state.peak_live_activations = 0
-        before.restore()
-        state.stale_calls = (call_only(state.call), cancel_number(call_only(state.call)))
-        state.call = next_call(state.call)
-        return 0
-
-    def _cancel(self) -> None:
-        """Tell all who may wait for a forward of this call that none will come."""
-        for send in self.state.sends.values():
-            send(*flatten(None), cancel_number(self.state.call))

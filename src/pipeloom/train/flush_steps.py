@@ -77,7 +77,7 @@ class FlushSteps:
     def timelines(self) -> tuple[Timeline, Timeline] | None:
         """The last step as it went, and how it should go, on process 0; every process calls it."""
         records = gathered_records(self._parts.group, self._records)
-        waits = gathered_waits(self._parts.group, self._waits, self._parts.pipeline.num_ranks)
+        waits = gathered_waits(self._parts.group, self._waits, self._parts.pipeline.schedule.num_ranks)
         if self._parts.group.rank != 0:
             return None
         measured = measured_timeline(self._parts.pipeline.schedule, [rows for _, rows in records], waits=waits)

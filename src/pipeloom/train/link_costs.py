@@ -66,7 +66,7 @@ def measure_data_costs(pipeline: Pipeline, group: Group) -> DataCosts | None:
     if group.mesh is None or program.data is None or program.data.degree == 1:
         return None
     copies = ReplicaGroup(group.mesh)
-    stages = {stage: sizes for store in pipeline.stores.values() for stage, sizes in store.unit_bytes().items()}
+    stages = {stage: sizes for store in pipeline.state.stores.values() for stage, sizes in store.unit_bytes().items()}
     timed: list[TimedCollective] = []
     for index, op in enumerate((Op.UNSHARD, Op.REDUCE_GRAD)):
         units = [unit[index] for sizes in stages.values() for unit in sizes]

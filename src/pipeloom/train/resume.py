@@ -53,13 +53,13 @@ def save(trainer: Trainer, step: int) -> Path:
     return checkpoint.save(
         trainer.output_dir,
         step,
-        model=pipe.main_state(),
+        model=pipe.state.main_state(),
         optimizer=checkpoint.optimizer_state(trainer.optimizer, trainer.names),
         random=checkpoint.random_state(),
         state=state,
         layout=layout(trainer),
-        ranges=pipe.ranges,
-        ties=pipe.ties,
+        ranges=pipe.state.ranges,
+        ties=pipe.state.ties,
         compute_type=config.precision.dtype if config.number_format.has_masters else None,
         exchange=trainer.group,
         total_limit=config.save_total_limit,
@@ -75,10 +75,10 @@ def load(trainer: Trainer, path: Path) -> checkpoint.Checkpoint:
         saved.load_model(tensors)
         pipe.load_state_dict(tensors)
     else:
-        saved.load_model(pipe.main_state(), pipe.ranges)
-        pipe.refresh()
+        saved.load_model(pipe.state.main_state(), pipe.state.ranges)
+        pipe.state.refresh()
     options = options_of(trainer.optimizer)
-    saved.load_optimizer(trainer.optimizer, trainer.names, pipe.ranges)
+    saved.load_optimizer(trainer.optimizer, trainer.names, pipe.state.ranges)
     apply_options(trainer.optimizer, options)
     if trainer.scaler is not None and "loss_scaler" in saved.state:
         trainer.scaler.load(saved.state["loss_scaler"])
@@ -113,7 +113,7 @@ def layout(trainer: Trainer) -> dict[str, Any]:
     parallel = trainer.config.parallel
     copies = {"copies": trainer.group.num_copies, "order": parallel.order, "data_strategy": parallel.data_strategy}
     return {
-        "ranks": trainer.pipe.num_ranks,
+        "ranks": trainer.pipe.schedule.num_ranks,
         "processes": trainer.group.size,
         **(copies if trainer.group.num_copies > 1 else {}),
         "schedule": trainer.schedule.name,

@@ -94,7 +94,7 @@ class StreamSteps:
         numbers = cost_numbers(
             self._parts.pipeline, self._parts.pipeline.records, self._parts.group.rank, self._parts.group.size
         )
-        held = torch.zeros(self._parts.pipeline.num_ranks, dtype=torch.float64)
+        held = torch.zeros(self._parts.pipeline.schedule.num_ranks, dtype=torch.float64)
         for rank, versions in self._stream.peak_weight_versions.items():
             held[rank] = versions
         summed = self._parts.group.sum(torch.cat([held, numbers]))

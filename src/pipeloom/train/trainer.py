@@ -74,7 +74,7 @@ class Trainer:
             blackbox=self.black_box and self.black_box.action_buffer,
         )
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.pipe.named_parameters()}
-        shapes = {name: part.shape for name, part in self.pipe.ranges.items()}
+        shapes = {name: part.shape for name, part in self.pipe.state.ranges.items()}
         self.optimizer = make_optimizer(self.pipe.named_parameters(), config.optimizer, shapes)
         self.stepped = states_away(self.optimizer, config, group.device.type)
         scales = config.precision.dtype == "fp16"
@@ -142,7 +142,7 @@ class Trainer:
     def _ranks_text(self) -> str:
         """``4 ranks``, or ``2 copies of 4 ranks (zero2)``, and what is not in float32."""
         copies, dtype = self.group.num_copies, self.config.precision.dtype
-        text = counted(self.pipe.num_ranks, "rank")
+        text = counted(self.pipe.schedule.num_ranks, "rank")
         if copies > 1:
             text = f"{copies} copies of {text} ({self.config.parallel.data_strategy})"
         return text if dtype == "fp32" else f"{text} in {dtype}"
@@ -185,7 +185,7 @@ class Trainer:
     def sample(self) -> str:
         """A short text that the model writes."""
         self._journal.enter("sample")
-        self.pipe.refresh()
+        self.pipe.state.refresh()
         in_parts = self.config.shared is not None and self.config.parallel.data_strategy == "zero3"
         return generate(
             self.stages,

@@ -1,10 +1,11 @@
-"""Refuse what the checker and the simulator know but the executor would run as something else."""
+"""Validates the arguments of `Pipeline`, before anything communicates."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from pipeloom.engine.rank_state import LossFn
@@ -12,94 +13,133 @@ from pipeloom.engine.worker import RUNNABLE_OPS
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule, check
 from pipeloom.ir.recompute import Recompute, recompute_of_stages
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.offload.targets import OffloadActivations
+from pipeloom.passes import check_has_backwards
+from pipeloom.split import Stages
 from pipeloom.split.module import StageModule
 
 
-def check_runnable(schedule: Schedule) -> None:
-    """Raises InputError where there is no schedule, or a legal one is more than the executor can do."""
+def check_arguments(
+    schedule: Schedule,
+    loss_fn: LossFn | None,
+    slices: Sequence[int] | None,
+    offload: OffloadActivations | None,
+    mesh: Mesh | None,
+    timeout_seconds: float,
+) -> None:
+    """Raises InputError where an argument is of the wrong kind, or the executor cannot run the schedule."""
+    _check_schedule(schedule)
+    _check_loss(loss_fn)
+    if offload is not None and (isinstance(offload, type) or not hasattr(offload, "insert")):
+        raise InputError(
+            f"offload={offload!r}: must be a pipeloom.OffloadActivations, such as OffloadActivations('cpu')."
+        )
+    if mesh is not None and (isinstance(mesh, type) or not hasattr(mesh, "coordinate")):
+        raise InputError(f"mesh={mesh!r}: must be a pipeloom.Mesh, such as Mesh(pp=2, dp=2).")
+    number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
+    if not number or not 0 < float(timeout_seconds) < math.inf:
+        raise InputError(f"timeout_seconds={timeout_seconds!r}: must be a finite number above 0.")
+    _check_slices(schedule, slices)
+
+
+def _check_schedule(schedule: Schedule) -> None:
     if not isinstance(schedule, Schedule):
         raise InputError(
-            f"schedule is {schedule!r}: a Pipeline runs a Schedule; make one, for example with "
-            "pipeloom.schedules.build('1f1b', num_ranks=2, num_microbatches=8)"
+            f"schedule={schedule!r}: must be a Schedule. Make one, for example with "
+            "pipeloom.schedules.build('1f1b', num_ranks=2, num_microbatches=8)."
         )
     check(schedule)
     unknown = next((action for _, action in schedule.actions() if action.op not in RUNNABLE_OPS), None)
     if unknown is not None:
         raise InputError(
-            f"schedule {schedule.name!r} has {unknown}: the executor runs {', '.join(sorted(RUNNABLE_OPS))}; take a "
-            f"schedule without {unknown.op}"
+            f"schedule {schedule.name!r} has {unknown}: the executor runs {', '.join(sorted(RUNNABLE_OPS))}. Use a "
+            f"schedule without {unknown.op}."
         )
 
 
-def check_loss(loss_fn: LossFn | None) -> None:
-    """Raises InputError where the loss is no function, or has parameters, which would be in no stage."""
+def _check_loss(loss_fn: LossFn | None) -> None:
     if loss_fn is not None and not callable(loss_fn):
-        raise InputError(f"loss_fn is {loss_fn!r}: it is called as loss_fn(output, targets); pass a function")
+        raise InputError(f"loss_fn={loss_fn!r}: must be a function, called as loss_fn(output, targets).")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        raise InputError(f"loss_fn is the class {loss_fn.__name__}: an object of it is called; make one")
+        raise InputError(f"loss_fn is the class {loss_fn.__name__}. Pass an object of it: {loss_fn.__name__}(...).")
     if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
         raise InputError(
-            "loss_fn is a module with parameters: they would be in no stage; put it at the end of the model, and leave "
-            "to loss_fn what has none"
+            "loss_fn is a module with parameters, which no stage would train. Put layers with parameters at the end of "
+            "the model, and keep only the rest in loss_fn."
         )
 
 
-def check_surroundings(offload: object, mesh: object, timeout_seconds: object) -> None:
-    """Raises InputError where one of these is of another kind than a Pipeline takes."""
-    if offload is not None and (isinstance(offload, type) or not hasattr(offload, "insert")):
+def check_num_stages(stages: Stages, schedule: Schedule) -> None:
+    """Raises InputError where the model is not cut into as many stages as the schedule has."""
+    if len(stages.modules) != schedule.num_stages:
         raise InputError(
-            f"offload is {offload!r}: it says where activations go; pass pipeloom.OffloadActivations('cpu'), or none"
+            f"the model has {len(stages.modules)} stages and the schedule {schedule.num_stages}: the numbers must be "
+            f"equal. Cut the model into {schedule.num_stages} stages."
         )
-    if mesh is not None and (isinstance(mesh, type) or not hasattr(mesh, "coordinate")):
-        raise InputError(f"mesh is {mesh!r}: it is a pipeloom.Mesh with the axes pp and dp; make one")
-    number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
-    if not number or not 0 < float(timeout_seconds) < math.inf:  # type: ignore[arg-type]
-        raise InputError(f"timeout_seconds is {timeout_seconds!r}: it is a finite number above 0; correct it")
 
 
-def check_recompute(given: str | Sequence[str], num_stages: int, transport: object) -> tuple[Recompute, ...]:
-    """What each stage recomputes. Raises InputError where that is not said well, or ranks are threads."""
-    kinds = recompute_of_stages(given, num_stages)
+def check_recompute(
+    given: str | Sequence[str], schedule: Schedule, transport: object, modules: Sequence[nn.Module]
+) -> tuple[Recompute, ...]:
+    """What each stage recomputes.
+
+    Args:
+        modules: all stages of the model; empty where some are placeholders.
+
+    Raises:
+        InputError: an unknown name, another number of stages, ranks that are threads, or "selective" for a stage that
+            surely has no attention, as all its modules are torch's own.
+    """
+    kinds = recompute_of_stages(given, schedule.num_stages)
     if transport == "threads" and any(kind is not Recompute.NONE for kind in kinds):
         raise InputError(
-            f"recompute {given!r} with transport 'threads': a recomputation sets the process's random numbers back, "
-            "and other threads draw from them; take transport 'loopback', or processes"
+            f"recompute={given!r} does not work with transport='threads': recomputation resets the process's random "
+            "generators, from which other threads draw. Use transport='loopback', or processes."
         )
+    for stage, (module, kind) in enumerate(zip(modules, kinds, strict=False)):
+        if kind is Recompute.SELECTIVE and all(map(_has_no_attention, module.modules())):
+            raise InputError(
+                f"recompute='selective' for stage {stage}: the stage has no attention to recompute. Use 'full' or "
+                "'none' for this stage."
+            )
     return kinds
 
 
-def check_attention(modules: Sequence[nn.Module], kinds: Sequence[Recompute]) -> None:
-    """Raises InputError where a stage is to recompute attention and surely has none: all of it is torch's own modules.
-
-    Whether others call attention shows when they run.
-    """
-    for stage, (module, kind) in enumerate(zip(modules, kinds, strict=True)):
-        if kind is Recompute.SELECTIVE and all(map(_has_no_attention, module.modules())):
-            raise InputError(
-                f"recompute 'selective' for stage {stage}, which has no attention: it is that what is computed again; "
-                "take 'full' or 'none' for this stage"
-            )
-
-
 def _has_no_attention(part: nn.Module) -> bool:
-    """Of the module itself, whatever is inside of it."""
+    """Whether the module itself calls no attention; its submodules are asked on their own."""
     known = type(part).__module__.startswith("torch.nn.modules.") or isinstance(part, StageModule)
     hooked = part._forward_hooks or part._forward_pre_hooks
     return known and not hooked and not isinstance(part, nn.MultiheadAttention)
 
 
-def check_slices(schedule: Schedule, lengths: Sequence[int] | None) -> None:
-    """Raises InputError where the lengths of slices are not those of the schedule's."""
+def _check_slices(schedule: Schedule, lengths: Sequence[int] | None) -> None:
     if lengths is None:
         return
     if schedule.microbatches_per_update is not None:
-        raise InputError(f"slices under schedule {schedule.name!r}: a stream runs whole sequences; leave slices out")
+        raise InputError(
+            f"`slices` does not work with schedule {schedule.name!r}, which runs whole sequences. Remove it."
+        )
     if not isinstance(lengths, Sequence) or isinstance(lengths, str) or any(type(each) is not int for each in lengths):
-        raise InputError(f"slices are {lengths!r}: they are the tokens of each slice; pass a list such as [48, 40, 40]")
+        raise InputError(f"slices={lengths!r}: must be a list with the tokens of each slice, such as [48, 40, 40].")
     if len(lengths) != schedule.num_slices:
         raise InputError(
-            f"slices have {len(lengths)} lengths: schedule {schedule.name!r} cuts a sequence into "
-            f"{schedule.num_slices}; give one length for each slice, or build the schedule with num_slices"
+            f"slices={list(lengths)} has {len(lengths)} lengths: schedule {schedule.name!r} has {schedule.num_slices} "
+            "slices. Give one length per slice, or build the schedule with another num_slices."
         )
     if any(length < 1 for length in lengths):
-        raise InputError(f"slices of {list(lengths)} tokens: each has at least one; correct them")
+        raise InputError(f"slices={list(lengths)}: each slice needs at least one token.")
+
+
+def check_trains(schedule: Schedule, loss_fn: LossFn | None) -> None:
+    """Raises InputError where `step` cannot compute gradients."""
+    if loss_fn is None:
+        raise InputError("step() needs a loss: pass loss_fn to Pipeline.")
+    if schedule.microbatches_per_update is not None:
+        raise InputError(
+            f"step() does not run schedule {schedule.name!r}, which updates parameters while it runs. Give the "
+            "pipeline and the optimizer to pipeloom.Stream and call its run()."
+        )
+    check_has_backwards(schedule)
+    if not torch.is_grad_enabled():
+        raise InputError("step() computes gradients, and they are disabled. Call it outside torch.no_grad().")

@@ -16,11 +16,11 @@ def gradient_norms(pipeline: Pipeline, rank: int | None = None) -> Tensor:
     the pipeline have the same gradients, those of the copies behind the first are zero. Where copies have parts of
     them, squares stand in place of norms.
     """
-    norms = torch.zeros(2, len(pipeline.parameter_names), dtype=torch.float64)
-    sharing = pipeline.sharing
+    norms = torch.zeros(2, len(pipeline.state.parameter_names), dtype=torch.float64)
+    sharing = pipeline.state.sharing
     if sharing.copy > 0 and not sharing.sharded:
         return norms
-    owned = [(position, p.grad) for position, p in pipeline.owned_parameters(rank) if p.grad is not None]
+    owned = [(position, p.grad) for position, p in pipeline.state.owned_parameters(rank) if p.grad is not None]
     if owned:
         positions = [position for position, _ in owned]
         found = torch.stack([_norm(grad).double().cpu() for _, grad in owned])
@@ -39,9 +39,9 @@ def total_norm(pipeline: Pipeline, norms: Tensor) -> Tensor:
     """The 2-norm over all parameters, from a sum of `gradient_norms`."""
     # Parameters without a gradient are left out, not zero: they would change the order in which the others add up.
     found = norms[0, norms[1] > 0]
-    if pipeline.sharing.sharded:
+    if pipeline.state.sharing.sharded:
         found = found.sqrt()
-    norm: Tensor = torch.linalg.vector_norm(found.to(pipeline.norm_dtype))
+    norm: Tensor = torch.linalg.vector_norm(found.to(pipeline.state.norm_dtype))
     return norm
 
 
@@ -62,5 +62,5 @@ def clip_grad_norm(pipeline: Pipeline, max_norm: float) -> Tensor:
     Returns:
         The norm before clipping, on every rank.
     """
-    norms = pipeline.sum_over_processes(gradient_norms(pipeline))
+    norms = pipeline.executor.connection.sum_over_processes(gradient_norms(pipeline))
     return clip_by_norms(pipeline, norms, max_norm)

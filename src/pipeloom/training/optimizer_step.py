@@ -56,7 +56,7 @@ def check_optimizer(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Non
             "the optimizer has parameters that are not the pipeline's: the step updates those of its pipeline; make it "
             "from pipeline.parameters()"
         )
-    cut = any(span.stop - span.start > 0 and not span.is_whole for span in pipeline.ranges.values())
+    cut = any(span.stop - span.start > 0 and not span.is_whole for span in pipeline.state.ranges.values())
     if cut and type(optimizer).__name__ in _LOOK_AT_WHOLE_PARAMETERS:
         raise InputError(
             f"{type(optimizer).__name__} on pieces of parameters: its update looks at whole ones; pass "
@@ -124,7 +124,7 @@ class BarrierStep(OptimizerStep):
     ) -> None:
         super().__init__(pipeline, optimizer, max_norm=max_norm)
         self._scaler = scaler
-        self._sum = sum_over_processes or pipeline.sum_over_processes
+        self._sum = sum_over_processes or pipeline.executor.connection.sum_over_processes
 
     def step(self, inputs: Value = None, targets: Value = None, numbers: Numbers | None = None) -> list[Update]:
         if self._scaler is not None:

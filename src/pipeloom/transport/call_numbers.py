@@ -2,9 +2,6 @@
 
 It also says how many samples the batch has. A rank that reads neither inputs nor targets learns that from the first
 message that says it, and passes it on.
-
-A training call whose parameters turned out to be wrong is cancelled and done again as the next call. A rank that
-cancels says so to its peers, by a message without a value whose number says which call is meant.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ _MAX_SAMPLES = 1 << 28
 
 
 def call_number(count: int, training: bool, num_samples: int = 0) -> int:
-    """What goes with every message of a pipeline's `count`-th call; `num_samples` is 0 where nobody said yet."""
+    """The number of every message of a pipeline's `count`-th call; `num_samples` is 0 where it is not known yet."""
     return (min(num_samples, _MAX_SAMPLES - 1) << _COUNT_BITS) | _KINDS * count + (_TRAINING if training else 0)
 
 
@@ -36,13 +33,8 @@ def call_count(call: int) -> int:
     return call_only(call) // _KINDS
 
 
-def next_call(call: int) -> int:
-    """The number of the call after `call`, of the same kind."""
-    return call + _KINDS
-
-
 def cancel_number(call: int) -> int:
-    """What goes with the message that cancels `call`."""
+    """The number of a message that cancels `call`: no message of it will follow."""
     return call + _CANCEL
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.processes.agreement import RunFingerprint
-from pipeloom.processes.collectives import all_gather_bytes, cpu_group, destroy_groups
+from pipeloom.processes.collectives import all_gather_bytes, all_reduce, cpu_group, destroy_groups
 from pipeloom.processes.process_mesh import ProcessMesh
 from pipeloom.transport import shared_memory
 from pipeloom.transport.hybrid import HybridTransport
@@ -32,12 +33,24 @@ class Connection:
         process_group: for collectives of small numbers on the CPU, over all ranks of all copies; None where the
             process holds all ranks.
         groups: what was made for it.
+        timeout_seconds: how long a collective waits.
     """
 
     rank: int | None
     transport: Transport
     process_group: dist.ProcessGroup | None
     groups: tuple[dist.ProcessGroup, ...] = ()
+    timeout_seconds: float = 1800.0
+
+    def sum_over_processes(self, values: Tensor) -> Tensor:
+        """The sum of a small CPU tensor over the processes of all ranks and replicas, in place.
+
+        Raises:
+            PeerLost: a process ended, or did not come in time.
+        """
+        if self.process_group is None:
+            return values
+        return all_reduce(values, self.process_group, self.timeout_seconds)
 
     def close(self) -> None:
         """Let go of what was made; the transport was closed before."""
@@ -94,7 +107,7 @@ def connect(
     except BaseException:
         destroy_groups(made)
         raise
-    return Connection(rank, transport, group, made)
+    return Connection(rank, transport, group, made, timeout_seconds)
 
 
 def _check_size(num_ranks: int, mesh: ProcessMesh | None) -> None:

@@ -31,7 +31,7 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     mover = state.mover if key in state.moved else None
 
     def forward() -> None:
-        value, leaves = (_input(state, microbatch), []) if first else arrived.pop(key)
+        value, leaves = (state.batch.inputs[microbatch], []) if first else arrived.pop(key)
         saved[key] = None
         if len(saved) - state.num_away > state.peak_live_activations:
             state.note_live()
@@ -61,12 +61,6 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
             forward()
 
     return caught_forward, None
-
-
-def _input(state: RankState, microbatch: int) -> Value:
-    """The model's input; a copy where this forward may have to be done again, for stages that change theirs."""
-    value = state.batch.inputs[microbatch]
-    return copied(value) if state.speculating else value
 
 
 def _copied(state: RankState, stage: int, value: Value) -> Value:

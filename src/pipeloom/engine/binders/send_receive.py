@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 from pipeloom.engine.binders.forward import bind_entry
 from pipeloom.engine.rank_state import RankState, Step, unequal_lengths
-from pipeloom.engine.speculation import CancelledError
-from pipeloom.errors import PeerLost, RunError
+from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program, peer_of
-from pipeloom.transport.call_numbers import call_name, call_only, cancel_number, num_samples_of, out_of_step
+from pipeloom.transport.call_numbers import call_only, num_samples_of
 from pipeloom.transport.interface import Channel, Lane, Message
 from pipeloom.transport.values import unflatten
 
@@ -21,7 +20,6 @@ from pipeloom.transport.values import unflatten
 def bind_send(state: RankState, action: Action, program: Program) -> Step:
     channel = Channel(state.rank, peer_of(action, program.placement), Lane.PIPELINE)
     end, departing = state.transport.outgoing(channel).send, state.departing
-    state.sends[channel] = end
 
     def send() -> None:
         layout, tensors = departing.pop(action)
@@ -57,17 +55,12 @@ def bind_receive(state: RankState, action: Action, program: Program) -> Step:
 
 
 def _of_this_call(state: RankState, source: int, message: Message, receive: Callable[[], Message]) -> Message:
-    """`message`, or the first behind it that belongs to this call; what a cancelled call left is dropped.
+    """The first message from here on that belongs to this call; messages that `other_call` accepts are dropped.
 
     This rank then knows how many samples the batch has, if the message says so.
     """
-    ours = call_only(state.call)
-    while (theirs := call_only(message.call)) != ours:
-        if theirs == cancel_number(ours):
-            text = f"rank {source} gave up {call_name(ours)}"
-            raise CancelledError(text) if state.speculating else PeerLost(text)
-        if theirs not in state.stale_calls:
-            raise out_of_step(source, theirs, ours)
+    while call_only(message.call) != call_only(state.call):
+        state.other_call(source, call_only(message.call), call_only(state.call))
         message = receive()
     state.call = _agreed(state, source, message.call)
     return message

@@ -7,7 +7,6 @@ parameters beside the modules' own: shards, or masters in float32.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,6 @@ from pipeloom.engine.rank_state import Step
 from pipeloom.engine.stores.parameter_bytes import HeldBytes, Offloaded, PeakBytes
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.ir import Action, DataAxis, Program
-from pipeloom.processes.process_mesh import ProcessMesh
 from pipeloom.transport.values import Value
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -222,18 +220,3 @@ class Sharing:
     def loss_fn(self, loss_fn: LossFn | None) -> LossFn | None:
         """The loss of outputs in that format."""
         return loss_fn
-
-
-def sharing_of(mesh: ProcessMesh | None, data: Any, precision: Any, timeout_seconds: float) -> Sharing:
-    """What copies of a pipeline share on a `mesh`; see `pipeloom.parallel.DataParallel` and `Precision`.
-
-    Raises:
-        InputError: unknown names.
-    """
-    if mesh is None and data is None and precision is None:
-        return Sharing()
-    # By name: this room does not stand on that one, and a pipeline that runs alone does not load it.
-    sharing: Sharing = importlib.import_module("pipeloom.parallel.data.sharing").share(
-        mesh, data, precision, timeout_seconds
-    )
-    return sharing

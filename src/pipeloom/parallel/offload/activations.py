@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.autograd.split_backward import Repeatable
-from pipeloom.engine.binders.activation_offload import ActivationMover
+from pipeloom.engine.activation_mover import ActivationMover, Key
 from pipeloom.engine.overlap_times import OverlapTimes
-from pipeloom.engine.rank_state import Key
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op
 from pipeloom.parallel.offload.mover import Mover

@@ -17,7 +17,7 @@ from pipeloom.passes.offload import least_held
 if TYPE_CHECKING:
     import torch
 
-    from pipeloom.engine.binders.activation_offload import ActivationMover
+    from pipeloom.engine.activation_mover import ActivationMover
 
 CPU, DISK = "cpu", "disk"
 

@@ -107,11 +107,11 @@ def offload_numbers(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> Tensor:
     import torch
 
     held: Any = optimizer
-    moved, waited = pipe.offloaded
+    moved, waited = pipe.memory.offload_traffic
     states = getattr(held, "offloaded_bytes", 0)
     moved += getattr(held, "moved_bytes", 0)
     waited += getattr(held, "wait_seconds", 0.0)
-    return torch.tensor([states, pipe.parameters_away.num_bytes, moved, waited], dtype=torch.float64)
+    return torch.tensor([states, pipe.memory.offloaded_parameters.num_bytes, moved, waited], dtype=torch.float64)
 
 
 def offload_metrics(config: TrainConfig, numbers: Tensor) -> dict[str, Any]:

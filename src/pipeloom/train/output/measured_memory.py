@@ -50,10 +50,10 @@ class MemoryProbe:
             yield
             return
         kept = SavedBytes.beside(*self._pipe.modules())
-        self._pipe.record_peaks()
+        self._pipe.memory.record_peaks()
         with kept.counting():
             yield
-        self._pipe.record_peaks(False)
+        self._pipe.memory.record_peaks(False)
         moves = self._config.memory.offload_activations is not None  # by hooks of its own
         self._measured["activations"] = None if moves else kept.peak
 
@@ -61,7 +61,7 @@ class MemoryProbe:
         """Between the backwards of the `number`-th step and its update."""
         if number >= _LOOKED_AT:
             return
-        held, peak = self._pipe.held_bytes(), self._pipe.peak_bytes()
+        held, peak = self._pipe.memory.held_bytes(), self._pipe.memory.peak_bytes()
         self._measured |= {
             "parameters": held.parameters,
             "masters": held.masters,

@@ -64,7 +64,7 @@ def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_process
         records: its records of that step.
         process, num_processes: which of how many processes this is, copy after copy, the ranks of each in order.
     """
-    ranks, stages = pipeline.num_ranks, pipeline.schedule.num_stages
+    ranks, stages = pipeline.schedule.num_ranks, pipeline.schedule.num_stages
     by_rank = torch.zeros(ranks, 3, dtype=torch.float64)  # busy seconds, first to last, live activations
     memory = torch.zeros(num_processes, dtype=torch.float64)
     slices = pipeline.schedule.num_slices
@@ -80,7 +80,7 @@ def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_process
         counted = [row for row in rows if row[0].op in _OPS or in_background(row[0], pipeline.schedule)]
         by_rank[rank, 0] = sum(map(sum, durations.values()))
         by_rank[rank, 1] = max((end for _, _, end in counted), default=0) - min((s for _, s, _ in counted), default=0)
-        by_rank[rank, 2] = pipeline.peak_live_activations[rank]
+        by_rank[rank, 2] = pipeline.memory.peak_live_activations[rank]
         for key, found in durations.items():
             by_stage[0][key] += statistics.median(found)
             by_stage[1][key] += 1

@@ -26,13 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeloom.engine.executor import Executor
 from pipeloom.engine.result_exchange import total
+from pipeloom.engine.worker import Bound, Worker
 from pipeloom.errors import InputError, RunError
 from pipeloom.training.gradient_norm import gradient_norms, total_norm
 from pipeloom.training.optimizer_step import Numbers, OptimizerStep, Update
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.post_validation.snapshot import Snapshot
-from pipeloom.transport.interface import Incoming, Outgoing
+from pipeloom.training.post_validation.warm_up import SpeculativeWarmUp
+from pipeloom.transport.interface import Channel, Incoming, Lane, Outgoing
 from pipeloom.transport.values import Value, flatten, unflatten
 
 
@@ -97,10 +100,10 @@ class PostValidatedStep(OptimizerStep):
     """
 
     def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf) -> None:
-        if pipeline.sharing.axis is not None:
+        if pipeline.state.sharing.axis is not None:
             raise InputError(
-                "PostValidatedStep on a pipeline with copies, shards or masters: it is for whole parameters, "
-                "those that forwards read; use BarrierStep"
+                "PostValidatedStep supports neither data parallelism nor 16-bit formats: it updates the model's own "
+                "parameters. Use BarrierStep."
             )
         super().__init__(pipeline, optimizer, max_norm=max_norm)
         if not isinstance(optimizer.state, dict):
@@ -108,7 +111,13 @@ class PostValidatedStep(OptimizerStep):
                 f"{type(optimizer).__name__} keeps its states elsewhere: an update that may be taken back needs them "
                 "at hand; take BarrierStep, or leave the states where they are"
             )
-        self._ranks = {rank: _RankUpdate(rank, pipeline, optimizer, max_norm) for rank in pipeline.local_ranks}
+        self._executor = pipeline.executor
+        ranks = self._executor.local_ranks
+        self._ranks = {rank: _RankUpdate(rank, pipeline, optimizer, max_norm) for rank in ranks}
+        self._warm_ups = {
+            rank: SpeculativeWarmUp(update.ready, update.validate, draws_alone=len(ranks) == 1)
+            for rank, update in self._ranks.items()
+        }
         self._pending = False
         self.num_updates = 0
         self.num_repeats = 0
@@ -118,22 +127,33 @@ class PostValidatedStep(OptimizerStep):
         return {rank: update.num_rollbacks for rank, update in self._ranks.items()}
 
     def step(self, inputs: Value = None, targets: Value = None, numbers: Numbers | None = None) -> list[Update]:
-        losses = self._pipeline.accumulate(inputs, targets)
+        validates = self._executor.before_call == self._validate  # the update before waits for its validation
+        losses = self._pipeline.accumulate(inputs, targets, warm_up=self._warm_up if validates else None)
         final = self._final()
         own = numbers().double() if numbers is not None else torch.empty(0, dtype=torch.float64)
         self.num_updates += 1
-        with self._pipeline.driver.ended_by_errors():
+        with self._executor.ended_by_errors():
             for update in self._ranks.values():
                 update.begin(self.num_updates, losses, own)
                 losses, own = {}, torch.zeros_like(own)  # of a process, its first rank has them
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or learning rate schedulers warn
         self._pending = True
-        self._pipeline.speculate(self)
+        self._executor.before_call = self._validate
         return final
 
     def settle(self) -> list[Update]:
-        self._pipeline.settle()
+        self._executor.settle()
         return self._final()
+
+    def _warm_up(self, worker: Worker, bound: Bound) -> int:
+        return self._warm_ups[worker.rank](worker, bound)
+
+    def _validate(self) -> None:
+        """Make the update final on all ranks of this process, before anything but a step of this object runs."""
+        with self._executor.ended_by_errors():
+            for update in reversed(self._ranks.values()):  # the last rank knows first
+                update.validate()
+            self._executor.connection.transport.end_step()
 
     def _final(self) -> list[Update]:
         """The update before, which all ranks of this process have validated."""
@@ -144,18 +164,6 @@ class PostValidatedStep(OptimizerStep):
         self.num_repeats += not first.stands
         return [first.final()]
 
-    # What the workers ask during the warm-up
-
-    @property
-    def owns_random_state(self) -> bool:
-        return len(self._ranks) == 1
-
-    def ready(self, rank: int) -> bool:
-        return self._ranks[rank].ready()
-
-    def validate(self, rank: int) -> bool:
-        return self._ranks[rank].validate()
-
 
 class _RankUpdate:
     """One rank's part."""
@@ -165,13 +173,12 @@ class _RankUpdate:
         self._pipeline = pipeline
         self._optimizer = optimizer
         self._max_norm = max_norm
-        self._all_parameters = pipeline.rank_parameters(rank)
+        self._all_parameters = pipeline.state.rank_parameters(rank)
         held = set(self._all_parameters)
         self._groups = [[p for p in group["params"] if p in held] for group in optimizer.param_groups]
         self._device = self._all_parameters[0].device if self._all_parameters else torch.device("cpu")
-        neighbours = pipeline.neighbours(rank)
-        self._before = neighbours.get(rank - 1)
-        self._behind = neighbours.get(rank + 1)
+        self._before = _connected(pipeline.executor, rank, rank - 1)
+        self._behind = _connected(pipeline.executor, rank, rank + 1)
         self._snapshot = Snapshot()
         self._options: list[dict[str, Any]] = []
         self._number = 0
@@ -191,7 +198,7 @@ class _RankUpdate:
         self._options = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
         shares = _Shares(
             gradient_norms(self._pipeline, self._rank),
-            torch.zeros(self._pipeline.num_ranks, dtype=torch.float64),
+            torch.zeros(self._pipeline.schedule.num_ranks, dtype=torch.float64),
             numbers,
             {microbatch: loss.detach() for microbatch, loss in losses.items()},
         )
@@ -288,3 +295,14 @@ class _RankUpdate:
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+
+def _connected(executor: Executor, rank: int, peer: int) -> tuple[Outgoing, Incoming] | None:
+    """The channels of updates between a rank of this process and a neighbour; None at the ends of the pipeline."""
+    num_ranks, transport = executor.programs.train.num_ranks, executor.connection.transport
+    pairs = [(low, low + 1) for low in range(num_ranks - 1)]
+    executor.open_channels(Channel(a, b, Lane.UPDATE) for pair in pairs for a, b in (pair, pair[::-1]))
+    if not 0 <= peer < num_ranks:
+        return None
+    outgoing = transport.outgoing(Channel(rank, peer, Lane.UPDATE))
+    return outgoing, transport.incoming(Channel(peer, rank, Lane.UPDATE))

@@ -21,8 +21,7 @@ from functools import partial
 
 import torch
 
-from pipeloom.engine.driver import Run
-from pipeloom.engine.instructions import Record
+from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.rank_state import Step, unequal_lengths
 from pipeloom.engine.stores.ownership import Ownership
 from pipeloom.engine.worker import Worker

@@ -43,7 +43,7 @@ class StreamOptimizer:
         if optimizer is not None:
             _check_kind(optimizer)
         self._optimizer, self._pipeline = optimizer, pipeline
-        self._num_held = sum(len(pipeline.workers[rank].stages) for rank in pipeline.local_ranks)
+        self._num_held = sum(map(len, pipeline.state.stages_of.values()))
         self.trained: set[nn.Parameter] = set()
         self._options = options
         self._bound = options.max_norm / math.sqrt(pipeline.schedule.num_stages)

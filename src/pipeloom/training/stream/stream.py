@@ -144,38 +144,38 @@ class Stream:
         """
         count = self._count(batches, num_batches if num_batches is None else _whole(num_batches))
         self._check_length(batches, count)
-        pipeline = self._pipeline
-        pipeline.driver.check_free()
+        executor = self._pipeline.executor
+        executor.check_free()
         rates = self._check_ready()
         program, used = self._prepared(count)
-        taken = StreamBatches(batches, count, program.schedule, pipeline.local_ranks)
+        taken = StreamBatches(batches, count, program.schedule, executor.local_ranks)
         live = self._agree(count, rates)
-        call = call_number(pipeline.driver.num_calls + 1, True)
+        call = call_number(executor.num_calls + 1, True)
         plan = StreamPlan(program, used, call, self.num_batches)
-        exchange = ResultExchange(pipeline.rank, program.schedule, pipeline.transport)
-        results = StreamResults(pipeline.rank, exchange, plan, self._on_update, live)
+        connection = executor.connection
+        exchange = ResultExchange(connection.rank, program.schedule, connection.transport)
+        results = StreamResults(connection.rank, exchange, plan, self._on_update, live)
         ranks = {
             rank: StreamRank(
-                pipeline.workers[rank], plan, taken, self._optimizer, pipeline.ownership, results.add, results.poll
+                worker, plan, taken, self._optimizer, self._pipeline.state.ownership, results.add, results.poll
             )
-            for rank in pipeline.local_ranks
+            for rank, worker in executor.workers.items()
         }
         updates: list[StreamUpdate] = []
 
         def finish() -> None:
             taken.finish()
             norms = {rank: part.norms for rank, part in ranks.items()}
-            updates.extend(results.gather(norms, pipeline.sum_over_processes))
+            updates.extend(results.gather(norms, connection.sum_over_processes))
 
-        pipeline.last_run = {rank: part.records.copy for rank, part in ranks.items()}  # that keeps nothing else alive
+        records = {rank: part.records.copy for rank, part in ranks.items()}  # that keeps nothing else alive
         self._optimizer.begin()
-        pipeline.driver.num_calls += 1
         try:
-            pipeline.driver.run({rank: part.run() for rank, part in ranks.items()}, finish)
+            executor.drive({rank: part.run() for rank, part in ranks.items()}, finish, records)
         finally:
             self._optimizer.end()
             self.num_updates = {
-                rank: {s: sum(made == s for made, _ in part.norms) for s in pipeline.workers[rank].stages}
+                rank: {s: sum(made == s for made, _ in part.norms) for s in executor.workers[rank].stages}
                 for rank, part in ranks.items()
             }
         self.num_batches += count
@@ -215,7 +215,7 @@ class Stream:
         pipeline = self._pipeline
         self._optimizer.check()
         rates = self._optimizer.asked_rates(self.num_batches)
-        if not pipeline.has_loss:
+        if pipeline.executor.loss_fn is None:
             raise InputError("run() on a Pipeline without loss_fn: updates need a loss; pass loss_fn to Pipeline")
         if not torch.is_grad_enabled():
             raise InputError("run() where gradients are switched off: it computes them; leave torch.no_grad() first")
@@ -230,7 +230,7 @@ class Stream:
                     f"parameter {name!r} has a hook behind the accumulation of its gradient: here gradients accumulate "
                     "on versions of it; remove the hook"
                 )
-        pipeline.check_equal()
+        pipeline.state.check_equal()
         return rates
 
     def program(self, num_batches: int) -> Program:
@@ -257,7 +257,7 @@ class Stream:
             "discount_updates": options.discount_updates,
             "scale_by_replicas": options.scale_by_replicas,
         }
-        rules = {rank: self._optimizer.rules(rank, rates) for rank in self._pipeline.local_ranks}
+        rules = {rank: self._optimizer.rules(rank, rates) for rank in self._pipeline.executor.local_ranks}
         return agree(self._pipeline, own, rules, self._on_update is not None)
 
 

@@ -36,7 +36,7 @@ def agree(pipeline: Pipeline, terms: Mapping[str, Any], rules: Mapping[int, Rule
         PeerLost: a process ended before.
     """
     lost = "another rank ended before all began their run; see its error"
-    told = gather_json([terms, rules, live], pipeline.process_group, lost=lost)
+    told = gather_json([terms, rules, live], pipeline.executor.connection.process_group, lost=lost)
     found = first_difference(enumerate(of_process for of_process, _, _ in told))
     if found is not None:
         raise InputError(
@@ -68,7 +68,7 @@ def update_rules(pipeline: Pipeline, rank: int, kind: str, groups: Groups, rates
         rates: the learning rates that a function gives for the first batch of the run; None: those of the groups.
     """
     rules: Rules = {}
-    for stage, module in pipeline.workers[rank].stages.items():
+    for stage, module in pipeline.state.stages_of[rank].items():
         number = {p: k for k, p in enumerate(p for p in module.parameters() if p.requires_grad)}
         if not number or len(pipeline.schedule.placement.replicas[stage]) == 1:
             continue

@@ -1,0 +1,215 @@
+"""`ModelState`: the stages and parameters that one process holds, and how they are read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.engine.stores.ownership import Ownership, common_dtype, own_stages
+from pipeloom.engine.stores.parameter_range import Range
+from pipeloom.engine.stores.parameter_store import Sharing
+from pipeloom.errors import InputError
+from pipeloom.ir import Program
+from pipeloom.split import Stages
+
+
+class ModelState:
+    """The stages that the ranks of this process hold, and their parameters.
+
+    *Main parameters* are the parameters that an optimizer updates. They are the model's own, except where data-parallel
+    replicas shard them or forwards use a 16-bit format: then they are shards, or float32 masters.
+
+    Args:
+        cut_model: all stages of the model.
+        program: decides which rank holds which stage.
+        ranks: the ranks of this process.
+        sharing: what data-parallel replicas share.
+
+    Attributes:
+        stages_of: by rank of this process, its modules by stage.
+        stages: modules by stage. A stage that several ranks of this process hold is that of the lowest.
+        parameter_names: canonical names of all parameters of the model, in its order.
+        ownership: which main parameters and buffers each rank of this process holds.
+        stores: by rank, where its parameters live.
+        sharing: as given.
+        norm_dtype: the dtype in which norms of all parameters add up, the same on every rank.
+        ties: the canonical name for every other name of a tied parameter.
+    """
+
+    def __init__(self, cut_model: Stages, program: Program, ranks: Iterable[int], sharing: Sharing) -> None:
+        self.stages_of = own_stages(cut_model, program, ranks)
+        self.stages: dict[int, nn.Module] = {
+            stage: module for stages in reversed(self.stages_of.values()) for stage, module in stages.items()
+        }
+        self.norm_dtype = common_dtype(cut_model)
+        found = Ownership.find(self.stages_of, cut_model, program)
+        self.sharing = sharing
+        self.stores = {
+            rank: sharing.store(stages, found.held[rank], found.homes, cut_model.layers)
+            for rank, stages in self.stages_of.items()
+        }
+        main = {rank: dict(store.parameters) for rank, store in self.stores.items()}
+        self.ownership = replace(found, held=main)
+        self.parameter_names = cut_model.parameter_names
+        self.ties: dict[str, str] = dict(cut_model.canonical_names)
+        self._all_names = {
+            name
+            for module in cut_model.modules
+            for named in (module.named_parameters, module.named_buffers)
+            for name, _ in named(remove_duplicate=False)
+        }
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The stage modules of all ranks of this process."""
+        for stages in self.stages_of.values():
+            yield from stages.values()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Canonical names and main parameters of all ranks of this process, in the model's order.
+
+        A parameter that several ranks of this process hold comes once per rank.
+        """
+        for name in self.parameter_names:
+            for held in self.ownership.held.values():
+                if name in held:
+                    yield name, held[name]
+
+    def owned_parameters(self, rank: int | None = None) -> Iterator[tuple[int, nn.Parameter]]:
+        """Position in `parameter_names` and parameter, for parameters that no lower rank holds.
+
+        Over all processes they are the model's parameters, each once: for norms and checkpoints. With `rank`, only
+        those of one rank of this process.
+        """
+        for position, name in enumerate(self.parameter_names):
+            for holder, held in self.ownership.held.items():
+                if name in held and holder == self.ownership.ranks_with(name)[0] and rank in (None, holder):
+                    yield position, held[name]
+
+    def rank_parameters(self, rank: int) -> list[nn.Parameter]:
+        """The main parameters of one rank of this process, each once, in the model's order."""
+        held = self.ownership.held[rank]
+        return [held[name] for name in self.parameter_names if name in held]
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """By canonical name, the elements that each sharded main parameter holds; full parameters are left out."""
+        return {name: span for store in self.stores.values() for name, span in store.ranges.items()}
+
+    def check_equal(self) -> None:
+        """Raises InputError where ranks of this process hold different values of one parameter."""
+        self.ownership.check_equal(lambda rank, name: self.stores[rank].value(name))
+
+    def train(self, mode: bool = True) -> None:
+        """Set all stages held here to training mode, or to evaluation mode."""
+        for module in self.modules():
+            module.train(mode)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in a backward. Main gradients are divided by it."""
+        return next(iter(self.stores.values())).loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if scale != 1.0 and not (self.sharing.axis and self.sharing.axis.separate_master):
+            raise InputError(
+                f"loss_scale={scale}: only 16-bit gradients are scaled. Pass precision='fp16' to Pipeline."
+            )
+        for store in self.stores.values():
+            store.loss_scale = scale
+
+    def main_state(self) -> dict[str, Tensor]:
+        """Main parameters and persistent buffers held here, by canonical name; not copied.
+
+        Values may be written into the parameters; `refresh` puts them into the modules. Parameters in a file
+        (`pipeloom.DataParallel.offload`) are read and written there, page by page, on the host.
+        """
+        state: dict[str, Tensor] = {}
+        for name in self.parameter_names:
+            store = next((store for store in self.stores.values() if name in store.parameters), None)  # the lowest rank
+            if store is not None:
+                state[name] = store.value(name)
+        aliases = {alias for module in self.modules() for alias, _ in module.named_parameters(remove_duplicate=False)}
+        for module in self.modules():
+            for name, value in module.state_dict().items():
+                if name not in aliases and isinstance(value, Tensor):
+                    state.setdefault(self.ties.get(name, name), value)
+        return state
+
+    def refresh(self) -> None:
+        """Copy main parameters into the modules' parameters. Every process calls it; every run does so by itself.
+
+        Parameters that each run gathers anew (zero3) are left out.
+        """
+        for store in self.stores.values():
+            store.refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Full parameters and persistent buffers held here, by their names in the uncut model.
+
+        Where main parameters are shards or masters, they are gathered into copies, in the masters' dtype, and every
+        process calls this. Other values are not copied.
+        """
+        state: dict[str, Any] = {}
+        for rank, stages in self.stages_of.items():
+            whole = self.stores[rank].whole()
+            for module in stages.values():
+                for name, value in module.state_dict().items():
+                    state.setdefault(name, whole.get(self.ties.get(name, name), value))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy values into everything held here, in place, on all ranks of this process.
+
+        Args:
+            state: values by the names of the uncut model. It may hold values of other processes, and a tied parameter
+                under any of its names.
+
+        Raises:
+            InputError: a name is missing or unknown, a shape differs, or the names of a tied parameter have different
+                values. Nothing is changed then.
+        """
+        values = self._by_canonical_name(state)
+        found = []
+        for module in self.modules():
+            own = module.state_dict()
+            for name, mine in own.items():
+                canonical = self.ties.get(name, name)
+                if canonical not in values:
+                    raise InputError(f"the state has no {name!r}, which this process holds. Pass this model's state.")
+                value = values[canonical]
+                if isinstance(mine, Tensor) and getattr(value, "shape", None) != mine.shape:
+                    seen = (
+                        f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+                    )
+                    raise InputError(
+                        f"{name!r} has {seen} in the state: the model's has shape {tuple(mine.shape)}. Pass this "
+                        "model's state."
+                    )
+            found.append((module, {name: values[self.ties.get(name, name)] for name in own}))
+        with ExitStack() as stack:
+            for store in self.stores.values():
+                stack.enter_context(store.writable())
+            for module, loaded in found:
+                module.load_state_dict(loaded)
+        for store in self.stores.values():
+            store.assign(values)
+
+    def _by_canonical_name(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, value in state.items():
+            if name not in self._all_names and not name.endswith("_extra_state"):
+                raise InputError(f"the state has {name!r}, which the model does not have. Pass this model's state.")
+            canonical = self.ties.get(name, name)
+            other = values.setdefault(canonical, value)
+            if other is not value and isinstance(value, Tensor) and not torch.equal(other, value):
+                raise InputError(
+                    f"the state has different values for {name!r} and {canonical!r}, which the model ties. Leave one "
+                    "out."
+                )
+        return values

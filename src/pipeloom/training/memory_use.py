@@ -1,0 +1,68 @@
+"""`MemoryUse`: what the ranks of one process hold in memory, and what they offloaded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipeloom.engine.executor import Executor
+from pipeloom.engine.model_state import ModelState
+from pipeloom.engine.stores.parameter_bytes import HeldBytes, Offloaded, PeakBytes
+
+
+class OffloadTraffic(NamedTuple):
+    """Moves of activations and main parameters so far.
+
+    Attributes:
+        moved_bytes: bytes written and read.
+        wait_seconds: how long ranks waited for moves. An optimizer counts its own waits.
+    """
+
+    moved_bytes: int
+    wait_seconds: float
+
+
+class MemoryUse:
+    """Memory of one process, as `Pipeline.memory`."""
+
+    def __init__(self, state: ModelState, executor: Executor) -> None:
+        self._stores, self._workers = state.stores, executor.workers
+
+    @property
+    def live_activations(self) -> dict[int, int]:
+        """Per rank of this process, the activations held now; zero between steps."""
+        return {rank: worker.live_activations for rank, worker in self._workers.items()}
+
+    @property
+    def peak_live_activations(self) -> dict[int, int]:
+        """Per rank of this process, the most activations held at once in the last run."""
+        return {rank: worker.peak_live_activations for rank, worker in self._workers.items()}
+
+    def held_bytes(self) -> HeldBytes:
+        """Bytes of parameters and gradients now, by kind."""
+        held = [store.held_bytes() for store in self._stores.values()]
+        return HeldBytes(*map(sum, zip(*held, strict=True)))
+
+    def record_peaks(self, wanted: bool = True) -> None:
+        """Have runs measure the bytes of gradients for `peak_bytes`, which takes some time."""
+        for store in self._stores.values():
+            store.records_peaks = wanted
+
+    def peak_bytes(self) -> PeakBytes:
+        """The peak bytes of gathered parameters and of gradients in the last run, summed over ranks."""
+        peaks = [store.peak_bytes() for store in self._stores.values()]
+        return PeakBytes(*map(sum, zip(*peaks, strict=True)))
+
+    @property
+    def offloaded_parameters(self) -> Offloaded:
+        """Main parameters that are offloaded between updates, and what moved so far."""
+        return Offloaded(*map(sum, zip(*(store.away for store in self._stores.values()), strict=True)))
+
+    @property
+    def offload_traffic(self) -> OffloadTraffic:
+        """What moved so far: activations, and main parameters whoever moved them."""
+        movers = [worker.state.mover for worker in self._workers.values() if worker.state.mover is not None]
+        parameters = self.offloaded_parameters
+        return OffloadTraffic(
+            sum(mover.moved_bytes for mover in movers) + parameters.moved_bytes,
+            sum(mover.wait_seconds for mover in movers) + parameters.wait_seconds,
+        )

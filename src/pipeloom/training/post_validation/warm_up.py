@@ -1,0 +1,166 @@
+"""Forwards that run before it is known whether their parameters stand, and how they are done again.
+
+The call of a rank that has to begin anew gets the next call's number. The rank tells its peers with a message without a
+value, whose number says which call it cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.engine.rank_state import refuse_other_call
+from pipeloom.engine.worker import Bound, Worker
+from pipeloom.errors import PeerLost, RunError, StageError
+from pipeloom.passes import warm_up_lengths
+from pipeloom.transport.call_numbers import call_count, call_name, call_number, call_only, cancel_number, num_samples_of
+from pipeloom.transport.interface import Lane, program_channels
+from pipeloom.transport.values import copied, flatten
+
+
+class CancelledCall(PeerLost):
+    """Another rank cancelled the call whose warm-up this rank runs."""
+
+
+class SpeculativeWarmUp:
+    """The warm-up of one rank, given to `Executor.run`: it ends as soon as the last update can be validated.
+
+    Args:
+        ready: whether `validate` would return at once.
+        validate: waits for the other ranks and corrects the parameters; returns whether what was computed meanwhile
+            counts.
+        draws_alone: whether no other rank draws from this process's random generators.
+    """
+
+    def __init__(self, ready: Callable[[], bool], validate: Callable[[], bool], *, draws_alone: bool) -> None:
+        self._ready, self._validate, self._draws_alone = ready, validate, draws_alone
+        self._cancelled = _CancelledCalls()
+        self._bound: Bound | None = None
+        self._length = 0  # instructions of the warm-up of `_bound`
+
+    def __call__(self, worker: Worker, bound: Bound) -> int:
+        """Run forwards until the parameters are validated; returns how many instructions count."""
+        state, batch = worker.state, worker.state.batch
+        state.other_call = self._cancelled
+        before = ForwardState.take(worker.stages.values(), with_random_state=self._draws_alone)
+        state.batch = replace(batch, inputs=_Copies(batch.inputs))  # stages may change their inputs in place
+        failure: RunError | None = None
+        position, length = 0, self._length_of(bound, worker.rank)
+        self._cancelled.speculating = True
+        try:
+            while position < length and not self._ready():
+                for _ in bound.instructions.run(position, position + 1):
+                    pass
+                position += 1
+        except PeerLost as error:
+            if not isinstance(error.__cause__, CancelledCall):
+                raise
+            failure = error
+        except StageError as error:  # wrong parameters may have made the stage raise
+            failure = error
+        finally:
+            state.batch, self._cancelled.speculating = batch, False
+        if failure is not None:  # before any wait: peers may wait for what this rank will not send
+            _cancel(worker, bound)
+        if self._validate():
+            if failure is not None:
+                raise failure
+            return position
+        if failure is None:
+            _cancel(worker, bound)
+        state.forget()
+        state.peak_live_activations = 0
+        before.restore()
+        call = call_only(state.call)
+        self._cancelled.numbers = (call, cancel_number(call))
+        state.call = call_number(call_count(call) + 1, True, num_samples_of(state.call))
+        return 0
+
+    def _length_of(self, bound: Bound, rank: int) -> int:
+        if self._bound is not bound:
+            actions = set(bound.program.orders[rank][: warm_up_lengths(bound.program)[rank]])
+            self._bound = bound
+            self._length = sum(1 for _ in takewhile(lambda each: each.action in actions, bound.instructions))
+        return self._length
+
+
+class _CancelledCalls:
+    """What a rank does with messages of calls that were cancelled.
+
+    Attributes:
+        speculating: whether the forwards that run may have to be done again.
+        numbers: numbers of cancelled calls of which messages may still come.
+    """
+
+    def __init__(self) -> None:
+        self.speculating = False
+        self.numbers: tuple[int, ...] = ()
+
+    def __call__(self, source: int, theirs: int, ours: int) -> None:
+        if theirs == cancel_number(ours):
+            text = f"rank {source} cancelled {call_name(ours)}"
+            raise CancelledCall(text) if self.speculating else PeerLost(text)
+        if theirs not in self.numbers:
+            refuse_other_call(source, theirs, ours)
+
+
+def _cancel(worker: Worker, bound: Bound) -> None:
+    """Tell every rank that may wait for a message of this call that none will come."""
+    for channel in sorted(program_channels(bound.program)):
+        if channel.source == worker.rank and channel.lane is Lane.PIPELINE:
+            end = worker.state.transport.outgoing(channel)
+            end.send(*flatten(None), cancel_number(worker.state.call))
+
+
+class _Copies(Sequence[Any]):
+    """Copies of values, made when they are read."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return copied(self._values[index])
+
+
+@dataclass
+class ForwardState:
+    """What forwards change outside the graph: buffers, such as running means, and random generators."""
+
+    _buffers: list[tuple[nn.Module, str, Tensor, Tensor]]  # owner, name, the buffer and a copy of it
+    _random: Tensor | None
+    _device_random: Tensor | None
+
+    @classmethod
+    def take(cls, modules: Iterable[nn.Module], *, with_random_state: bool) -> ForwardState:
+        """Copy everything as it is now."""
+        buffers = [
+            (module, name, buffer, buffer.clone())
+            for stage in modules
+            for module in stage.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        on_device = with_random_state and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return cls(
+            buffers,
+            torch.get_rng_state() if with_random_state else None,
+            torch.cuda.get_rng_state() if on_device else None,
+        )
+
+    def restore(self) -> None:
+        """Make everything as it was."""
+        with torch.no_grad():
+            for module, name, buffer, values in self._buffers:
+                module._buffers[name] = buffer.copy_(values)
+        if self._random is not None:
+            torch.set_rng_state(self._random)
+        if self._device_random is not None:
+            torch.cuda.set_rng_state(self._device_random)
