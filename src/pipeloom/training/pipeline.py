@@ -29,8 +29,8 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.offload.targets import OffloadActivations
 from pipeloom.parallel.options import DataParallel, Precision
 from pipeloom.passes import merge_backwards, separate_units
-from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
 from pipeloom.processes.agreement import RunFingerprint
+from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
 from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
 from pipeloom.training.argument_checks import check_arguments, check_num_stages, check_recompute, check_trains
