@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeloom.cli import main
 from pipeloom.cli.train import parse
+from pipeloom.cli.train_command import stream_command
 from pipeloom.errors import InputError
-from pipeloom.train.config.stream_command import stream_command
+from pipeloom.plan.plan import Plan
 from pipeloom.train.config.validate import validate_settings
 
 KEYS = ("name", "forward_seconds", "backward_seconds", "activation_bytes", "parameter_bytes")
@@ -67,24 +69,26 @@ def test_levels(capsys, profile):
 def test_why(capsys, profile):
     _, out, _ = run(capsys, "--profile", profile, "--ranks", "4", "--bandwidth", "100")
     first, header, *stages, together, straight, python, train = out.splitlines()
-    assert first.startswith("3.267 s a minibatch, 2 stages on 4 ranks; bottleneck: compute of stage 0, 3 s (with sync")
+    assert first.startswith(
+        "3.267 s per minibatch, 2 stages on 4 ranks; bottleneck: compute of stage 0, 3 s (plus sync"
+    )
     assert header.split()[:3] == ["stage", "layers", "replicas"]
     assert [line.split()[:2] for line in stages] == [["0", "0-2"], ["1", "3-3"]]
-    assert "data parallelism alone takes 10.05 s, 3.08 x as long; bottleneck: sync" in together
-    assert "one stage a rank takes 4 s, 1.22 x as long; bottleneck: transfer from stage 0 to 1" in straight
+    assert "data parallelism alone takes 10.05 s, 3.08x as long; bottleneck: sync" in together
+    assert "one stage per rank takes 4 s, 1.22x as long; bottleneck: transfer from stage 0 to 1" in straight
     assert python == (
-        "train it in Python: pl.Pipeline(..., pl.schedules.pipedream(num_ranks=4, num_microbatches=9, "
+        "train it in Python: pl.Pipeline(model, pl.schedules.pipedream(num_ranks=4, num_microbatches=9, "
         "replicas=[3, 1]), cut=[3, 1])"
     )
     assert train == (
-        "a GPT of pipeloom so: pipeloom train --schedule pipedream --parallel.pipeline 2 --parallel.replicas 3,1 "
+        "train a GPT of pipeloom: pipeloom train --schedule pipedream --parallel.pipeline 2 --parallel.replicas 3,1 "
         "--steps 201 --eval_steps 51 --save_steps 102"
     )
     _, out, _ = run(capsys, "--profile", profile, "--ranks", "8", "--bandwidth", "1")
-    assert "one stage a rank is not possible (4 layers for 8 ranks)" in out
+    assert "one stage per rank is not possible (4 layers for 8 ranks)" in out
     assert "alone would take" in out
     _, out, _ = run(capsys, "--profile", profile, "--ranks", "4", "--bandwidth", "100", "--memory-cap", "1100")
-    assert "data parallelism alone holds more than the cap" in out
+    assert "data parallelism alone exceeds the memory cap" in out
 
 
 def gpt_1_3_1(work: float = 9.0) -> list[dict[str, object]]:
@@ -99,15 +103,15 @@ def test_more_in_flight_than_noam_is_said_and_the_command_trains_the_cut(capsys,
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"layers": gpt_1_3_1()}).encode())  # an editor's byte order mark
     words = ["--profile", str(path), "--ranks", "5", "--bandwidth", "1e6"]
     *_, flight, _, train = run(capsys, *words, "--memory-cap", "7e9")[1].splitlines()
-    assert flight.endswith("--in-flight full (7, 2, 1) gives the period: 6.519 GiB on the fullest rank")
+    assert flight.endswith("in flight full (7, 2, 1) reaches the period and needs 6.519 GiB on the fullest rank")
     assert train == (
-        "a GPT of pipeloom so: pipeloom train --schedule pipedream --parallel.pipeline 3 --parallel.replicas 1,3,1 "
-        "--parallel.cut 1,1,1 --model.layers 3 --parallel.in_flight full --steps 201 --eval_steps 51 --save_steps 102"
+        "train a GPT of pipeloom: pipeloom train --schedule pipedream --parallel.pipeline 3 --parallel.replicas 1,3,1 "
+        "--parallel.in_flight full --parallel.cut 1,1,1 --model.layers 3 --steps 201 --eval_steps 51 --save_steps 102"
     )
     path.write_text(json.dumps({"layers": gpt_1_3_1(work=2.0)}))
     *_, flight, _, train = run(capsys, *words)[1].splitlines()
     assert "--parallel.in_flight" not in train  # three ranks with little to do: NOAM reaches the period
-    assert "NOAM" not in flight
+    assert "noam" not in flight
     path.write_text(json.dumps({"layers": [{**gpt_1_3_1()[0], "parameter_bytes": 1e9}, *gpt_1_3_1()[2:]]}))
     *_, train = run(capsys, *words)[1].splitlines()
     assert "--parallel.cut" not in train  # blocks.0 is missing: no GPT of ours
@@ -126,8 +130,8 @@ def test_a_plan_under_a_cap_keeps_it_in_all_that_is_said(capsys, tmp_path):
     assert answer["noam_period_seconds"] == pytest.approx(6.0, rel=1e-12)  # 3 s and 9 s in turn, not 3 s
     *_, flight, _, train = run(capsys, *words)[1].splitlines()
     assert flight == (
-        "a minibatch takes 6 s with NOAM in flight (5, 2, 1), which keeps the cap; --in-flight full (7, 2, 1) gives "
-        "the period and breaks it: 6.519 GiB on the fullest rank"
+        "in flight noam (5, 2, 1): 6 s per minibatch, within the memory cap; in flight full (7, 2, 1) reaches the "
+        "period but needs 6.519 GiB on the fullest rank"
     )
     assert train.endswith("--model.layers 3 --steps 201 --eval_steps 51 --save_steps 102")
 
@@ -164,17 +168,17 @@ def test_train_accepts_the_command_or_why_there_is_none_is_said(capsys, tmp_path
         assert train.startswith("pipeloom train cannot run this: ")
         assert refused in train
         return
-    config = parse(train.removeprefix("a GPT of pipeloom so: pipeloom train ").split())
+    config = parse(train.removeprefix("train a GPT of pipeloom: pipeloom train ").split())
     assert config.replicas == replicas
     validate_settings(config)
 
 
 def test_a_tied_gpt_is_no_stream_of_several_stages():
-    stages = [["embedding", "blocks.0"], ["blocks.1", "norm", "head"]]
     options = {"model.tie_embeddings": True}
+    plan = Plan(schedule="pipedream", pipeline=2, microbatches=1, replicas=[1, 1], cut=[1, 1])
     with pytest.raises(InputError, match=r"model\.tie_embeddings with schedule 'pipedream'"):
-        stream_command([1, 1], stages, full=False, options=options)
-    command = stream_command([2], [[*stages[0], *stages[1]]], full=False, options=options)
+        stream_command(plan, options)
+    command = stream_command(replace(plan, pipeline=1, replicas=(2,), cut=(2,)), options)
     validate_settings(parse(command.split()[2:]))
 
 
@@ -187,16 +191,13 @@ def test_weights_that_stages_share_are_named_and_those_of_one_stage_count_once(c
     assert (alone["memory_bytes"], alone["ties"]) == ([4 * (12 - 1) * 2**20], [])
     *_, train = run(capsys, *words, "1")[1].splitlines()
     assert "--model.tie_embeddings true" in train
-    validate_settings(parse(train.removeprefix("a GPT of pipeloom so: pipeloom train ").split()))
+    validate_settings(parse(train.removeprefix("train a GPT of pipeloom: pipeloom train ").split()))
     slow = [*words[:-2], "1", "--ranks", "2"]
     answer = json.loads(run(capsys, *slow, "--json")[1])
     assert answer["ties"] == [{"bytes": 2**20, "stages": [0, 1]}]
     *_, shared, train = run(capsys, *slow)[1].splitlines()
-    assert shared == (
-        "stages 0, 1 hold the same weights of 1 MiB each: the sums of their gradients between the stages are not in "
-        "these times"
-    )
-    assert train.startswith("no stream can train it: the stages that hold the same weights update at")
+    assert shared == ("stages 0, 1 share weights of 1 MiB: the times leave out the sum of their gradients")
+    assert train.startswith("pipeloom cannot train this: stages 0 and 1 share weights, but the stages of a stream")
     dapple = ["--schedule", "dapple", "--microbatches", "2"]
     assert run(capsys, *slow[:2], *slow[4:], *dapple)[1].splitlines()[-1] == shared
 
@@ -238,7 +239,7 @@ def test_dapple(capsys, profile):
     assert answer["simulated_seconds"].keys() == {"1f1b", "dapple-pb"}
     code, out, _ = run(capsys, *words)
     assert code == 0
-    assert "a step of 8 micro-batches" in out
+    assert "per step of 8 micro-batches" in out
     assert "simulated: " in out
 
 
@@ -271,15 +272,18 @@ def test_sizes_and_bandwidths_take_units(capsys, profile):
         (["--form", "printed"], "--form=printed: must be one of summed, published."),
         (["--profile", "no/such/file"], "no/such/file"),
         (["--profile", "."], "--profile ."),
-        (["--model.layers", "8"], "--model.layers beside --profile"),
-        (["--batch", "8"], "--batch beside --profile"),
-        (["--write-profile", "x"], "--write-profile beside --profile"),
-        (["--levels", "2@1e9"], "--bandwidth beside --levels"),
-        (["--schedule", "dapple"], "needs --microbatches"),
-        (["--microbatches", "4"], "without --schedule dapple"),
+        (["--model.layers", "8"], "--model.layers does not work with --profile"),
+        (["--batch", "8"], "--batch does not work with --profile"),
+        (["--write-profile", "x"], "--write-profile does not work with --profile"),
+        (["--levels", "2@1e9"], "--bandwidth does not work with --levels"),
+        (["--schedule", "dapple"], "--schedule dapple needs the number of micro-batches per step. Add --microbatches"),
+        (["--microbatches", "4"], "--microbatches works only with --schedule dapple"),
         (["--schedule", "dapple", "--microbatches", "0"], "microbatches 0"),
         (["--schedule", "dapple", "--microbatches", "1" + "0" * 200], "microbatches 1000"),
-        (["--schedule", "dapple", "--microbatches", "4", "--memory-cap", "9"], "--memory-cap with --schedule dapple"),
+        (
+            ["--schedule", "dapple", "--microbatches", "4", "--memory-cap", "9"],
+            "--memory-cap does not work with --schedule",
+        ),
         (["--bandwith", "8"], "did you mean --bandwidth?"),
     ],
 )
@@ -295,10 +299,10 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, profile, words, message):
     [
         (["--ranks", "4"], "--bandwidth is missing"),
         (["--bandwidth", "4"], "--ranks is missing"),
-        (["--levels", "4@fast"], "'4@fast' is no level"),
-        (["--levels", "4"], "'4' is no level"),
+        (["--levels", "4@fast"], "'4@fast' must be components@bandwidth"),
+        (["--levels", "4"], "'4' must be components@bandwidth"),
         (["--levels", "0@1e9"], "ranks 0"),
-        (["--levels", "4@1e9,2@1e9", "--ranks", "4"], "the levels have 8 ranks"),
+        (["--levels", "4@1e9,2@1e9", "--ranks", "4"], "has 8 ranks"),
     ],
 )
 def test_what_is_missing_or_no_level(capsys, profile, words, message):

@@ -1,4 +1,4 @@
-"""The sizes of a GPT as options of commands that measure or count one, unless a file says what it takes."""
+"""The sizes of pipeloom's GPT as options of the commands that measure it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeloom.train.config.train_config import options
 
 
 def add_model_options(parser: Parser, *, but: Sequence[str] = ()) -> None:
-    """Add ``--model.*`` of `pipeloom train`, without those named in `but`; what is left out is None."""
+    """Add ``--model.*`` of `pipeloom train`, without the names in `but`; options that are not given are None."""
     group = parser.add_argument_group("model")
     for option in options():
         if option.group == "model" and option.key.removeprefix("model.") not in but:
@@ -24,23 +24,23 @@ def add_model_options(parser: Parser, *, but: Sequence[str] = ()) -> None:
 
 
 def given_model(given: dict[str, Any]) -> dict[str, Any]:
-    """The sizes that were given."""
+    """The sizes on the command line."""
     return {name: value for name, value in given["model"].items() if value is not None}
 
 
 def whole_model(given: dict[str, Any]) -> dict[str, Any]:
-    """All sizes; those that were not given are what `pipeloom train` has."""
+    """All sizes, with the defaults of `pipeloom train`."""
     default = ModelConfig()
     return {name: getattr(default, name) for name in ModelConfig.__dataclass_fields__} | given_model(given)
 
 
-def check_file_alone(given: dict[str, Any], file: str, others: Sequence[str], says: str) -> None:
-    """Refuse sizes of a model, and `others`, beside an option that names a file which `says` the same.
+def check_file_alone(given: dict[str, Any], file: str, others: Sequence[str], content: str) -> None:
+    """Refuse sizes of a model, and `others`, together with an option whose file has `content`.
 
     Raises:
-        InputError: the first of them.
+        InputError: the first such option.
     """
-    beside = [f"--model.{name}" for name in given_model(given)]
-    beside += [f"--{name.replace('_', '-')}" for name in others if given[name] is not None]
-    if beside:
-        raise InputError(f"{beside[0]} beside {file}: the file says {says}; drop one of the two")
+    given_too = [f"--model.{name}" for name in given_model(given)]
+    given_too += [f"--{name.replace('_', '-')}" for name in others if given[name] is not None]
+    if given_too:
+        raise InputError(f"{given_too[0]} does not work with {file}, whose file has {content}. Remove one of them.")

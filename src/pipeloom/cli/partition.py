@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pipeloom.cli.files import read_json, write_text
 from pipeloom.cli.model_options import add_model_options, check_file_alone, given_model, whole_model
 from pipeloom.cli.parser import Parser
-from pipeloom.cli.partition_answers import asynchronous, synchronous
+from pipeloom.cli.partition_answers import StreamAnswer, SynchronousAnswer
 from pipeloom.common.quantities import Bytes, BytesPerSecond
 from pipeloom.errors import InputError
 from pipeloom.plan.partition import Form, Profile, check_levels, parse_profile
@@ -23,71 +23,83 @@ def main(argv: Sequence[str]) -> int:
     check_levels(levels)
     _check_schedule(given)
     profile = _profile(given, math.prod(components for components, _ in levels))
-    lines = []
     if given["write_profile"] is not None:
         write_text("--write-profile", given["write_profile"], profile.to_json() + "\n")
-        lines.append(f"wrote {given['write_profile']}")
-    if given["schedule"] == "dapple":
-        answer, more = synchronous(
-            profile, *levels[0], num_microbatches=given["microbatches"], published=given["form"] == "published"
-        )
-    else:
-        keys = ("form", "memory_cap", "state_copies")
-        answer, more = asynchronous(profile, levels, run=_run(given), **{key: given[key] for key in keys})
+    answer = _answer(given, profile, levels)
+    if given["out"] is not None:
+        write_text("--out", given["out"], answer.plan().to_json() + "\n")
     if given["json"]:
-        print(json.dumps(answer))
+        print(json.dumps(answer.numbers()))
         return 0
-    print("\n".join([*lines, *more]))
+    written = [given[name] for name in ("write_profile", "out") if given[name] is not None]
+    print("\n".join([*(f"wrote {path}" for path in written), *answer.lines(given["out"])]))
     return 0
+
+
+def _answer(
+    given: dict[str, Any], profile: Profile, levels: Sequence[tuple[int, float]]
+) -> StreamAnswer | SynchronousAnswer:
+    options = _run(given)
+    if given["schedule"] == "dapple":
+        published = given["form"] == "published"
+        return SynchronousAnswer(
+            profile, *levels[0], num_microbatches=given["microbatches"], published=published, options=options
+        )
+    keys = ("form", "memory_cap", "state_copies")
+    return StreamAnswer(profile, levels, options=options, **{key: given[key] for key in keys})
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="pipeloom partition",
-        description="Cut a model into stages, and give each its ranks, so that a pipeline takes least time.\n"
-        "What layers take is read from --profile, or measured here on a GPT (--model.*).",
+        description="Cut a model into stages, and choose the number of replicas per stage, for the shortest step.\n"
+        "Layer times come from --profile, or are measured here on a GPT (--model.*).",
         examples="""
             pipeloom partition --profile profile.json --ranks 8 --bandwidth 1.25e9
             pipeloom partition --profile profile.json --levels 4@12GB,4@1.25GB --memory-cap 16GB --state-copies 3
             pipeloom partition --ranks 4 --bandwidth 1e9 --model.layers 12 --batch 8 --write-profile profile.json
             pipeloom partition --profile profile.json --ranks 8 --bandwidth 1.25e9 --schedule dapple --microbatches 16
+            pipeloom partition --ranks 2 --bandwidth 1e9 --out plan.json
         """,
     )
-    parser.add_argument("--profile", type=str, help="JSON file of what each layer takes, instead of measuring")
-    parser.add_argument("--ranks", type=int | None, help="ranks that share the model")
-    parser.add_argument("--bandwidth", type=BytesPerSecond | None, help="bytes a second, of each rank")
-    parser.add_argument("--levels", type=str, help="instead of both: components@bandwidth of each level, inner first")
+    parser.add_argument("--profile", type=str, help="JSON file with the layer times; default: measure a GPT here")
+    parser.add_argument("--ranks", type=int | None, help="number of ranks that share the model")
+    parser.add_argument("--bandwidth", type=BytesPerSecond | None, help="bandwidth per rank in bytes per second")
     parser.add_argument(
-        "--form", type=Form, default="summed", help="how a plan is judged; published: as in the schedule's paper"
-    )
-    parser.add_argument("--memory-cap", type=Bytes | None, help="most bytes a rank may hold")
-    parser.add_argument(
-        "--state-copies", type=float, default=0.0, help="of the weights, for gradients and optimizer (AdamW: 3)"
+        "--levels", type=str, help="hierarchical cluster: components@bandwidth per level, innermost first"
     )
     parser.add_argument(
-        "--schedule", type=Literal["pipedream", "dapple"], default="pipedream", help="dapple: synchronous steps of 1F1B"
+        "--form", type=Form, default="summed", help="how compute and sync add up; published: as in PipeDream's papers"
     )
-    parser.add_argument("--microbatches", type=int | None, help="of a step, for --schedule dapple")
-    parser.add_argument("--batch", type=int | None, help="without --profile: sequences of a minibatch (1)")
-    parser.add_argument("--write-profile", type=str, help="write what was measured, for --profile")
-    parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
+    parser.add_argument("--memory-cap", type=Bytes | None, help="maximum memory per rank")
+    parser.add_argument(
+        "--state-copies",
+        type=float,
+        default=0.0,
+        help="memory for gradients and optimizer states, in multiples of the weights (AdamW: 3)",
+    )
+    parser.add_argument(
+        "--schedule", type=Literal["pipedream", "dapple"], default="pipedream", help="dapple: synchronous 1F1B"
+    )
+    parser.add_argument("--microbatches", type=int | None, help="micro-batches per step, for --schedule dapple")
+    parser.add_argument("--batch", type=int | None, help="sequences per minibatch to measure with (1)")
+    parser.add_argument("--write-profile", type=str, help="write the measured layer times, for --profile")
+    parser.add_argument("--out", type=str, help="write the partition as a plan, for `pipeloom train --plan`")
+    parser.add_argument("--json", action="store_true", help="print the numbers as one JSON object and nothing else")
     add_model_options(parser)
     return parser
 
 
-# --- what is asked --------------------------------------------------------------------------------------------------
-
-
 def _levels(given: dict[str, Any]) -> list[tuple[int, float]]:
-    """(components, bandwidth) of every level, innermost first."""
+    """(components, bandwidth) per level, innermost first."""
     ranks, bandwidth, text = given["ranks"], given["bandwidth"], given["levels"]
     if text is None:
         if ranks is None or bandwidth is None:
             missing = "--ranks" if ranks is None else "--bandwidth"
-            raise InputError(f"{missing} is missing: the command needs both, or --levels; add it")
+            raise InputError(f"{missing} is missing: give --ranks and --bandwidth, or --levels.")
         return [(ranks, bandwidth)]
     if bandwidth is not None:
-        raise InputError("--bandwidth beside --levels: each level has its own; drop one of the two")
+        raise InputError("--bandwidth does not work with --levels, which has one per level. Remove one of them.")
     levels: list[tuple[int, float]] = []
     for part in text.split(","):
         components, _, rate = part.partition("@")
@@ -95,11 +107,11 @@ def _levels(given: dict[str, Any]) -> list[tuple[int, float]]:
             levels.append((int(components), BytesPerSecond.parse(rate)))
         except ValueError as error:
             raise InputError(
-                f"--levels {text}: {part!r} is no level; write components@bytes_per_second, such as 4@12e9,4@1.25e9"
+                f"--levels={text}: {part!r} must be components@bandwidth. Write for example 4@12e9,4@1.25e9."
             ) from error
     total = math.prod(components for components, _ in levels)
     if ranks is not None and ranks != total:
-        raise InputError(f"--ranks {ranks} beside --levels {text}: the levels have {total} ranks; drop --ranks")
+        raise InputError(f"--ranks={ranks}: --levels {text} has {total} ranks. Remove --ranks.")
     return levels
 
 
@@ -107,25 +119,25 @@ def _check_schedule(given: dict[str, Any]) -> None:
     dapple = given["schedule"] == "dapple"
     if dapple != (given["microbatches"] is not None):
         raise InputError(
-            "--schedule dapple needs --microbatches: how many a step has; add it"
+            "--schedule dapple needs the number of micro-batches per step. Add --microbatches."
             if dapple
-            else "--microbatches without --schedule dapple: PipeDream has no steps; drop one, or add the other"
+            else "--microbatches works only with --schedule dapple: PipeDream has no steps. Remove it."
         )
     for name, default in (("levels", None), ("memory_cap", None), ("state_copies", 0.0)):
         if dapple and given[name] != default:
             option = "--" + name.replace("_", "-")
-            raise InputError(f"{option} with --schedule dapple: its planner knows none; drop one of the two")
+            raise InputError(f"{option} does not work with --schedule dapple. Remove it.")
 
 
 def _profile(given: dict[str, Any], num_ranks: int) -> Profile:
-    """Read, or measured here.
+    """The profile of a file, or measured here.
 
     Raises:
-        InputError: the file cannot be read, it stands beside sizes of a model, or those are wrong.
+        InputError: the file cannot be read, options of a model are given with it, or model sizes are wrong.
     """
     path = given["profile"]
     if path is not None:
-        check_file_alone(given, "--profile", ("batch", "write_profile"), "what layers take")
+        check_file_alone(given, "--profile", ("batch", "write_profile"), "the layer times")
         return read_json("--profile", path, parse_profile)
     from pipeloom.models import GPTConfig
     from pipeloom.plan.partition.measure_layers import measure_gpt
@@ -135,7 +147,7 @@ def _profile(given: dict[str, Any], num_ranks: int) -> Profile:
 
 
 def _run(given: dict[str, Any]) -> dict[str, Any]:
-    """Options of a training run on what was measured here; of what a file holds, nothing is known."""
+    """Options of a training run on the measured model; empty where the profile came from a file."""
     if given["profile"] is not None:
         return {}
     model = {f"model.{name}": value for name, value in given_model(given).items()}

@@ -1,10 +1,12 @@
-"""What `pipeloom partition` answers: the numbers that scripts read, and the lines for people."""
+"""What `pipeloom partition` answers: numbers for scripts, lines for people, and a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
+from pipeloom.cli.train_command import stream_command
 from pipeloom.common.quantities import bytes_text, counted, seconds_text
 from pipeloom.errors import InputError
 from pipeloom.plan.partition import (
@@ -15,179 +17,284 @@ from pipeloom.plan.partition import (
     noam_period,
     partition_layers,
     plan_synchronous,
+    shared_weights,
+    stream_plan,
+    synchronous_plan,
 )
+from pipeloom.plan.plan import Plan
 from pipeloom.schedules import find, steady_length
-from pipeloom.train.config.stream_command import stream_command
 
-_TIMES = ("compute", "sync", "transfer")
-_MOST_SIMULATED = 50_000  # forwards of a step; more take longer than they tell
-_NEARLY = 1.001  # a period so much longer is as good as the same
-
-Answer = tuple[dict[str, Any], list[str]]
+_MOST_SIMULATED = 50_000  # forwards per step; more take longer than they are worth
+_NEARLY = 1.001  # relative difference below which two periods count as equal
+_POLICIES = ("1f1b", "dapple-pb")
 
 
-def asynchronous(
-    profile: Profile,
-    levels: Sequence[tuple[int, float]],
-    *,
-    form: Form,
-    memory_cap: float | None,
-    state_copies: float,
-    run: Mapping[str, Any],
-) -> Answer:
-    """PipeDream's partition, beside data parallelism alone and one stage a rank; `run`: options of training it."""
-    found = partition_layers(profile, levels, form=form, memory_cap=memory_cap, state_copies=state_copies)
-    together: Partition | None = data_parallel(profile, levels, form=form, state_copies=state_copies)
-    if memory_cap is not None and together is not None and together.memory_bytes > memory_cap:
-        together = None
-    straight: Partition | None = None
-    try:
-        straight = partition_layers(
-            profile, levels, form=form, memory_cap=memory_cap, state_copies=state_copies, replicate=False
+class StreamAnswer:
+    """PipeDream's partition, compared with data parallelism alone and with one stage per rank.
+
+    Args:
+        profile: of one minibatch.
+        levels: (components, bandwidth) of each level of the cluster, innermost first.
+        form, memory_cap, state_copies: as `pipeloom.plan.partition.partition_layers` takes them.
+        options: options of a training run on the measured model; empty where the profile came from a file.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        levels: Sequence[tuple[int, float]],
+        *,
+        form: Form,
+        memory_cap: float | None,
+        state_copies: float,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._profile, self._form, self._cap, self._options = profile, form, memory_cap, options
+        self._found = found = partition_layers(
+            profile, levels, form=form, memory_cap=memory_cap, state_copies=state_copies
         )
-    except InputError as error:
-        reason = str(error).split(":")[0]
-    noam_seconds = noam_period(found)
-    fewer = found.fewer_ranks
-    answer: dict[str, Any] = {
-        "stages": [{"layers": [stage.first, stage.last], "replicas": stage.replicas} for stage in found.stages],
-        "period_seconds": found.period_seconds,
-        "form": form,
-        "bottleneck": {"kind": found.bottleneck.kind, "stage": found.bottleneck.stage},
-        "in_flight": [stage.in_flight for stage in found.stages],
-        "memory_bytes": [stage.memory_bytes for stage in found.stages],
-        "noam_period_seconds": noam_seconds,
-        "full_in_flight": [stage.full_in_flight for stage in found.stages],
-        "full_memory_bytes": [stage.full_memory_bytes for stage in found.stages],
-        "replicas_by_level": [list(stage.replicas_by_level) for stage in found.stages],
-        "data_parallel_seconds": together and together.period_seconds,
-        "straight_pipeline_seconds": straight and straight.period_seconds,
-        "fewer_ranks": fewer and {"ranks": fewer[0], "period_seconds": fewer[1]},
-        "ties": _ties(profile, [(stage.first, stage.last) for stage in found.stages]),
-    }
-    ranks = sum(stage.replicas for stage in found.stages)
-    lines = [
-        f"{seconds_text(found.period_seconds)} a minibatch, {counted(len(found.stages), 'stage')} on "
-        f"{counted(ranks, 'rank')}; {_why(found, form)}",
-        *_stages(profile, found),
-        _beside("data parallelism alone", together, found, form) or "data parallelism alone holds more than the cap",
-        _beside("one stage a rank", straight, found, form) or f"one stage a rank is not possible ({reason})",
-    ]
-    if fewer is not None:
-        lines.append(
-            f"{counted(fewer[0], 'rank')} alone would take {seconds_text(fewer[1])}: more cost more than they give"
-        )
-    full, said = _in_flight(found, noam_seconds, memory_cap)
-    return answer, [*lines, *_shared(answer["ties"]), *said, *_train(profile, found, full, run)]
-
-
-def synchronous(profile: Profile, ranks: int, bandwidth: float, *, num_microbatches: int, published: bool) -> Answer:
-    """DAPPLE's plan, and what the simulator says of it under DAPPLE's two policies."""
-    plan = plan_synchronous(
-        profile, ranks=ranks, bandwidth=bandwidth, num_microbatches=num_microbatches, published=published
-    )
-    simulated = {}
-    if num_microbatches * len(plan.stages) <= _MOST_SIMULATED:
-        simulated = {name: plan.simulate(find(name)) for name in ("1f1b", "dapple-pb")}
-    answer: dict[str, Any] = {
-        "stages": [{"layers": [first, last], "replicas": replicas} for first, last, replicas in plan.stages],
-        "step_seconds": plan.step_seconds,
-        "simulated_seconds": simulated,
-        "ties": _ties(profile, [(first, last) for first, last, _ in plan.stages]),
-    }
-    rows: list[tuple[str, ...]] = [("stage", "layers", "", "replicas", "forward", "backward", "transfer", "sync")]
-    times = (plan.forward_seconds, plan.backward_seconds, (*plan.transfer_seconds, 0.0), plan.reduce_seconds)
-    for number, ((first, last, replicas), *seconds) in enumerate(zip(plan.stages, *times, strict=True)):
-        rows.append((*_cells(profile, number, first, last), str(replicas), *map(_seconds, seconds)))
-    said = ", ".join(f"{seconds_text(seconds)} with {name}" for name, seconds in simulated.items())
-    return answer, [
-        f"{seconds_text(plan.step_seconds)} a step of {counted(num_microbatches, 'micro-batch')}, "
-        f"{counted(len(plan.stages), 'stage')} on {counted(ranks, 'rank')}",
-        *_table(rows),
-        *([f"simulated: {said}"] if said else []),
-        *_shared(answer["ties"]),
-    ]
-
-
-def _stages(profile: Profile, found: Partition) -> list[str]:
-    rows: list[tuple[str, ...]] = [("stage", "layers", "", "replicas", *_TIMES, "in flight", "memory")]
-    for number, stage in enumerate(found.stages):
-        times = (stage.compute_seconds, stage.sync_seconds, stage.transfer_seconds)
-        rows.append(
-            (
-                *_cells(profile, number, stage.first, stage.last),
-                " x ".join(map(str, stage.replicas_by_level)),
-                *map(_seconds, times),
-                str(stage.in_flight),
-                bytes_text(stage.memory_bytes),
+        together: Partition | None = data_parallel(profile, levels, form=form, state_copies=state_copies)
+        if memory_cap is not None and together is not None and together.memory_bytes > memory_cap:
+            together = None
+        self._together, self._straight, self._obstacle = together, None, ""
+        try:
+            self._straight = partition_layers(
+                profile, levels, form=form, memory_cap=memory_cap, state_copies=state_copies, replicate=False
             )
+        except InputError as error:
+            self._obstacle = str(error).split(":")[0]
+        self._noam_seconds = noam_period(found)
+        waits = self._noam_seconds > found.period_seconds * _NEARLY
+        fits = memory_cap is None or found.full_memory_bytes <= memory_cap
+        self._in_flight: Literal["noam", "full"] = "full" if waits and fits else "noam"
+        self._waits = waits
+
+    def numbers(self) -> dict[str, Any]:
+        """The numbers that scripts read."""
+        found, fewer, straight, together = self._found, self._found.fewer_ranks, self._straight, self._together
+        return {
+            "stages": [{"layers": [stage.first, stage.last], "replicas": stage.replicas} for stage in found.stages],
+            "period_seconds": found.period_seconds,
+            "form": self._form,
+            "bottleneck": {"kind": found.bottleneck.kind, "stage": found.bottleneck.stage},
+            "in_flight": [stage.in_flight for stage in found.stages],
+            "memory_bytes": [stage.memory_bytes for stage in found.stages],
+            "noam_period_seconds": self._noam_seconds,
+            "full_in_flight": [stage.full_in_flight for stage in found.stages],
+            "full_memory_bytes": [stage.full_memory_bytes for stage in found.stages],
+            "replicas_by_level": [list(stage.replicas_by_level) for stage in found.stages],
+            "data_parallel_seconds": together and together.period_seconds,
+            "straight_pipeline_seconds": straight and straight.period_seconds,
+            "fewer_ranks": fewer and {"ranks": fewer[0], "period_seconds": fewer[1]},
+            "ties": _ties(self._profile, [(stage.first, stage.last) for stage in found.stages]),
+        }
+
+    def plan(self) -> Plan:
+        """The partition as a plan of schedule `pipedream`.
+
+        Raises:
+            InputError: no stream can run it.
+        """
+        first, *others = self._reasons()
+        return stream_plan(
+            self._profile,
+            self._found,
+            in_flight=self._in_flight,
+            batch_size=self._options.get("batch.size"),
+            why=[first, *others, *self._waiting()],
         )
-    return _table(rows)
 
+    def lines(self, path: str | None) -> list[str]:
+        """The answer for people; `path` is the plan's file, where one was written."""
+        first, *others = self._reasons()
+        ties = _ties(self._profile, [(stage.first, stage.last) for stage in self._found.stages])
+        return [first, *self._table(), *others, *_shared(ties), *self._waiting(), *self._training(path)]
 
-def _in_flight(found: Partition, noam_seconds: float, memory_cap: float | None) -> tuple[bool, list[str]]:
-    """Whether to train with `full` in flight, and a line that says why; none where NOAM reaches the period."""
-    if noam_seconds <= found.period_seconds * _NEARLY:
-        return False, []
-    noam = ", ".join(str(stage.in_flight) for stage in found.stages)
-    full = ", ".join(str(stage.full_in_flight) for stage in found.stages)
-    size = bytes_text(found.full_memory_bytes)
-    slower = f"takes {seconds_text(noam_seconds)}"
-    if memory_cap is not None and found.full_memory_bytes > memory_cap:
-        return False, [
-            f"a minibatch {slower} with NOAM in flight ({noam}), which keeps the cap; --in-flight full ({full}) gives "
-            f"the period and breaks it: {size} on the fullest rank"
+    def _reasons(self) -> list[str]:
+        found, fewer = self._found, self._found.fewer_ranks
+        ranks = sum(stage.replicas for stage in found.stages)
+        lines = [
+            f"{seconds_text(found.period_seconds)} per minibatch, {counted(len(found.stages), 'stage')} on "
+            f"{counted(ranks, 'rank')}; {self._why(found)}",
+            self._compared("data parallelism alone", self._together) or "data parallelism alone exceeds the memory cap",
+            self._compared("one stage per rank", self._straight)
+            or f"one stage per rank is not possible ({self._obstacle})",
         ]
-    return True, [
-        f"a minibatch {slower} with NOAM in flight ({noam}); --in-flight full ({full}) gives the period: {size} on the "
-        "fullest rank"
+        if fewer is not None:
+            lines.append(
+                f"{counted(fewer[0], 'rank')} alone would take {seconds_text(fewer[1])}: the others cost more than "
+                "they save"
+            )
+        return lines
+
+    def _table(self) -> list[str]:
+        header = ("stage", "layers", "", "replicas", "compute", "sync", "transfer", "in flight", "memory")
+        rows: list[tuple[str, ...]] = [header]
+        for number, stage in enumerate(self._found.stages):
+            times = (stage.compute_seconds, stage.sync_seconds, stage.transfer_seconds)
+            rows.append(
+                (
+                    *_cells(self._profile, number, stage.first, stage.last),
+                    " x ".join(map(str, stage.replicas_by_level)),
+                    *map(_seconds, times),
+                    str(stage.in_flight),
+                    bytes_text(stage.memory_bytes),
+                )
+            )
+        return _table(rows)
+
+    def _waiting(self) -> list[str]:
+        """That stages wait for each other with PipeDream's NOAM; nothing where they do not."""
+        if not self._waits:
+            return []
+        noam = ", ".join(str(stage.in_flight) for stage in self._found.stages)
+        full = ", ".join(str(stage.full_in_flight) for stage in self._found.stages)
+        size = f"{bytes_text(self._found.full_memory_bytes)} on the fullest rank"
+        slower = f"in flight noam ({noam}): {seconds_text(self._noam_seconds)} per minibatch"
+        if self._in_flight == "noam":
+            return [f"{slower}, within the memory cap; in flight full ({full}) reaches the period but needs {size}"]
+        return [f"{slower}; in flight full ({full}) reaches the period and needs {size}"]
+
+    def _training(self, path: str | None) -> list[str]:
+        """How to train the partition with pipeloom's GPT and, for the model of a file, in Python; or why not."""
+        try:
+            plan = self.plan()
+        except InputError as error:
+            return [f"pipeloom cannot train this: {error}"]
+        here = bool(self._options)
+        names = [layer.name for layer in self._profile.layers]
+        gpt = names == ["embedding", *(f"blocks.{k}" for k in range(len(names) - 3)), "norm", "head"]
+        tied = {"model.tie_embeddings": True} if gpt and self._profile.ties else {}
+        try:
+            command = stream_command(plan if gpt else replace(plan, cut=None), tied | dict(self._options), path=path)
+            lines = [f"{'train it' if here else 'train a GPT of pipeloom'}: {command}"]
+        except InputError as error:
+            lines = [f"pipeloom train cannot run this: {error}"]
+        return lines if here else [f"train it in Python: pl.Pipeline(model, {_in_python(plan, path)})", *lines]
+
+    def _compared(self, name: str, other: Partition | None) -> str | None:
+        """A line on another partition; None where there is none."""
+        if other is None:
+            return None
+        ratio = other.period_seconds / self._found.period_seconds if self._found.period_seconds else 1.0
+        return f"{name} takes {seconds_text(other.period_seconds)}, {ratio:.2f}x as long; {self._why(other)}"
+
+    def _why(self, found: Partition) -> str:
+        """The bottleneck of a partition."""
+        number = found.bottleneck.stage
+        stage = found.stages[number]
+        if found.bottleneck.kind == "transfer":
+            return f"bottleneck: transfer from stage {number} to {number + 1}"
+        kinds = {"compute": stage.compute_seconds, "sync": stage.sync_seconds}
+        longer = found.bottleneck.kind
+        [other] = kinds.keys() - {longer}
+        more = f" ({'plus' if self._form == 'summed' else 'overlaps'} {other} {seconds_text(kinds[other])})"
+        return f"bottleneck: {longer} of stage {number}, {seconds_text(kinds[longer])}{more if kinds[other] else ''}"
+
+
+class SynchronousAnswer:
+    """DAPPLE's plan, and the simulated step under DAPPLE's two policies.
+
+    Args:
+        profile: of one micro-batch.
+        ranks, bandwidth: of the cluster.
+        num_microbatches: per step.
+        published: judge plans by the paper's pivot.
+        options: options of a training run on the measured model.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        ranks: int,
+        bandwidth: float,
+        *,
+        num_microbatches: int,
+        published: bool,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._profile, self._ranks, self._options = profile, ranks, options
+        self._found = found = plan_synchronous(
+            profile, ranks=ranks, bandwidth=bandwidth, num_microbatches=num_microbatches, published=published
+        )
+        small = num_microbatches * len(found.stages) <= _MOST_SIMULATED
+        self._simulated = {name: found.simulate(find(name)) for name in _POLICIES} if small else {}
+
+    def numbers(self) -> dict[str, Any]:
+        """The numbers that scripts read."""
+        found = self._found
+        return {
+            "stages": [{"layers": [first, last], "replicas": replicas} for first, last, replicas in found.stages],
+            "step_seconds": found.step_seconds,
+            "simulated_seconds": self._simulated,
+            "ties": _ties(self._profile, [(first, last) for first, last, _ in found.stages]),
+        }
+
+    def plan(self) -> Plan:
+        """DAPPLE's plan under its faster policy.
+
+        Raises:
+            InputError: stages have different numbers of replicas.
+        """
+        times = self._simulated or {_POLICIES[0]: self._found.step_seconds}
+        schedule = min(times, key=times.__getitem__)
+        return synchronous_plan(
+            self._profile,
+            self._found,
+            schedule=schedule,
+            seconds=times[schedule],
+            batch_size=self._options.get("batch.size"),
+            why=[self._first_line(), *self._said()],
+        )
+
+    def lines(self, path: str | None) -> list[str]:
+        """The answer for people."""
+        found = self._found
+        rows: list[tuple[str, ...]] = [("stage", "layers", "", "replicas", "forward", "backward", "transfer", "sync")]
+        times = (found.forward_seconds, found.backward_seconds, (*found.transfer_seconds, 0.0), found.reduce_seconds)
+        for number, ((first, last, replicas), *seconds) in enumerate(zip(found.stages, *times, strict=True)):
+            rows.append((*_cells(self._profile, number, first, last), str(replicas), *map(_seconds, seconds)))
+        shared = _shared(_ties(self._profile, [(first, last) for first, last, _ in found.stages]))
+        run = [] if path is None else [f"train it: pipeloom train --plan {path}"]
+        return [self._first_line(), *_table(rows), *self._said(), *shared, *run]
+
+    def _first_line(self) -> str:
+        found = self._found
+        return (
+            f"{seconds_text(found.step_seconds)} per step of {counted(found.num_microbatches, 'micro-batch')}, "
+            f"{counted(len(found.stages), 'stage')} on {counted(self._ranks, 'rank')}"
+        )
+
+    def _said(self) -> list[str]:
+        said = ", ".join(f"{seconds_text(seconds)} with {name}" for name, seconds in self._simulated.items())
+        return [f"simulated: {said}"] if said else []
+
+
+def _in_python(plan: Plan, path: str | None) -> str:
+    """The second argument of `pipeloom.Pipeline`, and the cut."""
+    if path is not None:
+        return f'pl.Plan.load("{path}")'
+    replicas = list(plan.replicas or ())
+    words = [
+        f"num_ranks={plan.num_ranks}",
+        f"num_microbatches={steady_length(replicas, in_flight=plan.in_flight)}",
+        f"replicas={replicas}",
+        *(["in_flight='full'"] if plan.in_flight == "full" else []),
     ]
+    assert isinstance(plan.cut, tuple)
+    return f"pl.schedules.pipedream({', '.join(words)}), cut={list(plan.cut)}"
 
 
 def _ties(profile: Profile, stages: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Weights that several of the stages (first layer, last layer) hold: their bytes, and which stages."""
-    found = []
-    for size, layers in profile.ties:
-        homes = [k for k, (first, last) in enumerate(stages) if any(first <= layer <= last for layer in layers)]
-        if len(homes) > 1:
-            found.append({"bytes": size, "stages": homes})
-    return found
+    return [{"bytes": size, "stages": homes} for size, homes in shared_weights(profile, stages)]
 
 
 def _shared(ties: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
-        f"stages {', '.join(map(str, tie['stages']))} hold the same weights of {bytes_text(tie['bytes'])} each: the "
-        "sums of their gradients between the stages are not in these times"
+        f"stages {', '.join(map(str, tie['stages']))} share weights of {bytes_text(tie['bytes'])}: the times leave out "
+        "the sum of their gradients"
         for tie in ties
     ]
-
-
-def _train(profile: Profile, found: Partition, full: bool, run: Mapping[str, Any]) -> list[str]:
-    """How to train so: a command for pipeloom's GPT, and for the model of a file what to pass in Python; or why not.
-
-    The layers of a file may have the names of those of the GPT and be others.
-    """
-    layers = [[layer.name for layer in profile.layers[stage.first : stage.last + 1]] for stage in found.stages]
-    replicas = [stage.replicas for stage in found.stages]
-    measured_here = bool(run)
-    try:
-        command = stream_command(replicas, layers, full=full, options=run, tied=bool(profile.ties))
-        lines = [f"{'train it' if measured_here else 'a GPT of pipeloom so'}: {command}"]
-    except InputError as error:
-        lines = [f"pipeloom train cannot run this: {error}"]
-    if measured_here:
-        return lines
-    if _ties(profile, [(stage.first, stage.last) for stage in found.stages]):
-        return ["no stream can train it: the stages that hold the same weights update at different times; untie them"]
-    in_flight = "full" if full else "noam"
-    words = [
-        f"num_ranks={sum(replicas)}",
-        f"num_microbatches={steady_length(replicas, in_flight=in_flight)}",
-        f"replicas={replicas}",
-        *(["in_flight='full'"] if full else []),
-    ]
-    cut = [stage.last - stage.first + 1 for stage in found.stages]
-    return [f"train it in Python: pl.Pipeline(..., pl.schedules.pipedream({', '.join(words)}), cut={cut})", *lines]
 
 
 def _cells(profile: Profile, number: int, first: int, last: int) -> tuple[str, str, str]:
@@ -200,29 +307,8 @@ def _seconds(seconds: float) -> str:
 
 
 def _printable(name: str) -> str:
-    """`name` on one line, with nothing in it that a terminal obeys."""
+    """`name` on one line, with control characters escaped."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
-
-
-def _beside(name: str, other: Partition | None, found: Partition, form: Form) -> str | None:
-    """A line on another partition; None where there is none."""
-    if other is None:
-        return None
-    ratio = other.period_seconds / found.period_seconds if found.period_seconds else 1.0
-    return f"{name} takes {seconds_text(other.period_seconds)}, {ratio:.2f} x as long; {_why(other, form)}"
-
-
-def _why(found: Partition, form: Form) -> str:
-    """What the period is as long as, in words."""
-    number = found.bottleneck.stage
-    stage = found.stages[number]
-    if found.bottleneck.kind == "transfer":
-        return f"bottleneck: transfer from stage {number} to {number + 1}"
-    kinds = {"compute": stage.compute_seconds, "sync": stage.sync_seconds}
-    longer = found.bottleneck.kind
-    [other] = kinds.keys() - {longer}
-    beside = f" ({'with' if form == 'summed' else 'beside'} {other} {seconds_text(kinds[other])})"
-    return f"bottleneck: {longer} of stage {number}, {seconds_text(kinds[longer])}{beside if kinds[other] else ''}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

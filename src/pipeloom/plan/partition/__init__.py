@@ -6,6 +6,7 @@
 from pipeloom.plan.partition.dapple import SynchronousPlan, pivot_seconds, plan_synchronous
 from pipeloom.plan.partition.in_flight import noam_period
 from pipeloom.plan.partition.pipedream import Bottleneck, Partition, Stage, data_parallel, partition_layers
+from pipeloom.plan.partition.plans import shared_weights, stream_plan, synchronous_plan
 from pipeloom.plan.partition.problem import Form, Level, Problem, check_levels
 from pipeloom.plan.partition.profile import LayerProfile, Profile, parse_profile
 
@@ -26,4 +27,7 @@ __all__ = [
     "partition_layers",
     "pivot_seconds",
     "plan_synchronous",
+    "shared_weights",
+    "stream_plan",
+    "synchronous_plan",
 ]

@@ -1,0 +1,120 @@
+"""Partitions as plans that `pipeloom train` and `pipeloom.Pipeline` run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from pipeloom.errors import InputError
+from pipeloom.plan.partition.dapple import SynchronousPlan
+from pipeloom.plan.partition.in_flight import noam_period
+from pipeloom.plan.partition.pipedream import Partition
+from pipeloom.plan.partition.profile import Profile
+from pipeloom.plan.plan import Plan
+
+_BLOCK = re.compile(r".+\.\d+")  # a member of a list of modules, such as blocks.3
+
+
+def stream_plan(
+    profile: Profile,
+    found: Partition,
+    *,
+    in_flight: Literal["noam", "full"],
+    batch_size: int | None = None,
+    why: Sequence[str] = (),
+) -> Plan:
+    """PipeDream's partition as a plan for schedule `pipedream`.
+
+    Args:
+        profile: what was partitioned.
+        found: its partition.
+        in_flight: in-flight minibatches: "noam", or "full" for the period of the slowest stage.
+        batch_size: samples per minibatch, if known.
+        why: reasons for people.
+
+    Raises:
+        InputError: several stages share weights.
+    """
+    spans = [(stage.first, stage.last) for stage in found.stages]
+    if shared := shared_weights(profile, spans):
+        stages = " and ".join(map(str, shared[0][1]))
+        raise InputError(
+            f"stages {stages} share weights, but the stages of a stream update at different times. Untie the weights."
+        )
+    full = in_flight == "full"
+    memory = [
+        stage.full_memory_bytes if full else stage.memory_bytes for stage in found.stages for _ in range(stage.replicas)
+    ]
+    return Plan(
+        schedule="pipedream",
+        pipeline=len(found.stages),
+        microbatches=1,
+        replicas=tuple(stage.replicas for stage in found.stages),
+        in_flight=in_flight,
+        cut=layers_per_stage(profile, spans),
+        batch_size=batch_size,
+        predicted_step_seconds=found.period_seconds if full else noam_period(found),
+        predicted_memory_bytes=tuple(memory),
+        why=tuple(why),
+    )
+
+
+def synchronous_plan(
+    profile: Profile,
+    found: SynchronousPlan,
+    *,
+    schedule: str,
+    seconds: float,
+    batch_size: int | None = None,
+    why: Sequence[str] = (),
+) -> Plan:
+    """DAPPLE's plan for a synchronous schedule, where all stages have equally many replicas: the data-parallel degree.
+
+    Args:
+        profile: what was planned.
+        found: its plan.
+        schedule: such as "1f1b".
+        seconds: predicted, per step.
+        batch_size: samples per micro-batch over all replicas, if known.
+        why: reasons for people.
+
+    Raises:
+        InputError: stages have different numbers of replicas.
+    """
+    replicas = [count for _, _, count in found.stages]
+    if len(set(replicas)) > 1:
+        raise InputError(
+            f"replicas={','.join(map(str, replicas))}: a synchronous schedule runs the same number of replicas of each "
+            "stage. Use --schedule pipedream, or another number of ranks."
+        )
+    return Plan(
+        schedule=schedule,
+        pipeline=len(found.stages),
+        microbatches=found.num_microbatches,
+        data=replicas[0],
+        cut=layers_per_stage(profile, [(first, last) for first, last, _ in found.stages]),
+        batch_size=None if batch_size is None else batch_size * found.num_microbatches,
+        predicted_step_seconds=seconds,
+        why=tuple(why),
+    )
+
+
+def layers_per_stage(profile: Profile, stages: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """The cut of stages (first layer, last layer), as `pipeloom.split.split` counts.
+
+    Of a model with a list of blocks, such as ``blocks.0`` and ``blocks.1``, the blocks alone count.
+    """
+    blocks = [bool(_BLOCK.fullmatch(layer.name)) for layer in profile.layers]
+    counted = blocks if any(blocks) else [True] * len(blocks)
+    return tuple(sum(counted[first : last + 1]) for first, last in stages)
+
+
+def shared_weights(profile: Profile, stages: Sequence[tuple[int, int]]) -> list[tuple[float, list[int]]]:
+    """Weights that several stages (first layer, last layer) hold: bytes, and the stages."""
+    found = []
+    for size, layers in profile.ties:
+        homes = [k for k, (first, last) in enumerate(stages) if any(first <= layer <= last for layer in layers)]
+        if len(homes) > 1:
+            found.append((size, homes))
+    return found
