@@ -95,7 +95,9 @@ def read_options(parser: Parser, argv: Sequence[str]) -> Namespace:
         given = parser.parse_object(layer, namespace=given, env=False, defaults=False)
     parser.place = ""
     given = parser.parse_args(flags, namespace=given, env=False, defaults=False)
-    # A plan's options belong here: below `given`, above the defaults; a plan that contradicts `given` is refused.
+    planned = _read_plan(parser, given)
+    if planned is not None:
+        given = parser.parse_object(given, namespace=planned, env=False, defaults=False)
     values: Namespace = parser.parse_object(given, env=False)
     return values
 
