@@ -58,7 +58,7 @@ def test_activations_of_every_stage_take_what_the_closed_form_says(dtype, dropou
     for stage, layers in zip(stages.modules, predicted, strict=True):
         assert num_parameters(layers) == sum(p.numel() for p in stage.parameters())
         assert sum(layer.buffer_elements for layer in layers) == sum(b.numel() for b in stage.buffers())
-        kept = SavedBytes.beside(stage)
+        kept = SavedBytes.beyond(stage)
         with kept.counting():
             output = recomputed(stage, recompute)(value)
             if stage is stages.modules[-1]:
@@ -111,7 +111,7 @@ def test_activations_of_a_whole_step_peak_where_the_walk_says(name):
     pipe = pl.Pipeline(small_gpt(), schedule, loss_fn=loss_fn, transport="loopback")
     (held,) = [memory_of_ranks(lower(schedule), small_model(schedule.num_stages, Precision()))]
     inputs, targets = torch.randint(0, 70, (2, 8, 24), dtype=torch.uint8)
-    kept = SavedBytes.beside(*pipe.modules())
+    kept = SavedBytes.beyond(*pipe.modules())
     with kept.counting():
         pipe.step(inputs, targets)
     pipe.close()

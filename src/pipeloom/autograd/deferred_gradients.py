@@ -1,7 +1,7 @@
-"""Which weight gradients of a graph wait for W: decided once for each shape of graph, whatever its numbers.
+"""Which weight gradients of a graph are deferred to W. The decision depends on the shape of the graph alone.
 
-A shape is what `pipeloom.autograd.split_backward` reads off a graph: the number of roots and then, for every node, its
-type, where its edges lead (-1: nowhere), and
+`pipeloom.autograd.split_backward` reads the shape off a graph: the number of roots and then, for every node, its type,
+the nodes to which its edges lead (-1: none), and
 
 * for a product, whether its factors come out of a checkpoint (None: they must not be read),
 * for a leaf's node, whether the leaf is an input of the stage.
@@ -18,7 +18,7 @@ from pipeloom.autograd.weight_products import PRODUCTS
 
 LEAF = "AccumulateGrad"
 
-# What may stand between a parameter and the product that it enters: all of these cost next to nothing.
+# Nodes that may stand between a parameter and its product: all of these take almost no time.
 _LIGHT = frozenset(
     f"{name}Backward{number}"
     for name in (
@@ -31,16 +31,16 @@ _LIGHT = frozenset(
 _OF_TWO_MATRICES = frozenset({"MmBackward0", "AddmmBackward0", "BmmBackward0"})  # their last two operands
 
 
-class Deferred(NamedTuple):
-    """A product whose weight gradients wait for W.
+class DeferredProduct(NamedTuple):
+    """A product whose weight gradients W computes.
 
     Attributes:
-        position: its node's.
-        name: of its node's type.
-        operands: those which are weights, by the number of the node's edge.
+        position: of its node.
+        name: of the type of its node.
+        operands: the edges of the node that lead to weights.
         checkpointed: its factors can be read only while the engine executes the node.
-        executed: the engine executes the node in I, because more hangs on it than weights.
-        complete: no product before this one has a weight in common with one after it.
+        executed: the engine executes the node in I, because not all of its edges lead to weights.
+        complete: no product before this one shares a weight with a product after it.
     """
 
     position: int
@@ -51,33 +51,33 @@ class Deferred(NamedTuple):
     complete: bool
 
 
-class Plan(NamedTuple):
-    """What to do with graphs of one shape; nodes are named by their position in the survey.
+class DeferredGradients(NamedTuple):
+    """How to split the backward of graphs of one shape. Nodes are named by their position in the shape.
 
     Attributes:
-        products: whose weight gradients wait.
+        products: their weight gradients are computed in W.
         ready: nodes of the leaves whose gradients are computed in I.
-        reused: whether a weight enters so many products that the order of summation shows.
+        reused: whether a weight enters so many products that the order of summation changes the result.
     """
 
-    products: Sequence[Deferred]
+    products: Sequence[DeferredProduct]
     ready: Sequence[int]
     reused: bool
 
 
 @lru_cache(maxsize=64)
-def plan(shape: tuple[Any, ...]) -> Plan:
-    """Which weight gradients wait.
+def deferred_gradients(shape: tuple[Any, ...]) -> DeferredGradients:
+    """Choose the weight gradients that are deferred.
 
-    A weight's gradient waits only if all uses of the weight are products that can. Otherwise asking autograd for the
-    rest of the gradient would make it compute all of it.
+    A weight's gradient is deferred only if all uses of the weight are products that allow it. Otherwise autograd, asked
+    for the rest of the gradient, would compute all of it.
     """
     names, edges, marks = _decode(shape)
     entries = [0] * len(names)  # how many edges lead to a node
     for position in [*range(shape[0]), *(child for children in edges for child in children if child >= 0)]:
         entries[position] += 1
-    covered = [0] * len(names)  # how many of these nobody follows if all offers are taken
-    leaf_of: dict[int, int] = {}  # for the nodes from a product's weight to the leaf, that leaf
+    covered = [0] * len(names)  # how many of these edges the engine does not follow if all offers are taken
+    leaf_of: dict[int, int] = {}  # of the nodes between a product and the leaf of its weight
     offers: list[tuple[int, dict[int, int]]] = []
     for position, name in enumerate(names):
         if name not in PRODUCTS or marks[position] is None:
@@ -88,7 +88,7 @@ def plan(shape: tuple[Any, ...]) -> Plan:
         if not paths or (marks[position] and not executed):
             continue
         if name in _OF_TWO_MATRICES and {len(edges[position]) - 2, len(edges[position]) - 1} <= paths.keys():
-            continue  # of two weights: W would read one, and parameters may be gone by then
+            continue  # a product of two weights: W would read one, which may be freed by then
         offers.append((position, {operand: path[-1] for operand, path in paths.items()}))
         for path in paths.values():
             covered[path[0]] += 1
@@ -110,8 +110,10 @@ def plan(shape: tuple[Any, ...]) -> Plan:
         horizon = max(horizon, *(last[leaf] for leaf in operands.values()))
         executed = any(child >= 0 and operand not in operands for operand, child in enumerate(edges[position]))
         complete = not reused and index >= horizon
-        products.append(Deferred(position, names[position], tuple(operands), bool(marks[position]), executed, complete))
-    return Plan(products, ready, reused)
+        products.append(
+            DeferredProduct(position, names[position], tuple(operands), bool(marks[position]), executed, complete)
+        )
+    return DeferredGradients(products, ready, reused)
 
 
 def _decode(shape: tuple[Any, ...]) -> tuple[list[str], list[list[int]], list[Any]]:
@@ -132,7 +134,7 @@ def _decode(shape: tuple[Any, ...]) -> tuple[list[str], list[list[int]], list[An
 
 
 def _path(position: int, names: list[str], edges: list[list[int]], marks: list[Any]) -> list[int]:
-    """The nodes from an edge's end to a leaf that is not an input, if nothing of weight lies between; else none."""
+    """The nodes from an edge's end to a weight's leaf, if all between are light; else none."""
     path = []
     while position >= 0:
         path.append(position)

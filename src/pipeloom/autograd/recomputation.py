@@ -1,15 +1,15 @@
-"""Recomputation: a stage's forward keeps less for its backward, which computes the rest again (arXiv:2205.05198).
+"""Activation recomputation: a forward saves less, and the backward computes the rest again (arXiv:2205.05198).
 
-    full        every block keeps its input        B or I runs the block's forward again, then its backward
-    selective   attention keeps q, k, v            B or I computes scores, softmax and result again
+    full        every block saves its input        B or I runs the block's forward again, then its backward
+    selective   attention saves q, k, v            B or I computes scores, softmax and result again
 
-Both are torch's non-reentrant checkpointing, which gives the forward's random numbers and autocast to the recomputation
-and which split backwards know (one recomputation for I and W, see `split_backward`). Selective is a checkpoint around
-each call of attention, found by a mode for torch's functions. torch's own way to be selective, a policy over all
-operations of a block, keeps the result of every operation that is not recomputed, needed or not.
+Both use torch's non-reentrant checkpointing, which restores the forward's random state and autocast for the
+recomputation. Split backwards support it: one recomputation serves I and W (see `split_backward`). "selective"
+checkpoints each call of attention, which a mode for torch's functions finds. torch's own selective checkpointing is a
+policy over all operations of a block; it saves the result of every operation that it does not recompute, needed or not.
 
-A recomputation runs under the weights of its forward (a stream installs the version before a backward), in the slice
-of its forward (`in_slice`), and changes no buffer: running statistics are put back, other changes are refused.
+A recomputation runs with the weights of its forward (a stream installs the version before a backward) and in the slice
+of its forward (`in_slice`). It changes no buffer: running statistics are restored, other changes raise.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from pipeloom.transport.values import Value, copied
 # `attention_core` is what `causal_attention` runs in slices; torch's own module comes with its projections.
 _ATTENTION = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward, attention_core})
 
-_Norm = nn.modules.batchnorm._NormBase  # its buffers are statistics, on which no result in training depends
+_Norm = nn.modules.batchnorm._NormBase  # its buffers are statistics, which do not change results in training
 
 
 def recomputed(module: nn.Module, recompute: Recompute) -> Callable[[Value], Value]:
-    """What F calls in place of a stage.
+    """The function that F calls in place of a stage.
 
     Args:
-        module: the stage. Of one that `split` made, and of an nn.Sequential, the blocks are known; any other is one.
+        module: the stage. A stage made by `split` and an nn.Sequential have blocks; any other module is a single block.
         recompute: what its backward computes again.
     """
     if recompute is Recompute.NONE:
@@ -61,8 +61,8 @@ def _layers_of(module: nn.Module) -> tuple[list[nn.Module], list[bool]]:
     return layers, [True] * len(layers)
 
 
-class _Block(NamedTuple):
-    """What is known of a block after its first forward."""
+class _CheckpointedBlock(NamedTuple):
+    """How to checkpoint a block; found in its first forward."""
 
     modules: list[nn.Module]
     contexts: Callable[[], tuple[Any, Any]]
@@ -74,7 +74,7 @@ class _Full:
 
     def __init__(self, stage: nn.Module) -> None:
         self._stage = stage
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _CheckpointedBlock] = {}
 
     def __call__(self, modules: Sequence[nn.Module], block: Callable[..., Value], *args: Any, **settings: Any) -> Value:
         if not torch.is_grad_enabled():
@@ -88,20 +88,20 @@ class _Full:
         for name, buffer, version in before:
             if buffer._version != version:
                 raise RunError(
-                    f"module {name_of(self._stage, modules[0])} changes its buffer {name!r} in a forward: a "
-                    "recomputation would begin with other values; train this stage with recompute 'none'"
+                    f"module {_name_of(self._stage, modules[0])} changes its buffer {name!r} in a forward: its "
+                    "recomputation would start from the changed values. Use recompute 'none' for this stage."
                 )
         self._blocks[id(modules[0])] = known
         return result
 
 
-def _describe(modules: Sequence[nn.Module]) -> _Block:
+def _describe(modules: Sequence[nn.Module]) -> _CheckpointedBlock:
     norms = [part for module in modules for part in module.modules() if isinstance(part, _Norm)]
     contexts = partial(_contexts, norms) if norms else noop_context_fn
-    return _Block(list(modules), contexts, any(map(may_change_input, modules)))
+    return _CheckpointedBlock(list(modules), contexts, any(map(may_change_input, modules)))
 
 
-def _checkpointed(known: _Block, block: Callable[..., Value], *args: Any, **settings: Any) -> Value:
+def _checkpointed(known: _CheckpointedBlock, block: Callable[..., Value], *args: Any, **settings: Any) -> Value:
     function = partial(_on_copy, block) if known.works_in_place else block
     return checkpoint(function, *args, use_reentrant=False, context_fn=known.contexts, **settings)
 
@@ -121,9 +121,9 @@ class _Selective(TorchFunctionMode):
             result = block(*args, **settings)
         if not self._found:
             raise RunError(
-                f"module {name_of(self._stage, modules[0])} calls no attention that can be recomputed "
-                "(F.scaled_dot_product_attention, nn.MultiheadAttention, causal_attention): recompute 'selective' is "
-                "for those; take 'full' or 'none' for this stage"
+                f"module {_name_of(self._stage, modules[0])} calls no attention that recompute 'selective' supports "
+                "(F.scaled_dot_product_attention, nn.MultiheadAttention, causal_attention). Use 'full' or 'none' for "
+                "this stage."
             )
         return result
 
@@ -137,12 +137,12 @@ class _Selective(TorchFunctionMode):
 
 
 def _on_copy(block: Callable[..., Value], value: Value, **settings: Any) -> Value:
-    """Run a block that works in place: what it is given is still needed."""
+    """Run a block that works in place on a copy, because the recomputation needs its input."""
     return block(copied(value), **settings)
 
 
 class _KeptStatistics:
-    """While a block is recomputed: its running statistics have seen the batch already."""
+    """Restores running statistics after a recomputation: the forward has updated them already."""
 
     def __init__(self, norms: Sequence[nn.Module]) -> None:
         self._norms = norms
@@ -173,7 +173,7 @@ def _buffer_states(modules: Sequence[nn.Module]) -> list[tuple[str, Tensor, int]
     ]
 
 
-def name_of(stage: nn.Module, module: nn.Module) -> str:
-    """A module of a stage, for people."""
+def _name_of(stage: nn.Module, module: nn.Module) -> str:
+    """Name and type of a module of a stage, for error messages."""
     name = next((name for name, part in stage.named_modules() if part is module), "")
     return f"{name or 'stage'!r} ({type(module).__name__})"

@@ -1,4 +1,4 @@
-"""`SavedBytes`: how many bytes autograd keeps for backwards, as a run goes on."""
+"""`SavedBytes`: counts the bytes that autograd saves for backwards during a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeloom.autograd.split_backward import Repeatable
 
 
 class _Saved(Repeatable):
-    """A tensor that autograd keeps; counted as long as it does. Split backwards read it as they would without."""
+    """A tensor that autograd saves; counted as long as autograd keeps it. Split backwards can read it."""
 
     __slots__ = ("_counter", "tensor")
 
@@ -29,29 +29,29 @@ class _Saved(Repeatable):
 
 
 class SavedBytes:
-    """Counts the bytes that autograd keeps for backwards, each storage once.
+    """Counts the bytes that autograd saves for backwards in this thread, each storage once.
 
-    What a checkpoint or another mover keeps in its own way is not seen, its inputs are. Of this thread alone.
+    Tensors that other hooks save, such as those of a checkpoint, are not counted; the inputs of a checkpoint are.
 
     Args:
-        own: what is there anyway: it does not count.
+        excluded: tensors that are not counted.
 
     Attributes:
         now, peak: in bytes.
     """
 
-    def __init__(self, own: Iterable[Tensor]) -> None:
-        self._own = list(own)
+    def __init__(self, excluded: Iterable[Tensor]) -> None:
+        self._excluded = list(excluded)
         self._uses: Counter[int] = Counter()
         self.now = self.peak = 0
 
     @classmethod
-    def beside(cls, *modules: nn.Module) -> SavedBytes:
-        """Of what is kept beside parameters and buffers."""
+    def beyond(cls, *modules: nn.Module) -> SavedBytes:
+        """Counts everything except parameters and buffers of `modules`."""
         return cls(held for module in modules for held in (*module.parameters(), *module.buffers()))
 
     def change(self, storage: torch.UntypedStorage, uses: int) -> None:
-        """Autograd keeps a storage once more, or once less."""
+        """Autograd saves a storage `uses` more times."""
         before = self._uses[storage._cdata]
         self._uses[storage._cdata] += uses
         if not before:
@@ -62,14 +62,14 @@ class SavedBytes:
             self.now -= storage.nbytes()
 
     def keep(self, tensor: Tensor) -> _Saved:
-        """What autograd gets in the place of a tensor that it wants to keep."""
+        """The object that autograd saves in place of `tensor`."""
         key = tensor.untyped_storage()._cdata
-        # Looked up anew each time: zero3 gathers parameters into other memory.
-        own = key not in self._uses and any(held.untyped_storage()._cdata == key for held in self._own)
-        return _Saved(tensor, None if own else self)
+        # Looked up each time, because zero3 gathers parameters into other memory.
+        excluded = key not in self._uses and any(held.untyped_storage()._cdata == key for held in self._excluded)
+        return _Saved(tensor, None if excluded else self)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what is kept from here on."""
+        """Count the tensors that are saved inside the block."""
         with saved_tensors_hooks(self.keep, lambda saved: saved.tensor):
             yield

@@ -1,25 +1,25 @@
 """The two halves of a backward: I, the gradients of a stage's inputs, and W, those of its weights.
 
-I is one run of autograd's engine that frees the graph behind it, as B does. What makes it cheaper than B: where a
-weight enters a product (a linear layer, a convolution, a batched product, an embedding), the engine is not asked for
-the product's weight gradient, and autograd's nodes skip what nobody asks for. In its place the product's other factor
-and the gradient of its result are kept, and W computes the weight gradient from these two with autograd's own formula.
+I is one run of autograd's engine that frees the graph, as B does. I is cheaper than B: where a weight enters a product
+(a linear layer, a convolution, a batched product, an embedding), the engine is not asked for the product's weight
+gradient, so autograd's node skips it. The product's other factor and the gradient of its result are kept instead, and W
+computes the weight gradient from these two with autograd's own formula.
 
     y = x @ w.T + b        AddmmBackward ──> b            I: dx = dy @ w      keeps x and dy
                              │    └──> TBackward ──> w    W: dw = dy.T @ x    goes into TBackward, dy.sum(0) into b
                              └──> graph of x
 
-All other gradients (norms, biases that are added elsewhere, compiled blocks, custom Functions: what autograd computes
-along with the gradient of the input, or too little to matter) are computed in I, set aside, and added in W. So nothing
-is computed twice, blocks under activation checkpointing are recomputed once, and ``.grad`` changes in W alone. Both
-kinds reach ``.grad`` through the parameter's own node of the graph: hooks on parameters run in W, once.
+All other gradients are computed in I, set aside, and added in W: those of norms, biases that are added elsewhere,
+compiled blocks and custom Functions. Autograd computes them along with the gradient of the input, or they are cheap. So
+no gradient is computed twice, blocks under activation checkpointing are recomputed once, and ``.grad`` changes only in
+W. Both kinds reach ``.grad`` through the parameter's own node of the graph: hooks on parameters run in W, once.
 
-The first stage has no input that wants a gradient. Its I goes as far as its first product: it costs and frees what the
-I of every other stage does.
+The first stage has no input that requires a gradient. Its I runs up to its first product, so it costs and frees as much
+as the I of every other stage.
 
-Which products a graph has is read off the graph after every forward: no module has to be prepared or known, and it may
-be another graph each time. What this builds on beside public functions: autograd's nodes show what they saved as
-``_saved_*``, and non-reentrant checkpointing gives every saved tensor out once for each handle of its holder.
+The products are read off the graph after every forward: any module works, and its graph may change each time. Two
+private features of torch are used: autograd's nodes show what they saved as ``_saved_*``, and non-reentrant
+checkpointing returns every saved tensor once for each handle of its holder.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils import checkpoint
 
-from pipeloom.autograd.deferred_gradients import LEAF, plan
+from pipeloom.autograd.deferred_gradients import LEAF, deferred_gradients
 from pipeloom.autograd.weight_products import PRODUCTS, Formula
 
 Root = Tensor | GradientEdge
 
-# What torch.autograd.backward and torch.autograd.grad call after checks that cost as much as a small stage's backward.
+# torch.autograd.backward and torch.autograd.grad call it, after checks that cost as much as a small stage's backward.
 run_backward = torch.autograd.Variable._execution_engine.run_backward
 
-# W hands weight gradients to autograd in groups of about this size: few calls, and what is added is still in a cache.
+# W passes weight gradients to autograd in groups of about this size: few calls, with gradients that are still cached.
 _GROUP_ELEMENTS = 2**16
 
 
 class Repeatable:
-    """What stands for a saved tensor under hooks that give it out however often they are asked."""
+    """Base of the objects that hooks save in place of a tensor, if unpacking them any number of times is harmless."""
 
 
-_HOLDER = getattr(checkpoint, "_Holder", ())  # what stands for a saved tensor under checkpointing
+_HOLDER = getattr(checkpoint, "_Holder", ())  # checkpointing saves it in place of a tensor
 
 
 class WeightGradients:
-    """What I leaves for W: enough to add the weights' gradients, and nothing else of the graph."""
+    """What W needs of a graph after I: enough to add the weights' gradients, nothing else."""
 
     __slots__ = ("_formulas", "_gradients", "_heads", "_ready")
 
@@ -70,14 +70,14 @@ class WeightGradients:
         self._ready = ready
 
     def accumulate(self) -> None:
-        """Add to every parameter's ``.grad`` what B would have added. To be called once."""
+        """Add to every parameter's ``.grad`` what B would have added. Call it once."""
         heads = [head for head, _ in self._ready]
         values = [gradient for _, gradient in self._ready]
         formulas, gradients, size = self._formulas, self._gradients, 0
         self._ready = []
         for index, (edges, complete) in enumerate(self._heads):
             formula, gradient = formulas[index], gradients[index]
-            formulas[index] = gradients[index] = None  # what they hold is free as soon as it is used
+            formulas[index] = gradients[index] = None  # their tensors are freed as soon as they are used
             if formula is not None and gradient is not None:
                 for edge, value in zip(edges, formula(gradient), strict=True):
                     heads.append(edge)
@@ -100,7 +100,7 @@ def backward_input(
     Args:
         roots: where the backward starts.
         gradients: one for each root.
-        leaves: the stage's inputs that want a gradient; leaves of the graph, each once.
+        leaves: the stage's inputs that require a gradient; leaves of the graph, each once.
 
     Returns:
         The gradient of each of `leaves`, None where nothing depends on it; and what W needs.
@@ -108,9 +108,9 @@ def backward_input(
     if not roots:
         return [None] * len(leaves), WeightGradients([], [], [], [])
     nodes, shape, hooked = _survey(roots, leaves)
-    split = plan(shape)
+    split = deferred_gradients(shape)
     products = split.products
-    if split.reused:  # the engine meets what was computed last first
+    if split.reused:  # the engine starts with the operations that ran last
         products = sorted(products, key=lambda product: -nodes[product.position]._sequence_nr())
     wanted: list[Any] = list(leaves)
     heads: list[tuple[list[GradientEdge], bool]] = []
@@ -128,7 +128,7 @@ def backward_input(
             prehooks.append(_read_when_executed(node, formula, product.operands, formulas, caught, index))
         else:
             formulas.append(formula(node, product.operands))
-            if product.executed:  # what is found at `wanted` is the gradient before the hooks of an executed node
+            if product.executed:  # at `wanted` the engine returns the gradient before the hooks of an executed node
                 node.register_prehook(partial(caught.__setitem__, index))
     ready = [GradientEdge(nodes[position], 0) for position in split.ready]
     wanted += ready
@@ -144,7 +144,7 @@ def _run(
 ) -> Sequence[Tensor | None]:
     """The gradients at `wanted`.
 
-    Hooks on parameters do not run: they are for the whole gradient, in W; not for what the engine finds of it here.
+    Hooks on parameters do not run here: they run in W, on the complete gradient.
     """
     hooks: list[Any] = [leaf._backward_hooks for leaf in hooked]
     own = [dict(group) for group in hooks]
@@ -163,22 +163,19 @@ def _run(
 
 
 def _survey(roots: Sequence[Root], leaves: Sequence[Tensor]) -> tuple[list[Any], tuple[Any, ...], list[Tensor]]:
-    """All nodes of a graph, breadth first; its shape; and the leaves with hooks, inputs of the stage aside.
+    """All nodes of a graph, breadth first; its shape; and the leaves with hooks that are not among `leaves`.
 
-    The shape is the number of roots and then, for every node, its type, where its edges lead (-1: nowhere), and
-
-    * for a product, whether its factors are `_checkpointed`,
-    * for a leaf's node, whether the leaf is one of `leaves`.
+    For the shape see `pipeloom.autograd.deferred_gradients`.
     """
     inputs = set(map(id, leaves))
     places: dict[Any, int] = {}
     for root in roots:
-        if isinstance(root, GradientEdge):  # else a leaf that is an output
+        if isinstance(root, GradientEdge):  # else the output is a leaf
             places.setdefault(root.node, len(places))
     nodes = list(places)
     shape: list[Any] = [len(nodes)]
     hooked = []
-    append, place_of = shape.append, places.get  # this loop is most of what a split costs
+    append, place_of = shape.append, places.get  # most of the time of a split is spent in this loop
     for node in nodes:  # grows while it is walked along
         kind = type(node)
         append(kind)
@@ -204,7 +201,7 @@ def _survey(roots: Sequence[Root], leaves: Sequence[Tensor]) -> tuple[list[Any],
 
 
 class _Handles(dict[Any, Any]):
-    """The handles of a checkpoint's holder, which withdraws them after it gave its tensor out once."""
+    """The handles of a checkpoint's holder. The holder deletes a handle after its first use; these stay."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if value is not None:
@@ -212,9 +209,9 @@ class _Handles(dict[Any, Any]):
 
 
 def _checkpointed(node: Any, factors: Sequence[str]) -> bool | None:
-    """Whether the saved tensors of a node will be recomputed by a checkpoint; None if they must not be read.
+    """Whether a checkpoint will recompute the saved tensors of a node; None if they must not be read.
 
-    What other hooks on saved tensors do when they are asked twice (the node asks too) is not known.
+    The node unpacks them too, and other hooks may not allow unpacking twice.
     """
     found = False
     for factor in factors:
@@ -239,7 +236,7 @@ def _read_when_executed(
     caught: list[tuple[Tensor | None] | None],
     index: int,
 ) -> Any:
-    """Read a node's factors when the engine comes to it: then a checkpoint recomputes once for it and for us."""
+    """Read a node's factors when the engine executes it, so that a checkpoint recomputes once for both."""
 
     def read(gradients: tuple[Tensor | None]) -> None:
         formulas[index], caught[index] = formula(node, operands), gradients

@@ -1,6 +1,7 @@
-"""Autograd's nodes whose weight gradient can be computed later, from one saved factor and the result's gradient.
+"""Autograd's nodes whose weight gradient can be computed later, from a saved factor and the result's gradient.
 
-For each: what has to be kept, and autograd's own formula (its order of factors too, which keeps results bitwise).
+Each has the tensors that must be kept, and autograd's own formula, with its order of factors, so that results are
+bitwise equal.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ class Product(NamedTuple):
     """One kind of node.
 
     Attributes:
-        operands: those that may be weights, by the number of the node's edge.
+        operands: the edges of the node that may lead to weights.
         factors: all factors that the node may have saved (``node._raw_saved_...``).
-        formula: ``formula(node, operands)`` reads the factors it needs and returns what computes the gradients of
+        formula: ``formula(node, operands)`` reads the factors and returns a function that computes the gradients of
             these operands.
     """
 
@@ -31,7 +32,7 @@ class Product(NamedTuple):
 
 
 def _by_operand(gradient_of: Mapping[int, Callable[[Any], Callable[[Tensor], Tensor]]]) -> Callable[..., Formula]:
-    """A formula from those of single operands."""
+    """A formula made of one formula per operand."""
 
     def formula(node: Any, operands: tuple[int, ...]) -> Formula:
         parts = [gradient_of[operand](node) for operand in operands]

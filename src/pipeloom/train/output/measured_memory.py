@@ -49,7 +49,7 @@ class MemoryProbe:
         if number >= _LOOKED_AT:
             yield
             return
-        kept = SavedBytes.beside(*self._pipe.modules())
+        kept = SavedBytes.beyond(*self._pipe.modules())
         self._pipe.memory.record_peaks()
         with kept.counting():
             yield
