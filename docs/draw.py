@@ -138,7 +138,7 @@ def _convergence() -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pl" viewBox="0 0 {total:.0f} {head + height:.0f}" role="img" '
         f'aria-label="validation loss of {", ".join(curves)}"><style>{style}</style>'
-        f'<rect class="paper" width="100%" height="100%"/><text x="10" y="20">validation loss, nats a byte</text>'
+        f'<rect class="paper" width="100%" height="100%"/><text x="10" y="20">validation loss, nats per byte</text>'
         f"{legend}{placed}</svg>"
     )
 
@@ -181,20 +181,20 @@ def _gallery_picture(timeline: Timeline) -> str:
 
 def _gallery() -> str:
     """The numbers of every schedule in one table, then its picture and where it comes from."""
-    rows = ["| schedule | seconds | bubble | most live activations on ranks 0 to 3 |", "|---|---|---|---|"]
+    rows = ["| schedule | seconds | bubble | peak live activations on ranks 0 to 3 |", "|---|---|---|---|"]
     sections = []
     for name, timeline in _gallery_timelines().items():
         family = pl.schedules.FAMILIES[name]
         bubble = percent_text(timeline.bubble_fraction)
         peaks = ", ".join(map(number_text, timeline.peak_activations))
         rows.append(f"| [{name}](#{name}) | {number_text(timeline.makespan)} | {bubble} | {peaks} |")
-        held = "one stage" if timeline.num_chunks == 1 else f"{timeline.num_chunks} stages"
-        cut = f", {timeline.num_slices} slices a micro-batch" if family.sliced else ""
+        held = "one stage" if timeline.num_chunks == 1 else f"{timeline.num_chunks} virtual stages"
+        cut = f", {timeline.num_slices} slices per micro-batch" if family.sliced else ""
         sections.append(
             f"## {name}\n\n{family.paper[0].upper()}{family.paper[1:]}. "
-            f"{held.capitalize()} a rank{cut}; {family.constraints}.\n"
+            f"{held.capitalize()} per rank{cut}; {family.constraints}.\n"
             f"Bubble `{family.bubble}`, here {bubble}; "
-            f"most live activations on rank d `{family.peak}`, here {peaks}.\n\n"
+            f"peak live activations on rank d `{family.peak}`, here {peaks}.\n\n"
             f"![{name} on 4 ranks and 8 micro-batches](../pictures/gallery-{name}.svg)"
         )
     return "\n".join(rows) + "\n\n" + "\n\n".join(sections)
@@ -234,14 +234,13 @@ def fill_tables(text: str) -> str:
     """`text` with every marked table made anew."""
 
     def table(match: re.Match[str]) -> str:
-        rows = {"schedules": _schedules, "train": _train, "gallery": _gallery, "versions": _versions}[match[1]]()
-        return f"<!-- table: {match[1]} -->\n{rows}\n<!-- end -->"
+        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
 def _schedules() -> str:
-    rows = ["| schedule | paper | bubble | most live activations on rank d |", "|---|---|---|---|"]
+    rows = ["| schedule | paper | bubble | peak live activations on rank d |", "|---|---|---|---|"]
     rows += [f"| `{f.name}` | {f.paper} | `{f.bubble}` | `{f.peak}` |" for f in pl.schedules.FAMILIES.values()]
     return "\n".join(rows)
 
@@ -266,6 +265,21 @@ def _train() -> str:
         shown = option.default_text if option.default is None else f"`{option.default_text}`"
         rows.append(f"| `--{option.key}` | {shown} | {option.help_with_choices} |")
     return "\n".join(rows)
+
+
+def _commands() -> str:
+    rows = ["| command | what it does |", "|---|---|"]
+    rows += [f"| [`{name}`](#{name}) | {text} |" for name, text in cli.COMMANDS.items()]
+    return "\n".join(rows)
+
+
+TABLES = {
+    "commands": _commands,
+    "gallery": _gallery,
+    "schedules": _schedules,
+    "train": _train,
+    "versions": _versions,
+}
 
 
 def main() -> None:
