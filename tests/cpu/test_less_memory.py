@@ -198,7 +198,7 @@ def test_a_disk_without_room_is_told_before_the_first_step(
         (["--memory.cap=1QB"], "memory.cap is 1QB: it must be bytes, such as 8e9"),
         (["--memory.recompute=most"], "it is none, selective, full"),
         (["--memory.recompute=full,none,none"], "names 3 stages of 2"),
-        (["--memory.offload=floppy"], "it is cpu, or disk:PATH"),
+        (["--memory.offload=floppy"], "must be `cpu`, or `disk:PATH`"),
         (["--memory.offload=disk:/no/such/place"], "No such file or directory"),
         (["--memory.offload_activations=2"], "without memory.offload"),
         (["--memory.offload_parameters=true"], "parameters need a place to go"),

@@ -18,7 +18,7 @@ from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.parallel import Precision
 from pipeloom.passes import lower
 from pipeloom.plan.memory import (
-    Model,
+    MemoryModel,
     gpt_layers,
     in_stages,
     memory_of_rank,
@@ -100,9 +100,9 @@ def small_gpt() -> GPT:
     return model
 
 
-def small_model(num_stages: int, precision: Precision, samples: int = 2) -> Model:
+def small_model(num_stages: int, precision: Precision, samples: int = 2) -> MemoryModel:
     layers = gpt_layers(GPTConfig(**SMALL, tie_embeddings=False), samples, 2 if precision.has_masters else 4)
-    return Model(stages=in_stages(layers, partition([1] * 8, num_stages)), precision=precision)
+    return MemoryModel(stages=in_stages(layers, partition([1] * 8, num_stages)), precision=precision)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "bfs"])

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError, PeerLost, RunError
-from pipeloom.parallel.data import main_parameters as main_memory
 from pipeloom.parallel.data.replica_group import ReplicaGroup
+from pipeloom.parallel.offload import main_parameters as main_memory
 from pipeloom.parallel.offload.store import FileStore
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, make_mlp, tokens
@@ -143,7 +143,7 @@ def _order(rank: int, directory: str) -> list[str]:
     layers = {parameter.numel(): k for k, parameter in enumerate(model.parameters())}
     for k, layer in enumerate(model):
         layer.register_forward_pre_hook(lambda *_, k=k: log.append(f"compute {k}"))
-    read, gather = main_memory.AwayMemory._start_read, ReplicaGroup.all_gather
+    read, gather = main_memory.OffloadedShard._start_read, ReplicaGroup.all_gather
 
     def logged_read(self, target):
         log.append(f"read {number.setdefault(id(self), len(number))}")
@@ -155,7 +155,7 @@ def _order(rank: int, directory: str) -> list[str]:
 
     data = pl.DataParallel("zero3", "microbatch", bucket_bytes=0, offload=f"disk:{directory}")
     with pl.Pipeline(model, ONE, layers=["0", "1", "2", "3"], loss_fn=mse, mesh=mesh, data=data) as pipe:
-        main_memory.AwayMemory._start_read, ReplicaGroup.all_gather = logged_read, logged_gather
+        main_memory.OffloadedShard._start_read, ReplicaGroup.all_gather = logged_read, logged_gather
         pipe.evaluate(torch.randn(2, 8), torch.randn(2, 40))
     return log[: len(log) // 2]
 

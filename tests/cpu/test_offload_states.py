@@ -20,7 +20,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError, RunError
 from pipeloom.parallel.offload.offloaded_optimizer import OffloadedOptimizer
 from pipeloom.parallel.offload.store import FileStore, HostStore, Store, page_buffer
-from pipeloom.parallel.offload.targets import Place
+from pipeloom.parallel.offload.targets import OffloadTarget
 from tests.cpu.reference import make_mlp
 
 OPTIMIZERS = {
@@ -188,7 +188,7 @@ def test_what_cannot_be_offloaded_is_refused_in_one_line(tmp_path: Path) -> None
         (lambda: OffloadedOptimizer(inner, "disk"), "cpu, or disk:PATH"),
         (lambda: OffloadedOptimizer(counting, FileStore(tmp_path)), "keeps state in its parameter groups"),
         (lambda: OffloadedOptimizer(torch.optim.LBFGS(parameters), FileStore(tmp_path)), "cannot be stepped"),
-        (lambda: Place.parse(f"disk:{__file__}"), "Not a directory"),
+        (lambda: OffloadTarget.parse(f"disk:{__file__}"), "Not a directory"),
     ]
     for make, words in cases:
         with pytest.raises(InputError, match=words) as caught:

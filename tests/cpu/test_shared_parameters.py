@@ -348,7 +348,7 @@ def test_copies_whose_samples_take_other_ways_through_the_model_start_their_coll
 
 def _overlap(rank: int) -> None:
     """Of a stage of four layers, three reductions begin before the last backward has ended."""
-    from pipeloom.parallel.data.unit_gradients import UnitGradients
+    from pipeloom.parallel.data.reductions import UnitGradients
 
     mesh, order = pl.Mesh(dp=2), []
     model = make_mlp(depth=4)
@@ -369,7 +369,7 @@ def test_reductions_begin_inside_the_last_backward() -> None:
 def _refusals(rank: int) -> None:
     mesh = pl.Mesh(dp=2)
     build = {"loss_fn": mse, "mesh": mesh}
-    with pytest.raises(InputError, match=r"'0' \(Embedding\) makes sparse gradients.*sparse=False"):
+    with pytest.raises(InputError, match=r"'0' \(Embedding\) produces sparse gradients.*sparse=False"):
         pl.Pipeline(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)), ONE, **build)
     with pytest.raises(InputError, match="data strategy 'zero4' is unknown"):
         pl.Pipeline(make_mlp(), ONE, **build, data="zero4")
@@ -390,7 +390,7 @@ def _refusals(rank: int) -> None:
     with pl.Pipeline(model, ONE, **build, data="zero1"), pytest.raises(InputError, match="held by another Pipeline"):
         pl.Pipeline(model, ONE, **build, data="zero2")
     pl.Pipeline(model, ONE, **build, data="zero3").close()
-    with pytest.raises(InputError, match="make the model anew"):
+    with pytest.raises(InputError, match="Build the model anew"):
         pl.Pipeline(model, ONE, **build, precision="bf16")
     dense = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
     with pl.Pipeline(dense, ONE, **build) as pipe:

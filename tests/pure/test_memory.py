@@ -16,9 +16,9 @@ from pipeloom.parallel import Precision
 from pipeloom.passes import insert_offload, lower
 from pipeloom.plan.memory import (
     KINDS,
-    Layer,
+    LayerMemory,
+    MemoryModel,
     MemoryRow,
-    Model,
     choose_memory,
     gpt_layers,
     in_stages,
@@ -26,17 +26,17 @@ from pipeloom.plan.memory import (
     read_memory,
     write_memory,
 )
-from pipeloom.plan.memory.state_bytes import Formats, state_elements, unit_bytes
-from pipeloom.plan.memory.units import stage_bytes
+from pipeloom.plan.memory.stage_units import stage_bytes
+from pipeloom.plan.memory.state_bytes import NumberBytes, state_elements, unit_bytes
 from pipeloom.sim import Costs, Network, simulate
 
 BF16_SAME = Precision("bf16", "same")
 STRATEGIES = list(DataStrategy)
 
 
-def layer(name: str, parameters: int, kept: float, *, block: bool = True) -> Layer:
+def layer(name: str, parameters: int, kept: float, *, block: bool = True) -> LayerMemory:
     """One vector of parameters; selective keeps half, full a tenth, and computes again a quarter and all."""
-    return Layer(
+    return LayerMemory(
         name=name,
         parameters={f"{name}.weight": (parameters,)},
         kept_bytes=dict(zip(Recompute, (kept, kept / 2, kept / 10), strict=True)),
@@ -45,9 +45,9 @@ def layer(name: str, parameters: int, kept: float, *, block: bool = True) -> Lay
     )
 
 
-def model(stages: int, layers: int = 1, parameters: int = 160, kept: float = 1000.0, **more) -> Model:
+def model(stages: int, layers: int = 1, parameters: int = 160, kept: float = 1000.0, **more) -> MemoryModel:
     made = [[layer(f"{s}.{n}", parameters, kept) for n in range(layers)] for s in range(stages)]
-    return Model(stages=made, **more)
+    return MemoryModel(stages=made, **more)
 
 
 def one_rank(data: DataAxis | None, microbatches: int = 2, chunks: int = 1) -> Program:
@@ -60,7 +60,7 @@ def states(strategy: DataStrategy, degree: int, optimizer: str = "adamw") -> flo
     unit = unit_bytes(
         {"w": (1024, 1024)},
         data=DataAxis(degree=degree, strategy=strategy, separate_master=True),
-        formats=Formats.of(BF16_SAME),
+        formats=NumberBytes.of(BF16_SAME),
         optimizer=optimizer,
         in_blocks={"w"},
     )
@@ -106,7 +106,9 @@ def test_pieces_are_padded_so_that_copies_have_equal_ones():
     """100 numbers lie in 112 of aligned memory; three segments of 48 hold them, the last one only 4."""
     data = DataAxis(degree=3, strategy=DataStrategy.ZERO3)
     sizes = [
-        unit_bytes({"w": (100,)}, data=data, formats=Formats.of(Precision()), optimizer="adam", in_blocks=(), copy=c)
+        unit_bytes(
+            {"w": (100,)}, data=data, formats=NumberBytes.of(Precision()), optimizer="adam", in_blocks=(), copy=c
+        )
         for c in range(3)
     ]
     assert [(unit.parameters, unit.masters) for unit in sizes] == [(0, 4 * 48)] * 3
@@ -121,7 +123,7 @@ def test_whole_parameters_go_where_least_is():
         unit = unit_bytes(
             shapes,
             data=data,
-            formats=Formats.of(Precision()),
+            formats=NumberBytes.of(Precision()),
             optimizer="momentum",
             in_blocks=shapes,
             copy=copy,
@@ -171,7 +173,7 @@ def test_more_copies_and_finer_granularity_take_no_more(strategy, precision, gra
         return
     schedule = families.build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=4)
     stages = [[layer(f"{s}.{n}", 960, 50.0) for n in range(1 + s % 3)] for s in range(8)]
-    uneven = Model(stages=stages, precision=precision)
+    uneven = MemoryModel(stages=stages, precision=precision)
     masters = precision.has_masters
 
     def peaks(granularity: Granularity, degree: int) -> list[float]:
@@ -192,7 +194,7 @@ def test_more_copies_and_finer_granularity_take_no_more(strategy, precision, gra
 def test_tied_parameters_count_once_where_both_stages_are_on_a_rank():
     shared = {"embedding.weight": (160,)}
     first, last = (replace(layer(name, 16, 0.0), parameters=shared) for name in ("embedding", "head"))
-    both = Model(stages=[[first], [last]])
+    both = MemoryModel(stages=[[first], [last]])
     (one,) = memory_of_ranks(one_rank(None, chunks=2), both)
     assert one.kinds["parameters"] == 4 * 160
     two = memory_of_ranks(lower(families.build("1f1b", num_ranks=2, num_microbatches=2)), both)
@@ -315,7 +317,7 @@ def test_memory_of_a_run_reads_back(tmp_path):
 def test_weights_that_layers_of_a_stage_share_count_once_in_versions_and_reductions():
     sizes = GPTConfig(vocabulary_size=100, layers=2, width=8, heads=2, sequence_length=4, tie_embeddings=True)
     numbers = 100 * 8 + 2 * (12 * 8 * 8 + 2 * 8) + 8
-    made = Model(stages=[gpt_layers(sizes, 1, 4)])
+    made = MemoryModel(stages=[gpt_layers(sizes, 1, 4)])
     [memory] = memory_of_ranks(lower(families.build("pipedream", num_ranks=1, num_microbatches=4)), made)
     assert (memory.kinds["parameters"], memory.kinds["versions"]) == (4 * numbers, 0)
     assert stage_bytes(made) == ((4 * numbers,), (4 * numbers,))

@@ -8,6 +8,13 @@ from time import perf_counter
 
 from pipeloom.ir import Action
 
+Wait = Callable[[], None]  # returns when something that was started has ended
+
+
+def no_wait() -> None:
+    """The `Wait` of something that is there already."""
+
+
 _Record = tuple[Action, float, float]
 
 

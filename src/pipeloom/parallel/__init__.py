@@ -13,13 +13,13 @@ from pipeloom.parallel.offload.targets import OffloadActivations
 from pipeloom.parallel.options import DataParallel, Precision
 
 if TYPE_CHECKING:
-    from pipeloom.parallel.data.update_parameters import update_parameters
     from pipeloom.parallel.mesh import Mesh
+    from pipeloom.parallel.mixed_precision import update_parameters
     from pipeloom.parallel.offload.offloaded_optimizer import OffloadedOptimizer
 
 # Public names, and the module that each lives in.
 _HOMES = {
-    "update_parameters": "pipeloom.parallel.data.update_parameters",
+    "update_parameters": "pipeloom.parallel.mixed_precision",
     "Mesh": "pipeloom.parallel.mesh",
     "OffloadedOptimizer": "pipeloom.parallel.offload.offloaded_optimizer",
 }

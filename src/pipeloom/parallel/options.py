@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity
-from pipeloom.parallel.offload.targets import Place
+from pipeloom.parallel.offload.targets import OffloadTarget
 
 Layout = Literal["elements", "parameters"]
 DType = Literal["fp32", "bf16", "fp16"]
@@ -56,7 +56,7 @@ class DataParallel:
             )
         self.axis(1)
         if self.offload is not None:
-            Place.parse(self.offload)
+            OffloadTarget.parse(self.offload)
 
     @classmethod
     def of(cls, given: DataParallel | str | None) -> DataParallel:

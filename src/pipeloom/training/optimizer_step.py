@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
-from pipeloom.parallel.data.update_parameters import update_parameters
+from pipeloom.parallel.mixed_precision import update_parameters
 from pipeloom.training.gradient_norm import clip_by_norms, gradient_norms
 from pipeloom.training.loss_scaler import LossScaler
 from pipeloom.training.pipeline import Pipeline

@@ -26,6 +26,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Action, Program, Schedule
 from pipeloom.parallel.data.sharing import share
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.offload.activations import open_activation_offload
 from pipeloom.parallel.offload.targets import OffloadActivations
 from pipeloom.parallel.options import DataParallel, Precision
 from pipeloom.passes import merge_backwards, separate_units
@@ -126,7 +127,7 @@ class Pipeline:
 
         device = next((p.device for module in stages.modules for p in module.parameters()), torch.device("cpu"))
         sharing.check_device(device)
-        open_mover = offload.open(device) if offload is not None else lambda: None
+        open_mover = open_activation_offload(offload, device) if offload is not None else lambda: None
         fingerprint = RunFingerprint.of(programs.train, () if is_cut else stages.layers, slices, sharing.terms)
         connection = connect(schedule.num_ranks, transport, timeout_seconds, fingerprint, mesh)
         if connection.rank is not None:

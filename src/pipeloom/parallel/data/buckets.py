@@ -1,25 +1,26 @@
-"""Which neighbouring parameters of a stage are gathered and reduced together. No torch here.
+"""Which parameters of a stage form a unit, to be gathered and reduced together. No torch here.
 
-A collective has a price beside that of its bytes: processes wait for each other and threads are woken. A model of
-hundreds of small layers must not pay it hundreds of times a step, and one of a few large layers must not wait with the
-reduction of its gradients until all of them are there. So parameters go in buckets, as in PyTorch's DDP (Li et al.,
-VLDB 2020, section 3.2.3), filled from the last layer to the first, as backwards complete them. What is left over is the
-first bucket, the one that forwards wait for and that nothing hides behind backwards.
+Every collective has a start-up cost: processes wait for each other and threads wake up. A model with hundreds of small
+layers must not pay it hundreds of times per step. A model with a few large layers must not delay its reductions until
+all gradients are there. So parameters go into buckets, as in PyTorch's DDP (Li et al., VLDB 2020, section 3.2.3),
+filled from the last layer to the first, in the order in which backwards finish them. The remainder is the first bucket,
+the one that forwards wait for and that no backward overlaps.
 
-Where layers are gathered for every forward and backward (granularity microbatch), a bucket is what is there at once:
-layers stay whole, and only small ones are merged.
+At granularity microbatch, where every forward and backward gathers layers, a bucket is also what is in memory at once.
+There layers are not cut, and only small layers share a bucket.
+
+Runs (`pipeloom.parallel.data.stage_parameters`) and memory forecasts (`pipeloom.plan.memory`) both ask this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeloom.ir import Granularity
 
-# At granularity microbatch: this much more than its largest layers a stage may hold. Below it a collective takes
-# longer for its start than for its bytes.
+# At granularity microbatch, the least bytes of a bucket. Below it a collective's start-up cost exceeds its transfer.
 _SMALL_BYTES = 1 << 20
 
 
@@ -32,11 +33,11 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BucketRule:
-    """How much goes together.
+    """The size of buckets.
 
     Attributes:
-        least_bytes: of every bucket but a stage's first.
-        whole_layers: whether parameters of one layer stay together.
+        least_bytes: the least bytes of every bucket but a stage's first.
+        whole_layers: whether the parameters of one layer stay together.
     """
 
     least_bytes: int
@@ -44,13 +45,13 @@ class BucketRule:
 
     @classmethod
     def of(cls, granularity: Granularity, bucket_bytes: int, *, whole_parameters: bool) -> BucketRule:
-        """Parameters that are whole on one copy are packed evenly, which takes many of them: no layer is cut there."""
+        """With `whole_parameters`, layers are not cut: whole parameters spread evenly only if there are many."""
         by_microbatch = granularity is Granularity.MICROBATCH
         least = min(bucket_bytes, _SMALL_BYTES) if by_microbatch else bucket_bytes
         return cls(least, by_microbatch or whole_parameters)
 
     def cut(self, items: Sequence[Item]) -> list[range]:
-        """Runs of neighbours, each as short as it can be, from the last one on; in order.
+        """Runs of neighbours, each as short as the rule allows, cut from the last item on; in ascending order.
 
         Args:
             items: parameters of one kind, in the order of the stage.
@@ -65,3 +66,65 @@ class BucketRule:
         if stop:
             found.append(range(stop))
         return found[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUse:
+    """A parameter of a stage, and who reads it.
+
+    Attributes:
+        name: the canonical name.
+        num_bytes: of the parameter, in the format of forwards.
+        layers: numbers of the stage's layers that read it; (-1,) for a parameter outside all layers.
+        stages: all stages that hold it.
+        kind: parameters of different kinds never share a unit: number format, device, whether they are trained.
+    """
+
+    name: str
+    num_bytes: int
+    layers: tuple[int, ...]
+    stages: tuple[int, ...]
+    kind: Hashable = None
+
+
+def group_parameters(parameters: Sequence[ParameterUse], rule: BucketRule) -> list[list[int]]:
+    """The units of a stage, as positions in `parameters`.
+
+    Parameters that the same several stages hold form a unit of their own, so that each of the stages lays them out
+    alike. So do parameters that the same several layers of this stage read: other layers need not gather them. The
+    rest goes into buckets.
+
+    Args:
+        parameters: in the order of the stage.
+        rule: of the buckets.
+    """
+    apart: dict[Hashable, list[int]] = {}
+    rows: dict[Hashable, list[int]] = {}
+    for position, use in enumerate(parameters):
+        if len(use.stages) > 1:
+            apart.setdefault(("stages", use.stages, use.kind), []).append(position)
+        elif len(use.layers) > 1:
+            apart.setdefault(("layers", use.layers, use.kind), []).append(position)
+        else:
+            rows.setdefault(use.kind, []).append(position)
+    units = [sorted(group, key=lambda position: parameters[position].name) for group in apart.values()]
+    for row in rows.values():
+        buckets = rule.cut([Item(parameters[position].layers[0], parameters[position].num_bytes) for position in row])
+        units += [[row[index] for index in bucket] for bucket in buckets]
+    return units
+
+
+def units_by_layer(units: Sequence[Sequence[ParameterUse]], num_layers: int) -> tuple[tuple[int, ...], ...]:
+    """For each layer of a stage, the numbers of the units that must be gathered while it runs.
+
+    A unit of neighbouring layers stays gathered from the first of them to the last, also in a layer between them that
+    has none of its parameters. A unit that several layers share is needed in these layers only.
+    """
+    found: list[list[int]] = [[] for _ in range(num_layers)]
+    for number, unit in enumerate(units):
+        layers = {layer for use in unit for layer in use.layers if layer >= 0}
+        if layers and all(len(use.layers) == 1 for use in unit):
+            layers = set(range(min(layers), max(layers) + 1))
+        for layer in layers:
+            found[layer].append(number)
+    return tuple(map(tuple, found))

@@ -9,8 +9,9 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
+from pipeloom.engine.overlap_times import Wait
 from pipeloom.ir import DataStrategy, Op
-from pipeloom.parallel.data.replica_group import ReplicaGroup, Wait
+from pipeloom.parallel.data.replica_group import ReplicaGroup
 
 _Start = Callable[[Tensor, Tensor, Tensor], Wait]  # of parameters or gradients: made before, this copy's part, new
 

@@ -1,27 +1,46 @@
-"""`FlatLayout`: several parameters one behind the other in one piece of memory, cut into segments.
+"""`FlatLayout`: the parameters of a unit, one behind the other in one flat tensor, cut into equal segments.
 
-elements      |a a a a b b b|b b c c c c .|      equal segments, cut anywhere
-parameters    |a a a a c c c c|b b b b b . . .|  every parameter whole in one segment
+elements      |a a a a b b b|b b c c c c .|      cut anywhere
+parameters    |a a a a c c c c|b b b b b . . .|  every parameter in one segment as a whole
+
+No torch here: predictions lay out parameters that do not exist.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-# Parameters start at multiples of this many elements: kernels like aligned memory.
+from pipeloom.ir import DataAxis, DataStrategy
+
+if TYPE_CHECKING:
+    from torch import Size, Tensor
+
+# Parameters start at multiples of this many elements: kernels are faster on aligned memory.
 _ALIGNMENT = 16
+
+
+def own_segment(strategy: DataStrategy, replica: int) -> int | None:
+    """The segment that a replica updates; None: it updates nothing."""
+    match strategy:
+        case DataStrategy.DDP:
+            return 0
+        case DataStrategy.PARAMETER_SERVER:
+            return 0 if replica == 0 else None
+        case _:
+            return replica
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where parameters lie.
+    """Where the parameters of one unit lie.
 
     Attributes:
         sizes: elements of each parameter.
-        offsets: of each parameter's first element.
-        num_segments: of equal length.
-        segment_elements: their length.
+        offsets: first element of each parameter.
+        num_segments: number of segments, all of one length.
+        segment_elements: elements per segment.
     """
 
     sizes: tuple[int, ...]
@@ -30,8 +49,21 @@ class FlatLayout:
     segment_elements: int
 
     @classmethod
+    def of_unit(cls, sizes: Sequence[int], data: DataAxis, loads: list[int] | None) -> FlatLayout:
+        """The layout of a unit under a data strategy.
+
+        Args:
+            sizes: elements of each parameter.
+            data: one segment per replica where replicas update different elements, else one segment.
+            loads: where replicas own whole parameters, the elements that each owns so far (see `by_parameters`).
+        """
+        if data.strategy in (DataStrategy.DDP, DataStrategy.PARAMETER_SERVER):
+            return cls.by_elements(sizes, 1)
+        return cls.by_elements(sizes, data.degree) if loads is None else cls.by_parameters(sizes, loads)
+
+    @classmethod
     def by_elements(cls, sizes: Sequence[int], num_segments: int) -> FlatLayout:
-        """In their order, cut anywhere."""
+        """Parameters in their order, cut anywhere."""
         offsets, end = [], 0
         for size in sizes:
             offsets.append(end)
@@ -40,11 +72,11 @@ class FlatLayout:
 
     @classmethod
     def by_parameters(cls, sizes: Sequence[int], loads: list[int]) -> FlatLayout:
-        """Every parameter whole in one segment: the largest first, each where least is so far.
+        """Whole parameters: from the largest on, each goes into the segment with the fewest elements.
 
         Args:
             sizes: elements of each parameter.
-            loads: what segments of other layouts hold together, the tie-break; what this one adds is added.
+            loads: elements per segment in the layouts before this one, which break ties. This layout's are added.
         """
         ends, places = [0] * len(loads), [(0, 0)] * len(sizes)
         for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -57,30 +89,51 @@ class FlatLayout:
 
     @property
     def num_elements(self) -> int:
-        """Of all segments."""
+        """Elements of all segments, with gaps."""
         return self.num_segments * self.segment_elements
 
     @property
     def keeps_whole(self) -> bool:
-        """Whether no parameter is cut into pieces."""
+        """Whether no parameter is cut."""
         return all(
-            self.piece(parameter, segment) in ((0, 0), (0, size))
+            self.shard(parameter, segment) in ((0, 0), (0, size))
             for parameter, size in enumerate(self.sizes)
             for segment in range(self.num_segments)
         )
 
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The numbers of the parameters in the order of their offsets, each with the gap in front of it in elements."""
+        order = sorted(range(len(self.sizes)), key=lambda index: (self.offsets[index], self.sizes[index]))
+        ends = [0, *(self.offsets[index] + self.sizes[index] for index in order)]
+        return [(self.offsets[index] - end, index) for end, index in zip(ends, order, strict=False)]
+
     def segment(self, index: int) -> slice:
-        """Where a segment lies."""
+        """The elements of a segment."""
         return slice(index * self.segment_elements, (index + 1) * self.segment_elements)
 
-    def piece(self, parameter: int, segment: int | None) -> tuple[int, int]:
-        """First and last+1 of a parameter's elements that lie in a segment; of no segment, none."""
+    def shard(self, parameter: int, segment: int | None) -> tuple[int, int]:
+        """First and last+1 of a parameter's elements that lie in a segment; (0, 0) for no segment."""
         if segment is None:
             return 0, 0
         size, offset = self.sizes[parameter], self.offsets[parameter]
         start = min(max(segment * self.segment_elements - offset, 0), size)
         stop = min(max((segment + 1) * self.segment_elements - offset, 0), size)
         return (start, stop) if stop > start else (0, 0)
+
+    def views(self, flat: Tensor, shapes: Sequence[Size]) -> list[Tensor]:
+        """Every full parameter, as a view of a flat tensor with all segments."""
+        places = zip(self.offsets, self.sizes, shapes, strict=True)
+        return [flat[offset : offset + size].view(shape) for offset, size, shape in places]
+
+    def shards(self, own: Tensor, segment: int | None) -> list[Tensor]:
+        """The shard of every parameter, as a view of the flat tensor `own` of one segment."""
+        first = 0 if segment is None else segment * self.segment_elements
+        found = []
+        for index, offset in enumerate(self.offsets):
+            start, stop = self.shard(index, segment)
+            found.append(own[offset + start - first : offset + stop - first] if stop > start else own[:0])
+        return found
 
 
 def _aligned(size: int) -> int:

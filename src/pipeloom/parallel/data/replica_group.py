@@ -11,18 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.engine.overlap_times import OverlapTimes
+from pipeloom.engine.overlap_times import OverlapTimes, Wait, no_wait
 from pipeloom.errors import PeerLost
 from pipeloom.ir import Action, Op
 from pipeloom.processes.collectives import noticing_lost_peers
 from pipeloom.processes.process_mesh import ProcessMesh
-
-Wait = Callable[[], Any]
-
-
-def no_wait() -> None:
-    """The `Wait` of what is there already."""
-
 
 _LOST = "another copy of this pipeline went away, or did not come in time, during a collective"
 

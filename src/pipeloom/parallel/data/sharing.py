@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from pipeloom.engine.stores.parameter_store import LossFn, ParameterStore, Sharing
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis
-from pipeloom.parallel.data.parameter_formats import DTYPES
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit_store import UnitStore
-from pipeloom.parallel.offload.targets import Place
+from pipeloom.parallel.mixed_precision import DTYPES
+from pipeloom.parallel.offload.targets import OffloadTarget
 from pipeloom.parallel.options import DataParallel, Precision, axis_of
 from pipeloom.processes.process_mesh import ProcessMesh
 from pipeloom.transport.values import Value, flatten, unflatten
@@ -47,11 +47,11 @@ class DataSharing(Sharing):
         self.axis = axis
         self.copy = copies.index
         self.sharded = axis.shards_optimizer
-        away = "memory" if data.offload is None else Place.parse(data.offload).kind
+        away = "memory" if data.offload is None else OffloadTarget.parse(data.offload).kind
         self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients, away]
 
     def check_device(self, device: torch.device) -> None:
-        if self._data.offload is not None and Place.parse(self._data.offload).kind == device.type:
+        if self._data.offload is not None and OffloadTarget.parse(self._data.offload).kind == device.type:
             raise InputError(
                 f"offload of parameters to {self._data.offload!r} of a model that is in the CPU's memory: nothing "
                 "would move; take disk:PATH, or leave it out"

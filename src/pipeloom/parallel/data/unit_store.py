@@ -1,8 +1,8 @@
-"""`UnitStore`: the parameters of one rank in units, gathered, freed and reduced where the program says so."""
+"""`UnitStore`: the parameters of one rank in units, gathered, freed and reduced when the program says so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -13,42 +13,43 @@ from pipeloom.engine.rank_state import Step
 from pipeloom.engine.stores.parameter_bytes import Gauge, HeldBytes, Offloaded, PeakBytes
 from pipeloom.engine.stores.parameter_store import ParameterStore
 from pipeloom.errors import RunError
-from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program
-from pipeloom.parallel.data.buckets import BucketRule
+from pipeloom.ir import Action, DataAxis, Op, Program
+from pipeloom.parallel.data.buckets import BucketRule, ParameterUse, group_parameters, units_by_layer
 from pipeloom.parallel.data.flat_layout import FlatLayout
-from pipeloom.parallel.data.layer_hooks import LayerGathers
-from pipeloom.parallel.data.main_parameters import away, open_mover, value_of
-from pipeloom.parallel.data.parameter_formats import DTYPES, Formats
+from pipeloom.parallel.data.layer_hooks import LayerHooks
 from pipeloom.parallel.data.reductions import Reductions
 from pipeloom.parallel.data.replica_group import ReplicaGroup
-from pipeloom.parallel.data.stage_parameters import (
-    cast_tables,
-    claim,
-    group_parameters,
-    refuse_sparse,
-    release,
-    units_of,
-    units_of_layers,
-    with_statistics,
-)
+from pipeloom.parallel.data.stage_parameters import claim, parameter_uses, refuse_sparse, release
 from pipeloom.parallel.data.unit import Unit
+from pipeloom.parallel.mixed_precision import DTYPES, NumberFormats, cast_tables, with_statistics
+from pipeloom.parallel.offload.main_parameters import offloaded_bytes, open_mover, value_of
 from pipeloom.parallel.options import DataParallel, Precision
 from pipeloom.split.module import StageModule
 
 
-class UnitStore(ParameterStore):
-    """What one rank holds, shared with other copies of the pipeline.
+class _Unshard:
+    """An UNSHARD.
 
-    Why not DistributedDataParallel or `fully_shard`, whose collectives these are: their hooks run where autograd's
-    engine ends, which is in I and not in W where a backward is split; they reduce after every backward or not at all,
-    scale or drop gradients of earlier steps, and know nothing of parameters that other stages hold too. A program
-    says when what is gathered and reduced.
+    Attributes:
+        forward: whether the computation behind it is a forward.
+    """
+
+    forward = True
+
+
+class UnitStore(ParameterStore):
+    """What one rank holds, shared with the other replicas.
+
+    Why not DistributedDataParallel or `fully_shard`, which use the same collectives: their hooks run when autograd's
+    engine ends, which is in I and not in W where a backward is split. They reduce after every backward or not at all,
+    scale or drop gradients of earlier steps, and know no parameters that several stages hold. Here a program says when
+    each unit is gathered and reduced (`pipeloom.ir.unit_actions`).
 
     Args:
         stages, held, homes, layers: see `Sharing.store`.
-        axis: how copies share the work.
-        data, precision: what the user asked for.
-        copies: those who share it.
+        axis: the data axis.
+        data, precision: the user's options.
+        replicas: who shares the parameters.
     """
 
     def __init__(
@@ -60,71 +61,81 @@ class UnitStore(ParameterStore):
         axis: DataAxis,
         data: DataParallel,
         precision: Precision,
-        copies: ReplicaGroup,
+        replicas: ReplicaGroup,
     ) -> None:
-        self._axis, self._data, self._precision, self._copies = axis, data, precision, copies
+        self._axis, self._data, self._precision, self._replicas = axis, data, precision, replicas
         refuse_sparse(stages)
         if axis.unshards:
             claim(held)
-        self.times = copies.times = OverlapTimes()
+        self.times = replicas.times = OverlapTimes()
         self.gathered, self.reduced = Gauge(), Gauge()
         self._mover = open_mover(data.offload)
         self._modules = list(stages.values())
         self._wide = with_statistics(self._modules)
         self._units: list[Unit] = []
         self._by_stage: dict[int, list[Unit]] = {}
-        self._gathers: dict[int, LayerGathers] = {}
-        self._unbound: dict[int, list[Unit]] = {}  # what the last UNSHARD that was bound starts, where that is open
-        unit_of: dict[nn.Parameter, Unit] = {}
-        rule = BucketRule.of(axis.granularity, data.bucket_bytes, whole_parameters=data.layout == "parameters")
+        self._hooks: dict[int, LayerHooks] = {}
+        self._unbound: dict[int, _Unshard] = {}  # by stage, the last bound UNSHARD, until its computation is bound
         for stage, module in stages.items():
-            loads = [0] * copies.degree  # of the stage: every rank that holds it lays it out alike
-            for group in group_parameters(module, layers[stage], held, homes, rule, self._num_bytes):
-                new = {name: parameter for name, parameter in group.items() if parameter not in unit_of}
-                if new:
-                    tied = len(homes[next(iter(new))]) > 1
-                    unit = self._make_unit(new, [0] * copies.degree if tied else loads)
-                    self._units.append(unit)
-                    unit_of.update(dict.fromkeys(new.values(), unit))
-            self._by_stage[stage] = units_of(module, unit_of)
-            if isinstance(module, StageModule) and axis.unshards:
-                found = units_of_layers(module, layers[stage], unit_of)
-                one_by_one = axis.shards_parameters and axis.granularity is Granularity.MICROBATCH
-                self._gathers[stage] = module.observer = LayerGathers(found, one_by_one=one_by_one)
+            self._add_stage(stage, module, held, homes, layers[stage])
         main = {name: parameter for unit in self._units for name, parameter in unit.main.items()}
         self.parameters = {name: main[name] for name in held}
         self.ranges = {name: span for unit in self._units for name, span in unit.ranges.items()}
         if precision.has_masters:
             cast_tables(stages.values(), DTYPES[precision.dtype])
         self._users: dict[Unit, set[int]] = {unit: set() for unit in self._units}  # stages that hold it gathered
-        self._reductions = Reductions(self._units, self._by_stage, axis, copies, self._look)
+        gradients = {stage: [unit.gradients for unit in units] for stage, units in self._by_stage.items()}
+        self._reductions = Reductions(gradients, axis, replicas, self._look)
         self._open = False
 
-    def _make_unit(self, parameters: Mapping[str, nn.Parameter], loads: list[int]) -> Unit:
-        strategy, sizes = self._axis.strategy, [parameter.numel() for parameter in parameters.values()]
-        if strategy in (DataStrategy.DDP, DataStrategy.PARAMETER_SERVER):
-            layout = FlatLayout.by_elements(sizes, 1)
-        elif self._data.layout == "parameters":
-            layout = FlatLayout.by_parameters(sizes, loads)
-        else:
-            layout = FlatLayout.by_elements(sizes, self._copies.degree)
+    def _add_stage(
+        self,
+        stage: int,
+        module: nn.Module,
+        held: Mapping[str, nn.Parameter],
+        homes: Mapping[str, tuple[int, ...]],
+        layers: Sequence[str],
+    ) -> None:
+        """Form the units of a stage. What an earlier stage of the rank holds too is in that stage's units."""
+        by_elements, degree = self._data.layout == "elements", self._replicas.degree
+        rule = BucketRule.of(self._axis.granularity, self._data.bucket_bytes, whole_parameters=not by_elements)
+        uses = parameter_uses(module, layers, held, homes, self._num_bytes)
+        unit_of = {parameter: unit for unit in self._units for parameter in unit.parameters}
+        loads = [0] * degree  # per stage: every rank that holds the stage lays it out alike
+        for group in group_parameters(uses, rule):
+            new = {name: p for name in (uses[position].name for position in group) if (p := held[name]) not in unit_of}
+            if new:
+                tied = len(uses[group[0]].stages) > 1
+                unit = self._make_unit(new, None if by_elements else [0] * degree if tied else loads)
+                self._units.append(unit)
+                unit_of.update(dict.fromkeys(new.values(), unit))
+        used: dict[Unit, list[ParameterUse]] = {}
+        for use in uses:
+            used.setdefault(unit_of[held[use.name]], []).append(use)
+        self._by_stage[stage] = list(used)
+        if isinstance(module, StageModule) and self._axis.unshards:
+            found = units_by_layer(list(used.values()), len(layers))
+            self._hooks[stage] = module.observer = LayerHooks(list(used), found, self._axis)
+
+    def _make_unit(self, parameters: Mapping[str, nn.Parameter], loads: list[int] | None) -> Unit:
+        layout = FlatLayout.of_unit([parameter.numel() for parameter in parameters.values()], self._axis, loads)
         formats = self._formats(next(iter(parameters.values())))
-        return Unit(parameters, layout, formats, strategy, self._copies, self.gathered, self._mover)
+        return Unit(parameters, layout, formats, self._axis.strategy, self._replicas, self.gathered, self._mover)
 
     def _num_bytes(self, parameter: nn.Parameter) -> int:
         """In the format of forwards."""
         return parameter.numel() * self._formats(parameter).compute.itemsize
 
-    def _formats(self, parameter: nn.Parameter) -> Formats:
-        return Formats.of(parameter.dtype, self._precision, stays=parameter in self._wide)
+    def _formats(self, parameter: nn.Parameter) -> NumberFormats:
+        return NumberFormats.of(parameter.dtype, self._precision, keeps_dtype=parameter in self._wide)
 
     # One run
 
     def begin(self, program: Program) -> None:
         for unit in self._units:
             unit.stale()
-            if not program.schedule.forward_only:
-                unit.gradients.begin()
+        if not program.schedule.forward_only:
+            self._reductions.begin()
         self._open = not program.schedule.forward_only
         self.gathered.restart()
         self.reduced.restart()
@@ -132,11 +143,7 @@ class UnitStore(ParameterStore):
     def bind(self, action: Action, program: Program) -> Step:
         stage, op = action.stage, action.op
         if op is Op.UNSHARD:
-            gathers = self._gathers.get(stage)
-            first: list[Unit] = [] if gathers and gathers.one_by_one else self._by_stage[stage]
-            if not first:
-                self._unbound[stage] = first
-            return (lambda: self._unshard(stage, first)), None
+            return self._bind_unshard(stage), None
         if op is Op.RESHARD:
             return (lambda: self._reshard(stage)), None
         return self._reductions.completion(action, program).flush, None
@@ -145,13 +152,13 @@ class UnitStore(ParameterStore):
         if action.op is not Op.W and self._axis.unshards:
             step = self._with_parameters(action, step)
         reduction = action.with_op(Op.REDUCE_GRAD)
-        backward = action.op in (Op.B, Op.W) and self._copies.degree > 1
+        backward = action.op in (Op.B, Op.W) and self._replicas.degree > 1
         if not backward or reduction not in program.data_reductions:
             return step
         (run, ready), completion = step, self._reductions.completion(reduction, program)
-        armed, gathers = completion.armed, self._gathers.get(action.stage)
-        if action.op is Op.B and gathers is not None and gathers.one_by_one:
-            armed = partial(gathers.completing, completion)
+        armed, hooks = completion.armed, self._hooks.get(action.stage)
+        if action.op is Op.B and hooks is not None and hooks.gathers_inside:
+            armed = partial(hooks.completing, completion)
 
         def last_backward() -> None:
             with armed():
@@ -159,37 +166,40 @@ class UnitStore(ParameterStore):
 
         return last_backward, ready
 
+    def _bind_unshard(self, stage: int) -> Callable[[], None]:
+        """UNSHARD has no micro-batch: the computation that is bound next says in which order units are needed."""
+        hooks, this = self._hooks.get(stage), _Unshard()
+        self._unbound[stage] = this
+
+        def unshard() -> None:
+            for unit in self._by_stage[stage]:
+                self._users[unit].add(stage)
+            if hooks is not None:
+                hooks.unshard(forward=this.forward)
+            else:
+                for unit in self._by_stage[stage]:
+                    unit.prefetch()
+                    if not unit.waits_for_reads:
+                        unit.start_gather()
+
+        return unshard
+
     def _with_parameters(self, action: Action, step: Step) -> Step:
         """A computation that waits for the parameters that it reads."""
-        (run, ready), units, gathers = step, self._by_stage[action.stage], self._gathers.get(action.stage)
+        (run, ready), units, hooks = step, self._by_stage[action.stage], self._hooks.get(action.stage)
         forward = action.op is Op.F
-        if gathers is None:
+        if action.stage in self._unbound:
+            self._unbound.pop(action.stage).forward = forward
 
-            def computation() -> None:
+        def computation() -> None:
+            if hooks is not None:
+                hooks.begin(forward=forward)
+            else:
                 for unit in units:
                     unit.wait()
-                run()
-
-            return computation, ready
-        if action.stage in self._unbound:
-            self._unbound.pop(action.stage).extend(gathers.first(forward=forward))
-        elsewhere = [unit for unit in units if all(unit not in layer for layer in gathers.layers)]
-
-        def layered_computation() -> None:
-            for unit in elsewhere:
-                unit.wait()
-            gathers.begin(forward=forward)
             run()
 
-        return layered_computation, ready
-
-    def _unshard(self, stage: int, first: Sequence[Unit]) -> None:
-        for unit in self._by_stage[stage]:
-            self._users[unit].add(stage)
-        for unit in first:
-            unit.prefetch()
-            if not unit.waits_for_reads:
-                unit.start_gather()
+        return computation, ready
 
     def _reshard(self, stage: int) -> None:
         for unit in self._by_stage[stage]:
@@ -209,7 +219,7 @@ class UnitStore(ParameterStore):
         self._reductions.drop()
         for unit in self._units:
             self._users[unit].clear()
-            with suppress(RunError):  # of a gather that nobody needs; it would hide the error that ended the run
+            with suppress(RunError):  # of an unneeded gather: it would hide the error that ended the run
                 unit.free()
 
     def close(self) -> None:
@@ -231,15 +241,14 @@ class UnitStore(ParameterStore):
         return {stage: [unit.sent_bytes for unit in units] for stage, units in self._by_stage.items()}
 
     def held_bytes(self) -> HeldBytes:
-        tensors = (tensor for unit in self._units for tensor in unit.gradients.tensors())
-        return HeldBytes.of(self._modules, self.parameters.values(), tensors)
+        return HeldBytes.of(self._modules, self.parameters.values(), self._reductions.tensors())
 
     def peak_bytes(self) -> PeakBytes:
         return PeakBytes(self.gathered.peak, self.reduced.peak)
 
     @property
     def away(self) -> Offloaded:
-        return away(self.parameters.values(), self._mover)
+        return offloaded_bytes(self.parameters.values(), self._mover)
 
     def value(self, name: str) -> Tensor:
         return value_of(self.parameters[name])

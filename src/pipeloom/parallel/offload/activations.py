@@ -10,7 +10,7 @@ A tensor may be asked for several times (a split backward and autograd do): it i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,10 +24,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeloom.autograd.split_backward import Repeatable
 from pipeloom.engine.activation_mover import ActivationMover, Key
 from pipeloom.engine.overlap_times import OverlapTimes
-from pipeloom.errors import RunError
+from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, Op
 from pipeloom.parallel.offload.mover import Mover
-from pipeloom.parallel.offload.store import Ready, Region, Store, aligned
+from pipeloom.parallel.offload.store import Ready, Region, Store, aligned, open_store
+from pipeloom.parallel.offload.targets import OffloadActivations, OffloadTarget
 
 _MOST_WRITES = 2  # at once: while one is written the next may come; what waits longer still takes its memory
 
@@ -248,6 +249,22 @@ class MovedActivations(ActivationMover):
 
     def close(self) -> None:
         self._mover.close()
+
+
+def open_activation_offload(options: OffloadActivations, device: torch.device) -> Callable[[], ActivationMover]:
+    """A function that makes the mover of each rank of this process. The ranks share one store.
+
+    Raises:
+        InputError: the offload target is the device's own memory.
+    """
+    target = OffloadTarget.parse(options.where)
+    if target.kind == device.type:
+        raise InputError(
+            f"offload={options.where!r}: the activations of a model on the CPU are in host memory already. Use "
+            "`disk:PATH`, or remove it."
+        )
+    store = open_store(target)
+    return lambda: MovedActivations(store, options.least_bytes)
 
 
 def _unpack(packed: Any) -> Tensor:

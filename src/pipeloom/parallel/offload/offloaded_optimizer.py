@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError, RunError
-from pipeloom.parallel.data.main_parameters import home_of
-from pipeloom.parallel.data.update_parameters import update_parameters
+from pipeloom.parallel.mixed_precision import update_parameters
+from pipeloom.parallel.offload.main_parameters import offloaded_parameter
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.offloaded_states import OffloadedStates, State
 from pipeloom.parallel.offload.portions import Portion, make_portions
 from pipeloom.parallel.offload.state_layout import Layouts
 from pipeloom.parallel.offload.store import HostStore, Ready, Store, open_store, page_buffer
-from pipeloom.parallel.offload.targets import CPU, Place
+from pipeloom.parallel.offload.targets import CPU, OffloadTarget
 from pipeloom.processes.host_memory import give_back_now
 
 _NUM_BUFFERS = 3
@@ -70,7 +70,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"portion_bytes is {portion_bytes} and least_bytes {least_bytes}: sizes are at least 1; raise them"
             )
         if isinstance(where, str):
-            place = Place.parse(where)
+            place = OffloadTarget.parse(where)
             if place.kind == CPU and all(p.device.type == "cpu" for g in optimizer.param_groups for p in g["params"]):
                 raise InputError(
                     "offload of states to 'cpu' of parameters that are in the CPU's memory: nothing would move; take "
@@ -78,7 +78,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 )
             where = open_store(place)
         if where is None:
-            held = [home_of(p) for g in optimizer.param_groups for p in g["params"] if p.numel()]
+            held = [offloaded_parameter(p) for g in optimizer.param_groups for p in g["params"] if p.numel()]
             if held and not any(held):  # a copy of which all pieces are empty has nothing to move
                 raise InputError(
                     "OffloadedOptimizer without a place, of parameters that are in memory: nothing would move; name a "

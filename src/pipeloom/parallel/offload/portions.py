@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeloom.parallel.data.main_parameters import Home, home_of
+from pipeloom.parallel.offload.main_parameters import OffloadedParameter, offloaded_parameter
 from pipeloom.parallel.offload.state_layout import Entry, Layouts
 from pipeloom.parallel.offload.store import Region, Store, aligned
 
@@ -52,7 +52,7 @@ class Portion:
     entries: dict[Tensor, tuple[Entry, ...]] = field(default_factory=dict)
     num_bytes: int = 0
     region: Region = Region(0, 0)  # noqa: RUF009  # immutable
-    homes: dict[nn.Parameter, tuple[Home, int]] = field(default_factory=dict)
+    homes: dict[nn.Parameter, tuple[OffloadedParameter, int]] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     buffer_bytes: int = 0
     written: Future[None] | None = None
@@ -61,7 +61,7 @@ class Portion:
         """No parameter will be added: states take whole pages, and parameters that are away come behind them."""
         self.num_bytes = self.buffer_bytes = aligned(self.num_bytes)
         for parameter, _ in self.parameters:
-            home = home_of(parameter)
+            home = offloaded_parameter(parameter)
             if home is None:
                 continue
             self.homes[parameter] = home, self.buffer_bytes
@@ -77,7 +77,7 @@ def make_portions(optimizer: torch.optim.Optimizer, layouts: Layouts, portion_by
     size_of: dict[Portion, int] = {}
     for number, parameter in _in_order(optimizer):
         entries, size = layouts.of(parameter, number)
-        home, last = home_of(parameter), portions[-1] if portions else None
+        home, last = offloaded_parameter(parameter), portions[-1] if portions else None
         together = size + (home.region.num_bytes if home is not None else 0)
         if last is None or size_of[last] + together > portion_bytes or last.parameters[0][0].device != parameter.device:
             last = Portion()
@@ -98,7 +98,7 @@ def _in_order(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]
     stores: dict[Store, int] = {}
 
     def place(pair: tuple[int, nn.Parameter]) -> tuple[int, int]:
-        home = home_of(pair[1])
+        home = offloaded_parameter(pair[1])
         return (-1, 0) if home is None else (stores.setdefault(home.store, len(stores)), home.region.offset)
 
     return sorted(pairs, key=place)

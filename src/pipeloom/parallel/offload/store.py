@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
-from pipeloom.parallel.offload.targets import CPU, Place
+from pipeloom.parallel.offload.targets import CPU, OffloadTarget
 
 _HOST = torch.device("cpu")
 PAGE_BYTES = 4096  # what direct I/O asks of addresses, offsets and lengths
@@ -131,7 +131,7 @@ class Store(ABC):
     def _read(self, region: Region, values: Tensor) -> None: ...
 
 
-def open_store(place: Place) -> Store:
+def open_store(place: OffloadTarget) -> Store:
     """The store of a place."""
     if place.kind == CPU:
         return HostStore()

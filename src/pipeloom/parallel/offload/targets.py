@@ -1,12 +1,11 @@
-"""Where things are offloaded to, in words; checked without torch."""
+"""The offload options of a user: where to offload, and which activations. No torch here."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
@@ -14,46 +13,40 @@ from pipeloom.ir import Program
 from pipeloom.passes import insert_offload
 from pipeloom.passes.offload import least_held
 
-if TYPE_CHECKING:
-    import torch
-
-    from pipeloom.engine.activation_mover import ActivationMover
-
 CPU, DISK = "cpu", "disk"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Another memory than the device's.
+class OffloadTarget:
+    """Memory other than the device's, to which a rank offloads.
 
     Attributes:
-        kind: "cpu", memory of the host, or "disk", a file.
-        directory: where files are made, for "disk".
+        kind: "cpu" (host memory) or "disk" (a file).
+        directory: of the file, for "disk".
     """
 
     kind: str
     directory: Path | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Place:
-        """A place from its words.
+    def parse(cls, text: str) -> OffloadTarget:
+        """The target that "cpu" or "disk:PATH" names.
 
         Raises:
-            InputError: other words, or a directory in which no file can be made.
+            InputError: the text is neither of them, or the directory is not writable.
         """
         kind, _, path = text.partition(":") if isinstance(text, str) else ("", "", "")
         if (kind, path) == (CPU, ""):
             return cls(CPU)
         if kind != DISK or not path:
-            raise InputError(f"offload is {text!r}: it is cpu, or disk:PATH, a directory for its files; correct it")
+            raise InputError(f"offload={text!r}: must be `cpu`, or `disk:PATH` with a directory. Correct it.")
         directory = Path(path)
         try:
             with tempfile.TemporaryFile(dir=directory):
                 pass
         except OSError as error:
             raise InputError(
-                f"offload to {text}: no file can be made in {directory} ({error.strerror}); name a directory that is "
-                "there and writable"
+                f"offload={text}: no file can be created in {directory} ({error.strerror}). Name a writable directory."
             ) from error
         return cls(DISK, directory)
 
@@ -63,16 +56,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class OffloadActivations:
-    """Activations move away between their forward and their backward; see `pipeloom.passes.insert_offload`.
+    """Offload of activations between their forward and their backward; see `pipeloom.passes.insert_offload`.
 
     Attributes:
-        where: "cpu" or "disk:PATH".
-        most: how many activations a rank may hold, one number or one a rank; None: as few as moves can keep.
-        beside: beside how many computations a move runs.
-        least_bytes: what is smaller stays where it is.
+        where: the offload target, "cpu" or "disk:PATH".
+        most: activations that a rank may hold, one number or one per rank. None: as few as possible.
+        beside: number of computations that one transfer overlaps.
+        least_bytes: tensors below this size are not offloaded.
 
     Raises:
-        InputError: `where` is no place, or one in which no file can be made.
+        InputError: `where` is no offload target, or its directory is not writable.
     """
 
     where: str
@@ -84,37 +77,19 @@ class OffloadActivations:
         check_fields(self)
         for name in ("beside", "least_bytes"):
             if getattr(self, name) < 0:
-                raise InputError(f"{name} is {getattr(self, name)}: it is 0 or more; raise it")
-        Place.parse(self.where)
+                raise InputError(f"{name}={getattr(self, name)}: must be at least 0.")
+        OffloadTarget.parse(self.where)
 
     def insert(self, program: Program) -> Program:
-        """The program with its moves.
+        """The program with OFFLOAD and RELOAD actions.
 
         Raises:
-            InputError: the cap cannot be kept, or parameters change while the program runs.
+            InputError: the cap is too small, or the schedule is asynchronous.
         """
         if program.schedule.microbatches_per_update is not None:
             raise InputError(
-                f"schedule {program.name!r} with offload of activations: a stream's versions would have to move too; "
-                "take a schedule that flushes, such as 1f1b"
+                f"schedule {program.name!r}: activation offload needs a synchronous schedule, because the weight "
+                "versions of an asynchronous one stay in memory. Use one that flushes, such as `1f1b`."
             )
         most = least_held(program, beside=self.beside) if self.most is None else self.most
         return insert_offload(program, most, beside=self.beside)
-
-    def open(self, device: torch.device) -> Callable[[], ActivationMover]:
-        """What makes the mover of each rank of this process; they share a store.
-
-        Raises:
-            InputError: activations are there already.
-        """
-        from pipeloom.parallel.offload.activations import MovedActivations
-        from pipeloom.parallel.offload.store import open_store
-
-        place = Place.parse(self.where)
-        if place.kind == device.type:
-            raise InputError(
-                f"offload of activations to {self.where!r} of a model that is in the CPU's memory: nothing would move; "
-                "take disk:PATH, or leave it out"
-            )
-        store = open_store(place)
-        return lambda: MovedActivations(store, self.least_bytes)

@@ -1,18 +1,19 @@
-"""How much memory every rank takes, before anything runs; and the cheapest way to stay under a cap. No torch here."""
+"""Memory forecasts: the peak memory of every rank before anything runs, and the fastest run under a cap. No torch."""
 
 from pipeloom.plan.memory.choose import Choice, choose_memory
-from pipeloom.plan.memory.layer_memory import Layer, gpt_layers, in_stages, num_parameters
+from pipeloom.plan.memory.gpt_layers import gpt_layers
 from pipeloom.plan.memory.memory_file import MemoryRow, read_memory, write_memory
-from pipeloom.plan.memory.rank_memory import KINDS, Model, RankMemory, memory_of_rank, memory_of_ranks
+from pipeloom.plan.memory.memory_model import LayerMemory, MemoryModel, in_stages, num_parameters
+from pipeloom.plan.memory.rank_memory import KINDS, RankMemory, memory_of_rank, memory_of_ranks
 from pipeloom.plan.memory.state_bytes import OPTIMIZERS
 
 __all__ = [
     "KINDS",
     "OPTIMIZERS",
     "Choice",
-    "Layer",
+    "LayerMemory",
+    "MemoryModel",
     "MemoryRow",
-    "Model",
     "RankMemory",
     "choose_memory",
     "gpt_layers",

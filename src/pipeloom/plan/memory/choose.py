@@ -16,8 +16,9 @@ from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
 from pipeloom.ir.recompute import Recompute
 from pipeloom.ir.schedule import Program, Schedule
-from pipeloom.plan.memory.rank_memory import Model, RankMemory, memory_of_rank, memory_of_ranks
-from pipeloom.plan.memory.units import stage_bytes, unit_counts
+from pipeloom.plan.memory.memory_model import MemoryModel
+from pipeloom.plan.memory.rank_memory import RankMemory, memory_of_rank, memory_of_ranks
+from pipeloom.plan.memory.stage_units import stage_bytes, unit_counts
 from pipeloom.sim import Costs, Network, simulate
 
 _F, _B, _I, _W = Op.F, Op.B, Op.I, Op.W
@@ -36,7 +37,7 @@ class Choice:
     """
 
     program: Program
-    model: Model
+    model: MemoryModel
     memory: Sequence[RankMemory]
     seconds: float
 
@@ -46,7 +47,12 @@ class Choice:
 
 
 def choose_memory(
-    programs: Sequence[Program], model: Model, cap: float, *, costs: Costs | None = None, network: Network | None = None
+    programs: Sequence[Program],
+    model: MemoryModel,
+    cap: float,
+    *,
+    costs: Costs | None = None,
+    network: Network | None = None,
 ) -> Choice:
     """The quickest of `programs`, each with the least recomputation, with which every rank stays under `cap` bytes.
 
@@ -80,7 +86,7 @@ def _best(choices: Sequence[Choice], cap: float) -> Choice:
     return min(fitting, key=lambda choice: choice.seconds)
 
 
-def _choice(program: Program, model: Model, costs: Costs | None, network: Network | None) -> Choice:
+def _choice(program: Program, model: MemoryModel, costs: Costs | None, network: Network | None) -> Choice:
     costs = with_recompute(program.schedule, model, costs or Costs.uniform())
     if network is not None and program.data is not None:
         costs = _with_sizes(program, model, costs)
@@ -92,7 +98,7 @@ def _choice(program: Program, model: Model, costs: Costs | None, network: Networ
     )
 
 
-def _with_sizes(program: Program, model: Model, costs: Costs) -> Costs:
+def _with_sizes(program: Program, model: MemoryModel, costs: Costs) -> Costs:
     """`costs` with what goes to other copies, and in how many pieces, where they do not say it."""
     if costs.parameter_bytes is None:
         parameters, gradients = stage_bytes(model)
@@ -100,7 +106,7 @@ def _with_sizes(program: Program, model: Model, costs: Costs) -> Costs:
     return costs if costs.units is not None else replace(costs, units=unit_counts(program, model))
 
 
-def with_recompute(schedule: Schedule, model: Model, costs: Costs) -> Costs:
+def with_recompute(schedule: Schedule, model: MemoryModel, costs: Costs) -> Costs:
     """`costs` with what backwards compute again, one time a stage."""
     table = costs.seconds(schedule)
     slices = schedule.num_slices
@@ -116,7 +122,7 @@ def with_recompute(schedule: Schedule, model: Model, costs: Costs) -> Costs:
 
 
 def _least_recompute(
-    program: Program, model: Model, cap: float, costs: Costs | None, network: Network | None
+    program: Program, model: MemoryModel, cap: float, costs: Costs | None, network: Network | None
 ) -> Choice:
     """Rank by rank, what costs least and fits; where nothing fits, what takes least."""
     kinds = list(Recompute)  # each keeps less than the one before

@@ -1,52 +1,51 @@
-"""What every rank of a program holds at most, by kind, from closed forms: nothing is made and nothing measured.
+"""Peak memory of every rank of a program, by kind, in closed form: nothing is allocated and nothing measured.
 
-A rank's program is walked once. Parameters, masters, optimizer states, buffers and old versions of a stream are there
-all the time; activations come with F and go with B or W, or to slower memory; whole gradients of a stage are there from
-its first backward to the reduction that covers it; gathered parameters from UNSHARD to RESHARD. At granularity
-microbatch buckets are gathered one ahead, so that two neighbours are there at once, and reduced one by one.
+A rank's program is walked once. Parameters, masters, optimizer states, buffers and the weight versions of a stream are
+there all the time. Activations come with F and go with B or W, or are offloaded. Full gradients of a stage are there from
+its first backward to the reduction that covers it, and gathered parameters from UNSHARD to RESHARD. At granularity
+microbatch, units are gathered one ahead and reduced one by one (`pipeloom.ir.unit_actions`).
 
-Not counted: messages on their way, what a single operation needs for itself, and what torch itself takes.
+Not counted: messages in flight, the workspace of single operations, and torch's own memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
 from pipeloom.ir.data_axis import Granularity
-from pipeloom.ir.recompute import Recompute
 from pipeloom.ir.schedule import Program
+from pipeloom.ir.unit_actions import gathers_inside, unit_actions
 from pipeloom.ir.versions import weight_version_bytes
-from pipeloom.parallel import Precision
-from pipeloom.parallel.options import BUCKET_BYTES
-from pipeloom.plan.memory.layer_memory import Layer, num_parameters
-from pipeloom.plan.memory.state_bytes import Formats, UnitBytes, unit_bytes
-from pipeloom.plan.memory.units import Held, units_of_rank
+from pipeloom.parallel.data.buckets import ParameterUse, units_by_layer
+from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
+from pipeloom.plan.memory.stage_units import units_of_rank
+from pipeloom.plan.memory.state_bytes import NumberBytes, UnitBytes, unit_bytes
 
 KINDS = {
     "parameters": "as forwards read them, all the time",
-    "masters": "what the optimizer updates, where forwards read something else: masters, pieces",
-    "gradients": "whole ones, and sums over copies",
-    "optimizer": "its states",
+    "masters": "what the optimizer updates, where forwards read something else: masters, shards",
+    "gradients": "full gradients, and sums over replicas",
+    "optimizer": "optimizer states",
     "activations": "what forwards keep for backwards",
-    "gathered": "parameters of zero3 while they are used",
-    "recomputed": "of one block, while its backward computes it again",
-    "versions": "older parameters of a stream",
-    "buffers": "of the model",
+    "gathered": "full parameters of zero3 while they are used",
+    "recomputed": "activations of one block while its backward recomputes them",
+    "versions": "older weight versions of a stream",
+    "buffers": "buffers of the model",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """The bytes of one rank of one copy.
+    """The memory of one rank of one replica, in bytes.
 
     Attributes:
         rank: of the pipeline.
-        copy: of the pipeline's copies.
-        kinds: of each of `KINDS`, the most at any moment.
-        peak: the most of all together; not above their sum, for they need not have their most at one moment.
+        copy: number of the replica.
+        kinds: peak memory of each of `KINDS`.
+        peak: peak memory of all kinds together; at most the sum of `kinds`, whose peaks may be at different moments.
     """
 
     rank: int
@@ -55,54 +54,14 @@ class RankMemory:
     peak: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """What memory is counted of.
-
-    Attributes:
-        stages: the layers of every stage.
-        precision: formats of numbers.
-        optimizer: a name of `pipeloom.plan.memory.state_bytes.OPTIMIZERS`.
-        recompute: of every stage.
-        whole_parameters: whether copies own whole parameters (`pipeloom.DataParallel.layout`).
-        elsewhere: those of `KINDS` that are in slower memory but while they are used.
-        bucket_bytes: as of `pipeloom.DataParallel`.
-    """
-
-    stages: Sequence[Sequence[Layer]]
-    precision: Precision = field(default_factory=Precision)
-    optimizer: str = "adamw"
-    recompute: Sequence[Recompute] = ()
-    whole_parameters: bool = False
-    elsewhere: frozenset[str] = frozenset()
-    bucket_bytes: int = BUCKET_BYTES
-
-    def recompute_of(self, stage: int) -> Recompute:
-        return self.recompute[stage] if self.recompute else Recompute.NONE
-
-    def kept_bytes(self, stage: int) -> float:
-        """What F of one micro-batch keeps."""
-        return sum(layer.kept_bytes[self.recompute_of(stage)] for layer in self.stages[stage])
-
-    def recomputed_bytes(self, stage: int) -> float:
-        """What a backward makes again at once: of the layer where that is most."""
-        kind = self.recompute_of(stage)
-        return max(layer.kept_bytes[Recompute.NONE] - layer.kept_bytes[kind] for layer in self.stages[stage])
-
-    def recompute_share(self, stage: int) -> float:
-        """What part of the stage's blocks is computed again."""
-        blocks = [layer.recompute_share[self.recompute_of(stage)] for layer in self.stages[stage] if layer.is_block]
-        return sum(blocks) / len(blocks) if blocks else 0.0
-
-
-def memory_of_ranks(program: Program, model: Model, *, copy: int = 0) -> list[RankMemory]:
-    """What every rank of one copy holds while it runs `program` and updates its parameters.
+def memory_of_ranks(program: Program, model: MemoryModel, *, copy: int = 0) -> list[RankMemory]:
+    """The memory of every rank of one replica while it runs `program` and updates its parameters.
 
     Args:
-        program: what every copy runs.
+        program: what every replica runs.
         model: the layers, and how they are trained.
-        copy: which copy. Of a parameter server, copy 0 holds more than the others; where copies own whole parameters
-            they differ a little.
+        copy: number of the replica. Under `parameter-server`, replica 0 holds more than the others. Where replicas own
+            whole parameters, they differ a little.
 
     Raises:
         InputError: the model has another number of stages, or an unknown optimizer.
@@ -110,49 +69,51 @@ def memory_of_ranks(program: Program, model: Model, *, copy: int = 0) -> list[Ra
     return [memory_of_rank(program, model, rank, copy=copy) for rank in range(program.num_ranks)]
 
 
-def memory_of_rank(program: Program, model: Model, rank: int, *, copy: int = 0) -> RankMemory:
+def memory_of_rank(program: Program, model: MemoryModel, rank: int, *, copy: int = 0) -> RankMemory:
     """One rank of `memory_of_ranks`."""
     stages = program.schedule.num_stages
     if len(model.stages) != stages:
-        raise InputError(f"layers of {len(model.stages)} stages for a schedule of {stages}: give those of each stage")
+        raise InputError(
+            f"model.stages has {len(model.stages)} entries: the schedule has {stages} stages. Give the layers of each."
+        )
     return _Walk(program, model, rank, copy).memory()
 
 
 class _Walk:
     """One rank, from the first action of its program to the last."""
 
-    def __init__(self, program: Program, model: Model, rank: int, copy: int) -> None:
+    def __init__(self, program: Program, model: MemoryModel, rank: int, copy: int) -> None:
         self._program, self._model, self._rank, self._copy = program, model, rank, copy
         self._held = program.placement.stages_of[rank]
-        self._formats = Formats.of(model.precision)
-        self._units: dict[int, list[UnitBytes]] = {}  # of each stage; what several hold is the first one's
-        self._layers: dict[int, list[set[int]]] = {}  # of each stage, the layers that need each unit
-        self._make_units()
+        self._formats = NumberBytes.of(model.precision)
+        self._units: dict[int, list[UnitBytes]] = {}  # by stage; units that several stages share, on the first of them
+        self._layers: dict[int, tuple[tuple[int, ...], ...]] = {}  # by stage, the units that each layer reads
+        for stage, (parameters, units) in units_of_rank(program, model, rank).items():
+            self._make_units(stage, parameters, units)
         data = program.data
-        fine = data is not None and data.granularity is Granularity.MICROBATCH
-        self._fine_gathers = fine and data is not None and data.shards_parameters
         self._reduces = data is not None and data.degree > 1
-        self._fine_reductions = fine and self._reduces
+        self._fine_reductions = self._reduces and data is not None and data.granularity is Granularity.MICROBATCH
 
-    def _make_units(self) -> None:
-        whole = self._model.whole_parameters
-        for stage, (own, tied) in units_of_rank(self._program, self._model, self._rank).items():
-            layers = self._model.stages[stage]
-            size = self._program.data.degree if self._program.data else 1
-            loads = [0] * size if whole else None
-            units = [self._unit(group, layers, loads) for group in own]
-            units += [self._unit(group, layers, [0] * size if whole else None) for group in tied]
-            self._units[stage] = units
-            runs = [set(range(group[0].layer, group[-1].layer + 1)) for group in own]
-            self._layers[stage] = runs + [{held.layer for held in group} for group in tied]
+    def _make_units(self, stage: int, parameters: Sequence[ParameterUse], units: Sequence[Sequence[int]]) -> None:
+        degree = self._program.data.degree if self._program.data else 1
+        loads = [0] * degree
+        made = {}
+        for unit in units:
+            uses = [parameters[position] for position in unit]
+            of_unit = [0] * degree if len(uses[0].stages) > 1 else loads
+            made[min(unit)] = uses, self._unit_bytes(stage, uses, of_unit if self._model.whole_parameters else None)
+        in_order = [made[first] for first in sorted(made)]
+        self._units[stage] = [sizes for _, sizes in in_order]
+        self._layers[stage] = units_by_layer([uses for uses, _ in in_order], len(self._model.stages[stage]))
 
-    def _unit(self, group: Sequence[Held], layers: Sequence[Layer], loads: list[int] | None) -> UnitBytes:
+    def _unit_bytes(self, stage: int, uses: Sequence[ParameterUse], loads: list[int] | None) -> UnitBytes:
+        layers = self._model.stages[stage]
         return unit_bytes(
-            {held.name: held.shape for held in group},
+            {use.name: layers[use.layers[0]].parameters[use.name] for use in uses},
             data=self._program.data,
             formats=self._formats,
             optimizer=self._model.optimizer,
-            in_blocks={held.name for held in group if layers[held.layer].is_block},
+            in_blocks={use.name for use in uses if layers[use.layers[0]].is_block},
             copy=self._copy,
             loads=loads,
         )
@@ -180,42 +141,43 @@ class _Walk:
         return held | dict.fromkeys(self._model.elsewhere, 0.0)
 
     def _gathered(self, stage: int) -> tuple[float, float, float]:
-        """The most of a stage's parameters at its UNSHARD, in its first computation, and from then on.
+        """Bytes of a stage's full parameters: at its UNSHARD, at most in the first computation, and from then on.
 
-        What is elsewhere is read, this copy's segment of it, before it is gathered bucket by bucket.
+        The shards of offloaded units are read before they are gathered, and count until then.
         """
         data, sizes = self._program.data, [unit.gathered for unit in self._units[stage]]
-        away = "masters" in self._model.elsewhere
-        read = 1 / data.degree if data is not None and self._reduces and away else 0.0
-        if not self._fine_gathers:
-            most = max((sum(sizes[: i + 1]) + read * sum(sizes[i:]) for i in range(len(sizes))), default=0.0)
-            return read * sum(sizes) if read else most, most, sum(sizes)
-        needed = list(zip(sizes, self._layers[stage], strict=True))
-
-        def of(layers: set[int], but: Collection[int] = ()) -> float:
-            """The units of `layers` that none of the layers `but` needs."""
-            return sum(size for size, at in needed if at & layers and at.isdisjoint(but))
-
-        most, count = 0.0, len(self._model.stages[stage])
-        for way in (1, -1):  # forward and backward; the first two layers are read at the beginning
-            first = 0 if way == 1 else count - 1
-            most = max(most, of({first}) + read * of({first, first + way}) if read else 0.0)
-            for now in range(count):
-                ahead, after = now + way, now + 2 * way
-                reading = max(of({ahead}, {now}), of({after}, {now, ahead}))
-                most = max(most, of({now, ahead}) + read * reading)
-        return most, most, most
+        assert data is not None
+        offloaded = range(len(sizes)) if self._reduces and "masters" in self._model.elsewhere else ()
+        begun, most, read = 0.0, 0.0, 1 / data.degree
+        for forward in (True, False) if gathers_inside(data) else (True,):
+            actions = unit_actions(self._layers[stage], len(sizes), data, forward=forward, offloaded=offloaded)
+            inside = actions.at_layer if forward else actions.at_layer[::-1]
+            there: set[int] = set()
+            reading: set[int] = set()
+            now = 0.0
+            for number, part in enumerate((actions.unshard, *inside)):
+                for op, unit in part:
+                    if op is Op.RESHARD:
+                        there.remove(unit)
+                    elif op in (Op.UNSHARD, Op.RELOAD):
+                        (there if op is Op.UNSHARD else reading).add(unit)
+                        now = sum(sizes[u] for u in there) + read * sum(sizes[u] for u in reading)
+                        most = max(most, now)
+                        reading -= there
+                if number == 0:
+                    begun = now
+        return (most, most, most) if gathers_inside(data) else (begun, most, sum(sizes))
 
     def _moments(self) -> list[dict[str, float]]:
-        """What is there beside that in the time of every action."""
+        """The bytes that come and go, during every action."""
         slices = self._program.schedule.num_slices
         kept = {stage: self._model.kept_bytes(stage) / slices for stage in self._held}
         split = self._program.schedule.split_backwards
         stream = self._program.schedule.microbatches_per_update is not None
         activations = 0.0
         gathered: dict[int, float] = {}
-        coming: dict[int, list[float]] = {}  # what is begun of that
-        whole: dict[int, float] = {}  # gradients of stages
+        coming: dict[int, list[float]] = {}  # of stages whose first computation has not run
+        full: dict[int, float] = {}  # gradients
         reduced: dict[int, float] = {}
         moments = []
         for stage, op, microbatch, piece in self._program.orders[self._rank]:
@@ -227,8 +189,8 @@ class _Walk:
             elif op in (Op.F, Op.B, Op.I) and stage in coming:
                 gathered[stage] = coming[stage][0]
             if op in (Op.B, Op.W):
-                sizes = [unit.whole_gradients for unit in self._units[stage]]
-                whole[stage] = max(sizes, default=0.0) if self._fine_reductions else sum(sizes)
+                sizes = [unit.full_gradients for unit in self._units[stage]]
+                full[stage] = max(sizes, default=0.0) if self._fine_reductions else sum(sizes)
             if op in (Op.B, Op.I):
                 again = self._model.recomputed_bytes(stage) / slices
             of_data = op is Op.REDUCE_GRAD and microbatch is not None and self._reduces and not stream
@@ -237,7 +199,7 @@ class _Walk:
             moments.append(
                 {
                     "activations": activations,
-                    "gradients": sum(whole.values()) + sum(reduced.values()) + sending,
+                    "gradients": sum(full.values()) + sum(reduced.values()) + sending,
                     "gathered": sum(gathered.values()),
                     "recomputed": again,
                 }
@@ -249,6 +211,6 @@ class _Walk:
             elif op is Op.RESHARD:
                 gathered.pop(stage, None)
             elif of_data:
-                whole.pop(stage, None)
+                full.pop(stage, None)
                 reduced[stage] = sum(unit.reduced for unit in self._units[stage])
         return moments

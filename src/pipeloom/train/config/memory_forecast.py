@@ -10,9 +10,9 @@ from pipeloom.ir.recompute import recompute_of_stages
 from pipeloom.parallel.options import DataParallel, axis_of
 from pipeloom.passes import lower
 from pipeloom.plan.memory import (
-    Layer,
+    LayerMemory,
+    MemoryModel,
     MemoryRow,
-    Model,
     RankMemory,
     gpt_layers,
     in_stages,
@@ -40,7 +40,7 @@ def planned_program(config: TrainConfig, schedule: Schedule, *, device: str = "c
     return program if away is None else away.insert(program)
 
 
-def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *, device: str = "cuda") -> Model:
+def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *, device: str = "cuda") -> MemoryModel:
     """The layers of every stage, and how they are trained on a `device`.
 
     Raises:
@@ -49,7 +49,7 @@ def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *,
     precision = config.number_format
     sizes, number_bytes = config.gpt(vocabulary_size), 2 if precision.has_masters else 4
     layers = gpt_layers(sizes, config.samples_a_microbatch, number_bytes)
-    return Model(
+    return MemoryModel(
         stages=_stages(config, layers, num_stages),
         precision=precision,
         optimizer=config.optimizer.name,
@@ -67,7 +67,7 @@ def _elsewhere(config: TrainConfig, device: str) -> frozenset[str]:
     return frozenset(kind for kind, goes in kinds.items() if goes and moves(config, device))
 
 
-def _stages(config: TrainConfig, layers: list[Layer], num_stages: int) -> list[list[Layer]]:
+def _stages(config: TrainConfig, layers: list[LayerMemory], num_stages: int) -> list[list[LayerMemory]]:
     cut = parse_cut(config, num_stages)
     if cut == "time":
         raise InputError(

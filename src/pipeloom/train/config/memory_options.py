@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
 from pipeloom.ir.recompute import recompute_of_stages
-from pipeloom.parallel.offload.targets import CPU, OffloadActivations, Place
+from pipeloom.parallel.offload.targets import CPU, OffloadActivations, OffloadTarget
 from pipeloom.parallel.options import DataParallel, axis_of
 from pipeloom.passes import lower
 from pipeloom.train.config.train_config import TrainConfig
@@ -38,7 +38,7 @@ def check_less_memory(config: TrainConfig, schedule: Schedule) -> None:
                 "--memory.offload cpu or disk:PATH"
             )
         return
-    Place.parse(memory.offload)
+    OffloadTarget.parse(memory.offload)
     if memory.offload_parameters:
         axis_of(replace(config.data_parallel, offload=memory.offload), config.number_format, config.num_copies)
     if memory.offload_states and not config.optimizer.barrier:
@@ -96,7 +96,7 @@ def offload_notices(config: TrainConfig, device: str) -> list[str]:
 
 def moves(config: TrainConfig, device: str) -> bool:
     """Whether there is other memory than that of a kind of `device` ("cpu", "cuda") for things to go to."""
-    return config.memory.offload is not None and not Place.parse(config.memory.offload).kind == CPU == device
+    return config.memory.offload is not None and not OffloadTarget.parse(config.memory.offload).kind == CPU == device
 
 
 def offload_numbers(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> Tensor:

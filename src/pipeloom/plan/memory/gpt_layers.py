@@ -1,8 +1,8 @@
-"""What a layer of a model holds: its parameters, and what its forward keeps for the backward.
+"""Layers of pipeloom's GPT: parameters, and what a forward keeps for the backward, in closed form.
 
-Of pipeloom's own GPT in closed form. For T tokens of a micro-batch, width W, H heads, sequences of S tokens, vocabulary
-V, an MLP of r W and numbers of e bytes, a forward keeps (Korthikanti et al., arXiv:2205.05198, section 4, counted anew
-for this model: torch's fused attention, no biases, GELU from its input):
+For T tokens per micro-batch, width W, H heads, sequences of S tokens, vocabulary V, an MLP of width r W and numbers of
+e bytes, a forward keeps (Korthikanti et al., arXiv:2205.05198, section 4, counted anew for this model: torch's fused
+attention, no biases, GELU from its input), in bytes:
 
     embedding   8 T                                                 token ids
     block       (8 + 2 r) e T W + 4 e T + 4 T H                     inputs of norms, matrices, attention and GELU
@@ -12,60 +12,25 @@ for this model: torch's fused attention, no biases, GELU from its input):
     norm        e T W + 2 e T
     head        e T W + 4 T V + 8 T + 4                             its input; logarithms of probabilities; targets
 
-A tensor that several operations keep counts once. Dropout keeps e T W more behind the embedding.
+A tensor that several operations keep counts once. Dropout keeps another e T W behind the embedding.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from pipeloom.ir.recompute import Recompute
 from pipeloom.models.gpt_config import GPTConfig
+from pipeloom.plan.memory.memory_model import LayerMemory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One layer of a model.
-
-    Attributes:
-        name: fully qualified.
-        parameters: shapes by canonical name; a name that two layers have is one parameter.
-        kept_bytes: what F of one micro-batch keeps, with each way to recompute.
-        buffer_elements: numbers that are no parameters.
-        is_block: one of the layers that repeat: those that are recomputed, and whose matrices Muon updates.
-        recompute_share: with each way to recompute, what part of its forward is computed again.
-    """
-
-    name: str
-    parameters: Mapping[str, tuple[int, ...]]
-    kept_bytes: Mapping[Recompute, float]
-    buffer_elements: int = 0
-    is_block: bool = False
-    recompute_share: Mapping[Recompute, float]
-
-    @property
-    def parameter_sizes(self) -> dict[str, int]:
-        """How many numbers each parameter has, by canonical name."""
-        return {name: math.prod(shape) for name, shape in self.parameters.items()}
-
-
-def num_parameters(layers: Iterable[Layer]) -> int:
-    """How many numbers the parameters of a stage of these layers have: what several share, once."""
-    sizes: dict[str, int] = {}
-    for layer in layers:
-        sizes |= layer.parameter_sizes
-    return sum(sizes.values())
-
-
-def gpt_layers(sizes: GPTConfig, samples: float, number_bytes: int) -> list[Layer]:
+def gpt_layers(sizes: GPTConfig, samples: float, number_bytes: int) -> list[LayerMemory]:
     """All layers of a GPT, first to last.
 
     Args:
         sizes: of the model.
-        samples: of a micro-batch.
-        number_bytes: of a number in forwards, e above.
+        samples: per micro-batch.
+        number_bytes: bytes of a number in forwards, e above.
     """
     tokens = samples * sizes.sequence_length
     width, vocabulary, ratio = sizes.width, sizes.vocabulary_size, sizes.mlp_ratio
@@ -83,14 +48,14 @@ def gpt_layers(sizes: GPTConfig, samples: float, number_bytes: int) -> list[Laye
     }
     block = _block_bytes(sizes, tokens, number_bytes)
     rotary = 0 if sizes.positions == "learned" else 6 * sizes.sequence_length * width // sizes.heads
-    # Of 2 (4 + 2 r) W**2 + 2 S W operations a token and block, causal attention has the last part.
+    # Of 2 (4 + 2 r) W**2 + 2 S W operations per token and block, causal attention has the last part.
     attention = sizes.sequence_length / ((2 + ratio) * 2 * width + sizes.sequence_length)
     share = {Recompute.NONE: 0.0, Recompute.SELECTIVE: attention, Recompute.FULL: 1.0}
     head = "embedding.weight" if sizes.tie_embeddings else "head.weight"
     return [
         _layer("embedding", table, 8 * tokens + whole * (sizes.dropout > 0)),
         *(
-            Layer(
+            LayerMemory(
                 name=f"blocks.{index}",
                 parameters={f"blocks.{index}.{name}.weight": shape for name, shape in matrices.items()},
                 kept_bytes=block,
@@ -116,22 +81,10 @@ def _block_bytes(sizes: GPTConfig, tokens: float, number_bytes: int) -> dict[Rec
     return {Recompute.NONE: everything, Recompute.SELECTIVE: selective, Recompute.FULL: whole}
 
 
-def _layer(name: str, parameters: Mapping[str, tuple[int, ...]], kept: float) -> Layer:
-    return Layer(
+def _layer(name: str, parameters: Mapping[str, tuple[int, ...]], kept: float) -> LayerMemory:
+    return LayerMemory(
         name=name,
         parameters=parameters,
         kept_bytes=dict.fromkeys(Recompute, kept),
         recompute_share=dict.fromkeys(Recompute, 0.0),
     )
-
-
-def in_stages(layers: list[Layer], blocks: list[int]) -> list[list[Layer]]:
-    """Layers in stages of so many blocks each; single layers ride with the first and the last block."""
-    at = [index for index, layer in enumerate(layers) if layer.is_block]
-    stages, start, done = [], 0, 0
-    for count in blocks:
-        done += count
-        end = at[done] if done < len(at) else len(layers)
-        stages.append(layers[start:end])
-        start = end
-    return stages

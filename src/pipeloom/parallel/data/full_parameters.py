@@ -1,4 +1,4 @@
-"""`ModuleMemory`: where the module parameters of one unit live, which forwards and backwards read."""
+"""`FullParameters`: the memory of a unit's full (unsharded) parameters, which forwards and backwards read."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from torch import Tensor, nn
 
 from pipeloom.engine.stores.parameter_bytes import Gauge
 from pipeloom.parallel.data.flat_layout import FlatLayout
-from pipeloom.parallel.data.unit_gradients import views
 
 
-class ModuleMemory:
-    """Flat memory of whole parameters, which zero3 frees between uses.
+class FullParameters:
+    """Flat memory of full parameters, which zero3 frees between uses.
 
-    A module parameter stays one object, and `flat` one storage that is resized: graphs that saved a parameter or a view
-    of it find its values again when it is gathered anew. What is not gathered reads as NaN, in the right shape.
+    A module parameter stays one object, and `flat` stays one storage, which is resized: a graph that saved a parameter
+    or a view of it finds its values again once they are gathered anew. A freed parameter reads as NaN.
 
     Args:
         parameters: the module's.
-        layout: how they lie one behind the other.
+        layout: how they lie in flat memory.
         flat: their values; from now on the parameters are views of it.
-        frees: whether `free` does anything.
+        frees: whether `free` frees anything.
         gathered: counts the bytes that are there and can be freed.
 
     Attributes:
@@ -35,7 +34,7 @@ class ModuleMemory:
         self.flat, self.frees = flat, frees
         self._parameters, self._gathered = parameters, gathered
         shapes = [parameter.shape for parameter in parameters]
-        self._views = views(flat, layout, shapes)
+        self._views = layout.views(flat, shapes)
         missing = flat.new_full((), math.nan if flat.is_floating_point() else 0)
         self._missing = [missing.expand(shape) for shape in shapes]
         self._set(self._views)
@@ -48,18 +47,18 @@ class ModuleMemory:
         return bool(self.flat.untyped_storage().nbytes())
 
     def allocate(self) -> None:
-        """Memory for values, where it was freed."""
+        """Allocate memory for values, if it was freed."""
         if self.frees and not self.is_there:
             self.flat.untyped_storage().resize_(self.flat.nbytes)
             self._gathered.add(self.flat.nbytes)
 
     def show(self) -> None:
-        """Have module parameters read what is in that memory."""
+        """Have module parameters read that memory."""
         if self.frees:
             self._set(self._views)
 
     def free(self) -> None:
-        """Let go of it."""
+        """Free the memory."""
         if self.frees:
             self._set(self._missing)
             if self.is_there:

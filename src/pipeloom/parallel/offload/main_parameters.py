@@ -22,17 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pipeloom.engine.overlap_times import Wait, no_wait
 from pipeloom.engine.stores.parameter_bytes import Gauge, Offloaded
 from pipeloom.errors import InputError, RunError
-from pipeloom.parallel.data.replica_group import Wait, no_wait
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.store import PIECE_BYTES, Ready, Region, Store, aligned, copy_across, open_store
-from pipeloom.parallel.offload.targets import Place
+from pipeloom.parallel.offload.targets import OffloadTarget
 
 _HOME = "_home_of_main_parameter"  # an attribute of parameters
 
 
-class Home:
+class OffloadedParameter:
     """Where one main parameter is while no update has it.
 
     Args:
@@ -85,32 +85,32 @@ class Home:
         return pages[: self.num_bytes].view(self.dtype).view(self.shape)
 
 
-def home_of(parameter: Tensor) -> Home | None:
+def offloaded_parameter(parameter: Tensor) -> OffloadedParameter | None:
     """Where a main parameter is between updates; None where that is its own memory."""
-    home: Home | None = vars(parameter).get(_HOME)
+    home: OffloadedParameter | None = vars(parameter).get(_HOME)
     return home
 
 
 def value_of(parameter: nn.Parameter) -> Tensor:
     """A main parameter as a tensor that may be read and written wherever it is, on the host if it is away."""
-    home = home_of(parameter)
+    home = offloaded_parameter(parameter)
     return home.live() if home is not None else parameter.detach()
 
 
 def open_mover(place: str | None) -> Mover | None:
     """To and from a new store for one rank's main parameters; None: they stay in memory."""
-    return None if place is None else Mover(open_store(Place.parse(place)))
+    return None if place is None else Mover(open_store(OffloadTarget.parse(place)))
 
 
-def away(parameters: Iterable[nn.Parameter], mover: Mover | None) -> Offloaded:
+def offloaded_bytes(parameters: Iterable[nn.Parameter], mover: Mover | None) -> Offloaded:
     """What of these parameters is away, and what moved so far."""
     if mover is None:
         return Offloaded(0, 0, 0.0)
-    held = sum(home.num_bytes for parameter in parameters if (home := home_of(parameter)) is not None)
+    held = sum(home.num_bytes for parameter in parameters if (home := offloaded_parameter(parameter)) is not None)
     return Offloaded(held, mover.store.read_bytes + mover.store.written_bytes, mover.wait_seconds)
 
 
-class MainMemory(ABC):
+class MainShard(ABC):
     """This copy's segment of a unit, in the format of updates."""
 
     @abstractmethod
@@ -130,7 +130,7 @@ class MainMemory(ABC):
         """`fill`, and wait; also when the pipeline is closed."""
 
 
-class HeldMemory(MainMemory):
+class ResidentShard(MainShard):
     """A segment in memory, `own`."""
 
     def __init__(self, own: Tensor) -> None:
@@ -151,7 +151,7 @@ class HeldMemory(MainMemory):
         place.copy_(self._own)
 
 
-class AwayMemory(MainMemory):
+class OffloadedShard(MainShard):
     """A segment in a store.
 
     Args:
@@ -180,10 +180,10 @@ class AwayMemory(MainMemory):
             self._region, end = mover.store.reserve(sum(sizes)) if sizes else Region(0, 0), 0
         except RunError as error:
             raise InputError(str(error)) from error
-        self._homes: list[Home] = []
+        self._homes: list[OffloadedParameter] = []
         for parameter, size in zip(held, sizes, strict=True):
             first = int(parameter.storage_offset() - own.storage_offset())
-            home = Home(mover.store, self._region.part(end, size), parameter, first)
+            home = OffloadedParameter(mover.store, self._region.part(end, size), parameter, first)
             setattr(parameter, _HOME, home)
             self._homes.append(home)
             home.write(parameter)
@@ -257,7 +257,7 @@ def _watch_steps() -> None:
 def _refuse_what_is_away(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            home = home_of(parameter)
+            home = offloaded_parameter(parameter)
             if home is not None and home.is_away and parameter.grad is not None:
                 raise InputError(
                     f"step() of {type(optimizer).__name__}, whose parameters are offloaded: they are not in memory; "

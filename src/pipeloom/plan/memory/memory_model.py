@@ -1,0 +1,97 @@
+"""`MemoryModel`: the layers of a model, and how they are trained, as memory forecasts need them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeloom.ir.recompute import Recompute
+from pipeloom.parallel import Precision
+from pipeloom.parallel.options import BUCKET_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """One layer of a model.
+
+    Attributes:
+        name: fully qualified.
+        parameters: shapes by canonical name; layers that name the same parameter share it.
+        kept_bytes: for each kind of recomputation, bytes that F of one micro-batch keeps.
+        buffer_elements: elements of buffers.
+        is_block: whether it is one of the repeated layers: those that are recomputed, and whose matrices Muon updates.
+        recompute_share: for each kind of recomputation, the share of the forward that is computed again.
+    """
+
+    name: str
+    parameters: Mapping[str, tuple[int, ...]]
+    kept_bytes: Mapping[Recompute, float]
+    buffer_elements: int = 0
+    is_block: bool = False
+    recompute_share: Mapping[Recompute, float]
+
+    @property
+    def parameter_sizes(self) -> dict[str, int]:
+        """Elements of each parameter, by canonical name."""
+        return {name: math.prod(shape) for name, shape in self.parameters.items()}
+
+
+def num_parameters(layers: Iterable[LayerMemory]) -> int:
+    """Elements of the parameters of these layers; a shared parameter counts once."""
+    sizes: dict[str, int] = {}
+    for layer in layers:
+        sizes |= layer.parameter_sizes
+    return sum(sizes.values())
+
+
+def in_stages(layers: list[LayerMemory], blocks: list[int]) -> list[list[LayerMemory]]:
+    """Cut layers into stages with these numbers of blocks; other layers go with the first and the last block."""
+    at = [index for index, layer in enumerate(layers) if layer.is_block]
+    stages, start, done = [], 0, 0
+    for count in blocks:
+        done += count
+        end = at[done] if done < len(at) else len(layers)
+        stages.append(layers[start:end])
+        start = end
+    return stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """The model whose memory is predicted.
+
+    Attributes:
+        stages: the layers of every stage.
+        precision: number formats.
+        optimizer: a name of `pipeloom.plan.memory.state_bytes.OPTIMIZERS`.
+        recompute: the kind of recomputation of every stage; empty: none.
+        whole_parameters: whether replicas own whole parameters (`pipeloom.DataParallel.layout`).
+        elsewhere: those of `KINDS` that are offloaded while they are not used.
+        bucket_bytes: as in `pipeloom.DataParallel`.
+    """
+
+    stages: Sequence[Sequence[LayerMemory]]
+    precision: Precision = field(default_factory=Precision)
+    optimizer: str = "adamw"
+    recompute: Sequence[Recompute] = ()
+    whole_parameters: bool = False
+    elsewhere: frozenset[str] = frozenset()
+    bucket_bytes: int = BUCKET_BYTES
+
+    def recompute_of(self, stage: int) -> Recompute:
+        return self.recompute[stage] if self.recompute else Recompute.NONE
+
+    def kept_bytes(self, stage: int) -> float:
+        """Bytes that F of one micro-batch keeps."""
+        return sum(layer.kept_bytes[self.recompute_of(stage)] for layer in self.stages[stage])
+
+    def recomputed_bytes(self, stage: int) -> float:
+        """Bytes of activations that a backward recomputes at once: those of the largest layer."""
+        kind = self.recompute_of(stage)
+        return max(layer.kept_bytes[Recompute.NONE] - layer.kept_bytes[kind] for layer in self.stages[stage])
+
+    def recompute_share(self, stage: int) -> float:
+        """The share of the stage's blocks that is recomputed."""
+        blocks = [layer.recompute_share[self.recompute_of(stage)] for layer in self.stages[stage] if layer.is_block]
+        return sum(blocks) / len(blocks) if blocks else 0.0
