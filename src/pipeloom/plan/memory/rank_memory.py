@@ -1,8 +1,8 @@
 """Peak memory of every rank of a program, by kind, in closed form: nothing is allocated and nothing measured.
 
 A rank's program is walked once. Parameters, masters, optimizer states, buffers and the weight versions of a stream are
-there all the time. Activations come with F and go with B or W, or are offloaded. Full gradients of a stage are there from
-its first backward to the reduction that covers it, and gathered parameters from UNSHARD to RESHARD. At granularity
+there all the time. Activations come with F and go with B or W, or are offloaded. Full gradients of a stage are there
+from its first backward to the reduction that covers it, and gathered parameters from UNSHARD to RESHARD. At granularity
 microbatch, units are gathered one ahead and reduced one by one (`pipeloom.ir.unit_actions`).
 
 Not counted: messages in flight, the workspace of single operations, and torch's own memory.

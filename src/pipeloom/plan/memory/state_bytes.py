@@ -1,7 +1,7 @@
-"""Bytes of a unit's parameters, masters, gradients and optimizer states per replica (ZeRO, arXiv:1910.02054, section 5).
+"""Bytes of a unit's parameters, masters, gradients and optimizer states (ZeRO, arXiv:1910.02054, section 5).
 
 For N elements of a unit, D replicas, e bytes per number in forwards, g bytes in gradient sums and 4 in updates, and k
-float32 numbers of optimizer state per element:
+float32 numbers of optimizer state per element, each replica holds:
 
     strategy           parameters     masters (16 bits)     gradients, at the end    optimizer
     ddp                e N            4 N                   g N                      4 k N
