@@ -184,8 +184,8 @@ def test_what_cannot_be_offloaded_is_refused_in_one_line(tmp_path: Path) -> None
     cases = [
         (lambda: OffloadedOptimizer(inner, "cpu"), "nothing would move"),
         (lambda: OffloadedOptimizer(inner, "disk:/no/such/place"), "No such file"),
-        (lambda: OffloadedOptimizer(inner, "floppy"), "cpu, or disk:PATH"),
-        (lambda: OffloadedOptimizer(inner, "disk"), "cpu, or disk:PATH"),
+        (lambda: OffloadedOptimizer(inner, "floppy"), "offload='floppy': must be `cpu`, or `disk:PATH`"),
+        (lambda: OffloadedOptimizer(inner, "disk"), "offload='disk': must be `cpu`, or `disk:PATH`"),
         (lambda: OffloadedOptimizer(counting, FileStore(tmp_path)), "keeps state in its parameter groups"),
         (lambda: OffloadedOptimizer(torch.optim.LBFGS(parameters), FileStore(tmp_path)), "cannot be stepped"),
         (lambda: OffloadTarget.parse(f"disk:{__file__}"), "Not a directory"),
