@@ -99,7 +99,7 @@ def test_states_of_optimizers_by_shape():
     assert state_elements("adafactor", (6, 10), in_block=True) == 16
     assert state_elements("muon", (6, 10), in_block=True) == 60
     assert state_elements("muon", (6, 10), in_block=False) == state_elements("muon", (60,), in_block=True) * 1 == 120
-    with pytest.raises(InputError, match="optimizer='adm': unknown optimizer. Use one of sgd, "):
+    with pytest.raises(InputError, match=r"optimizer='adm': unknown optimizer\. Use one of sgd, "):
         state_elements("adm", (1,), in_block=False)
 
 
