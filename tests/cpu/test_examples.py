@@ -166,6 +166,7 @@ def test_the_readme_example_runs_as_printed(tmp_path: Path, capsys: Capture) -> 
 
 PAGES = (
     "docs/tutorials/own-model.md",
+    "docs/tutorials/training-loop.md",
     "docs/tutorials/new-schedule.md",
     "docs/how-to/slicing.md",
     "docs/how-to/streams.md",
