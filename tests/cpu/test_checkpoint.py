@@ -352,16 +352,16 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
             opened.load_model(target | extra)
         one_line(error)
         assert not target["1.weight"].any(), "nothing may be changed before all is checked"
-    with pytest.raises(CheckpointError, match=r"has 4\.weight, the model has not"):
+    with pytest.raises(CheckpointError, match=r"the model has no tensor 4\.weight.*different model"):
         opened.load_model(target, all_names=[name for name in model.state_dict() if name != "4.weight"])
     with pytest.raises(CheckpointError, match="saved with AdamW, not SGD"):
         opened.load_optimizer(torch.optim.SGD(model.parameters()), names_of(model))
     stranger = nn.Parameter(torch.zeros(2))
     with pytest.raises(CheckpointError, match="no optimizer state of stranger"):
         opened.load_optimizer(torch.optim.AdamW([stranger]), {stranger: "stranger"})
-    with pytest.raises(CheckpointError, match="does not name"):
+    with pytest.raises(CheckpointError, match="is not in the model"):
         opened.load_optimizer(torch.optim.AdamW([stranger]), {})
-    with pytest.raises(CheckpointError, match="no optimizer state: "):
+    with pytest.raises(CheckpointError, match=r"has no optimizer state\. Load only the model"):
         ck.load(ck.save(tmp_path, 2, model={})).load_optimizer(optimizer, names_of(model))
 
 
@@ -380,7 +380,7 @@ def test_optimizers_with_other_state_are_refused() -> None:
     optimizer.step(lambda: model(torch.arange(7)).square().mean().requires_grad_())
     parameter = next(iter(optimizer.state))
     optimizer.state[parameter]["old_dirs"] = [torch.zeros(3)]
-    with pytest.raises(CheckpointError, match="LBFGS keeps a list"):
+    with pytest.raises(CheckpointError, match=r"LBFGS has state .* of type list"):
         ck.optimizer_state(optimizer, names_of(model))
 
 
@@ -463,15 +463,15 @@ def rewrite_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) 
     ("change", "words"),
     [
         (lambda data: data.update(version=99), "format version 99"),
-        (lambda data: data.update(format="other"), "not of a pipeloom checkpoint"),
-        (lambda data: [1], "not of a pipeloom checkpoint"),
-        (lambda data: data.pop("files") and None, "not as pipeloom writes it"),
-        (lambda data: data["files"].update({"../x": {"bytes": 1, "sha256": "0"}}), "not as pipeloom writes it"),
-        (lambda data: data["parts"][0].update(unheard=1), "not as pipeloom writes it"),
-        (lambda data: data["parts"][0].update(model="../../model.safetensors"), "which is not among the files"),
-        (lambda data: data["parts"][0].update(random="other"), "which is not among the files"),
-        (lambda data: data["parts"][0].update(optimizer_class=["AdamW"]), "optimizer_class of Part is"),
-        (lambda data: data["parts"][0]["optimizer_tensors"].update(weight=1.5), "optimizer_tensors.weight. of Part is"),
+        (lambda data: data.update(format="other"), "is not a manifest of pipeloom"),
+        (lambda data: [1], "is not a manifest of pipeloom"),
+        (lambda data: data.pop("files") and None, "is not a valid manifest"),
+        (lambda data: data["files"].update({"../x": {"bytes": 1, "sha256": "0"}}), "is not a valid manifest"),
+        (lambda data: data["parts"][0].update(unheard=1), "is not a valid manifest"),
+        (lambda data: data["parts"][0].update(model="../../model.safetensors"), "of a part is missing in files"),
+        (lambda data: data["parts"][0].update(random="other"), "of a part is missing in files"),
+        (lambda data: data["parts"][0].update(optimizer_class=["AdamW"]), "Part.optimizer_class="),
+        (lambda data: data["parts"][0]["optimizer_tensors"].update(weight=1.5), "Part.optimizer_tensors.weight.="),
     ],
 )
 def test_foreign_manifests_are_refused(saved: Path, change: Callable[[Any], Any], words: str) -> None:
@@ -488,7 +488,7 @@ def test_an_index_names_no_file_but_those_of_the_model(saved: Path) -> None:
     (saved / INDEX_NAME).write_bytes(text)
     record = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
     rewrite_manifest(saved, lambda data: data["files"].update({INDEX_NAME: record}))
-    with pytest.raises(CheckpointError, match="holds no model") as error:
+    with pytest.raises(CheckpointError, match="has no model tensors") as error:
         ck.load(saved).tensor(next(iter(index["weight_map"])))
     one_line(error)
 
@@ -496,7 +496,7 @@ def test_an_index_names_no_file_but_those_of_the_model(saved: Path) -> None:
 def test_foreign_directories_are_refused(tmp_path: Path) -> None:
     for path, words in (
         (tmp_path / "none", "not a directory"),
-        (tmp_path, "no finished checkpoint"),
+        (tmp_path, "no complete checkpoint"),
         (tmp_path / "checkpoint-3", f"no {MANIFEST_NAME}"),
     ):
         (tmp_path / "checkpoint-3").mkdir(exist_ok=True)
@@ -657,7 +657,7 @@ def test_a_directory_that_goes_while_a_save_deletes_it(tmp_path: Path, monkeypat
     ck.save(tmp_path, 1, model={})
     listed = checkpoint_directory.list_checkpoints
 
-    def then_one_goes(directory: Path) -> list[checkpoint_directory.Listed]:
+    def then_one_goes(directory: Path) -> list[checkpoint_directory.CheckpointEntry]:
         found = listed(directory)
         shutil.rmtree(tmp_path / "checkpoint-1")
         return found
@@ -738,7 +738,7 @@ def test_total_limit_deletes_the_oldest_only_after_the_save(tmp_path: Path, monk
     assert [entry.step for entry in ck.list_checkpoints(tmp_path)] == [40, 100]
     ck.save(tmp_path, 10, model={}, total_limit=1)
     assert [entry.step for entry in ck.list_checkpoints(tmp_path)] == [10], "the newest save stays, whatever its step"
-    with pytest.raises(CheckpointError, match="one checkpoint must stay"):
+    with pytest.raises(CheckpointError, match="total_limit=0: at least one checkpoint must be kept"):
         ck.save(tmp_path, 11, model={}, total_limit=0)
 
 
@@ -760,7 +760,7 @@ def test_the_latest_is_not_passed_over_when_it_is_damaged(
     ck.save(saved.parent, 3, model={})
     (saved / lost).unlink()
     assert ck.latest(saved.parent) == saved
-    with pytest.raises(CheckpointError, match=rf"checkpoint-7/{lost} cannot be read .*: the checkpoint is damaged"):
+    with pytest.raises(CheckpointError, match=rf"checkpoint-7/{lost} cannot be read .*Use another checkpoint"):
         cli.main(["verify", str(saved.parent)])
     assert cli.main(["ls", str(saved.parent)]) == 0
     assert re.search(r"\n3 .* ok .*\n7 .* damaged", capsys.readouterr().out)
@@ -844,7 +844,7 @@ def test_ls_lists_checkpoints_and_tensors(saved: Path, capsys: pytest.CaptureFix
     assert "2 ranks" in out
     assert "2.num_batches_tracked  I64    scalar" in out
     renamed = saved.rename(saved.with_name("checkpoint-12"))
-    for command, said in (("ls", "12 .* renamed: of step 7 "), ("verify", "ok, step 7 in spite of its name, ")):
+    for command, said in (("ls", "12 .* renamed: of step 7 "), ("verify", "ok, step 7 .its name has another step., ")):
         assert cli.main([command, str(saved.parent)]) == 0
         assert re.search(said, capsys.readouterr().out)
     renamed.rename(saved)
@@ -885,8 +885,8 @@ def test_convert_keeps_every_value(arguments: list[str], saved: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["convert", "{saved}", "{out}", "--ranks", "0"], "0 files asked for, there are"),
-        (["convert", "{saved}", "{out}", "--ranks", "99"], "99 files asked for"),
+        (["convert", "{saved}", "{out}", "--ranks", "0"], "--ranks=0: must be from 1 to"),
+        (["convert", "{saved}", "{out}", "--ranks", "99"], "--ranks=99: must be"),
         (["convert", "{saved}", "{out}", "--ranks", "2", "--single"], "contradict"),
         (["convert", "{out}", "{out}"], "is not a directory"),
         (["ls", "{out}"], "is not a directory"),

@@ -230,24 +230,24 @@ def whole(held: list[Process]) -> None:
 @pytest.mark.parametrize(
     ("parts", "changes", "words"),
     [
-        ([(0, 5), (6, 12)], [], "elements 5 to 6 of w (3, 4) are held by no rank"),
-        ([(1, 5), (5, 12)], [], "elements 0 to 1 of w (3, 4) are held by no rank"),
-        ([(0, 5), (5, 9), (12, 12)], [], "elements 9 to 12 of w (3, 4) are held by no rank"),
-        ([(0, 0), (12, 12)], [], "elements 0 to 12 of w (3, 4) are held by no rank"),
-        ([(0, 5), (3, 12)], [], "elements 3 to 5 of w (3, 4) are held by ranks 0 and 1 in parts that differ"),
-        ([(0, 12), (5, 12)], [], "elements 5 to 12 of w (3, 4) are held by ranks 0 and 1 in parts that differ"),
-        ([(0, 5), (5, 12)], [whole], "elements 5 to 12 of w (3, 4) are held by ranks 0 and 1 in parts that differ"),
-        ([(0, 5), (5, 13)], [], "w (3, 4) has 12 elements, rank 1 holds up to 13"),
-        ([(0, 5), (5, 12)], [of_another_shape], "w is part of shape (4, 3) on rank 1 and of (3, 4) on another"),
+        ([(0, 5), (6, 12)], [], "elements 5 to 6 of w (3, 4) are on no rank"),
+        ([(1, 5), (5, 12)], [], "elements 0 to 1 of w (3, 4) are on no rank"),
+        ([(0, 5), (5, 9), (12, 12)], [], "elements 9 to 12 of w (3, 4) are on no rank"),
+        ([(0, 0), (12, 12)], [], "elements 0 to 12 of w (3, 4) are on no rank"),
+        ([(0, 5), (3, 12)], [], "elements 3 to 5 of w (3, 4) are in different ranges on ranks 0 and 1"),
+        ([(0, 12), (5, 12)], [], "elements 5 to 12 of w (3, 4) are in different ranges on ranks 0 and 1"),
+        ([(0, 5), (5, 12)], [whole], "elements 5 to 12 of w (3, 4) are in different ranges on ranks 0 and 1"),
+        ([(0, 5), (5, 13)], [], "the range of w (3, 4) on rank 1 ends at 13: the tensor has 12 elements"),
+        ([(0, 5), (5, 12)], [of_another_shape], "w has shape (4, 3) on rank 1 and (3, 4) on another"),
         (
             [(0, 5), (5, 12)],
             [without_state],
-            "rank 0 has optimizer state 'momentum_buffer' of its part of w, rank 1 has",
+            "rank 0 has optimizer state 'momentum_buffer' for its shard of w, but rank 1 has none",
         ),
         (
             [(0, 5), (5, 12)],
             [lambda held: held[1].ranges.update(w=Range(5, 11, (3, 4)))],
-            "rank 1: w has 7 elements here and the range 5 to 11",
+            "rank 1: w has 7 elements, but its range 5 to 11 has 6",
         ),
     ],
 )
@@ -300,7 +300,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(tmp_path: Path
     for tensors, ranges, words in (
         (*target(4, 8, (4, 3)), r"w has shape \(3, 4\) in .* and \(4, 3\) in the model"),
         ({"w": torch.zeros(4).bfloat16()}, {"w": Range(4, 8, (3, 4))}, "w has type F32 .* and BF16"),
-        ({"w": torch.zeros(5)}, {"w": Range(4, 8, (3, 4))}, "w has 5 elements here and the range 4 to 8"),
+        ({"w": torch.zeros(5)}, {"w": Range(4, 8, (3, 4))}, "w has 5 elements, but its range 4 to 8 has 4"),
         ({"w": torch.zeros(3, 5)}, {}, r"w has shape \(3, 4\) .* and \(3, 5\)"),
     ):
         good = torch.zeros(3, 4)
@@ -309,7 +309,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(tmp_path: Path
         assert not good.any()
     rewrite_manifest(path, lambda data: data["parts"][1]["pieces"].update(w=[6, 12, [3, 4]]))
     for read in (lambda: ck.load(path).tensor("w"), lambda: cli.main(["verify", str(path)])):
-        with pytest.raises(CheckpointError, match=r"elements from 5 of w.* incomplete"):
+        with pytest.raises(CheckpointError, match=r"elements of w.* from 5 are missing or duplicated"):
             read()
 
 
@@ -336,14 +336,14 @@ def test_sums_of_rows_belong_to_whole_matrices(tmp_path: Path) -> None:
     assert after.keys() == before.keys() == {"step", "row_var", "col_var"}
     assert all(same_bits(after[key], before[key]) for key in before)
     part = nn.Parameter(torch.zeros(5))
-    with pytest.raises(CheckpointError, match=r"'row_var' of w has shape \(3, 1\) .* whole parameter \(3, 4\)"):
+    with pytest.raises(CheckpointError, match=r"'row_var' of w has shape \(3, 1\) .* full parameter \(3, 4\)"):
         ck.load(path).load_optimizer(torch.optim.Adafactor([part]), {part: "w"}, {"w": Range(0, 5, (3, 4))})
     flat = torch.optim.Adafactor([nn.Parameter(torch.zeros(12))])
     flat.state[flat.param_groups[0]["params"][0]] = {"step": torch.tensor(1.0), "variance": torch.zeros(12)}
     one = flat.param_groups[0]["params"][0]
     state, ranges = ck.optimizer_state(flat, {one: "w"}), {"w": Range(0, 12, (3, 4))}
     path = ck.save(tmp_path, 2, model={"w": one}, optimizer=state, ranges=ranges)
-    with pytest.raises(CheckpointError, match="w has 2 dimensions here, not as it was saved: Adafactor"):
+    with pytest.raises(CheckpointError, match="w has 2 dimensions, which does not match the saved Adafactor state"):
         ck.load(path).load_optimizer(other, names)
 
 

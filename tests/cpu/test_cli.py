@@ -94,8 +94,8 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ("--data.path nowhere", "data path 'nowhere' does not exist"),
         ("--data.validation_fraction 2", "data.validation_fraction is 2.0"),
         ("--data.tokenizer nowhere.json", "tokenizer nowhere.json"),
-        ("--model.sequence_length 100000", "one window takes 100001"),
-        ("--data.validation_fraction 0", "0 tokens.*; raise data.validation_fraction, give --eval_steps 0, add"),
+        ("--model.sequence_length 100000", "one window needs 100001"),
+        ("--data.validation_fraction 0", "0 tokens.*Increase data.validation_fraction, use --eval_steps 0, add"),
         ("--batch.size 5000 --batch.microbatches 5000", "validation data has .* samples"),
         ("--output_dir /proc/nowhere/out", "output_dir /proc/nowhere/out cannot be written"),
         ("--resume_from_checkpoint latest", "holds no finished checkpoint"),
@@ -223,7 +223,7 @@ def test_data_without_text_is_refused(refused: Refused, tmp_path: Path, content:
     empty.mkdir()
     if content is not None:
         (empty / "file.txt").write_bytes(content)
-    assert "training needs text" in refused("--data.path", str(empty))
+    assert "Training needs text" in refused("--data.path", str(empty))
 
 
 def test_an_unknown_environment_variable_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:

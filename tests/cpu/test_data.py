@@ -193,7 +193,7 @@ def test_what_runs_wrote_between_the_text_is_no_text(texts: Path, monkeypatch: p
     for _ in range(2):  # a run that writes to where its text is
         assert run(".", ".").num_files == 60
         Path("log/mine.txt").unlink()
-    assert "where a run keeps its tokens and results" in refusal("metrics.jsonl", None, Path("data"), output_dir=Path())
+    assert "a directory for the output of a run" in refusal("metrics.jsonl", None, Path("data"), output_dir=Path())
 
 
 def _prepare(path: str, cache: Path, start, results) -> None:
@@ -235,7 +235,7 @@ def test_windows_cover_the_stream_and_targets_are_one_on(tmp_path: Path):
     assert torch.equal(corpus.windows(chosen, 16)[0], inputs[chosen])
     fits = Corpus(corpus.train[:33], corpus.validation, corpus.tokenizer, 1, 0, "position")
     assert fits.num_windows(16) == 2
-    with pytest.raises(DataError, match="50 tokens: one window takes 51 "):
+    with pytest.raises(DataError, match="50 tokens: one window needs 51 "):
         corpus.num_windows(50, "validation")
 
 
@@ -307,10 +307,10 @@ def test_refusals_say_what_is_wrong_in_one_line(texts: Path, tmp_path: Path):
     assert "is a device, a pipe or a socket" in refusal("/dev/zero", None, cache)
     assert "is a device, a pipe or a socket" in refusal(str(texts / "pipe.txt"), None, cache)
     assert "has no files" in refusal("/dev/zer[o]", None, cache)
-    assert f"its 65 files lie in {tmp_path}" not in (inside := refusal(str(texts), None, tmp_path))
-    assert f"lie in {tmp_path}, where a run keeps its tokens" in inside
+    assert f"its 65 files are in {tmp_path}" not in (inside := refusal(str(texts), None, tmp_path))
+    assert f"are in {tmp_path}, a directory for the output" in inside
     assert "has no files" in refusal(str(tmp_path / "nothing"), None, cache)
-    assert "no UTF-8 text" in refusal(str(texts / "image.bin"), None, cache)
+    assert "not UTF-8 text" in refusal(str(texts / "image.bin"), None, cache)
     assert "all empty" in refusal(str(texts / "empty.txt"), None, cache)
     assert "plain: File exists" in refusal(str(texts), None, tmp_path / "plain")
     assert "Not a directory" in refusal(str(texts), None, tmp_path / "plain" / "cache")
@@ -334,12 +334,14 @@ def test_unreadable_files_are_named(texts: Path, tmp_path: Path, monkeypatch: py
 def test_bad_tokenizers_are_refused(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("tokenizers")
     (tmp_path / "bad.json").write_text("{}")
-    assert "is no tokenizers JSON file" in refusal(str(texts), str(tmp_path / "bad.json"), tmp_path / "cache")
+    assert "is not a JSON file of the tokenizers library" in refusal(
+        str(texts), str(tmp_path / "bad.json"), tmp_path / "cache"
+    )
     assert "No such file" in refusal(str(texts), str(tmp_path / "none.json"), tmp_path / "cache")
     assert "is a device, a pipe or a socket" in refusal(str(texts), "/dev/zero", tmp_path / "cache")
     with monkeypatch.context() as patched:
         patched.setattr("tokenizers.Tokenizer", SimpleNamespace(from_str=Mock(side_effect=MemoryError)))
         words = refusal(str(texts), str(tmp_path / "bad.json"), tmp_path / "cache")
-    assert "is no tokenizers JSON file (MemoryError)" in words
+    assert "is not a JSON file of the tokenizers library (MemoryError)" in words
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "pip install 'pipeloom[tokenizers]'" in refusal(str(texts), "any.json", tmp_path / "cache")

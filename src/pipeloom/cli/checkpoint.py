@@ -1,4 +1,4 @@
-"""`pipeloom checkpoint ls|verify|convert`: look at checkpoints, prove them whole, hand them to other programs."""
+"""`pipeloom checkpoint ls|verify|convert`: lists, verifies and converts checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.convert import convert, model_tensors
 from pipeloom.train.checkpoint.directory import (
-    Listed,
+    CheckpointEntry,
     is_misnamed,
     is_ours,
     list_checkpoints,
@@ -21,8 +21,8 @@ from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, missing
 
 _EXAMPLES = """\
 pipeloom checkpoint ls runs/corpus                       the checkpoints of a run
-pipeloom checkpoint ls runs/corpus/checkpoint-200        the tensors of one
-pipeloom checkpoint verify runs/corpus                   read every byte of the latest and compare hashes
+pipeloom checkpoint ls runs/corpus/checkpoint-200        the tensors of one checkpoint
+pipeloom checkpoint verify runs/corpus                   compare the hashes of all files of the latest one
 pipeloom checkpoint convert runs/corpus exported         one model.safetensors, for Hugging Face and others
 """
 _DIR_HELP = "a checkpoint-N directory, or the output directory of a run"
@@ -41,17 +41,17 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     if argv[0] not in commands:
         hint = did_you_mean(argv[0], commands) or "see `pipeloom checkpoint --help`"
-        raise InputError(f"checkpoint command {argv[0]!r} is unknown: it is one of {', '.join(commands)}; {hint}")
+        raise InputError(f"checkpoint command {argv[0]!r} is unknown: must be one of {', '.join(commands)}; {hint}")
     return commands[argv[0]](argv[1:])
 
 
 def _ls(argv: list[str]) -> int:
     parser = _parser("ls", "List the checkpoints of an output directory, or the tensors of one checkpoint.")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     options = parser.parse_args(argv)
     directory = Path(options.dir)
     if not directory.is_dir():
-        raise InputError(f"{directory} is not a directory: give {_DIR_HELP}")
+        raise InputError(f"{directory} is not a directory. Pass {_DIR_HELP}.")
     if (directory / MANIFEST_NAME).is_file():
         answer = _describe_one(directory)
         rows = [
@@ -79,21 +79,21 @@ def _verify(argv: list[str]) -> int:
     options = _parser("verify", "Read every file of a checkpoint and compare its size and SHA-256.").parse_args(argv)
     checkpoint = resolve(Path(options.dir))
     manifest = verify(checkpoint)
-    model_tensors(checkpoint, verify_files=False)  # each element is there once
+    model_tensors(checkpoint, verify_files=False)  # check that no element is missing or duplicated
     total_bytes = sum(record.bytes for record in manifest.files.values())
-    step = f"step {manifest.step}{' in spite of its name' if is_misnamed(checkpoint, manifest.step) else ''}"
+    step = f"step {manifest.step}{' (its name has another step)' if is_misnamed(checkpoint, manifest.step) else ''}"
     print(f"{checkpoint}: ok, {step}, {len(manifest.files)} files, {bytes_text(total_bytes)}")
     return 0
 
 
 def _convert(argv: list[str]) -> int:
     parser = _parser("convert", "Rewrite the model of a checkpoint as Hugging Face safetensors, values unchanged.")
-    parser.add_argument("out", metavar="OUT", help="directory to make")
+    parser.add_argument("out", metavar="OUT", help="new directory")
     parser.add_argument("--ranks", type=int, default=None, metavar="P", help="number of files (default: one)")
     parser.add_argument("--single", action="store_true", help="one file, model.safetensors (the default)")
     options = parser.parse_args(argv)
     if options.single and options.ranks not in (None, 1):
-        raise InputError(f"--single and --ranks {options.ranks} contradict each other: give one of them")
+        raise InputError(f"--single and --ranks {options.ranks} contradict each other. Pass only one of them.")
     checkpoint = resolve(Path(options.dir))
     for path in convert(checkpoint, Path(options.out), 1 if options.ranks is None else options.ranks):
         print(f"{path}  {bytes_text(path.stat().st_size)}")
@@ -106,8 +106,8 @@ def _parser(command: str, description: str) -> Parser:
     return parser
 
 
-def _describe(entry: Listed) -> dict[str, Any]:
-    """One row of `ls`. A quick look: hash of the manifest and sizes of the files; `verify` reads the rest."""
+def _describe(entry: CheckpointEntry) -> dict[str, Any]:
+    """One row of `ls`. Checks the hash of the manifest and the sizes of the files; `verify` checks their content."""
     row: dict[str, Any] = {"step": entry.step, "path": str(entry.path), "bytes": entry.size_bytes}
     row |= {"ranks": None, "layout": None}
     if entry.path.name.startswith("."):
@@ -146,7 +146,7 @@ def _file(row: dict[str, Any]) -> str:
 
 
 def _layout(row: dict[str, Any]) -> str:
-    """`2 ranks, schedule 1f1b`: the number of ranks that wrote it and the scalars of the trainer's layout."""
+    """`2 ranks, schedule 1f1b`: the number of ranks that wrote it, and the scalars of the layout."""
     if row["ranks"] is None:
         return "-"
     scalars = {key: value for key, value in row["layout"].items() if isinstance(value, str | int | float)}

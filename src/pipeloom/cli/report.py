@@ -1,4 +1,4 @@
-"""`pipeloom report`: make the report of a finished run again."""
+"""`pipeloom report`: writes the report of a run again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeloom.cli.parser import Parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write report.html and timeline.json.gz of a run, print the report's path; returns the exit code."""
+    """Write report.html and timeline.json.gz of a run and print the path of the report; returns the exit code."""
     parser = Parser(
         prog="pipeloom report",
         description="Write report.html and timeline.json.gz of a run again, from its metrics.jsonl, config.yaml and\n"

@@ -1,24 +1,24 @@
-"""Checkpoints: safetensors by fully qualified name, put in place whole or not at all, loaded into any layout.
+"""Checkpoints: safetensors files by parameter name, written atomically, loaded into any layout.
 
     save(output_dir, step, exchange=..., model=..., optimizer=..., random=..., state=..., layout=...)   # every rank
     checkpoint = load(output_dir / "checkpoint-500")                                                  # every rank
     checkpoint.load_model(tensors); checkpoint.load_optimizer(optimizer, names); checkpoint.random(rank, size)
 
-All names are those of the uncut model, so a checkpoint of two ranks loads into one or four. A rank that has only some
-elements of a parameter says which (`ranges`), in saving and in loading. Nothing is ever unpickled.
+All names are those of the full model, so a checkpoint of two ranks loads into one or four. A rank that holds a shard of
+a parameter passes its range of elements (`ranges`) to save and load. Nothing is ever unpickled.
 
     writer, reader       save and load
-    share                what one rank writes of what it holds
-    pieces               which elements lie where, of tensors that were saved in pieces
+    rank_files           the files that one rank writes
+    pieces               where the elements of a sharded tensor are stored
     state                optimizer and random states, by name
-    manifest             the format, and what verifies it
-    directory            where checkpoints lie, and how one gets there whole
-    tensor_file          safetensors written as a stream, hashed and synced
-    tensor_reader        tensors, or some of their elements, out of such files
-    exchange             how the ranks of a save tell each other small things
-    convert              to the layout of Hugging Face
+    manifest             the format, and its verification
+    directory            names of checkpoint directories, atomic renames, clean-up
+    tensor_file          writes safetensors files as a stream, with hash and fsync
+    tensor_reader        reads tensors, or some of their elements
+    exchange             the all-gather between the ranks of a save
+    convert              conversion to the layout of Hugging Face
 
-`manifest`, `pieces`, `directory` and `convert` need no torch, and what does is loaded at its first use.
+`manifest`, `pieces`, `directory` and `convert` need no torch. Names that do are imported lazily.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as Hugging Face safetensors files: whole, byte for byte, in any number. No torch here."""
+"""Converts the model of a checkpoint to Hugging Face safetensors files, with identical values. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pipeloom.train.checkpoint.tensor_file import TensorSource, tensor_sources, 
 
 
 class ModelTensor(NamedTuple):
-    """A tensor of the model, whole, and the pieces that it is read from."""
+    """A full tensor of the model, and the pieces that it is stored as."""
 
     source: TensorSource
     pieces: list[Piece]
 
 
 def model_tensors(checkpoint: Path, *, verify_files: bool = True) -> dict[str, ModelTensor]:
-    """Every tensor of the model by name, in stage order.
+    """All tensors of the model by name, in stage order.
 
-    Raises CheckpointError when a file that holds them is missing or, with `verify_files`, damaged, or when elements of
-    a tensor are missing.
+    Raises:
+        CheckpointError: a file is missing or, with `verify_files`, damaged, or elements of a tensor are missing.
     """
     manifest = read_manifest(checkpoint)
     files = [part.model for part in manifest.parts]
@@ -37,15 +37,15 @@ def model_tensors(checkpoint: Path, *, verify_files: bool = True) -> dict[str, M
     try:
         sources = {file: tensor_sources(checkpoint / file) for file in files}
     except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read ({error.strerror}): use another checkpoint") from error
+        raise CheckpointError(f"{error.filename} cannot be read ({error.strerror}). Use another checkpoint.") from error
     return {
-        name: ModelTensor(_whole(name, pieces, sources), pieces)
+        name: ModelTensor(_joined(name, pieces, sources), pieces)
         for name, pieces in stored_model(manifest, read_weight_map(checkpoint)).items()
     }
 
 
-def _whole(name: str, pieces: list[Piece], sources: dict[str, dict[str, TensorSource]]) -> TensorSource:
-    """The tensor that lies in these pieces."""
+def _joined(name: str, pieces: list[Piece], sources: dict[str, dict[str, TensorSource]]) -> TensorSource:
+    """The full tensor from its pieces."""
     first = pieces[0]
     if first.range is None:
         return sources[first.file][first.key]
@@ -56,17 +56,23 @@ def _whole(name: str, pieces: list[Piece], sources: dict[str, dict[str, TensorSo
 
 
 def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
-    """Rewrite the model of a checkpoint as `num_files` safetensors files with their index, in a new directory `out`.
+    """Write the model of a checkpoint as `num_files` safetensors files with an index, to a new directory `out`.
 
-    One file is named `model.safetensors`; of several each holds neighbouring layers, about the same number of bytes.
-    `out` appears whole or not at all. Raises InputError when `out` is not empty, cannot be written, or `num_files` does
-    not fit; CheckpointError when the checkpoint is damaged.
+    A single file is named `model.safetensors`. Several files hold consecutive layers, with about the same number of
+    bytes per file. `out` is created atomically.
+
+    Returns:
+        The paths of the written files.
+
+    Raises:
+        InputError: `out` is not empty or cannot be written, or `num_files` is out of range.
+        CheckpointError: the checkpoint is damaged.
     """
     tensors = {name: tensor.source for name, tensor in model_tensors(checkpoint).items()}
     if not 1 <= num_files <= max(1, len(tensors)):
-        raise InputError(f"{num_files} files asked for, there are {len(tensors)} tensors: ask for 1 to {len(tensors)}")
+        raise InputError(f"--ranks={num_files}: must be from 1 to {len(tensors)}, the number of tensors.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} exists and is not an empty directory: nothing is overwritten, give another name")
+        raise InputError(f"{out} exists and is not an empty directory. Choose another name.")
     groups = _balanced({name: source.size_bytes for name, source in tensors.items()}, num_files)
     partial = out.parent / f".{out.name}.partial-{secrets.token_hex(4)}"
     try:
@@ -82,20 +88,22 @@ def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
         os.rename(partial, out)
         fsync_directory(out.parent)
     except OSError as error:
-        raise InputError(f"{out} cannot be written ({error.strerror}): free some space or give another name") from error
+        raise InputError(
+            f"{out} cannot be written ({error.strerror}). Free disk space, or choose another name."
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return sorted(out.iterdir())
 
 
 def _balanced(sizes_bytes: dict[str, int], num_groups: int) -> list[list[str]]:
-    """Neighbouring names in `num_groups` groups, none empty, each near an equal share of the rest."""
+    """Consecutive names in `num_groups` non-empty groups of about equal size."""
     names = list(sizes_bytes)
     groups: list[list[str]] = []
     left_bytes, start = sum(sizes_bytes.values()), 0
     for groups_left in range(num_groups, 0, -1):
         share, taken, end = left_bytes / groups_left, 0, start
-        last = len(names) - (groups_left - 1)  # leave a name for each group to come
+        last = len(names) - (groups_left - 1)  # leave a name for each later group
         while end < last and (end == start or groups_left == 1 or taken + sizes_bytes[names[end]] / 2 <= share):
             taken += sizes_bytes[names[end]]
             end += 1

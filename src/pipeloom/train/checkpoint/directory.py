@@ -1,12 +1,12 @@
-"""The directories of checkpoints: made aside, put in place by a rename, deleted through a rename.
+"""Checkpoint directories: created, replaced and deleted by atomic renames. Needs no torch.
 
-Whatever instant a process dies at, a visible `checkpoint-N` is whole. Hidden siblings carry what is unfinished:
+A directory `checkpoint-N` is always complete, even if a process is killed. Operations in progress use hidden names:
 
-    .checkpoint-N.partial-X   being written            a dead one is deleted
-    .checkpoint-N.old-X       being replaced           put back if checkpoint-N is missing, else deleted
-    .checkpoint-N.deleted-X   being deleted            deleted
+    .checkpoint-N.partial-X   is being written         deleted if its process has died
+    .checkpoint-N.old-X       is being replaced        renamed back if checkpoint-N is missing, else deleted
+    .checkpoint-N.deleted-X   is being deleted         deleted
 
-Who works on a hidden directory holds a lock (flock) on it, which the kernel drops when the process dies. No torch here.
+A process holds a lock (flock) on its hidden directory. The kernel releases the lock when the process dies.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ _HIDDEN = re.compile(r"\.checkpoint-(\d+)\.(partial|old|deleted)-[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """One entry of an output directory. `complete`: the file written last is there; `verify` says if all are whole.
+class CheckpointEntry:
+    """A checkpoint directory in an output directory.
 
-    A visible entry that is not complete is damaged, or of another program."""
+    Attributes:
+        step: the training step in its name.
+        path: the directory.
+        size_bytes: the size of its files.
+        complete: whether it has the file that is written last. A directory with a visible name that is not complete is
+            damaged or was not written by pipeloom. `verify` checks all files.
+    """
 
     step: int
     path: Path
@@ -40,19 +46,19 @@ class Listed:
     complete: bool
 
 
-def list_checkpoints(output_dir: Path) -> list[Listed]:
-    """All checkpoints by step, and the unfinished directories of saves that are running or were killed."""
+def list_checkpoints(output_dir: Path) -> list[CheckpointEntry]:
+    """All checkpoints, ascending by step, with the hidden directories of running or killed saves."""
     found = []
     for path in _entries(output_dir):
         visible, hidden = _VISIBLE.fullmatch(path.name), _HIDDEN.fullmatch(path.name)
         if match := visible or hidden:
             complete = visible is not None and (path / SEAL_NAME).is_file()
-            found.append(Listed(int(match[1]), path, _size_bytes(path), complete))
+            found.append(CheckpointEntry(int(match[1]), path, _size_bytes(path), complete))
     return sorted(found, key=lambda entry: (entry.step, entry.path.name))
 
 
 def latest(output_dir: Path) -> Path | None:
-    """The checkpoint with the highest step, damaged or not, or None. What a killed save left is put right first."""
+    """The checkpoint with the highest step, damaged or not, or None. Cleans up after killed saves first."""
     clean(output_dir)
     steps = [int(match[1]) for path in _entries(output_dir) if (match := _VISIBLE.fullmatch(path.name))]
     ours = (path for step in sorted(steps, reverse=True) if is_ours(path := checkpoint_path(output_dir, step)))
@@ -60,16 +66,20 @@ def latest(output_dir: Path) -> Path | None:
 
 
 def resolve(path: Path) -> Path:
-    """`path` itself when it is a checkpoint, or the latest checkpoint in it. Raises CheckpointError if neither."""
+    """`path` if it is a checkpoint, else the latest checkpoint in it.
+
+    Raises:
+        CheckpointError: `path` is not a directory, or has no checkpoint.
+    """
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is not a directory: give a checkpoint-N directory or the output directory of a run"
+            f"{path} is not a directory. Pass a checkpoint-N directory, or the output directory of a run."
         )
     if is_ours(path) or _VISIBLE.fullmatch(path.name):
         return path
     found = latest(path)
     if found is None:
-        raise CheckpointError(f"{path} holds no finished checkpoint: give a directory in which pipeloom saved one")
+        raise CheckpointError(f"{path} has no complete checkpoint. Pass the output directory of a run that saved one.")
     return found
 
 
@@ -78,12 +88,12 @@ def checkpoint_path(output_dir: Path, step: int) -> Path:
 
 
 def clean(output_dir: Path) -> None:
-    """Put right what dead saves left behind; directories that a living process works on are not touched."""
+    """Clean up after killed saves. Directories that a live process has locked are left alone."""
     for path in _entries(output_dir):
         match = _HIDDEN.fullmatch(path.name)
         if match is None:
             continue
-        with suppress(OSError), _locked(path) as free:  # a reader may lack the permission; the next save will do it
+        with suppress(OSError), _locked(path) as free:  # a reader may lack the permission; the next save cleans up
             target = checkpoint_path(output_dir, int(match[1]))
             if not free:
                 continue
@@ -96,7 +106,7 @@ def clean(output_dir: Path) -> None:
 
 @contextmanager
 def partial_directory(output_dir: Path, step: int) -> Iterator[Path]:
-    """A fresh hidden directory for a save; it is gone afterwards, either put in place or deleted. Raises OSError."""
+    """A new hidden directory for a save, deleted at the end unless `put_in_place` renamed it. Raises OSError."""
     output_dir.mkdir(parents=True, exist_ok=True)
     clean(output_dir)
     with ExitStack() as stack:
@@ -105,13 +115,13 @@ def partial_directory(output_dir: Path, step: int) -> Iterator[Path]:
 
 
 def _make_locked(output_dir: Path, step: int, stack: ExitStack) -> Path:
-    """Make a partial directory and lock it until `stack` closes, which deletes it."""
+    """Create a partial directory and lock it until `stack` closes, which deletes it."""
     while True:
         path = _hidden(output_dir, step, "partial")
         path.mkdir()
         with ExitStack() as attempt:
             attempt.callback(shutil.rmtree, path, ignore_errors=True)
-            # Until it is locked, a reader that cleans up takes the new directory for one of a dead process.
+            # Until it is locked, another process may clean it up as a directory of a dead process.
             with suppress(FileNotFoundError):
                 if attempt.enter_context(_locked(path)) and path.is_dir():
                     stack.enter_context(attempt.pop_all())
@@ -119,7 +129,7 @@ def _make_locked(output_dir: Path, step: int, stack: ExitStack) -> Path:
 
 
 def put_in_place(partial: Path, output_dir: Path, step: int) -> Path:
-    """Make a finished partial directory the checkpoint of its step; an earlier one of the same step is replaced."""
+    """Rename a finished partial directory to the checkpoint of its step, replacing an earlier one of this step."""
     target = checkpoint_path(output_dir, step)
     fsync_directory(partial)
     if target.exists():
@@ -136,17 +146,17 @@ def put_in_place(partial: Path, output_dir: Path, step: int) -> Path:
 
 
 def keep_at_most(output_dir: Path, limit: int, newest: Path) -> None:
-    """Delete finished checkpoints of the lowest steps until `limit` of them are left; `newest` always stays."""
-    finished = [entry for entry in list_checkpoints(output_dir) if entry.complete and entry.path != newest]
-    for entry in finished[: max(0, len(finished) + 1 - limit)]:
-        doomed = _hidden(output_dir, entry.step, "deleted")
-        with suppress(FileNotFoundError):  # somebody else deleted it just now
-            os.rename(entry.path, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+    """Delete complete checkpoints of the lowest steps until `limit` are left. `newest` is always kept."""
+    complete = [entry for entry in list_checkpoints(output_dir) if entry.complete and entry.path != newest]
+    for entry in complete[: max(0, len(complete) + 1 - limit)]:
+        deleted = _hidden(output_dir, entry.step, "deleted")
+        with suppress(FileNotFoundError):  # another process deleted it first
+            os.rename(entry.path, deleted)
+        shutil.rmtree(deleted, ignore_errors=True)
 
 
 def fsync_directory(path: Path) -> None:
-    """Make names that were created, renamed or removed in a directory survive a power failure."""
+    """Flush the entries of a directory to disk, so that creations and renames survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -156,7 +166,7 @@ def fsync_directory(path: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold the lock of a directory; yields False when a living process has it. The lock follows a rename."""
+    """Lock a directory; yields False if another process has the lock. The lock survives a rename."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -164,7 +174,7 @@ def _locked(path: Path) -> Iterator[bool]:
             free = True
         except BlockingIOError:
             free = False
-        except OSError:  # some network file systems lock no directories: do without
+        except OSError:  # some network file systems do not support locks on directories
             free = True
         yield free
     finally:
@@ -176,13 +186,13 @@ def _hidden(output_dir: Path, step: int, kind: str) -> Path:
 
 
 def is_misnamed(path: Path, step: int) -> bool:
-    """Whether a checkpoint after `step` has a name for another step."""
+    """Whether the name of a checkpoint of `step` has another step."""
     match = _VISIBLE.fullmatch(path.name)
     return match is not None and int(match[1]) != step
 
 
 def is_ours(path: Path) -> bool:
-    """Whether pipeloom wrote this checkpoint, to its end: a rename made it visible, so what it lacks is lost."""
+    """Whether pipeloom wrote this directory. It was complete when it got its name, so missing files are a damage."""
     return (path / SEAL_NAME).is_file() or (path / MANIFEST_NAME).is_file()
 
 
@@ -193,14 +203,14 @@ def _entries(output_dir: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"{output_dir} cannot be read ({error.strerror}): give the output directory of a run"
+            f"{output_dir} cannot be read ({error.strerror}). Pass the output directory of a run."
         ) from error
 
 
 def _size_bytes(path: Path) -> int:
     total = 0
-    with suppress(OSError):  # a running save may take the directory away
+    with suppress(OSError):  # a running save may rename the directory
         for file in path.iterdir():
-            with suppress(OSError):  # or a file
+            with suppress(OSError):  # or delete a file
                 total += file.stat().st_size
     return total

@@ -1,8 +1,7 @@
-"""How the ranks of a save tell each other small things: bytes in, everybody's bytes out.
+"""The all-gather of small payloads that the ranks of a save need, for each kind of rank.
 
-Saving a checkpoint needs one collective only, so that is the whole interface. `LocalExchange` serves one process,
-`ThreadExchange` ranks that are threads, `DistributedExchange` ranks that are processes under torch.distributed.
-None of them pickles an object.
+`LocalExchange` is for a single process, `ThreadExchange` for ranks that are threads, `DistributedExchange` for
+processes under torch.distributed. None of them pickles objects.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ class Exchange(Protocol):
     def size(self) -> int: ...
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by rank. Returns on no rank before all have called it."""
+        """The payloads of all ranks, by rank. Blocks until all ranks have called it."""
         ...
 
 
 class LocalExchange:
-    """The exchange of a process that is alone (however many pipeline ranks it drives one after another)."""
+    """The exchange of a single process, also one that runs all pipeline ranks."""
 
     rank = 0
     size = 1
@@ -40,7 +39,7 @@ class LocalExchange:
 
 
 class ThreadExchange:
-    """The exchange of ranks that are threads of one process; `ThreadExchange.group(n)` makes one for each."""
+    """The exchange of ranks that are threads of one process; `ThreadExchange.group(n)` creates one per rank."""
 
     def __init__(self, rank: int, slots: list[bytes], barrier: threading.Barrier) -> None:
         self.rank = rank
@@ -57,19 +56,21 @@ class ThreadExchange:
         """Raises threading.BrokenBarrierError on every rank after `abort()` on one."""
         self._slots[self.rank] = payload
         self._barrier.wait()
-        answer = list(self._slots)
-        self._barrier.wait()  # nobody may fill a slot for the next exchange before all have read this one
-        return answer
+        payloads = list(self._slots)
+        self._barrier.wait()  # all ranks must have read the slots before one writes for the next exchange
+        return payloads
 
     def abort(self) -> None:
-        """Wake the other ranks with an error: call it when this rank ends early."""
+        """Raise an error on the waiting ranks. Call it when this rank fails."""
         self._barrier.abort()
 
 
 class DistributedExchange:
     """The exchange of the processes of a torch.distributed group.
 
-    `device` is where the group's backend wants its tensors: the CPU for gloo, the rank's own CUDA device for NCCL.
+    Args:
+        group: the process group; defaults to all processes.
+        device: the device of the group's backend: CPU for gloo, the CUDA device of the rank for NCCL.
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:

@@ -1,14 +1,14 @@
-"""What makes a directory a checkpoint: `manifest.json`, which holds the size and SHA-256 of every other file, and
-`manifest.json.sha256`, which holds the manifest's own and is written last.
+"""The checkpoint format. `manifest.json` has the size and SHA-256 of every other file; `manifest.json.sha256` has the
+hash of the manifest and is written last.
 
     checkpoint-500/
-      model-00001-of-00002.safetensors       parameters and buffers by name, or pieces of them; one file a rank
-      model.safetensors.index.json           name -> file, as Hugging Face writes it
+      model-00001-of-00002.safetensors       parameters and buffers by name, or pieces of them; one file per rank
+      model.safetensors.index.json           name -> file, in the format of Hugging Face
       optimizer-00001-of-00002.safetensors   NAME/exp_avg, NAME[0:96]/exp_avg, NAME/step, ...
       random-00001-of-00002.safetensors      generator states of the rank
       manifest.json, manifest.json.sha256
 
-Reading and verifying need no torch, so a bad checkpoint is refused before anything slow is started.
+Reading and verification need no torch, so a damaged checkpoint is reported before a slow start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeloom.train.checkpoint.tensor_file import FileRecord
 
 FORMAT = "pipeloom-checkpoint"
 VERSION = 2
-READABLE = (1, 2)  # 1 had no pieces
+READABLE = (1, 2)  # version 1 has no pieces
 MANIFEST_NAME = "manifest.json"
 SEAL_NAME = "manifest.json.sha256"
 INDEX_NAME = "model.safetensors.index.json"
@@ -35,16 +35,16 @@ INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank wrote."""
+    """What one rank wrote: file names, and the state that is not in tensors."""
 
-    model: str  # file names
-    pieces: dict[str, Range] = field(default_factory=dict)  # of what it wrote in pieces: elements of which shape
+    model: str
+    pieces: dict[str, Range] = field(default_factory=dict)  # name of a sharded tensor -> the range in this file
     optimizer: str | None = None
     random: str | None = None
     optimizer_class: str | None = None
     optimizer_tensors: dict[str, list[str]] = field(default_factory=dict)  # parameter -> keys in the optimizer file
-    optimizer_pieces: dict[str, list[str]] = field(default_factory=dict)  # the same, for keys it has a piece of
-    optimizer_values: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameter -> state that is no tensor
+    optimizer_pieces: dict[str, list[str]] = field(default_factory=dict)  # the same, for keys stored as pieces
+    optimizer_values: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameter -> state other than tensors
     param_groups: list[dict[str, Any]] = field(default_factory=list)  # {"parameters": [...], "options": {...}}
     random_values: dict[str, Any] = field(default_factory=dict)
 
@@ -61,9 +61,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint as data. `layout` and `state` are the trainer's own JSON; `ties` maps each further name of a
-    tied parameter to the name it is stored under; `compute_type` names the type in which the model computes where the
-    parameters here are masters in another type, which the optimizer updates."""
+    """The content of `manifest.json`.
+
+    Attributes:
+        step: the training step.
+        layout: JSON of the trainer: how the model was split.
+        state: JSON of the trainer: what it needs to resume.
+        files: size and hash by file name.
+        ties: alias of a tied parameter -> the name that it is stored under.
+        parts: what each rank wrote.
+        compute_type: the dtype of the model's computations, if the checkpoint has main parameters of another dtype.
+    """
 
     step: int
     layout: dict[str, Any]
@@ -80,11 +88,11 @@ class Manifest:
     def from_dict(cls, data: dict[str, Any]) -> Manifest:
         files = {name: FileRecord(int(row["bytes"]), str(row["sha256"])) for name, row in data["files"].items()}
         if any(Path(name).name != name for name in files):  # never read outside of the directory
-            raise ValueError("a file name is a path")
+            raise ValueError("a file name has a directory")
         parts = tuple(Part.from_dict(part) for part in data["parts"])
         for name in [file for part in parts for file in (part.model, part.optimizer, part.random) if file is not None]:
             if name not in files:
-                raise ValueError(f"a part has {name}, which is not among the files")
+                raise ValueError(f"{name} of a part is missing in files")
         return cls(
             step=int(data["step"]),
             layout=dict(data["layout"]),
@@ -101,20 +109,26 @@ def json_bytes(data: Any) -> bytes:
 
 
 def seal(manifest: bytes) -> bytes:
-    """The one legal content of `manifest.json.sha256`, as `sha256sum -c` reads it."""
+    """The content of `manifest.json.sha256`, in the format of `sha256sum -c`."""
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST_NAME}\n".encode()
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest, checked against its own hash. Raises CheckpointError, one line, naming the file."""
+    """Read the manifest and compare it with its hash.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of an unsupported version; the message has the file.
+    """
     if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint} is not a directory: give a checkpoint-N directory that pipeloom wrote")
+        raise CheckpointError(f"{checkpoint} is not a directory. Pass a checkpoint-N directory that pipeloom wrote.")
     if not (checkpoint / MANIFEST_NAME).is_file() and not (checkpoint / SEAL_NAME).is_file():
-        raise CheckpointError(f"{checkpoint} has no {MANIFEST_NAME}: give a checkpoint-N directory that pipeloom wrote")
+        raise CheckpointError(
+            f"{checkpoint} has no {MANIFEST_NAME}. Pass a checkpoint-N directory that pipeloom wrote."
+        )
     text = _read(checkpoint / MANIFEST_NAME)
     if _read(checkpoint / SEAL_NAME) != seal(text):
         raise CheckpointError(
-            f"{checkpoint / MANIFEST_NAME} is damaged: it and {SEAL_NAME} disagree; use another checkpoint"
+            f"{checkpoint / MANIFEST_NAME} is damaged: its hash differs from {SEAL_NAME}. Use another checkpoint."
         )
     try:
         data = json.loads(text)
@@ -122,46 +136,52 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except (ValueError, KeyError, TypeError):
         found = (None, None)
     if found[0] != FORMAT:
-        raise CheckpointError(f"{checkpoint / MANIFEST_NAME} is not of a pipeloom checkpoint: give one pipeloom wrote")
+        raise CheckpointError(
+            f"{checkpoint / MANIFEST_NAME} is not a manifest of pipeloom. Pass a checkpoint that pipeloom wrote."
+        )
     if found[1] not in READABLE:
         raise CheckpointError(
-            f"{checkpoint} has format version {found[1]}, this pipeloom reads {READABLE[0]} to {READABLE[-1]}: use the "
-            "pipeloom that wrote it"
+            f"{checkpoint} has format version {found[1]}, but this release reads {READABLE[0]} to {READABLE[-1]}. Use "
+            "the release of pipeloom that wrote it."
         )
     try:
         return Manifest.from_dict(data)
     except (ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
         raise CheckpointError(
-            f"{checkpoint / MANIFEST_NAME} is not as pipeloom writes it ({error}): use another checkpoint"
+            f"{checkpoint / MANIFEST_NAME} is not a valid manifest ({error}). Use another checkpoint."
         ) from error
 
 
 def root_name(name: str, ties: Mapping[str, str]) -> str:
-    """The name that a parameter of this name is stored under: ties are followed to their end."""
+    """The name that a parameter is stored under, after all ties."""
     while name in ties:
         name = ties[name]
     return name
 
 
 def verify_file(checkpoint: Path, name: str, record: FileRecord) -> None:
-    """Compare one file with what the manifest says. Raises CheckpointError that names it."""
+    """Compare the size and hash of a file with its record.
+
+    Raises:
+        CheckpointError: they differ, or the file cannot be read; the message has the file.
+    """
     path = checkpoint / name
     try:
-        size = path.stat().st_size  # first, because it is quick
+        size = path.stat().st_size  # fast, so compare it before the hash
         if size != record.bytes:
             raise CheckpointError(
-                f"{path} is damaged: it has {size} bytes, the manifest says {record.bytes}; use another checkpoint"
+                f"{path} is damaged: it has {size} bytes instead of {record.bytes}. Use another checkpoint."
             )
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise _unreadable(path, error) from error
     if digest != record.sha256:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's; use another checkpoint")
+        raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest. Use another checkpoint.")
 
 
 def missing_or_cut(checkpoint: Path, manifest: Manifest) -> str | None:
-    """The first file that is not there or has another size than the manifest says; a quick look at a checkpoint."""
+    """The first file that is missing or has another size than its record; a fast check of a checkpoint."""
     for name, record in manifest.files.items():
         path = checkpoint / name
         if not path.is_file() or path.stat().st_size != record.bytes:
@@ -170,7 +190,7 @@ def missing_or_cut(checkpoint: Path, manifest: Manifest) -> str | None:
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """Read every file and compare size and SHA-256. Raises CheckpointError naming the first that is not as written."""
+    """Compare size and SHA-256 of every file with the manifest. Raises CheckpointError for the first mismatch."""
     manifest = read_manifest(checkpoint)
     for name, record in manifest.files.items():
         verify_file(checkpoint, name, record)
@@ -178,7 +198,7 @@ def verify(checkpoint: Path) -> Manifest:
 
 
 def read_weight_map(checkpoint: Path) -> dict[str, str]:
-    """Tensor name -> file name, from the index. The caller has verified the index."""
+    """Tensor name -> file name, from the index. The caller verifies the index first."""
     return dict(json.loads(_read(checkpoint / INDEX_NAME))["weight_map"])
 
 
@@ -190,4 +210,4 @@ def _read(path: Path) -> bytes:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read ({error.strerror}): the checkpoint is damaged; use another one")
+    return CheckpointError(f"{path} cannot be read ({error.strerror}). Use another checkpoint.")

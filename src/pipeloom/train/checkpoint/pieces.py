@@ -1,7 +1,7 @@
-"""Which elements of which tensor lie where, for tensors that were saved in pieces. No torch here.
+"""Where the elements of sharded tensors are stored. Needs no torch.
 
-A rank may hold elements start..stop of a flattened parameter instead of all of it. It writes them as a tensor of one
-dimension named ``NAME[start:stop]``; where they are all of the parameter, as an ordinary tensor ``NAME`` of its shape.
+A rank may hold the elements start..stop of a flattened parameter. It writes this shard as a one-dimensional tensor
+``NAME[start:stop]``, called a piece here; a shard with all elements is written as a tensor ``NAME`` of full shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeloom.train.checkpoint.manifest import Manifest, root_name
 
 
 class Piece(NamedTuple):
-    """One tensor in one file; `range` is None where it is a whole tensor, whose shape its file knows."""
+    """A tensor in a file. `range` is None for a full tensor, whose shape is in the file."""
 
     file: str
     key: str
@@ -24,31 +24,39 @@ class Piece(NamedTuple):
 
 
 class Writer(NamedTuple):
-    """Who writes a piece, and the name that it goes by on that rank."""
+    """The rank that writes a piece, and the name of the parameter on that rank."""
 
     rank: int
     name: str
 
 
 def piece_key(name: str, part: Range) -> str:
-    """What a piece is called in its file."""
+    """The name of a piece in its file."""
     return f"{name}[{part.start}:{part.stop}]"
+
+
+def size_mismatch(name: str, num_elements: int, part: Range) -> CheckpointError:
+    """The error of a tensor that has another number of elements than its range."""
+    return CheckpointError(
+        f"{name} has {num_elements} elements, but its range {part.start} to {part.stop} has {part.stop - part.start}. "
+        "Pass tensors and ranges of the same layout."
+    )
 
 
 def assign_writers(
     held: Sequence[Mapping[str, Range | None]], ties: Mapping[str, str]
 ) -> dict[str, dict[Range | None, Writer]]:
-    """Who writes what, so that each element is written once.
+    """Assign each piece to a rank, so that each element is written once.
 
     Args:
-        held: for each rank, what it has of each name; None is all of it.
-        ties: further names of a tensor, and the one it is stored under.
+        held: per rank, the range of each tensor that it holds by name; None for the full tensor.
+        ties: alias of a tied tensor -> the name that it is stored under.
 
     Returns:
-        By the name it is stored under and by part, the lowest rank that holds that part. Empty parts are left out.
+        Stored name -> range -> the lowest rank that holds this range. Empty ranges are left out.
 
     Raises:
-        CheckpointError: some elements are held by no rank, or in parts that overlap.
+        CheckpointError: no rank holds some elements, or ranges overlap partially.
     """
     found: dict[str, dict[Range | None, Writer]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -58,8 +66,8 @@ def assign_writers(
             writers = found.setdefault(stored, {})
             if part is not None and shapes.setdefault(stored, part.shape) != part.shape:
                 raise CheckpointError(
-                    f"{name} is part of shape {part.shape} on rank {rank} and of {shapes[stored]} on another: all "
-                    "ranks have the same model; build it alike on each"
+                    f"{name} has shape {part.shape} on rank {rank} and {shapes[stored]} on another. Build the same "
+                    "model on all ranks."
                 )
             if part is None or part.start < part.stop:
                 writers.setdefault(part, Writer(rank, name))
@@ -68,7 +76,7 @@ def assign_writers(
             _check_each_once(stored, writers, shapes[stored])
     keys = {piece_key(name, part) for name, parts in found.items() for part in parts if part is not None}
     if collision := sorted(keys & found.keys()):
-        raise CheckpointError(f"a tensor is named {collision[0]}, as a piece of another will be: rename it")
+        raise CheckpointError(f"tensor {collision[0]} has the name of a piece of another tensor. Rename it.")
     return found
 
 
@@ -80,36 +88,37 @@ def _check_each_once(name: str, writers: Mapping[Range | None, Writer], shape: t
     for start, stop, rank in [*spans, (total, total, -1)]:
         if stop > total:
             raise CheckpointError(
-                f"{name} {shape} has {total} elements, rank {rank} holds up to {stop}: correct its range"
+                f"the range of {name} {shape} on rank {rank} ends at {stop}: the tensor has {total} elements. Correct "
+                "the range."
             )
         if start > end:
             raise CheckpointError(
-                f"elements {end} to {start} of {name} {shape} are held by no rank: together the ranks must hold all; "
-                "save from all ranks, with the ranges of their layout"
+                f"elements {end} to {start} of {name} {shape} are on no rank: together the ranks must hold all. Save "
+                "from all ranks, with the ranges of their layout."
             )
         if start < end:
             raise CheckpointError(
-                f"elements {start} to {min(end, stop)} of {name} {shape} are held by ranks {before} and {rank} in "
-                "parts that differ: parts must be the same or apart; give the ranges of the layout"
+                f"elements {start} to {min(end, stop)} of {name} {shape} are in different ranges on ranks {before} and "
+                f"{rank}: ranges must be equal or disjoint. Pass the ranges of the layout."
             )
         end, before = stop, rank
 
 
 def stored_model(manifest: Manifest, weight_map: Mapping[str, str]) -> dict[str, list[Piece]]:
-    """The model's tensors by name, in the order of the index, each with the pieces that hold it."""
+    """The pieces of each tensor of the model by name, in the order of the index."""
     names = {piece_key(name, part): (name, part) for row in manifest.parts for name, part in row.pieces.items()}
     files = {part.model for part in manifest.parts}
     found: dict[str, list[Piece]] = {}
     for key, file in weight_map.items():
-        if file not in files:  # whose hash is known, and which lies in the directory
-            raise CheckpointError(f"the index has {key} in {file}, which holds no model: use another checkpoint")
+        if file not in files:  # only these are in the manifest, with a hash and without a path
+            raise CheckpointError(f"the index has {key} in {file}, which has no model tensors. Use another checkpoint.")
         name, part = names.get(key, (key, None))
         found.setdefault(name, []).append(Piece(file, key, part))
     return found
 
 
 def stored_optimizer(manifest: Manifest) -> dict[str, dict[str, list[Piece]]]:
-    """The tensors of the optimizer's state by parameter and key; a parameter without tensors is not in it."""
+    """The pieces of the optimizer state by parameter and key; parameters without tensors are left out."""
     found: dict[str, dict[str, list[Piece]]] = {}
     for row in manifest.parts:
         file = row.optimizer or ""
@@ -125,10 +134,10 @@ def stored_optimizer(manifest: Manifest) -> dict[str, dict[str, list[Piece]]]:
 
 
 def cover(name: str, pieces: Iterable[tuple[Range, Piece]], start: int, stop: int) -> list[tuple[Piece, int, int]]:
-    """The pieces that elements `start` to `stop` lie in, in order, with the elements wanted of each, counted in it.
+    """The pieces with elements `start` to `stop`, in order, each with the range needed, relative to the piece.
 
     Raises:
-        CheckpointError: some lie in none, or in two.
+        CheckpointError: an element is in no piece or in several.
     """
     found: list[tuple[Piece, int, int]] = []
     end = start
@@ -141,6 +150,6 @@ def cover(name: str, pieces: Iterable[tuple[Range, Piece]], start: int, stop: in
         end = min(part.stop, stop)
     if end != stop:
         raise CheckpointError(
-            f"elements from {end} of {name} are not in the checkpoint once each: it is incomplete; use another one"
+            f"the elements of {name} from {end} are missing or duplicated in the checkpoint. Use another checkpoint."
         )
     return found

@@ -1,4 +1,4 @@
-"""Reading a checkpoint, by name, into whatever layout the reader has. Nothing is unpickled."""
+"""Loads a checkpoint by parameter name into any layout. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -21,22 +21,26 @@ from pipeloom.train.checkpoint.manifest import (
     read_weight_map,
     root_name,
 )
-from pipeloom.train.checkpoint.pieces import Piece, stored_model, stored_optimizer
+from pipeloom.train.checkpoint.pieces import Piece, size_mismatch, stored_model, stored_optimizer
 from pipeloom.train.checkpoint.state import SAFETENSORS_TYPES, RandomState, is_elementwise, load_optimizer_state
 from pipeloom.train.checkpoint.tensor_reader import TensorFiles
 
 
 def load(path: Path, *, verify_files: bool = True) -> Checkpoint:
-    """Open a checkpoint, or the latest one of an output directory. Tensors are read when asked for.
+    """Open a checkpoint, or the latest one in an output directory. Tensors are read lazily.
 
-    With `verify_files` each file is compared with its hash before its first use; pass False after `verify(path)`.
-    Raises CheckpointError for a directory that is missing, foreign, damaged or of another format version.
+    Args:
+        path: the checkpoint or output directory.
+        verify_files: whether to compare each file with its hash before its first use; pass False after `verify(path)`.
+
+    Raises:
+        CheckpointError: the directory is missing, damaged, not a checkpoint, or of an unsupported version.
     """
     return Checkpoint(resolve(Path(path)), verify_files=verify_files)
 
 
 class Checkpoint:
-    """A checkpoint opened for reading: `.step`, `.state`, `.layout`, and loaders by name."""
+    """A checkpoint that is open for reading: its step, state and layout, and methods that load tensors by name."""
 
     def __init__(self, path: Path, *, verify_files: bool = True) -> None:
         self.path = path
@@ -49,7 +53,7 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The trainer's own state, as it was given to `save`."""
+        """The state of the trainer that was passed to `save`."""
         return self.manifest.state
 
     @property
@@ -58,22 +62,22 @@ class Checkpoint:
 
     @property
     def compute_type(self) -> str | None:
-        """The type in which the model computes, where its parameters here are masters in another."""
+        """The dtype of the model's computations, if the parameters here are main parameters of another dtype."""
         return self.manifest.compute_type
 
     @property
     def num_parts(self) -> int:
-        """How many ranks wrote it."""
+        """The number of ranks that wrote the checkpoint."""
         return len(self.manifest.parts)
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
-        """Tensor name -> file name; of a tensor in pieces each piece, as ``NAME[start:stop]``."""
+        """Tensor name -> file name; a sharded tensor has an entry ``NAME[start:stop]`` per piece."""
         self._files.verify(INDEX_NAME)
         return read_weight_map(self.path)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor of the model, whole, on the CPU, by any of its names. Raises CheckpointError if there is none."""
+        """A full tensor of the model by any of its names, on the CPU. Raises CheckpointError for an unknown name."""
         return self._files.tensor(f"{name} in {self.path}", self._pieces_of(name))
 
     def load_model(
@@ -83,22 +87,23 @@ class Checkpoint:
         *,
         all_names: Collection[str] | None = None,
     ) -> None:
-        """Copy saved values into `tensors` (this rank's parameters and buffers, by name), in place.
-
-        Only what is needed is read, however the ranks that saved it had cut it.
+        """Copy saved values into `tensors` in place. Reads only the elements needed, from any saved layout.
 
         Args:
-            tensors: whole, or, where `ranges` says so, with the elements of a range.
+            tensors: parameters and buffers of this rank by name: full tensors, or shards of the given `ranges`.
             ranges: see `save`.
-            all_names: every name of the whole model's `state_dict()`; with it, a tensor that only the checkpoint has
-                is an error too.
+            all_names: all names in the `state_dict()` of the full model; if given, a tensor that is only in the
+                checkpoint is an error too.
 
-        Raises CheckpointError naming the tensor, before any is changed, if name, shape or dtype differ.
+        Raises:
+            CheckpointError: a name, shape or dtype differs. No tensor is changed then.
         """
         if all_names is not None:
             known = {self._stored_name(name) for name in all_names}
             if extra := sorted(self._model.keys() - known):
-                raise CheckpointError(f"{self.path} has {extra[0]}, the model has not: it is of another model")
+                raise CheckpointError(
+                    f"the model has no tensor {extra[0]} of {self.path}. It was saved from a different model."
+                )
         ranges = ranges or {}
         for name, tensor in tensors.items():
             self._check_fits(name, tensor, ranges.get(name))
@@ -114,17 +119,25 @@ class Checkpoint:
         names: Mapping[Tensor, str],
         ranges: Mapping[str, Range] | None = None,
     ) -> None:
-        """Restore the state and hyperparameters of `optimizer`; `names` gives each of its parameters its name.
+        """Restore the state and hyperparameters of `optimizer`.
 
-        `ranges`: see `save`. State with a number for each element is cut as the parameter is, other state (a count of
-        steps) is the same for all parts. A parameter without elements gets no state.
+        State with one number per element is sharded like its parameter. Other state, such as a step count, is the same
+        for all shards. A parameter without elements gets no state.
 
-        Raises CheckpointError, before anything is changed, when the checkpoint was not saved with this optimizer, or
-        has state that belongs to whole parameters (row and column sums) for a parameter that is cut here.
+        Args:
+            optimizer: the optimizer of this rank.
+            names: parameter -> name.
+            ranges: see `save`.
+
+        Raises:
+            CheckpointError: the checkpoint was saved with another optimizer, or has state of full parameters (row and
+                column sums) for a parameter that is sharded here. Nothing is changed then.
         """
         classes = {part.optimizer_class for part in self.manifest.parts if part.optimizer_class}
         if not classes:
-            raise CheckpointError(f"{self.path} has no optimizer state: load the model only, or use another checkpoint")
+            raise CheckpointError(
+                f"{self.path} has no optimizer state. Load only the model, or use another checkpoint."
+            )
         ranges = ranges or {}
         load_optimizer_state(
             optimizer,
@@ -135,11 +148,11 @@ class Checkpoint:
         )
 
     def random(self, rank: int, size: int) -> RandomState | None:
-        """The generator states of `rank`; None when the checkpoint was saved by another number of ranks, or without."""
+        """The generator states of `rank`; None if the checkpoint has none, or was saved by another number of ranks."""
         if size != self.num_parts or (part := self.manifest.parts[rank]).random is None:
             return None
         return RandomState(
-            {name: self._files.whole(Piece(part.random, name, None)) for name in self._files.keys(part.random)},
+            {name: self._files.full(Piece(part.random, name, None)) for name in self._files.keys(part.random)},
             part.random_values,
         )
 
@@ -161,31 +174,31 @@ class Checkpoint:
         return {name: values for part in self.manifest.parts for name, values in part.optimizer_values.items()}
 
     def _optimizer_state_of(self, name: str, part: Range | None, *, read: bool) -> dict[str, Any]:
-        """The state of a parameter, or of a part of it; unless it is to be `read`, tensors on the meta device."""
+        """The state of a parameter, or of a shard of it; without `read`, its tensors are on the meta device."""
         if part is not None and part.start == part.stop:
             return {}
         stored = self._stored_name(name)
         state: dict[str, Any] = {}
         for key, pieces in self._optimizer_tensors.get(stored, {}).items():
-            what = f"optimizer state {key!r} of {name}"
+            label = f"optimizer state {key!r} of {name}"
             shape = self._files.shape(pieces)
-            if part is None or self._is_cut(key, shape, part):
+            if part is None or self._is_sharded(key, shape, part):
                 get = self._files.tensor if read else self._files.outline
-                state[key] = get(f"{what} in {self.path}", pieces, part)
-            elif math.prod(shape) == 1:  # the same for all parts
-                state[key] = self._files.whole(pieces[0])
+                state[key] = get(f"{label} in {self.path}", pieces, part)
+            elif math.prod(shape) == 1:  # the same for all shards
+                state[key] = self._files.full(pieces[0])
             else:
                 raise CheckpointError(
-                    f"{what} has shape {shape} in {self.path} and belongs to the whole parameter {part.shape}: a part "
-                    "has none of it; resume in the layout it was saved in, or one that keeps parameters whole"
+                    f"{label} has shape {shape} in {self.path} for the full parameter {part.shape} and cannot be "
+                    "sharded. Resume with the saved layout, or with one that does not shard parameters."
                 )
         return {**state, **self._optimizer_values.get(stored, {})}
 
     @staticmethod
-    def _is_cut(key: str, shape: tuple[int, ...], part: Range) -> bool:
-        """Whether saved state of this shape is cut along with a parameter."""
+    def _is_sharded(key: str, shape: tuple[int, ...], part: Range) -> bool:
+        """Whether saved state of this shape is sharded like its parameter."""
         if shape == part.shape == ():
-            return key != "step"  # a number itself, and all of its state too
+            return key != "step"  # a scalar parameter has scalar state
         return is_elementwise(shape, Range(0, math.prod(part.shape), part.shape))
 
     def _stored_name(self, name: str) -> str:
@@ -194,16 +207,13 @@ class Checkpoint:
     def _pieces_of(self, name: str) -> list[Piece]:
         stored = self._stored_name(name)
         if stored not in self._model:
-            raise CheckpointError(f"{self.path} has no tensor {name}: it is of another model")
+            raise CheckpointError(f"{self.path} has no tensor {name}. It was saved from a different model.")
         return self._model[stored]
 
     def _check_fits(self, name: str, tensor: Tensor, part: Range | None) -> None:
         pieces = self._pieces_of(name)
         if part is not None and tensor.numel() != part.stop - part.start:
-            raise CheckpointError(
-                f"{name} has {tensor.numel()} elements here and the range {part.start} to {part.stop}: a tensor has "
-                "the elements of its range; give both of one layout"
-            )
+            raise size_mismatch(name, tensor.numel(), part)
         if part is not None and not tensor.numel():
             return
         wanted = tuple(tensor.shape) if part is None else part.shape
@@ -211,9 +221,9 @@ class Checkpoint:
         saved: list[tuple[str, Any, Any]] = [("shape", self._files.shape(pieces), wanted)]
         if saved[0][1] == wanted:
             saved += [("type", found, dtype) for found in self._files.types(f"{name} in {self.path}", pieces, part)]
-        for what, old, new in saved:
+        for attribute, old, new in saved:
             if old != new:
                 raise CheckpointError(
-                    f"{name} has {what} {old} in {self.path} and {new} in the model: they must be equal; "
-                    f"build the model as it was when it was saved"
+                    f"{name} has {attribute} {old} in {self.path} and {new} in the model. Build the model with the "
+                    "saved configuration."
                 )

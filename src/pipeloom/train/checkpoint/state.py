@@ -1,5 +1,4 @@
-"""What training remembers besides the parameters, in a form without pickle: optimizer state by parameter name, and the
-states of the random generators."""
+"""Optimizer state by parameter name and the states of random generators, without pickle."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel import OffloadedOptimizer
 
-# Names of the types that safetensors can hold.
+# torch dtype -> its name in safetensors.
 SAFETENSORS_TYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -39,17 +38,20 @@ SAFETENSORS_TYPES: dict[torch.dtype, str] = {
 
 
 def is_elementwise(shape: Iterable[int], part: Range) -> bool:
-    """Whether an optimizer's state of this shape is a number for each element of a part of a parameter."""
+    """Whether optimizer state of this shape has one number per element of a shard."""
     sizes = tuple(shape)
     return len(sizes) >= 1 and math.prod(sizes) == part.stop - part.start
 
 
 @dataclass(slots=True)
 class OptimizerState:
-    """The state of one rank's optimizer.
+    """The optimizer state of one rank.
 
-    `tensors` and `values` are keyed parameter name -> state key; `groups` are the param_groups as
-    `{"parameters": [names], "options": {"lr": ..., ...}}`, JSON all through.
+    Attributes:
+        optimizer_class: the name of the optimizer class.
+        tensors: parameter name -> state key -> tensor.
+        values: parameter name -> state key -> JSON value.
+        groups: the param_groups in JSON, `{"parameters": [names], "options": {"lr": ..., ...}}`.
     """
 
     optimizer_class: str
@@ -60,17 +62,19 @@ class OptimizerState:
 
 @dataclass(slots=True)
 class RandomState:
-    """Generator states of one rank: `tensors` (uint8) of torch, `values` (JSON) of numpy and Python."""
+    """Generator states of one rank: `tensors` (uint8) for torch, `values` (JSON) for numpy and Python."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> OptimizerState:
-    """The state of `optimizer` by fully qualified name; no tensor is copied.
+    """The state of `optimizer` by fully qualified parameter name, without copies.
 
-    Works for every optimizer whose state is, for each parameter, a dict of tensors and JSON scalars.
-    Raises CheckpointError for a parameter without a name and for other state (LBFGS).
+    Supports all optimizers with a dict of tensors and JSON scalars per parameter.
+
+    Raises:
+        CheckpointError: a parameter has no name, or the optimizer has other state (LBFGS).
     """
     optimizer = _unwrapped(optimizer)
     found = OptimizerState(type(optimizer).__qualname__)
@@ -86,8 +90,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
                     found.values.setdefault(name, {})[key] = value
                 else:
                     raise CheckpointError(
-                        f"{found.optimizer_class} keeps a {type(value).__name__} as {key!r} of {name}: only tensors "
-                        f"and numbers can be saved; use another optimizer"
+                        f"{found.optimizer_class} has state {key!r} of type {type(value).__name__} for {name}: only "
+                        "tensors, numbers and strings can be saved. Use another optimizer."
                     )
     return found
 
@@ -100,20 +104,26 @@ def load_optimizer_state(
     options_of: Callable[[str], dict[str, Any] | None],
     state_of: Callable[[str, bool], dict[str, Any]],
 ) -> None:
-    """Put saved state into `optimizer`, by name, without changing a bit or a type, one parameter after the other.
+    """Load saved state into `optimizer` by name, one parameter at a time, bitwise.
 
-    `options_of(name)` gives the options of the group that a parameter was saved in (None: unknown parameter),
-    ``state_of(name, True)`` its state, and ``state_of(name, False)`` the same with tensors that have a shape and no
-    memory. Each group gets the options its parameters were saved with. Unlike under Optimizer.load_state_dict, moments
-    keep their own dtype.
+    Each group gets the saved options of its parameters. Unlike Optimizer.load_state_dict, moments keep their dtype.
 
-    Raises CheckpointError, before anything is changed, when the two do not fit.
+    Args:
+        optimizer: the optimizer.
+        names: parameter -> name.
+        optimizer_class: the name of the saved optimizer class.
+        options_of: name -> options of the saved group of a parameter; None for an unknown parameter.
+        state_of: ``state_of(name, True)`` returns the state of a parameter, ``state_of(name, False)`` the same with
+            tensors on the meta device.
+
+    Raises:
+        CheckpointError: optimizer and saved state do not match. Nothing is changed then.
     """
     optimizer = _unwrapped(optimizer)
     if type(optimizer).__qualname__ != optimizer_class:
         raise CheckpointError(
-            f"the checkpoint was saved with {optimizer_class}, not {type(optimizer).__qualname__}: "
-            f"resume with the optimizer it was saved with"
+            f"the checkpoint was saved with {optimizer_class}, not {type(optimizer).__qualname__}. Resume with "
+            f"{optimizer_class}."
         )
     options = [_group_options(group["params"], names, options_of) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -128,14 +138,14 @@ def load_optimizer_state(
                 optimizer.state[parameter] = {
                     key: _placed(key, value, parameter, on_device) for key, value in state.items()
                 }
-            else:  # a parameter that never had a gradient has none
+            else:  # the parameter never had a gradient
                 optimizer.state.pop(parameter, None)
         for key, value in saved.items():
             group[key] = _like(group.get(key), value)
 
 
 def random_state() -> RandomState:
-    """The states of this process's global generators: torch (CPU; CUDA's current device if in use), numpy, random."""
+    """The states of the global generators: torch (CPU, and the current CUDA device if used), numpy, random."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         tensors["cuda"] = torch.cuda.get_rng_state()
@@ -148,7 +158,7 @@ def random_state() -> RandomState:
 
 
 def restore_random_state(state: RandomState) -> None:
-    """Set the global generators to a saved state; a generator that the state does not mention is left alone."""
+    """Restore the global generators. A generator without saved state is not changed."""
     if (torch_state := state.tensors.get("torch")) is not None:
         torch.set_rng_state(torch_state)
     if (cuda_state := state.tensors.get("cuda")) is not None and torch.cuda.is_available():
@@ -165,8 +175,8 @@ def _name_of(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
     name = names.get(parameter)
     if name is None:
         raise CheckpointError(
-            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not name: "
-            f"build it from the model's parameters"
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model. Create the "
+            "optimizer from the parameters of the model."
         )
     return name
 
@@ -179,46 +189,48 @@ def _group_options(
         name = _name_of(parameter, names)
         saved = options_of(name)
         if saved is None:
-            raise CheckpointError(f"the checkpoint has no optimizer state of {name}: it is of another model")
+            raise CheckpointError(
+                f"the checkpoint has no optimizer state of {name}. It was saved from a different model."
+            )
         if first is None:
             first = (name, saved)
         elif saved != first[1]:
             differ = next(key for key in saved.keys() | first[1].keys() if saved.get(key) != first[1].get(key))
             raise CheckpointError(
-                f"{first[0]} and {name} are in one param group but were saved with different {differ}: "
-                f"build the param groups as they were when the checkpoint was saved"
+                f"{first[0]} and {name} are in one param group but were saved with different {differ}. Use the param "
+                "groups of the saved optimizer."
             )
     return first[1] if first else {}
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, of one that keeps its states elsewhere."""
+    """The optimizer inside an `OffloadedOptimizer`, or the optimizer itself."""
     return optimizer.wrapped if isinstance(optimizer, OffloadedOptimizer) else optimizer
 
 
 def _check_fits(name: str, parameter: Tensor, state: Mapping[str, Any], optimizer_class: str) -> None:
-    """Raises CheckpointError where state is not of a parameter like this one."""
+    """Raises CheckpointError if the state does not match the shape of the parameter."""
     for key, value in state.items():
-        cut_alike = isinstance(value, Tensor) and value.dim() and value.numel() == parameter.numel()
-        if cut_alike and value.shape != parameter.shape:
+        elementwise = isinstance(value, Tensor) and value.dim() and value.numel() == parameter.numel()
+        if elementwise and value.shape != parameter.shape:
             raise CheckpointError(
-                f"optimizer state {key!r} of {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}: "
-                f"the checkpoint is of another model"
+                f"optimizer state {key!r} of {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}. The "
+                "checkpoint was saved from a different model."
             )
     if optimizer_class == "Adafactor" and state and ("row_var" in state) != (parameter.dim() > 1):
         raise CheckpointError(
-            f"{name} has {parameter.dim()} dimensions here, not as it was saved: Adafactor keeps sums of rows and "
-            "columns of a whole matrix and of nothing else; resume in the layout it was saved in"
+            f"{name} has {parameter.dim()} dimensions, which does not match the saved Adafactor state: row and column "
+            "sums exist only for full matrices. Resume with the saved layout."
         )
 
 
 def _placed(key: str, value: Any, parameter: Tensor, on_device: bool) -> Any:
-    # torch counts steps on the CPU unless the whole update runs on the device.
+    # torch keeps the step count on the CPU, except for capturable and fused optimizers.
     return value if not isinstance(value, Tensor) or (key == "step" and not on_device) else value.to(parameter.device)
 
 
 def _option(key: str, value: Any) -> Any:
-    """A hyperparameter as JSON. Tensors (a learning rate under `capturable`) become numbers."""
+    """A hyperparameter as JSON. Tensors (a learning rate with `capturable`) become numbers."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):
@@ -226,12 +238,12 @@ def _option(key: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise CheckpointError(
-        f"option {key!r} of a param group is a {type(value).__name__}: only numbers, strings and tuples can be saved"
+        f"option {key!r} of a param group is a {type(value).__name__}: must be a number, string or tuple."
     )
 
 
 def _like(current: Any, saved: Any) -> Any:
-    """`saved` (JSON) in the type that the optimizer uses for this option now."""
+    """`saved` (JSON) converted to the type of the current value of the option."""
     if isinstance(current, Tensor):
         return current.detach().clone().fill_(saved)
     if isinstance(current, tuple) and isinstance(saved, list):

@@ -1,9 +1,9 @@
-"""safetensors files written as a stream: one tensor in memory at a time, hashed on the way to the disk.
+"""Writes safetensors files as a stream, one tensor in memory at a time, and hashes them. Needs no torch.
 
-The library's own writer takes all tensors at once and reports a full disk as an error of its own kind; this one needs
-the memory of one tensor, raises OSError, returns the hash of the bytes that were *meant* to be written, and has
-synchronised the file when it returns. Reading stays with the library. The format is the one of
-https://github.com/huggingface/safetensors: u64 header length, JSON header, bytes. No torch here.
+The writer of the safetensors library takes all tensors at once and has its own error for a full disk. This one needs
+the memory of one tensor, raises OSError, returns the hash of the bytes *meant* to be written, and calls fsync. The
+library reads the files. The format is that of https://github.com/huggingface/safetensors: u64 header length, JSON
+header, bytes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 from pipeloom.errors import CheckpointError
 
-# Bits of one element of each safetensors type that pipeloom writes or rewrites.
+# safetensors type -> bits per element.
 _TYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16}
 _TYPE_BITS |= {"U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64}
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a manifest says about one file."""
+    """Size and hash of a file in a manifest."""
 
     bytes: int
     sha256: str
@@ -35,7 +35,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """One tensor to be written: its safetensors type, its shape, and a function that brings its bytes when needed."""
+    """A tensor to write: its safetensors type, its shape, and a function that returns its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class TensorSource:
 
 
 class HashingFile:
-    """A new file that is hashed while it is written and is on the disk, synchronised, when closed without an error."""
+    """A new file that is hashed as it is written, and synchronized to disk when closed without an error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,14 +56,14 @@ class HashingFile:
         self._size = 0
 
     def write(self, data: Any) -> None:
-        """Write all of `data` (bytes or a contiguous byte buffer). Raises OSError that names the file."""
+        """Write all of `data` (bytes or a contiguous byte buffer). Raises OSError with the file name."""
         view = memoryview(data)
         if view.nbytes == 0:
             return
         view = view.cast("B")
         self._hash.update(view)
         self._size += view.nbytes
-        while view.nbytes:  # an unbuffered write may take only a part (on Linux at most 2 GiB)
+        while view.nbytes:  # an unbuffered write may be partial (on Linux at most 2 GiB)
             try:
                 written = self._file.write(view)
             except OSError as error:
@@ -84,17 +84,17 @@ class HashingFile:
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:
-    """Write a new file and synchronise it."""
+    """Write a new file and synchronize it to disk."""
     with HashingFile(path) as file:
         file.write(data)
     return file.record
 
 
 def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> FileRecord:
-    """Write a new safetensors file. Order is kept, but wider types come first so that each tensor lies aligned."""
+    """Write a new safetensors file. Wider types come first, so that each tensor is aligned; otherwise in order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     if "__metadata__" in tensors:
-        raise CheckpointError("a tensor is named __metadata__, which safetensors keeps for itself: rename it")
+        raise CheckpointError("a tensor has the name __metadata__, which safetensors reserves. Rename it.")
     order = sorted(tensors, key=lambda name: -_TYPE_BITS[tensors[name].dtype])  # the sort is stable
     offset = 0
     for name in order:
@@ -113,15 +113,17 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> FileRecord
 
 
 def tensor_sources(path: Path) -> dict[str, TensorSource]:
-    """The tensors of a safetensors file, in its order, to be listed or copied without torch.
+    """The tensors of a safetensors file, in order, to list or copy them without torch.
 
-    Raises CheckpointError when the file is not a safetensors file, OSError when it cannot be read.
+    Raises:
+        CheckpointError: the file is not a safetensors file.
+        OSError: the file cannot be read.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > size - 8:
-            raise CheckpointError(f"{path} is not a safetensors file: its header would be longer than the file")
+            raise CheckpointError(f"{path} is not a safetensors file: its header is longer than the file.")
         with suppress(ValueError, KeyError, TypeError):
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
@@ -131,7 +133,7 @@ def tensor_sources(path: Path) -> dict[str, TensorSource]:
                 )
                 for name, entry in header.items()
             }
-    raise CheckpointError(f"{path} is not a safetensors file: its header does not parse")
+    raise CheckpointError(f"{path} is not a safetensors file: its header is invalid.")
 
 
 def _reader(path: Path, base: int, start: int, end: int) -> Callable[[], bytes]:

@@ -1,4 +1,4 @@
-"""Tensors out of the files of a checkpoint, whole or only the elements wanted, from all pieces that hold them."""
+"""Reads full tensors or ranges of their elements from the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from pipeloom.train.checkpoint.tensor_file import FileRecord
 
 
 class TensorFiles:
-    """The safetensors files of the checkpoint `path`, opened at their first use.
+    """The safetensors files of a checkpoint, opened lazily.
 
-    A file in `unverified` is compared with its record before; see `verify_file`. What cannot be read is a
-    CheckpointError that names the file.
+    Args:
+        path: the checkpoint.
+        unverified: files to compare with their record before the first use; see `verify_file`.
+
+    Methods raise CheckpointError, with the file name, if a file cannot be read.
     """
 
     def __init__(self, path: Path, unverified: Mapping[str, FileRecord]) -> None:
@@ -31,54 +34,60 @@ class TensorFiles:
         self._open: dict[str, Any] = {}
 
     def verify(self, file: str) -> None:
-        """Compare a file with its record, unless that was done."""
+        """Compare a file with its record, once."""
         if file in self._unverified:
             verify_file(self._path, file, self._unverified[file])
             del self._unverified[file]
 
     def keys(self, file: str) -> list[str]:
-        """The names in a file."""
+        """The tensor names in a file."""
         return list(self._file(file).keys())
 
     def shape(self, pieces: list[Piece]) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """The shape of the full tensor."""
         part = pieces[0].range
         return tuple(self._entry(pieces[0]).get_shape()) if part is None else part.shape
 
-    def types(self, what: str, pieces: list[Piece], part: Range | None) -> list[str]:
-        """The types, as safetensors names them, of all pieces that a tensor or a part of it lies in."""
-        return [self._entry(piece).get_dtype() for piece, _, _ in self._found(what, pieces, part)]
+    def types(self, label: str, pieces: list[Piece], part: Range | None) -> list[str]:
+        """The safetensors types of all pieces with elements of a tensor or of its range `part`.
 
-    def tensor(self, what: str, pieces: list[Piece], part: Range | None = None) -> Tensor:
-        """A whole tensor in its shape, or part of it in one dimension, out of whatever holds it."""
+        Args:
+            label: the tensor in error messages.
+            pieces: all pieces of the tensor.
+            part: a range of elements; None for the full tensor.
+        """
+        return [self._entry(piece).get_dtype() for piece, _, _ in self._found(label, pieces, part)]
+
+    def tensor(self, label: str, pieces: list[Piece], part: Range | None = None) -> Tensor:
+        """A full tensor in its shape, or a range of its elements in one dimension; arguments as for `types`."""
         if part is None and pieces[0].range is None:
-            return self.whole(pieces[0])
-        read = [self._elements(piece, first, end) for piece, first, end in self._found(what, pieces, part)]
+            return self.full(pieces[0])
+        read = [self._elements(piece, first, end) for piece, first, end in self._found(label, pieces, part)]
         flat = read[0] if len(read) == 1 else _joined(read)
         return flat.reshape(self.shape(pieces)) if part is None else flat
 
-    def outline(self, what: str, pieces: list[Piece], part: Range | None = None) -> Tensor:
-        """What `tensor` gives, without values, where it is all there."""
-        self._found(what, pieces, part)
+    def outline(self, label: str, pieces: list[Piece], part: Range | None = None) -> Tensor:
+        """The result of `tensor` on the meta device."""
+        self._found(label, pieces, part)
         shape = self.shape(pieces) if part is None else (part.stop - part.start,)
         return torch.empty(shape, device="meta")
 
-    def _found(self, what: str, pieces: list[Piece], part: Range | None) -> list[tuple[Piece, int, int]]:
-        """Where the elements of a part, or of the whole tensor, lie: pieces, and the first and last of each."""
+    def _found(self, label: str, pieces: list[Piece], part: Range | None) -> list[tuple[Piece, int, int]]:
+        """The pieces with the elements of `part`, each with the range needed, relative to the piece."""
         shape = self.shape(pieces)
-        whole = Range(0, math.prod(shape), shape)
-        start, stop, _ = part or whole
-        return cover(what, [(piece.range or whole, piece) for piece in pieces], start, stop)
+        full = Range(0, math.prod(shape), shape)
+        start, stop, _ = part or full
+        return cover(label, [(piece.range or full, piece) for piece in pieces], start, stop)
 
-    def whole(self, piece: Piece) -> Tensor:
-        """The library's tensors are views of a mapped file; a clone is aligned and outlives the checkpoint."""
+    def full(self, piece: Piece) -> Tensor:
+        """A tensor as stored. Cloned, because the library returns views of a mapped file, which may be unaligned."""
         tensor: Tensor = self._get(piece, lambda file: file.get_tensor(piece.key))
         return tensor.clone()
 
     def _elements(self, piece: Piece, start: int, stop: int) -> Tensor:
-        """Elements of a tensor in a file, read without most of the others; [stop - start]."""
+        """A range of elements of a tensor, [stop - start]; reads only the enclosing slice of the file."""
         left, position, index = math.prod(shape := self._entry(piece).get_shape()), 0, []
-        for size in shape:  # the rows that they lie in; where that is one, the rows of that one
+        for size in shape:  # narrow each dimension to a single index, down to the first that the range spans
             left //= size
             first, last = (start - position) // left, (stop - 1 - position) // left
             index.append(slice(first, last + 1))
@@ -86,7 +95,7 @@ class TensorFiles:
             if first < last:
                 break
         if not index:
-            return self.whole(piece).reshape(1)
+            return self.full(piece).reshape(1)
         rows: Tensor = self._get(piece, lambda file: file.get_slice(piece.key)[tuple(index)])
         return rows.reshape(-1)[start - position : stop - position].clone()
 
@@ -98,7 +107,7 @@ class TensorFiles:
             return get(self._file(piece.file))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{self._path / piece.file} cannot be read ({error}): use another checkpoint"
+                f"{self._path / piece.file} cannot be read ({error}). Use another checkpoint."
             ) from error
 
     def _file(self, file: str) -> Any:
@@ -109,8 +118,8 @@ class TensorFiles:
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:
-    """One after the other; torch.cat does not do it in every type."""
-    whole = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
-    for target, piece in zip(torch.split(whole, [piece.numel() for piece in pieces]), pieces, strict=True):
+    """Concatenate; torch.cat does not support all dtypes."""
+    joined = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
+    for target, piece in zip(torch.split(joined, [piece.numel() for piece in pieces]), pieces, strict=True):
         target.copy_(piece)
-    return whole
+    return joined

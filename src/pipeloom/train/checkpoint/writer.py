@@ -1,4 +1,4 @@
-"""`save`: every rank writes its part aside, rank 0 seals the manifest, one rename puts the checkpoint in place."""
+"""`save`: every rank writes its files to a hidden directory, rank 0 writes the manifest and renames the directory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pipeloom.train.checkpoint.manifest import (
     root_name,
     seal,
 )
-from pipeloom.train.checkpoint.share import Holding, Owned, Share, owned_by
+from pipeloom.train.checkpoint.rank_files import HeldTensor, RankFiles, WrittenTensor, written_by
 from pipeloom.train.checkpoint.state import OptimizerState, RandomState
 from pipeloom.train.checkpoint.tensor_file import FileRecord, write_bytes
 
@@ -51,21 +51,29 @@ def save(
     exchange: Exchange | None = None,
     total_limit: int | None = None,
 ) -> Path:
-    """Write `output_dir/checkpoint-{step}`; every rank of `exchange` calls it, on a file system that all of them see.
+    """Write `output_dir/checkpoint-{step}`. A collective call of all ranks of `exchange`, on a shared file system.
 
     Args:
-        model: this rank's parameters and persistent buffers by their names in the uncut model. What several ranks hold
-            alike is written by the lowest; two names of one tensor are written once.
+        output_dir: the output directory of the run.
+        step: the training step.
+        model: parameters and persistent buffers of this rank by their names in the full model. A tensor that several
+            ranks hold is written by the lowest of them; a tensor with several names is written once.
         optimizer, random: `optimizer_state(...)` and `random_state()` of this rank.
-        state, layout: JSON, rank 0's is kept: what the trainer must remember; how the model was cut.
-        ranges: which elements this rank has of each parameter that is not whole here. State of the optimizer with as
-            many elements is of the same ones. Over all ranks each element must be there; an empty range has no state.
-        ties: further names of tied parameters, and the name each is given under; those seen in `model` are found.
-        compute_type: the type in which the model computes, where `model` are masters in another.
-        total_limit: after a successful save, delete the lowest steps until so many checkpoints are left.
+        state, layout: JSON of the trainer: what it needs to resume, and how the model is split. Rank 0's is saved.
+        ranges: the range of elements of each parameter that is sharded on this rank. Optimizer state with the same
+            number of elements has the same range. Together, the ranks must hold all elements; an empty range has no
+            state.
+        ties: alias of a tied parameter -> its name in `model`; ties between tensors of `model` are found automatically.
+        compute_type: the dtype of the model's computations, if `model` has main parameters of another dtype.
+        exchange: the ranks that save together; defaults to a single process.
+        total_limit: after the save, delete the checkpoints of the lowest steps until this number is left.
 
-    Raises CheckpointError on **every** rank, naming the rank and file, when any rank fails (a full disk), or elements
-    are missing or held in parts that overlap; then what was there before is untouched.
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: a rank failed (for example, its disk is full), or elements are missing, or ranges overlap
+            partially. Raised on **every** rank, with the failed rank and file; earlier checkpoints are not changed.
     """
     exchange = exchange or LocalExchange()
     output_dir, lead = Path(output_dir), exchange.rank == 0
@@ -73,19 +81,24 @@ def save(
 
         def begin() -> dict[str, Any]:
             if total_limit is not None and total_limit < 1:
-                raise CheckpointError(f"total_limit is {total_limit}, one checkpoint must stay: use 1 or more, or None")
-            plan = {**Share(model, optimizer, ranges or {}).plan(), "ties": {**(ties or {}), **_tied_names(model)}}
-            return {**plan, "partial": stack.enter_context(partial_directory(output_dir, step)).name if lead else None}
+                raise CheckpointError(
+                    f"total_limit={total_limit}: at least one checkpoint must be kept. Use 1 or more, or None for no "
+                    "limit."
+                )
+            held = {**RankFiles(model, optimizer, ranges or {}).held(), "ties": {**(ties or {}), **_tied_names(model)}}
+            return {**held, "partial": stack.enter_context(partial_directory(output_dir, step)).name if lead else None}
 
-        plans = _agree(exchange, begin)
-        partial, all_ties = output_dir / plans[0]["partial"], _merged_ties(plans)
-        mine = _owned(exchange.rank, plans, all_ties)
+        held = _agree(exchange, begin)
+        partial, all_ties = output_dir / held[0]["partial"], _merged_ties(held)
+        mine = _written(exchange.rank, held, all_ties)
 
         def write() -> dict[str, Any]:
             if not partial.is_dir():
-                raise CheckpointError(f"{partial} is not there: output_dir must be on a file system all ranks share")
+                raise CheckpointError(
+                    f"{partial} does not exist: output_dir must be on a file system that all ranks share."
+                )
             suffix = f"-{exchange.rank + 1:05d}-of-{exchange.size:05d}.safetensors"
-            return Share(model, optimizer, ranges or {}).write(partial, suffix, random, *mine)
+            return RankFiles(model, optimizer, ranges or {}).write(partial, suffix, random, *mine)
 
         written = _agree(exchange, write)
 
@@ -102,16 +115,21 @@ def save(
     return output_dir / f"checkpoint-{step}"
 
 
-def _owned(rank: int, plans: list[dict[str, Any]], ties: dict[str, str]) -> list[dict[str, Owned]]:
-    """What this rank writes of the model and of the optimizer; all ranks know the same, so all come to the same end."""
+def _written(rank: int, held: list[dict[str, Any]], ties: dict[str, str]) -> list[dict[str, WrittenTensor]]:
+    """What this rank writes of the model and of the optimizer. All ranks have the same input, so all raise or none."""
     try:
-        return [owned_by(rank, _told(plans, kind), ties) for kind in ("model", "optimizer")]
+        return [
+            written_by(
+                rank, [{name: HeldTensor.from_json(row) for name, row in each[kind].items()} for each in held], ties
+            )
+            for kind in ("model", "optimizer")
+        ]
     except CheckpointError as error:
         raise CheckpointError(f"the checkpoint was not saved: {error}") from None
 
 
 def _manifest(written: list[dict[str, Any]], **known: Any) -> Manifest:
-    """What all ranks have written, and what is known beside."""
+    """The manifest of what all ranks wrote, with the other fields `known`."""
     return Manifest(
         files={name: FileRecord(**record) for answer in written for name, record in answer["files"].items()},
         parts=tuple(Part.from_dict(answer["part"]) for answer in written),
@@ -120,11 +138,11 @@ def _manifest(written: list[dict[str, Any]], **known: Any) -> Manifest:
 
 
 def _agree(exchange: Exchange, work: Callable[[], T]) -> list[T]:
-    """Do `work` on every rank, give every rank all answers (JSON). If any rank failed, every rank raises that error."""
+    """Call `work` on every rank and return the results (JSON) of all. If a rank fails, every rank raises its error."""
     failure: Exception | None = None
     try:
         payload = json.dumps({"answer": work()})
-    except Exception as error:  # whatever it is: the other ranks must hear of it rather than wait
+    except Exception as error:  # of any type: the other ranks must not wait for this one
         failure = error
         text = str(error) if isinstance(error, CheckpointError) else _described(error)
         payload = json.dumps({"error": " ".join(text.split())})
@@ -133,18 +151,18 @@ def _agree(exchange: Exchange, work: Callable[[], T]) -> list[T]:
     if errors:
         rank, first = errors[0]
         more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
-        raise CheckpointError(f"the checkpoint was not saved, rank {rank}: {first}{more}") from failure
+        raise CheckpointError(f"the checkpoint was not saved: rank {rank}: {first}{more}") from failure
     return [answer["answer"] for answer in answers]
 
 
 def _described(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'writing'}: {error.strerror}; free some space or choose another output_dir"
+        return f"{error.filename or 'writing'}: {error.strerror}. Free disk space, or choose another output_dir."
     return f"{type(error).__name__}: {error}"
 
 
 def _tied_names(model: Mapping[str, Tensor]) -> dict[str, str]:
-    """The further names of tensors that have several: {further: first}."""
+    """The aliases of tensors with several names: {alias: first name}."""
     ties: dict[str, str] = {}
     first_name: dict[tuple[Any, ...], str] = {}
     for name, tensor in model.items():
@@ -156,23 +174,19 @@ def _tied_names(model: Mapping[str, Tensor]) -> dict[str, str]:
     return ties
 
 
-def _merged_ties(plans: list[dict[str, Any]]) -> dict[str, str]:
-    """The ties that any rank saw. An edge always leads to a root other than its start, so there is no cycle."""
+def _merged_ties(held: list[dict[str, Any]]) -> dict[str, str]:
+    """The ties of all ranks. Each entry leads to a root other than its key, so there is no cycle."""
     merged: dict[str, str] = {}
-    for plan in plans:
-        for further, first in plan["ties"].items():
+    for each in held:
+        for alias, first in each["ties"].items():
             root = root_name(first, merged)
-            if further not in merged and further != root:
-                merged[further] = root
+            if alias not in merged and alias != root:
+                merged[alias] = root
     return merged
 
 
-def _told(plans: list[dict[str, Any]], kind: str) -> list[dict[str, Holding]]:
-    return [{name: Holding.from_json(row) for name, row in plan[kind].items()} for plan in plans]
-
-
 def _write_manifest(partial: Path, manifest: Manifest, written: list[dict[str, Any]]) -> None:
-    """The lead rank's files: index, manifest and, last, the manifest's hash."""
+    """Write the files of rank 0: index, manifest and, last, the hash of the manifest."""
     weight_map = {name: answer["part"]["model"] for answer in written for name in answer["weights"]}
     index = {"metadata": {"total_size": sum(answer["bytes"] for answer in written)}, "weight_map": weight_map}
     manifest.files[INDEX_NAME] = write_bytes(partial / INDEX_NAME, json_bytes(index))

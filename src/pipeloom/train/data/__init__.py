@@ -1,1 +1,1 @@
-"""From text files to batches."""
+"""Reads text files, tokenizes them, and samples batches."""

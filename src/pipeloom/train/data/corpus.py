@@ -1,7 +1,7 @@
-"""Text files as one memory-mapped stream of tokens.
+"""Tokenizes text files into one memory-mapped stream of tokens.
 
-Several ranks may prepare the same corpus at once: each writes under a name of its own and renames it into place, so
-the last one wins with the same content, and a stream that is already mapped stays as it was.
+Several ranks may prepare the same corpus at once. Each writes a temporary file and renames it, so the last one replaces
+the others with the same content, and a stream that is already mapped does not change.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 Part = Literal["train", "validation"]
 
-_FORMAT = 2  # changes when the same files would give another stream
+_FORMAT = 2  # increment when the same files give another stream
 _BATCH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens for training and for validation.
+    """Tokens for training and validation.
 
     Attributes:
         train: token ids, memory-mapped.
         validation: token ids, memory-mapped.
-        tokenizer: what made them; ``tokenizer.decode`` turns ids back into text.
-        num_files: text files that are in it.
-        skipped: why files were passed over, and how many for each reason.
-        divided_by: "file", or "position" where the files are too few or too unequal to divide them.
-        left_out: directories between the files with what runs of pipeloom wrote.
+        tokenizer: the tokenizer of the ids; ``tokenizer.decode`` converts ids to text.
+        num_files: number of text files.
+        skipped: reason -> number of files skipped.
+        divided_by: "file" if validation has whole files, "position" if the files are too few or too unequal for that.
+        left_out: skipped directories with output of pipeloom runs.
     """
 
     train: NDArray[Any]
@@ -58,24 +58,24 @@ class Corpus:
         return self.tokenizer.vocabulary_size
 
     def num_windows(self, sequence_length: int, part: Part = "train") -> int:
-        """How many windows of `sequence_length` inputs and their targets there are, without overlap.
+        """The number of disjoint windows of `sequence_length` inputs and their targets.
 
         Raises:
-            DataError: not one.
+            DataError: the data is shorter than one window.
         """
         tokens = self._part(part)
         count = (len(tokens) - 1) // sequence_length
         if count < 1:
-            fix = "raise data.validation_fraction, give --eval_steps 0, " if part == "validation" else ""
+            fix = "Increase data.validation_fraction, use --eval_steps 0, add" if part == "validation" else "Add"
             raise DataError(
-                f"the {part} data has {len(tokens)} tokens: one window takes {sequence_length + 1} (sequence_length + "
-                f"1); {fix}add text or lower sequence_length"
+                f"the {part} data has {len(tokens)} tokens: one window needs {sequence_length + 1} (sequence_length + "
+                f"1). {fix} text, or decrease sequence_length."
             )
         return count
 
     def windows(self, indices: ArrayLike, sequence_length: int, part: Part = "train") -> tuple[Tensor, Tensor]:
-        """Windows by number -> (inputs [B, S], targets [B, S]), int64; targets are the inputs one token on."""
-        import torch  # here, so that data can be prepared and checked without it
+        """Windows by number -> (inputs [B, S], targets [B, S]), int64; targets are the inputs shifted by one token."""
+        import torch  # imported here: preparing and checking data needs no torch
 
         tokens, count = self._part(part), self.num_windows(sequence_length, part)
         chosen = np.asarray(indices, np.int64)
@@ -86,9 +86,9 @@ class Corpus:
     def validation_batches(
         self, sequence_length: int, batch_size: int, num_batches: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The first `num_batches` batches of the validation data, always the same; fewer where it is short.
+        """The first `num_batches` batches of the validation data, or fewer if it is shorter.
 
-        Only full batches, unless there is not one: then a single smaller one.
+        All batches are full, except for a single smaller one if the data is shorter than a batch.
         """
         count = self.num_windows(sequence_length, "validation")
         for batch in range(min(num_batches, max(1, count // batch_size))):
@@ -107,23 +107,22 @@ def prepare_corpus(
     *,
     output_dir: Path | None = None,
 ) -> Corpus:
-    """Turn text files into tokens, once, and map them into memory.
+    """Tokenize text files, cache the tokens in a file, and map it into memory.
 
     Args:
-        path: a directory (all files below it that are UTF-8 text, hidden ones left out), a glob pattern, or one
-            file. None: the ``.py`` files of this interpreter's standard library, without its tests and without
-            installed packages.
+        path: a directory (all UTF-8 text files below it, without hidden ones), a glob pattern, or a file. None: the
+            ``.py`` files of this interpreter's standard library, without its tests and installed packages.
         tokenizer: a JSON file of the `tokenizers` library. None: bytes.
-        directory: where the stream is kept; it is used again while files, sizes, times and tokenizer stay the same.
-        validation_fraction: part of the text kept for validation: whole files, chosen by a hash of their relative
-            path. Where that would miss the fraction by more than a factor of four, the end of the stream instead.
-        output_dir: where the run writes; it is no text, and neither are the output directories of other runs.
+        directory: the cache of tokens; reused as long as files, sizes, modification times and tokenizer are the same.
+        validation_fraction: the fraction of the text for validation: whole files, chosen by a hash of their relative
+            path. If that misses the fraction by more than a factor of four, the end of the stream instead.
+        output_dir: the output directory of the run; its files and those of other runs are left out.
 
     Raises:
-        DataError: missing, unreadable or empty data, no text, no tokenizer, a directory that cannot be written.
+        DataError: data or tokenizer is missing, unreadable or empty, or `directory` is not writable.
     """
     if not 0 <= validation_fraction < 1:
-        raise DataError(f"validation_fraction={validation_fraction}: it is a fraction of the text; use 0 up to 1")
+        raise DataError(f"validation_fraction={validation_fraction}: must be >= 0 and < 1.")
     encoder = load_tokenizer(tokenizer)
     found = find_files(path, directory, output_dir)
     root, files = found.root, found.files
@@ -139,7 +138,7 @@ def prepare_corpus(
             write_whole(about, json.dumps(facts))
         tokens = np.asarray(np.memmap(stream, encoder.dtype, "r", shape=(facts["num_tokens"],)))
     except OSError as error:
-        raise DataError(f"{error.filename or directory}: {error.strerror}; name a directory to write to") from None
+        raise DataError(f"{error.filename or directory}: {error.strerror}. Choose a writable directory.") from None
     return Corpus(
         train=tokens[: facts["num_train_tokens"]],
         validation=tokens[facts["num_train_tokens"] :],
@@ -152,22 +151,26 @@ def prepare_corpus(
 
 
 def _facts(file: Path) -> list[Any]:
-    """What changes when the content of `file` does."""
+    """Path, size and modification time of `file`, which identify its content."""
     try:
         stat = file.stat()
     except OSError as error:
-        raise DataError(f"data file {file}: {error.strerror}; make it readable or leave it out") from None
+        raise _unreadable(file, error) from None
     return [str(file), stat.st_size, stat.st_mtime_ns]
 
 
+def _unreadable(file: Path, error: OSError) -> DataError:
+    return DataError(f"data file {file}: {error.strerror}. Make it readable, or leave it out.")
+
+
 def _read_text(file: Path) -> str | None:
-    """The content of `file`, or None where it is no UTF-8 text."""
+    """The content of `file`, or None if it is not UTF-8 text."""
     try:
         text = file.read_bytes().decode()
     except UnicodeDecodeError:
         return None
     except OSError as error:
-        raise DataError(f"data file {file}: {error.strerror}; make it readable or leave it out") from None
+        raise _unreadable(file, error) from None
     return None if "\0" in text else text
 
 
@@ -180,7 +183,7 @@ def _in_validation(file: Path, root: Path, fraction: float) -> bool:
 def _write_stream(
     out: BinaryIO, root: Path, files: Sequence[Path], tokenizer: Tokenizer, fraction: float
 ) -> dict[str, Any]:
-    """Write the training files, then the validation files; return what `about` says of them."""
+    """Write the tokens of the training files, then of the validation files; return the JSON that describes them."""
     num_tokens, num_files, counts = 0, 0, []
     skipped = {"not UTF-8 text": 0, "empty": 0}
     for wanted in (False, True):
@@ -201,8 +204,8 @@ def _write_stream(
         counts.append(num_tokens)
     if not num_tokens:
         binary = skipped["not UTF-8 text"]
-        what = f"{binary} of them no UTF-8 text, the others empty" if binary else "all empty"
-        raise DataError(f"data in {root}: {len(files)} files, {what}; training needs text; name other files")
+        content = f"{binary} of them not UTF-8 text, the others empty" if binary else "all empty"
+        raise DataError(f"data in {root}: {len(files)} files, {content}. Training needs text: choose other files.")
     num_train, kept = counts[0], num_tokens - counts[0]
     by_file = fraction * num_tokens / 4 <= kept <= min(4 * fraction, (1 + fraction) / 2) * num_tokens
     return {
@@ -215,7 +218,7 @@ def _write_stream(
 
 
 def _read_about(stream: Path, about: Path, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """What is known of a stream written before, or None if it is not there, whole."""
+    """The JSON that describes a cached stream, or None if there is no complete one."""
     try:
         facts: dict[str, Any] = json.loads(about.read_bytes())
         whole = stream.stat().st_size == facts["num_tokens"] * tokenizer.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Which windows of a corpus make up which batch, as a pure function of how many were used before."""
+"""Selects the windows of each batch, as a pure function of the number of samples used so far."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ __all__ = ["Corpus", "Sampler", "prepare_corpus"]
 
 
 class Sampler:
-    """Endless shuffled passes over `num_windows` windows.
+    """Endless shuffled epochs of `num_windows` windows.
 
-    Sample number ``n`` is number ``n % num_windows`` of the permutation of epoch ``n // num_windows``, which follows
-    from `seed` and the epoch. The only state of a run is therefore how many samples it has used: resumed there, with
-    this batch size or another, it repeats and skips nothing.
+    Sample ``n`` is element ``n % num_windows`` of the permutation of epoch ``n // num_windows``, which is determined by
+    `seed` and the epoch. The only state is thus the number of samples used so far: a run that resumes from it, with any
+    batch size, repeats and skips no sample.
+
+    Raises:
+        DataError: there are no windows.
     """
 
     def __init__(self, num_windows: int, seed: int) -> None:
         if num_windows < 1:
-            raise DataError(f"num_windows={num_windows}: a sampler draws from at least one window; add text")
+            raise DataError(f"num_windows={num_windows}: must be at least 1. Add text.")
         self.num_windows = num_windows
         self.seed = seed
-        self._permutation = lru_cache(maxsize=2)(self._permutation_of)  # two: a batch may straddle epochs
+        self._permutation = lru_cache(maxsize=2)(self._permutation_of)  # two, as a batch may span epochs
 
     def batch(self, first_sample: int, count: int) -> NDArray[np.int64]:
         """The window numbers of samples ``first_sample ... first_sample + count - 1``; [count]."""

@@ -1,4 +1,4 @@
-"""Which files a run reads: those that its data path names, without what runs of pipeloom wrote between them."""
+"""Finds the text files of a run: the files of its data path, without output of pipeloom runs."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from pathlib import Path
 from pipeloom.errors import DataError
 from pipeloom.train.checkpoint.manifest import SEAL_NAME
 
-CONFIG_HEAD = "# pipeloom "  # how the config.yaml of an output directory begins
+CONFIG_HEAD = "# pipeloom "  # the first characters of config.yaml in an output directory
 
-# What stands beside it there, and nothing else: a run may have its text in the directory it writes to.
+# The other files that a run writes. An output directory may also have text files of the user.
 _WRITTEN = re.compile(
     r"(metrics\.jsonl|config\.yaml|environment\.json|timelines\.json|timeline\.json\.gz|report\.html|memory\.json"
     r"|data|checkpoint-\d+|previous-\d+)"
 )
 _TOKENS = re.compile(r"corpus-[0-9a-f]{24}\.(bin|json)")
 
-# The standard library without what is no library code: tests, and packages installed beside it.
+# Directories of the standard library without library code: tests and installed packages.
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """Files in a fixed order.
+    """The text files of a run.
 
     Attributes:
-        root: the directory that relative paths start from.
-        passed_over: why files are not among them, and how many for each reason.
-        left_out: directories below `root` with what runs wrote.
+        root: the base of relative paths.
+        files: the files in a fixed order.
+        passed_over: reason -> number of files skipped.
+        left_out: skipped directories below `root` with output of runs.
     """
 
     root: Path
@@ -45,13 +46,13 @@ class TextFiles:
 
 
 def find_files(path: str | None, tokens_dir: Path, output_dir: Path | None) -> TextFiles:
-    """The files that `path` names: a directory, a glob pattern, a file, or None for the standard library.
+    """Find the files of `path`: a directory, a glob pattern, a file, or None for the standard library.
 
-    Left out are `tokens_dir`, `output_dir` and the output directories of other runs, known by their config.yaml. Where
-    the text lies in such a directory, only what runs write is left out of it.
+    Leaves out `tokens_dir`, `output_dir` and the output directories of other runs, recognized by their config.yaml. If
+    `path` is inside such a directory, only the files that runs write are left out.
 
     Raises:
-        DataError: missing or unreadable data, or nothing but what is left out.
+        DataError: data is missing or unreadable, or all files are left out.
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -62,13 +63,13 @@ def find_files(path: str | None, tokens_dir: Path, output_dir: Path | None) -> T
     elif root.is_file():
         root, files = root.parent, [root]
     elif root.exists():
-        raise DataError(f"data path {path!r} is a device, a pipe or a socket: training reads files; name one")
+        raise DataError(f"data path {path!r} is a device, a pipe or a socket: must be a directory or file.")
     elif glob.has_magic(path):
         files = sorted(match for match in map(Path, glob.glob(str(root), recursive=True)) if not match.is_dir())
         root = Path(*takewhile(lambda part: not glob.has_magic(part), root.parts))
     else:
-        raise DataError(f"data path {path!r} does not exist: it is a directory, a glob pattern or a file; correct it")
-    found = [file for file in files if file.is_file()]  # reading anything else may never end
+        raise DataError(f"data path {path!r} does not exist: must be a directory, a glob pattern or a file.")
+    found = [file for file in files if file.is_file()]  # reading a pipe or device may not terminate
     passed_over = {"broken link": 0, "no regular file": 0}
     for file in files:
         if not file.is_file():
@@ -78,16 +79,16 @@ def find_files(path: str | None, tokens_dir: Path, output_dir: Path | None) -> T
     files = [file for file in found if writers[file] is None]
     if found and not files:
         raise DataError(
-            f"data path {path!r}: its {len(found)} files lie in {writers[found[0]]}, where a run keeps its tokens and "
-            "results and nothing is read from; name another output_dir, or move the text"
+            f"data path {path!r}: its {len(found)} files are in {writers[found[0]]}, a directory for the output of a "
+            "run, which is not read. Use another output_dir, or move the text."
         )
     if not files:
-        raise DataError(f"data path {path!r} has no files: training needs text; name another")
+        raise DataError(f"data path {path!r} has no files. Training needs text: choose another path.")
     return TextFiles(root, files, passed_over, sorted({place for place in writers.values() if place is not None}))
 
 
 class _Writers:
-    """Which run wrote a file, if any did: `writer(file)` is its directory, or None."""
+    """Recognizes output of runs: `writer(file)` is the directory of the run that wrote a file, or None."""
 
     def __init__(self, root: Path, tokens_dir: Path, output_dir: Path | None) -> None:
         self._root = root
@@ -108,14 +109,14 @@ class _Writers:
 
     @staticmethod
     def _is_written(file: Path, place: Path, root: Path) -> bool:
-        """Whether `file` is of the run that writes to `place`: all that is there, unless the text is there too."""
+        """Whether the run in `place` wrote `file`; decided by the name if `root` is inside `place`."""
         if not file.is_relative_to(place):
             return False
         return not root.is_relative_to(place) or bool(_WRITTEN.fullmatch(file.relative_to(place).parts[0]))
 
 
 def _is_output(directory: Path) -> bool:
-    """Whether a run of pipeloom wrote this directory, or a checkpoint."""
+    """Whether a directory is an output directory or a checkpoint of pipeloom."""
     try:
         with open(directory / "config.yaml", encoding="utf-8", errors="replace") as file:
             if file.read(len(CONFIG_HEAD)) == CONFIG_HEAD:
@@ -128,7 +129,7 @@ def _is_output(directory: Path) -> bool:
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
     def unreadable(error: OSError) -> None:
         raise DataError(
-            f"data directory {error.filename}: {error.strerror}; make it readable or name another"
+            f"data directory {error.filename}: {error.strerror}. Make it readable, or choose another."
         ) from None
 
     for folder, folders, names in os.walk(root, onerror=unreadable):

@@ -1,4 +1,4 @@
-"""From text to token ids and back: plain bytes, or a `tokenizers` JSON file."""
+"""Tokenizers: UTF-8 bytes, or a JSON file of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from numpy.typing import NDArray
 
 from pipeloom.errors import DataError
 
-# How tokenizers in the wild call the token that ends a document.
+# Common names of the end-of-text token.
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|eos|>", "[SEP]")
 
 
 class Tokenizer(ABC):
-    """Turns documents into token ids, each ended by a separator, and ids back into text."""
+    """Converts documents to token ids, with a separator after each, and ids to text.
+
+    Attributes:
+        vocabulary_size: number of token ids.
+        dtype: the smallest unsigned dtype that holds all ids.
+        fingerprint: identifies the mapping from text to ids, for caches.
+    """
 
     vocabulary_size: int
-    dtype: np.dtype[Any]  # the smallest of uint8, uint16, uint32 that holds every id
-    fingerprint: bytes  # changes when the ids of a text may change
+    dtype: np.dtype[Any]
+    fingerprint: bytes
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> NDArray[Any]:
-        """The ids of `texts`, one document after another, a separator after each."""
+        """The ids of all `texts`, concatenated, with a separator after each."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
@@ -49,7 +55,10 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """A tokenizer in the JSON format of the `tokenizers` library.
 
-    A document ends with the vocabulary's end-of-text token, or with a line break where there is none.
+    The separator is the end-of-text token of the vocabulary, or a line break if there is none.
+
+    Raises:
+        DataError: the library is not installed, or the file is missing or invalid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,18 +66,20 @@ class FileTokenizer(Tokenizer):
             import tokenizers
         except ImportError:
             raise DataError(
-                f"tokenizer {path}: the tokenizers library is not installed; pip install 'pipeloom[tokenizers]'"
+                f"tokenizer {path}: the tokenizers library is not installed. Run pip install 'pipeloom[tokenizers]'."
             ) from None
-        if path.exists() and not path.is_file() and not path.is_dir():  # read several times, and /dev/zero has no end
-            raise DataError(f"tokenizer {path} is a device, a pipe or a socket; give the path of a tokenizer.json")
+        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe reads once, /dev/zero never ends
+            raise DataError(f"tokenizer {path} is a device, a pipe or a socket. Pass the path of a tokenizer.json.")
         try:
             self.fingerprint = path.read_bytes()
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(self.fingerprint.decode())
         except OSError as error:
-            raise DataError(f"tokenizer {path}: {error.strerror}; give the path of a tokenizer.json") from None
-        except Exception as error:  # the library raises bare Exception for a file that it cannot parse
-            reason = next(iter(str(error).splitlines()), type(error).__name__)  # a MemoryError says nothing
-            raise DataError(f"tokenizer {path} is no tokenizers JSON file ({reason}); give a tokenizer.json") from None
+            raise DataError(f"tokenizer {path}: {error.strerror}. Pass the path of a tokenizer.json.") from None
+        except Exception as error:  # the library raises a bare Exception if it cannot parse the file
+            reason = next(iter(str(error).splitlines()), type(error).__name__)  # a MemoryError has no message
+            raise DataError(
+                f"tokenizer {path} is not a JSON file of the tokenizers library ({reason}). Pass a tokenizer.json."
+            ) from None
         self.vocabulary_size = 1 + max(self._tokenizer.get_vocab().values(), default=0)
         self.dtype = np.min_scalar_type(self.vocabulary_size - 1)
         ends = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
@@ -85,9 +96,5 @@ class FileTokenizer(Tokenizer):
 
 
 def load_tokenizer(file: str | None) -> Tokenizer:
-    """Bytes for None, else the tokenizer in `file`.
-
-    Raises:
-        DataError: the `tokenizers` library is missing, or the file is missing or none of its files.
-    """
+    """The tokenizer in `file`, or bytes for None; raises as `FileTokenizer`."""
     return ByteTokenizer() if file is None else FileTokenizer(Path(file))

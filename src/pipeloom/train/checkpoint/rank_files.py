@@ -1,4 +1,4 @@
-"""What one rank holds of a model and of the optimizer's state, whole or in pieces, and how it writes its share."""
+"""The files of one rank: which tensors and shards of the model and optimizer state it holds, and which it writes."""
 
 from __future__ import annotations
 
@@ -13,38 +13,44 @@ from torch import Tensor
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.train.checkpoint.manifest import Part
-from pipeloom.train.checkpoint.pieces import Writer, assign_writers, piece_key
+from pipeloom.train.checkpoint.pieces import Writer, assign_writers, piece_key, size_mismatch
 from pipeloom.train.checkpoint.state import SAFETENSORS_TYPES, OptimizerState, RandomState, is_elementwise
 from pipeloom.train.checkpoint.tensor_file import FileRecord, TensorSource, write_tensors
 
 
-class Holding(NamedTuple):
-    """What a rank has of one name, as the ranks tell each other.
+class HeldTensor(NamedTuple):
+    """What a rank holds of a tensor; the ranks exchange it as JSON.
 
     Attributes:
-        part: which elements; None for all.
-        states: keys of the optimizer's state that is a number for each of them.
+        part: the range of elements; None for the full tensor.
+        states: keys of the optimizer state with one number per element.
     """
 
     part: Range | None
     states: tuple[str, ...] = ()
 
     @classmethod
-    def from_json(cls, row: list[Any]) -> Holding:
+    def from_json(cls, row: list[Any]) -> HeldTensor:
         part, states = row
         return cls(part and Range(part[0], part[1], tuple(part[2])), tuple(states))
 
 
-class Owned(NamedTuple):
-    """What a rank writes of one name: `part` of what it holds under `name`; if it `leads`, what no part has too."""
+class WrittenTensor(NamedTuple):
+    """What a rank writes of a tensor.
+
+    Attributes:
+        name: its name on this rank.
+        part: the range of elements; None for the full tensor.
+        leads: whether the rank also writes the optimizer state that is the same for all shards.
+    """
 
     name: str
     part: Range | None
     leads: bool
 
 
-class Share:
-    """The model and the optimizer of one rank.
+class RankFiles:
+    """Writes the model and the optimizer state of one rank.
 
     Args:
         model, optimizer, ranges: see `save`.
@@ -59,18 +65,15 @@ class Share:
         self._model, self._optimizer, self._ranges = model, optimizer, ranges
         for name, part in ranges.items():
             if name in model and model[name].numel() != part.stop - part.start:
-                raise CheckpointError(
-                    f"{name} has {model[name].numel()} elements here and the range {part.start} to {part.stop}: a "
-                    "tensor has the elements of its range; give both of one layout"
-                )
+                raise size_mismatch(name, model[name].numel(), part)
 
-    def plan(self) -> dict[str, dict[str, Holding]]:
-        """What there is, by name, as JSON can tell it."""
+    def held(self) -> dict[str, dict[str, HeldTensor]]:
+        """What this rank holds of the model and of the optimizer state, by name."""
         groups = self._optimizer.groups if self._optimizer else []
         parameters = [name for group in groups for name in group["parameters"]]
         return {
-            "model": {name: Holding(self._part(name)) for name in self._model},
-            "optimizer": {name: Holding(self._part(name), self._elementwise(name)) for name in parameters},
+            "model": {name: HeldTensor(self._part(name)) for name in self._model},
+            "optimizer": {name: HeldTensor(self._part(name), self._elementwise(name)) for name in parameters},
         }
 
     def write(
@@ -78,13 +81,19 @@ class Share:
         directory: Path,
         suffix: str,
         random: RandomState | None,
-        model: Mapping[str, Owned],
-        optimizer: Mapping[str, Owned],
+        model: Mapping[str, WrittenTensor],
+        optimizer: Mapping[str, WrittenTensor],
     ) -> dict[str, Any]:
-        """Write this rank's files into `directory`; `model` and `optimizer` say what, by the name it is stored under.
+        """Write the files of this rank.
+
+        Args:
+            directory: the directory of the checkpoint.
+            suffix: the end of the file names.
+            random: the generator states of this rank.
+            model, optimizer: stored name -> what to write.
 
         Returns:
-            JSON: {"part": `Part`, "files": records, "weights": names in the model's file, "bytes": of these}.
+            JSON: {"part": `Part`, "files": records, "weights": names in the model file, "bytes": their size}.
         """
         files: dict[str, FileRecord] = {}
 
@@ -118,23 +127,23 @@ class Share:
         return None if part is None or part.is_whole else part
 
     def _elementwise(self, name: str) -> tuple[str, ...]:
-        """The keys of a parameter's state that are parts as the parameter is."""
+        """The keys of a parameter's state that are sharded like the parameter."""
         part, tensors = self._part(name), self._state_tensors(name)
         return () if part is None else tuple(k for k, t in tensors.items() if is_elementwise(t.shape, part))
 
     def _state_tensors(self, name: str) -> dict[str, Tensor]:
         return self._optimizer.tensors.get(name, {}) if self._optimizer else {}
 
-    def _weight(self, stored: str, owned: Owned) -> tuple[str, TensorSource]:
+    def _weight(self, stored: str, owned: WrittenTensor) -> tuple[str, TensorSource]:
         key = stored if owned.part is None else piece_key(stored, owned.part)
         return key, tensor_source(key, self._model[owned.name], self._saved_shape(owned.name))
 
     def _saved_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape in which the elements of a range are saved; None: as they are."""
+        """The shape in which a shard is saved; None for the shape of the tensor."""
         whole = self._ranges.get(name)
         return None if whole is None else whole.shape if whole.is_whole else (whole.stop - whole.start,)
 
-    def _states(self, stored: str, owned: Owned) -> Iterator[tuple[str, TensorSource]]:
+    def _states(self, stored: str, owned: WrittenTensor) -> Iterator[tuple[str, TensorSource]]:
         elementwise, shape = self._elementwise(owned.name), self._saved_shape(owned.name)
         held = self._ranges.get(owned.name)
         for key, tensor in self._state_tensors(owned.name).items():
@@ -145,8 +154,8 @@ class Share:
                 reshaped = shape if held is not None and is_elementwise(tensor.shape, held) else None
                 yield f"{stored}/{key}", tensor_source(f"{stored}/{key}", tensor, reshaped)
 
-    def _optimizer_content(self, optimizer: OptimizerState, owned: Mapping[str, Owned]) -> dict[str, Any]:
-        """What the manifest says of the optimizer's state."""
+    def _optimizer_content(self, optimizer: OptimizerState, owned: Mapping[str, WrittenTensor]) -> dict[str, Any]:
+        """The entries of the manifest about the optimizer state."""
         leading = {own.name: stored for stored, own in owned.items() if own.leads}
         pieces = {stored: self._elementwise(own.name) for stored, own in owned.items()}
         tensors = {
@@ -167,40 +176,42 @@ class Share:
         }
 
 
-def owned_by(rank: int, held: list[dict[str, Holding]], ties: Mapping[str, str]) -> dict[str, Owned]:
-    """What `rank` has to write of all that the ranks hold, by the name it is stored under.
+def written_by(rank: int, held: list[dict[str, HeldTensor]], ties: Mapping[str, str]) -> dict[str, WrittenTensor]:
+    """Stored name -> what `rank` writes, given what each rank holds.
 
     Raises:
-        CheckpointError: elements or states are missing, or held in parts that overlap; on every rank alike.
+        CheckpointError: elements or states are missing, or ranges overlap partially; the same error on every rank.
     """
-    parts = [{name: holding.part for name, holding in holdings.items()} for holdings in held]
-    owned: dict[str, Owned] = {}
+    parts = [{name: tensor.part for name, tensor in tensors.items()} for tensors in held]
+    owned: dict[str, WrittenTensor] = {}
     for stored, writers in assign_writers(parts, ties).items():
         _check_states(stored, list(writers.values()), held)
         first = min(writer.rank for writer in writers.values())
         for part, writer in writers.items():
             if writer.rank == rank:
-                owned[stored] = Owned(writer.name, part, leads=rank == first)
+                owned[stored] = WrittenTensor(writer.name, part, leads=rank == first)
     return owned
 
 
-def _check_states(stored: str, writers: list[Writer], held: list[dict[str, Holding]]) -> None:
-    """Ranks with pieces of one parameter have pieces of the same state."""
+def _check_states(stored: str, writers: list[Writer], held: list[dict[str, HeldTensor]]) -> None:
+    """Check that all shards of a parameter have the same state."""
     first, *others = [(writer.rank, set(held[writer.rank][writer.name].states)) for writer in writers]
     for rank, keys in others:
         if differ := sorted(keys ^ first[1]):
-            there, away = (rank, first[0]) if differ[0] in keys else (first[0], rank)
+            present, absent = (rank, first[0]) if differ[0] in keys else (first[0], rank)
             raise CheckpointError(
-                f"rank {there} has optimizer state {differ[0]!r} of its part of {stored}, rank {away} has none of "
-                "its own: all parts of a parameter are updated together; step the optimizer on every rank"
+                f"rank {present} has optimizer state {differ[0]!r} for its shard of {stored}, but rank {absent} has "
+                "none. Step the optimizer on every rank."
             )
 
 
 def tensor_source(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorSource:
-    """A tensor to be written, in another `shape` if one is given. Raises CheckpointError for what cannot be held."""
+    """A tensor to write, in another `shape` if given. Raises CheckpointError for unsupported tensors."""
     dtype = SAFETENSORS_TYPES.get(tensor.dtype)
     if dtype is None or tensor.layout != torch.strided:
-        raise CheckpointError(f"{name} is {tensor.dtype}, {tensor.layout}, which safetensors cannot hold: convert it")
+        raise CheckpointError(
+            f"{name} is {tensor.dtype}, {tensor.layout}, which safetensors does not support. Convert it."
+        )
 
     def read() -> memoryview:
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
