@@ -173,5 +173,5 @@ def test_a_buffer_that_only_some_copies_change_is_refused() -> None:
     schedule = pl.schedules.build("chimera", num_ranks=2, num_microbatches=2)
     pipe = pl.Pipeline([Counts(), nn.Linear(4, 4)], schedule, loss_fn=nn.functional.mse_loss)
     batch = torch.randn(5, 4)
-    with pytest.raises(pl.errors.RunError, match=r"buffer seen was changed by forwards on rank 1 and not .* rank 0"):
+    with pytest.raises(pl.errors.RunError, match=r"buffer seen was changed by forwards on rank 1 but not on rank 0"):
         pipe.step(batch, batch)

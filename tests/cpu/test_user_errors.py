@@ -43,7 +43,7 @@ def test_a_loss_that_trains_nothing_is_refused_where_something_wants_to(name: st
         if frozen == "01":
             assert float(pipe.step(*_batch())) > 0
             return
-        with pytest.raises(RunError, match=r"stage 1.*1F0.*the loss needs no gradient, but parameters do") as error:
+        with pytest.raises(RunError, match=r"stage 1.*1F0.*the loss requires no gradient, but parameters do") as error:
             pipe.step(*_batch())
         _one_line(error.value)
 

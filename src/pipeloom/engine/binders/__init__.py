@@ -1,1 +1,8 @@
-"""Binders: each turns one action into the function that runs it."""
+"""Binders: each turns one action into the function that runs it.
+
+forward              F
+backward             B, I and W
+send_receive         SEND and RECV
+activation_offload   OFFLOAD and RELOAD
+sequence_slices      what F, B and I of a slice of a sequence do in addition
+"""

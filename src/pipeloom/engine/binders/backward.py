@@ -1,4 +1,4 @@
-"""Binders of B, I and W: run autograd behind a forward, at once or in two halves."""
+"""Binders of B, I and W: the backward of a forward, at once or in two halves."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def bind_weight_backward(state: RankState, action: Action, program: Program) -> 
 def _bind_graph(
     state: RankState, action: Action, program: Program
 ) -> Callable[[], tuple[list[Tensor], list[Root], list[Tensor]]]:
-    """Where a backward ends and starts: input leaves, roots, and a gradient for each root."""
+    """The function that returns a backward's input leaves, its roots, and a gradient for each root."""
     stage, _, microbatch, piece = action
     assert microbatch is not None
     key = (stage, microbatch, piece)
@@ -87,7 +87,7 @@ def _bind_graph(
 def _bind_delivery(
     state: RankState, action: Action, program: Program
 ) -> Callable[[Sequence[Tensor | None]], None] | None:
-    """What a stage does with the gradients of its inputs: hand them to the stage before, or lay them out."""
+    """The function that takes the gradients of a stage's inputs: passes them to the stage before, or to their SEND."""
     stage, _, microbatch, piece = action
     assert microbatch is not None
     if stage == 0:

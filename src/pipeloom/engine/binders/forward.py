@@ -1,4 +1,4 @@
-"""Binders of F: run the stage, and hand on, lay out for sending, or rate what it returns."""
+"""Binder of F: run the stage, and pass its output to the next stage or to the loss."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
 
 
 def _copied(state: RankState, stage: int, value: Value) -> Value:
-    """A copy of a stage's input, which the stage changes in place; from now on it always gets one."""
+    """A copy of the input, for a stage that changes its input in place; from now on the stage always gets a copy."""
     state.copies_input[stage] = True
     return copied(value)
 
 
 def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:
-    """What the last stage does with its output: the loss, or keeping it for the caller."""
+    """The function that takes the last stage's output: computes the loss, or keeps the output for the caller."""
     stage, _, microbatch, piece = action
     assert microbatch is not None
     key = (stage, microbatch, piece)
@@ -107,27 +107,27 @@ def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[
 def _checked(loss: Tensor) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise RunError(f"loss_fn returned {shape}: it returns one number, the mean over the micro-batch")
+        raise RunError(f"loss_fn returned {shape}: it must return a scalar, the mean over the micro-batch.")
     if not loss.dtype.is_floating_point:
-        raise RunError(f"loss_fn returned a {loss.dtype}: a mean is a floating-point number; convert it")
+        raise RunError(f"loss_fn returned a {loss.dtype}: a loss must be a floating-point number. Convert it.")
     return loss
 
 
 def _check_nothing_to_train(leaves: list[Tensor], stage: Module) -> None:
-    """A loss without a gradient is right only where nothing wants one, as under `Tensor.backward` on one process.
+    """Called for a loss that requires no gradient.
 
     Raises:
         RunError: an earlier stage, or this one, has parameters to train.
     """
     if leaves or any(parameter.requires_grad for parameter in stage.parameters()):
         raise RunError(
-            "the loss needs no gradient, but parameters do: nothing would be trained; leave out detach(), item() and "
-            "no_grad() in loss_fn and in the last stage, or freeze the parameters"
+            "the loss requires no gradient, but parameters do: no parameter would be trained. Remove detach(), item() "
+            "and no_grad() from loss_fn and the last stage, or freeze the parameters."
         )
 
 
 def _bind_delivery(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:
-    """What a stage does with its output: hand it to the next stage here, or lay it out for its SEND."""
+    """The function that takes a stage's output: passes it to the next stage on this rank, or to its SEND."""
     stage, _, microbatch, piece = action
     assert microbatch is not None
     here = program.placement.rank_of(stage + 1, microbatch) == state.rank
@@ -151,7 +151,7 @@ def _bind_delivery(state: RankState, action: Action, program: Program) -> Callab
 def bind_entry(
     state: RankState, stage: int, training: bool
 ) -> Callable[[Layout, list[Tensor]], tuple[Value, list[Tensor]]]:
-    """How a value enters a stage: its tensors that want a gradient become leaves of a new graph."""
+    """The function that makes a stage's input: tensors that require a gradient become leaves of a new graph."""
     copies_input = state.copies_input
 
     def enter(layout: Layout, tensors: list[Tensor]) -> tuple[Value, list[Tensor]]:
@@ -166,10 +166,10 @@ def bind_entry(
 
 
 def _root(tensor: Tensor) -> Root:
-    """Where a backward starts. The edge of the graph keeps no numbers alive, unlike the tensor."""
+    """The root of a backward: an edge of the graph, which does not keep the tensor's memory alive."""
     node = tensor.grad_fn
     if node is None:
         return tensor
-    # The graph of a Python function needs a node of C++ to stay alive, as in torch.autograd.graph.get_gradient_edge.
+    # The node of a Python function needs a C++ node to stay alive, as in torch.autograd.graph.get_gradient_edge.
     token = tensor.view_as(tensor).grad_fn if isinstance(node, BackwardCFunction) else None
     return GradientEdge(node, tensor.output_nr, token)

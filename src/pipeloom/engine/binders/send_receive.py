@@ -1,7 +1,7 @@
-"""Binders of SEND and RECV, and how ranks notice that they make different calls, or are given different batches.
+"""Binders of SEND and RECV. They raise where ranks make different calls, or have batches of different size.
 
-With every message goes a number: which call this is, and how many samples its batch has. A rank that reads neither
-inputs nor targets learns the latter from the first message that says it, and passes it on.
+A number travels with every message: which call this is, and how many samples its batch has. A rank that reads neither
+inputs nor targets learns the number of samples from the first message that has it, and passes it on.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def _of_this_call(state: RankState, source: int, message: Message, receive: Call
 
 
 def _agreed(state: RankState, source: int, theirs: int) -> int:
-    """The number that holds from now on, where rank `source` sent one of the same call."""
+    """The call number from now on, after rank `source` sent `theirs`, a number of the same call."""
     sent, own = num_samples_of(theirs), num_samples_of(state.call)
     if sent and own and sent != own:
         reads_inputs, reads_targets = bool(state.batch.inputs), state.batch.targets is not None
         if reads_inputs != reads_targets:
             raise RunError(unequal_lengths(own, sent) if reads_inputs else unequal_lengths(sent, own))
         raise RunError(
-            f"rank {source} has a batch of {sent} samples and this rank one of {own}: a step has one batch; pass the "
-            "same on every rank"
+            f"rank {source} has a batch of {sent} samples and this rank one of {own}: all ranks must step on the same "
+            "batch. Pass the same one on every rank."
         )
     return max(theirs, state.call)

@@ -1,11 +1,11 @@
-"""Slices of a sequence in the executor: what a binder wraps around the stage it calls.
+"""Slices of a sequence: what F, B and I do in addition.
 
     stage 0        cut the slice from its micro-batch
-    other stages   a value comes as (value, extent): where the slice starts and ends in a sequence of which length
+    other stages   receive (value, extent): the start and end of the slice, and the length of the sequence
     F, B, I        run inside the slice's context, in which attention finds the keys and values of earlier slices
-    last stage     the targets are cut by the same extent; a slice's loss counts by its share of the sequence
+    last stage     cut the targets by the same extent; weight the loss by the slice's share of the sequence
 
-A context belongs to one stage and micro-batch. It lives from the forward of slice 0 to the backward of slice 0, which
+A context belongs to one stage and micro-batch. It exists from the forward of slice 0 to the backward of slice 0, which
 comes last; in evaluation to the forward of the last slice.
 """
 
@@ -27,15 +27,15 @@ from pipeloom.transport.values import Value, flatten, unflatten
 
 
 def slice_extents(length: int, num_slices: int, lengths: Sequence[int] | None) -> list[Extent]:
-    """Cut a sequence: by `lengths` where they add up to it, in proportion where not, else evenly, longer ones first.
+    """Cut a sequence in proportion to `lengths`; without these evenly, longer slices first.
 
     Raises:
         InputError: fewer tokens than slices.
     """
     if length < num_slices:
         raise InputError(
-            f"a sequence of {length} tokens for {num_slices} slices: each needs at least one; use longer sequences, or "
-            f"a schedule of {max(1, length)} slices"
+            f"a sequence of {length} tokens for {num_slices} slices: each slice needs at least one token. Use longer "
+            f"sequences, or a schedule of {max(1, length)} slices."
         )
     if lengths is None:
         ends = list(accumulate(even_parts(length, num_slices)))
@@ -58,12 +58,15 @@ def sequence_length(value: Value, what: str) -> int:
     found = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
     if len(found) != 1:
         seen = f"tensors of {sorted(found)} tokens" if found else "no tensor of two dimensions or more"
-        raise InputError(f"{what} hold {seen}: slices are cut along dimension 1, which all share; reshape, or pad")
+        raise InputError(
+            f"{what} hold {seen}: slices are cut along dimension 1, which must have the same length in all tensors. "
+            "Reshape or pad them."
+        )
     return found.pop()
 
 
 def cut_sequences(batch: Batch, num_slices: int, lengths: Sequence[int] | None) -> None:
-    """Say in the batch where its slices are, before any rank starts.
+    """Set the extents of a batch's slices.
 
     Raises:
         InputError: sequences shorter than the number of slices, or inputs and targets of different length.
@@ -77,20 +80,20 @@ def cut_sequences(batch: Batch, num_slices: int, lengths: Sequence[int] | None) 
         batch.extents = slice_extents(length, num_slices, lengths)
     if len(set(found.values())) > 1:
         raise InputError(
-            f"inputs are sequences of {found['inputs']} tokens and targets of {found['targets']}: every token has its "
-            "target; pass sequences of one length"
+            f"inputs are sequences of {found['inputs']} tokens and targets of {found['targets']}: every token needs a "
+            "target. Pass sequences of the same length."
         )
 
 
 def cut_slice(value: Value, extent: Extent) -> Value:
-    """The slice of a micro-batch; tensors of one dimension go with every slice."""
+    """The slice of a micro-batch; every slice gets tensors of one dimension whole."""
     layout, tensors = flatten(value)
     start, end, _ = extent
     return unflatten(layout, [t[:, start:end] if t.dim() > 1 else t for t in tensors])
 
 
 def join_slices(values: Sequence[Value]) -> Value:
-    """Put the outputs of the slices of a micro-batch together along dimension 1; others are those of the last slice."""
+    """Concatenate the outputs of slices along dimension 1; other tensors are those of the last slice."""
     layouts, tensors = zip(*map(flatten, values), strict=True)
     joined = [torch.cat(column, 1) if column[0].dim() > 1 else column[-1] for column in zip(*tensors, strict=True)]
     return unflatten(layouts[-1], joined)
@@ -99,9 +102,9 @@ def join_slices(values: Sequence[Value]) -> Value:
 def sliced_module(
     state: RankState, action: Action, program: Program, forward: Callable[[Value], Value]
 ) -> Callable[[Value], Value]:
-    """The stage as F of a slice calls it: (value, extent) -> (value, extent), on the first stage from a micro-batch.
+    """The function that F of a slice calls: (value, extent) -> (value, extent); on stage 0 it takes a micro-batch.
 
-    `forward` is the stage as F calls it where sequences are whole.
+    `forward` is the function that F of a whole sequence calls.
     """
     stage, _, microbatch, _ = action
     assert microbatch is not None
@@ -110,7 +113,7 @@ def sliced_module(
     piece = action.slice or 0
     first, last_slice = stage == 0, piece == num_slices - 1
     forward_only = program.schedule.forward_only
-    to_check = piece > 0 and microbatch == 0  # once is enough, and every time would take its time
+    to_check = piece > 0 and microbatch == 0  # only in the first step: the check takes time
 
     def run(value: Value) -> tuple[Value, Tensor]:
         if first:
@@ -138,7 +141,7 @@ def sliced_module(
 
 
 def in_slice(state: RankState, action: Action, step: Step) -> Step:
-    """A backward inside its slice's context, where recomputed blocks find the same keys and values again."""
+    """A backward inside its slice's context, in which recomputed blocks find the same keys and values."""
     stage, _, microbatch, _ = action
     assert microbatch is not None
     run, ready = step

@@ -1,1 +1,9 @@
-"""What a rank holds of a model: parameters, gradients and buffers, and who else holds them."""
+"""The parameters, gradients and buffers that a rank holds.
+
+parameter_store   main parameters and their gradients, and what data-parallel replicas share of them
+parameter_bytes   how many bytes they take
+parameter_range   which elements of a parameter a process updates
+ownership         which rank holds which parameter and buffer
+gradient_sum      sums of gradients of parameters that several ranks hold
+shared_buffers    buffers that several ranks hold
+"""

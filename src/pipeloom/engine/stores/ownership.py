@@ -1,7 +1,7 @@
-"""Which parameters a rank holds, and which other ranks hold them too.
+"""Which parameters and buffers a rank holds, and which other ranks hold them too.
 
-Ranks that are processes each have a model of their own. Ranks that share a process are made to look the same: what
-several of them hold (tied parameters, replicas of a stage) exists once for each.
+Ranks in different processes have separate models. Ranks in one process behave the same way: each has its own copy of
+modules and parameters that several ranks hold (tied parameters, replicas of a stage).
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from pipeloom.split import Stages
 
 
 def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dict[int, dict[int, nn.Module]]:
-    """For each of a process's ranks, the modules of its stages. The model itself is left as it is.
+    """For each of a process's ranks, the modules of its stages. The model itself is not changed.
 
-    The modules are the model's own but for these: one that holds a parameter of an earlier rank is a copy with a copy
-    of that parameter and its hooks, in which everything else is the model's; what an earlier rank runs itself is copied
-    whole.
+    Modules are the model's own, with two exceptions. A module with a parameter of an earlier rank is a shallow copy
+    that has a copy of this parameter and its hooks. A module that an earlier rank runs is copied completely.
 
     Raises:
-        InputError: a module that has to be copied cannot be.
+        InputError: a module has to be copied and `copy.deepcopy` fails.
     """
     taken_modules: set[int] = set()
     taken_parameters: set[int] = set()
     result: dict[int, dict[int, nn.Module]] = {}
     for rank in ranks:
         modules = {stage: cut_model.modules[stage] for stage in program.placement.stages_of[rank]}
-        copies: dict[int, nn.Parameter] = {}  # of this rank, by the identity of what they are copies of
+        copies: dict[int, nn.Parameter] = {}  # by the identity of the original
         for module in modules.values():
             for parameter in module.parameters():
                 if id(parameter) in taken_parameters and id(parameter) not in copies:
                     copies[id(parameter)] = _copied(parameter)
-        memo: dict[int, Any] = {}  # one for the rank: what two of its stages share, their copies share too
+        memo: dict[int, Any] = {}  # one per rank, so that copies of two of its stages share what the stages share
         result[rank] = {
             stage: _with_parameters(module, copies, memo, whole=any(id(m) in taken_modules for m in module.modules()))
             for stage, module in modules.items()
@@ -55,7 +54,7 @@ def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dic
 
 
 def _copied(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same value, with the same hooks, as the model has it in a process of its own."""
+    """A copy of a parameter, with the same hooks."""
     made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, kind, None)
@@ -75,7 +74,7 @@ def _with_parameters(
         if not any(id(parameter) in copies for parameter in part.parameters()):
             memo[id(part)] = part
         memo.update({id(buffer): buffer for buffer in part.buffers(recurse=False)})
-        # Hooks get the module that runs, and what they write down is for whoever registered them.
+        # Hooks are not copied: what they record is for the user who registered them.
         memo.update({id(value): value for name, value in vars(part).items() if name.endswith("_hooks")})
     memo.update(copies)
     try:
@@ -83,8 +82,8 @@ def _with_parameters(
     except Exception as error:
         raise InputError(
             f"{type(module).__name__} shares parameters with a stage of another rank and cannot be copied "
-            f"({unwrapped(str(error))}): ranks in one process need a copy each; run the ranks as processes, or "
-            "let copy.deepcopy work on it"
+            f"({unwrapped(str(error))}): each rank in a process needs its own copy. Run the ranks as processes, or "
+            "make copy.deepcopy work on it."
         ) from error
 
 
@@ -95,7 +94,7 @@ class Ownership:
     Attributes:
         names: canonical names of all parameters of the model, in its order.
         held: for each rank of this process, its parameters by canonical name.
-        homes: by canonical name, all stages with a parameter that is held here.
+        homes: for each parameter that is held here, all stages that have it.
     """
 
     names: tuple[str, ...]
@@ -126,7 +125,7 @@ class Ownership:
         """Raises InputError where a parameter is not the same on all ranks of this process that hold it.
 
         Args:
-            value: of a rank's parameter, wherever it is.
+            value: ``value(rank, name)`` of a parameter.
         """
         names = {name: rank for rank, held in reversed(self.held.items()) for name in held}  # the lowest rank
         for rank, held in self.held.items():
@@ -134,13 +133,13 @@ class Ownership:
                 first = self.held[names[name]][name]
                 if first is not parameter and not _equal(value(names[name], name), value(rank, name)):
                     raise InputError(
-                        f"parameter {name!r} differs on ranks {names[name]} and {rank}: every rank has a copy, and all "
-                        "are to be updated alike; make the optimizer from the Pipeline's parameters(), zero gradients "
-                        "with it, and load values with the Pipeline's load_state_dict()"
+                        f"parameter {name!r} differs on ranks {names[name]} and {rank}: all ranks that hold a "
+                        "parameter must update their copies alike. Make the optimizer from the Pipeline's "
+                        "parameters(), zero gradients with it, and load values with the Pipeline's load_state_dict()."
                     )
 
     def shared(self, rank: int) -> dict[int, Shared]:
-        """What REDUCE_GRAD sums on `rank`: by the stage it stands under, this rank's copies and all ranks with one."""
+        """The parameters that REDUCE_GRAD sums on `rank`, by the stage of the action."""
         result: dict[int, Shared] = {}
         stages = self._program.placement.stages_of[rank]
         for group in self._program.gradient_groups:
@@ -154,7 +153,7 @@ class Ownership:
         return result
 
     def shared_buffers(self, rank: int) -> dict[int, SharedBuffers]:
-        """The buffers that several ranks hold, by the stage under which the REDUCE_GRAD stands that equals them."""
+        """The buffers that several ranks hold, by the stage of the REDUCE_GRAD that makes them equal."""
         result = {}
         for lowest in self.shared(rank):
             group = next(group for group in self._program.gradient_groups if lowest in group)
@@ -163,7 +162,7 @@ class Ownership:
         return result
 
     def replica_buffers(self, rank: int, stage: int) -> SharedBuffers:
-        """The buffers that the replicas of one stage, and no other, hold."""
+        """The buffers that only the replicas of one stage hold."""
         return SharedBuffers(rank, {name: home for stages, name, home in self._buffers[rank] if stages == [stage]})
 
 
@@ -174,7 +173,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def _find_buffers(
     by_rank: dict[int, dict[int, nn.Module]], cut_model: Stages, program: Program
 ) -> dict[int, list[tuple[list[int], str, BufferHome]]]:
-    """For each rank of this process, the buffers that other ranks hold too: their stages, names and places."""
+    """For each rank of this process, the buffers that other ranks hold too: their stages, names and homes."""
     canonical: dict[int, tuple[list[int], str]] = {}  # by a buffer's identity: its stages, its first name
     for stage, module in enumerate(cut_model.modules):
         for name, buffer in module.named_buffers():
@@ -194,7 +193,7 @@ def _find_buffers(
 
 
 def common_dtype(cut_model: Stages) -> torch.dtype:
-    """The type in which norms of all parameters add up, the same on every rank."""
+    """The dtype in which norms of all parameters are summed, the same on every rank."""
     dtype: torch.dtype | None = None
     for module in cut_model.modules:
         for parameter in module.parameters():

@@ -1,4 +1,4 @@
-"""How many bytes parameters and gradients take, counted from the memory that they lie in."""
+"""Bytes of parameters and gradients, counted by their storages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 
 class HeldBytes(NamedTuple):
-    """What is held at one moment.
+    """Bytes held at one moment.
 
     Attributes:
-        parameters: of modules, as far as they are gathered.
-        masters: main parameters that lie in other memory: masters, shards.
-        gradients: of modules and of main parameters, and what is on its way from one to the other.
+        parameters: of modules; of sharded ones those that are gathered.
+        masters: of main parameters with their own memory: master parameters, shards.
+        gradients: of modules and of main parameters, and of gradients in reduction.
     """
 
     parameters: int
@@ -30,10 +30,10 @@ class HeldBytes(NamedTuple):
 
 
 class PeakBytes(NamedTuple):
-    """The most that was held at one moment of the last run.
+    """Peak bytes of the last run.
 
     Attributes:
-        gathered: of parameters that are freed again (zero3).
+        gathered: of gathered parameters that are freed again (zero3).
         gradients: as `HeldBytes.gradients`; 0 where peaks are not recorded.
     """
 
@@ -42,11 +42,11 @@ class PeakBytes(NamedTuple):
 
 
 class Offloaded(NamedTuple):
-    """Main parameters that are in a store between updates.
+    """Offloaded main parameters.
 
     Attributes:
-        num_bytes: of them.
-        moved_bytes: read and written so far.
+        num_bytes: of these parameters.
+        moved_bytes: bytes read and written so far.
         wait_seconds: how long gathers have waited for reads so far.
     """
 
@@ -56,7 +56,7 @@ class Offloaded(NamedTuple):
 
 
 class Gauge:
-    """A number and its largest value.
+    """A number of bytes and its peak.
 
     Attributes:
         now, peak: in bytes.
@@ -66,11 +66,11 @@ class Gauge:
         self.now = self.peak = 0
 
     def restart(self) -> None:
-        """Forget the largest value."""
+        """Start a new peak at the current value."""
         self.peak = self.now
 
     def add(self, change: int) -> None:
-        """Change the number."""
+        """Add `change` bytes, which may be negative."""
         self.set(self.now + change)
 
     def set(self, value: int) -> None:
@@ -80,7 +80,7 @@ class Gauge:
 
 
 def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of the storages that have not been seen."""
+    """Bytes of the storages that are not in `seen`, which are then added to it."""
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""`Range`: which elements of a parameter a process updates. No torch here."""
+"""`Range`: the elements of a parameter that a process updates. No torch here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """A main parameter with elements `start` to before `stop` of a parameter of `shape`, flattened row by row."""
+    """Elements `start` to before `stop` of a parameter of `shape`, flattened row by row."""
 
     start: int
     stop: int
@@ -15,5 +15,5 @@ class Range(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the parameter."""
+        """Whether these are all elements of the parameter."""
         return self.start == 0 and self.stop == math.prod(self.shape)

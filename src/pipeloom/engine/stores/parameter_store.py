@@ -1,8 +1,8 @@
-"""Where parameters and gradients live: what a pipeline and its workers need to know of it.
+"""`ParameterStore`: the parameters of one rank, and `Sharing`: what data-parallel replicas share of them.
 
-An optimizer updates *main parameters*. Of a pipeline that runs alone these are the parameters of its modules. Where
-copies of a pipeline share them, or forwards read other formats than updates write, `pipeloom.parallel` keeps main
-parameters beside the modules' own: shards, or masters in float32.
+An optimizer updates *main parameters*. Without data parallelism and mixed precision these are the parameters of the
+modules. Otherwise `pipeloom.parallel` keeps main parameters in addition to the modules' own: shards, or master
+parameters in float32.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ParameterStore(ABC):
 
     Attributes:
         parameters: main parameters by canonical name; an optimizer changes them and reads their ``.grad``.
-        ranges: of those that do not have the parameter's shape.
-        loss_scale: by what the loss was multiplied before its backward; main gradients are divided by it.
-        records_peaks: whether runs look how many bytes gradients take, which takes some time.
-        times: where it notes its collectives.
+        ranges: of main parameters that do not have the parameter's shape: the elements that they hold.
+        loss_scale: the factor of the loss before its backward; main gradients are divided by it.
+        records_peaks: whether runs record the peak bytes of gradients, which takes some time.
+        times: when the store's collectives ran.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -44,7 +44,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def begin(self, program: Program) -> None:
-        """A run of `program` begins."""
+        """Called when a run of `program` begins."""
 
     @abstractmethod
     def bind(self, action: Action, program: Program) -> Step:
@@ -52,56 +52,56 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def around(self, action: Action, step: Step, program: Program) -> Step:
-        """The function of a computation, with what it needs of the parameters before and behind it."""
+        """The function of a computation, with the parameters that it needs before and after it."""
 
     @abstractmethod
     def finish(self) -> None:
-        """All backwards of a run are done: wait for sums over copies, and add them to main gradients. Once a run."""
+        """Called when all backwards of a run are done: waits for gradient reductions, and adds to main gradients."""
 
     @abstractmethod
     def end(self) -> None:
-        """The run is over, or failed."""
+        """Called when a run is over, also after an error."""
 
     @abstractmethod
     def close(self) -> None:
-        """No run will come."""
-
-    @abstractmethod
-    def unit_bytes(self) -> dict[int, list[tuple[int, int]]]:
-        """For each stage, the bytes of each unit when it is gathered, and when its gradients are reduced."""
-
-    @abstractmethod
-    def held_bytes(self) -> HeldBytes:
-        """What is held now."""
-
-    @abstractmethod
-    def peak_bytes(self) -> PeakBytes:
-        """The most that the last run held."""
-
-    @property
-    def away(self) -> Offloaded:
-        """Main parameters that are in a store."""
-        return Offloaded(0, 0, 0.0)
+        """Called when no run will follow."""
 
     @abstractmethod
     def value(self, name: str) -> Tensor:
-        """A main parameter as a tensor that may be read and written, on the host where it is in a store."""
-
-    @abstractmethod
-    def whole(self) -> dict[str, Tensor]:
-        """Values of all parameters whose modules have other ones; every copy calls it."""
-
-    @abstractmethod
-    def writable(self) -> AbstractContextManager[None]:
-        """Within it the modules' parameters may be written."""
+        """A main parameter as a tensor that may be read and written; on the host where the parameter is offloaded."""
 
     @abstractmethod
     def assign(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values of whole parameters into the main ones."""
+        """Copy values of full parameters into the main ones."""
 
     @abstractmethod
     def refresh(self) -> None:
-        """Put main parameters into the modules, where they stay between runs; every copy calls it."""
+        """Copy main parameters into the modules' parameters that exist between runs; every replica calls it."""
+
+    @abstractmethod
+    def held_bytes(self) -> HeldBytes:
+        """The bytes held now."""
+
+    @abstractmethod
+    def peak_bytes(self) -> PeakBytes:
+        """The peak of the last run."""
+
+    def unit_bytes(self) -> dict[int, list[tuple[int, int]]]:
+        """By stage, the bytes of each unit's full parameters when gathered, and of its gradients when reduced."""
+        return {}
+
+    @property
+    def away(self) -> Offloaded:
+        """Main parameters that are offloaded."""
+        return Offloaded(0, 0, 0.0)
+
+    def whole(self) -> dict[str, Tensor]:
+        """Full main parameters by name, where they are not the modules' own; every replica calls it."""
+        return {}
+
+    def writable(self) -> AbstractContextManager[None]:
+        """A context in which the modules' parameters may be written."""
+        return nullcontext()
 
 
 class PlainStore(ParameterStore):
@@ -131,9 +131,6 @@ class PlainStore(ParameterStore):
     def close(self) -> None:
         pass
 
-    def unit_bytes(self) -> dict[int, list[tuple[int, int]]]:
-        return {}
-
     def held_bytes(self) -> HeldBytes:
         gradients = (p.grad for p in self.parameters.values() if p.grad is not None)
         return HeldBytes.of(self._modules, self.parameters.values(), gradients)
@@ -144,12 +141,6 @@ class PlainStore(ParameterStore):
     def value(self, name: str) -> Tensor:
         return self.parameters[name].detach()
 
-    def whole(self) -> dict[str, Tensor]:
-        return {}
-
-    def writable(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def assign(self, values: Mapping[str, Tensor]) -> None:
         pass
 
@@ -158,13 +149,13 @@ class PlainStore(ParameterStore):
 
 
 class Sharing:
-    """What a pipeline that runs alone has in common with other copies of itself: nothing.
+    """What data-parallel replicas share. This class is for a single replica in one number format: it shares nothing.
 
     Attributes:
-        axis: how copies share the work; None where there is one, which computes with its main parameters.
-        copy: which one this process belongs to.
-        sharded: whether copies have different parts of main parameters.
-        terms: what all processes have to agree on beside the program.
+        axis: how replicas share the work; None for a single replica that computes with its main parameters.
+        copy: index of this process's replica.
+        sharded: whether replicas have different shards of main parameters.
+        terms: in addition to the program, what all processes have to agree on.
     """
 
     axis: DataAxis | None = None
@@ -173,7 +164,7 @@ class Sharing:
     terms: Sequence[str] = ()
 
     def check_device(self, device: torch.device) -> None:
-        """Raises InputError where what is shared cannot be on a model's device."""
+        """Raises InputError where parameters cannot be offloaded from a model's device."""
 
     def store(
         self,
@@ -182,7 +173,7 @@ class Sharing:
         homes: Mapping[str, tuple[int, ...]],
         layers: Sequence[Sequence[str]],
     ) -> ParameterStore:
-        """Take over the parameters of one rank.
+        """The store of one rank.
 
         Args:
             stages: the modules of its stages.
@@ -193,25 +184,25 @@ class Sharing:
         return PlainStore(held, stages.values())
 
     def sum_samples(self, count: int, refusal: Exception | None = None) -> int:
-        """The number of samples in the batches of all copies; every copy calls it.
+        """The number of samples in the batches of all replicas; every replica calls it.
 
         Args:
-            count: of this copy.
-            refusal: why it does not take its batch.
+            count: of this replica.
+            refusal: the error, if this replica's batch is invalid.
 
         Raises:
-            InputError: a copy does not take its batch. On that copy its `refusal`.
+            InputError: the batch of a replica is invalid. On that replica `refusal` is raised.
         """
         if refusal is not None:
             raise refusal
         return count
 
     def sum_losses(self, loss: Tensor) -> Tensor:
-        """The sum over copies; every copy calls it."""
+        """The sum over replicas; every replica calls it."""
         return loss
 
     def leave(self) -> None:
-        """This copy takes part in nothing more: have the others, who may wait for it, know."""
+        """Called after an error: tells the other replicas, which may wait for this one."""
 
     def inputs(self, value: Value) -> Value:
         """The model's inputs in the format of its parameters."""

@@ -1,8 +1,8 @@
-"""Buffers that several ranks hold: after a step all copies are that of the rank which ran micro-batch 0.
+"""Buffers that several ranks hold: after a step all of them have the values of the rank that ran micro-batch 0.
 
-What a forward writes into a buffer, such as the running statistics of a BatchNorm, each copy of a stage writes from the
-micro-batches that it sees itself. One copy has to count; as under DistributedDataParallel its values go to the others.
-They travel with the gradients, and only where they changed since the last step.
+Forwards write into buffers such as the running statistics of a BatchNorm, on each replica of a stage from its own
+micro-batches. As under DistributedDataParallel, one rank broadcasts its values to the others. The values travel with
+the gradients, and only where they changed since the last step.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pipeloom.errors import RunError
 
 
 class BufferHome(NamedTuple):
-    """Where a rank has its copy of a shared buffer.
+    """Where a rank has a shared buffer.
 
     Attributes:
         module, attribute: the buffer is ``module.attribute``.
-        source: the rank whose copy counts.
-        ranks: all that hold a copy, ascending.
+        source: the rank whose values the others take.
+        ranks: all ranks with the buffer, ascending.
     """
 
     module: nn.Module
@@ -35,7 +35,7 @@ class BufferHome(NamedTuple):
         return self.module._buffers[self.attribute]
 
     def take_over(self, value: Tensor | None) -> None:
-        """Make the copy equal to `value`."""
+        """Give the buffer the values of `value`."""
         own = self.value
         if own is not None and value is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
             own.copy_(value)
@@ -44,7 +44,7 @@ class BufferHome(NamedTuple):
 
 
 class SharedBuffers:
-    """One rank's copies of the buffers that it shares within one gradient group.
+    """The buffers that one rank shares within one gradient group.
 
     Args:
         rank: this rank.
@@ -54,7 +54,7 @@ class SharedBuffers:
     def __init__(self, rank: int, homes: Mapping[str, BufferHome]) -> None:
         self._rank = rank
         self._homes = homes
-        # Values, not the tensors' version counters: what batch_norm writes does not count as a write there.
+        # Values are compared, because batch_norm does not increment the version counters of its statistics.
         self._equal = {name: _copy(home.value) for name, home in homes.items()}
         self._changed: frozenset[str] = frozenset()
 
@@ -64,27 +64,27 @@ class SharedBuffers:
         return {rank for home in self._homes.values() for rank in home.ranks}
 
     def look(self) -> None:
-        """See which buffers changed since the copies were last made equal."""
+        """Find the buffers that changed since they were last made equal."""
         self._changed = frozenset(n for n, home in self._homes.items() if not _same(home.value, self._equal[n]))
 
     def to_send(self, peer: int) -> dict[str, Tensor | None]:
-        """What `peer` is to take over."""
+        """The values for `peer`."""
         mine = {name: self._homes[name] for name in sorted(self._changed)}
         return {n: home.value for n, home in mine.items() if home.source == self._rank and peer in home.ranks}
 
     def take(self, values: Mapping[str, Tensor | None]) -> None:
-        """Take over what was sent here; afterwards all copies are equal.
+        """Give the buffers the values of their source ranks, which are then equal on all ranks.
 
         Raises:
-            RunError: this copy of a buffer changed, and the one that counts did not.
+            RunError: a buffer changed on this rank and not on its source.
         """
         for name in sorted(self._changed - values.keys()):
             source = self._homes[name].source
             if source != self._rank:
                 raise RunError(
-                    f"buffer {name} was changed by forwards on rank {self._rank} and not by those on rank {source}, "
-                    "whose copy counts: all forwards change a buffer or none does; freeze it, or take a schedule that "
-                    "holds each stage once"
+                    f"buffer {name} was changed by forwards on rank {self._rank} but not on rank {source}, whose "
+                    "values the replicas take: a forward must change a buffer on all replicas or on none. Freeze the "
+                    "buffer, or use a schedule without replicas."
                 )
         for name, value in values.items():
             self._homes[name].take_over(value)
