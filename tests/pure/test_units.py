@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pipeloom import schedules as families
 from pipeloom.cli import main
 from pipeloom.errors import InputError
-from pipeloom.ir import DataAxis, DataStrategy, Granularity, Op
+from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op
+from pipeloom.ir.unit_actions import unit_actions_of_rank
 from pipeloom.passes import forward_only, lower
 from pipeloom.plan.cluster import links_beside, parse_cluster
 from pipeloom.sim import Costs, Network, Timeline, measured_timeline, parse_costs, simulate
@@ -131,6 +132,20 @@ def test_units_are_never_slower_than_whole_stages_nor_quicker_than_what_has_to_b
     assert Timeline.from_json(timeline.to_json()) == timeline
     slowed = simulate(program, replace(whole, units=counts), replace(network, data_slowdown=0.5))
     assert slowed.makespan >= timeline.makespan * (1 - 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedules(), st.sampled_from(AXES), st.integers(1, 4))
+def test_the_simulator_gathers_and_reduces_units_as_the_program_says(schedule, data, units):
+    program = lower(schedule, data=data)
+    timed = simulate(program, costs(1.0, 1.0, units, schedule.num_stages), Network(data_bytes_per_second=1.0))
+    for rank, order in enumerate(program.orders):
+        stages = {action.stage for action in order}
+        layers = {stage: [[unit] for unit in range(units)] for stage in stages}
+        said = unit_actions_of_rank(program, rank, layers, dict.fromkeys(stages, units))
+        sent = [(during, unit.op) for during, unit in said if unit.op is not Op.RESHARD]
+        named = [Action(a.stage, op) if op is Op.UNSHARD else a.with_op(op) for a, op in sent]
+        assert [span.action for span in timed.background[rank]] == named
 
 
 @pytest.mark.parametrize("strategy", list(DataStrategy))

@@ -6,9 +6,9 @@ with units 0, 1 and 2, under zero3:
 
     granularity step     0UNSHARD       gather 0 1 2
     and chunk            0F0            layer 0 | layer 1 | layer 2
-                         0B0            layer 2 | reduce 2, layer 1 | reduce 1, layer 0
+                         0B0            layer 2 | reduce 2, layer 1 | reduce 1, layer 0 | reduce 0
                          0RESHARD       free 0 1 2
-                         0REDUCE_GRAD0  reduce 0
+                         0REDUCE_GRAD0
 
     granularity          0UNSHARD       gather 0
     microbatch           0F0            gather 1, layer 0 | free 0, gather 2, layer 1 | free 1, layer 2 | free 2
@@ -19,9 +19,9 @@ with units 0, 1 and 2, under zero3:
                          0RESHARD       free 0
                          0REDUCE_GRAD0  reduce 0
 
-A layer starts once its units have arrived. I gathers as B does; W needs no parameters. Only the last backward that a
-REDUCE_GRAD covers reduces. A unit whose shard is offloaded is read (RELOAD) before it is gathered: from the UNSHARD on,
-at granularity microbatch two layers ahead.
+A layer starts once its units have arrived. I gathers as B does; W needs no parameters. Only the last backward (B or W)
+that a REDUCE_GRAD covers reduces, and the REDUCE_GRAD reduces the rest. A unit whose shard is offloaded is read (RELOAD)
+before it is gathered: from the UNSHARD on, at granularity microbatch two layers ahead.
 
 The executor runs these actions (`pipeloom.parallel.data.layer_hooks`), memory forecasts count their bytes
 (`pipeloom.plan.memory`), and the simulator times them for equal units (`pipeloom.sim.background`).
@@ -29,12 +29,13 @@ The executor runs these actions (`pipeloom.parallel.data.layer_hooks`), memory f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeloom.ir.action import Op
+from pipeloom.ir.action import COMPUTE_OPS, Action, Op
 from pipeloom.ir.data_axis import DataAxis, Granularity
+from pipeloom.ir.schedule import Program
 
 
 class UnitAction(NamedTuple):
@@ -51,7 +52,7 @@ class UnitActions:
     Attributes:
         unshard: of the UNSHARD in front of the computation.
         at_layer: for each layer, of the computation when it comes to the layer and the layer's units have arrived.
-        end: of a forward behind its last layer; of a backward with the RESHARD and the REDUCE_GRAD behind it.
+        end: behind the last layer. For a backward that gathers inside, the RESHARD and REDUCE_GRAD behind it do these.
     """
 
     unshard: tuple[UnitAction, ...]
@@ -109,6 +110,53 @@ def unit_actions(
         at_layer[low if forward else high] = tuple(actions)
     end = walk.free([unit for unit in walk.there if not forward or unit in first]) if inside else []
     return UnitActions(tuple(unshard), tuple(at_layer), (*end, *reduce(-1)))
+
+
+def unit_actions_of_rank(
+    program: Program, rank: int, layers: Mapping[int, Sequence[Sequence[int]]], num_units: Mapping[int, int]
+) -> Iterator[tuple[Action, UnitAction]]:
+    """All unit actions of a rank of a program with a data axis, in order, each with the program's action that does it.
+
+    Args:
+        program: what the rank runs.
+        rank: which.
+        layers, num_units: of each of its stages, see `unit_actions`.
+    """
+    data, order = program.data, program.orders[rank]
+    assert data is not None
+    inside = gathers_inside(data)
+    of_stage = {
+        (stage, forward): unit_actions(layers[stage], num_units[stage], data, forward=forward)
+        for stage in num_units
+        for forward in (True, False)
+    }
+    there: set[tuple[int, int]] = set()
+    left: dict[int, list[UnitAction]] = {}
+    for position, action in enumerate(order):
+        stage, op = action.stage, action.op
+        found: Sequence[UnitAction] = ()
+        if op is Op.UNSHARD:
+            reader = next(a for a in order[position:] if a.stage == stage and a.op in COMPUTE_OPS and a.op is not Op.W)
+            found = of_stage[stage, reader.op is Op.F].unshard
+        elif op is Op.RESHARD:
+            found = [UnitAction(op, unit) for unit in range(num_units[stage])]
+        elif op is Op.REDUCE_GRAD:
+            found = left.pop(stage, [])
+        elif op in COMPUTE_OPS:
+            actions = of_stage[stage, op is Op.F]
+            found = [each for layer in actions.at_layer[:: 1 if op is Op.F else -1] for each in layer]
+            if op is Op.B and inside:
+                left[stage] = [each for each in actions.end if each.op is Op.REDUCE_GRAD]
+            else:
+                found += actions.end
+            reduces = op is not Op.I and action.with_op(Op.REDUCE_GRAD) in program.data_reductions
+            gathers = inside and op is not Op.W
+            found = [each for each in found if (reduces if each.op is Op.REDUCE_GRAD else gathers)]
+        for each in found:
+            place = (stage, each.unit)
+            if each.op is Op.REDUCE_GRAD or (each.op is Op.UNSHARD) is (place not in there):
+                there ^= {place} if each.op is not Op.REDUCE_GRAD else set()
+                yield action, each
 
 
 class _Walk:
