@@ -20,7 +20,7 @@ with units 0, 1 and 2, under zero3:
                          0REDUCE_GRAD0  reduce 0
 
 A layer starts once its units have arrived. I gathers as B does; W needs no parameters. Only the last backward (B or W)
-that a REDUCE_GRAD covers reduces, and the REDUCE_GRAD reduces the rest. A unit whose shard is offloaded is read (RELOAD)
+that a REDUCE_GRAD covers reduces; the REDUCE_GRAD reduces the rest. A unit whose shard is offloaded is read (RELOAD)
 before it is gathered: from the UNSHARD on, at granularity microbatch two layers ahead.
 
 The executor runs these actions (`pipeloom.parallel.data.layer_hooks`), memory forecasts count their bytes
