@@ -7,6 +7,7 @@ tests/pure/test_docs.py fails where pictures or tables are not what this script 
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from contextlib import redirect_stdout
@@ -62,10 +63,12 @@ def draw(directory: Path) -> list[Path]:
     (directory / "pipedream-replicas.svg").write_text(_replicas() + "\n", encoding="utf-8")
     (directory / "slices.svg").write_text(_slices() + "\n", encoding="utf-8")
     (directory / "convergence.svg").write_text(_convergence() + "\n", encoding="utf-8")
+    (directory / "rooms.svg").write_text(_rooms() + "\n", encoding="utf-8")
     shown = _gallery_timelines()
     for name, timeline in shown.items():
         (directory / f"gallery-{name}.svg").write_text(_gallery_picture(timeline) + "\n", encoding="utf-8")
-    more = ("eager-latency.svg", "run.svg", "steps.svg", "slices.svg", "convergence.svg", "pipedream-replicas.svg")
+    drawn_here = "eager-latency run steps slices convergence pipedream-replicas rooms"
+    more = (f"{name}.svg" for name in drawn_here.split())
     return [directory / name for name in (*SIMULATED, *more, *(f"gallery-{name}.svg" for name in shown))]
 
 
@@ -228,6 +231,70 @@ def _steps() -> str:
         for kind, timeline in (("with", barrier), ("without", free))
     ]
     return timeline_svg([barrier, free], titles=titles, standalone=True)
+
+
+def _allowed_imports() -> dict[str, set[str]]:
+    """Which packages each package may import: the table that tests/pure/test_import_rule.py enforces."""
+    path = DOCS.parent / "tests" / "pure" / "test_import_rule.py"
+    names: dict[str, Any] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and not any(isinstance(part, ast.Call) for part in ast.walk(node.value)):
+            names[ast.unparse(node.targets[0])] = eval(ast.unparse(node.value), names)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ALLOWED":
+            names["ALLOWED"] = eval(ast.unparse(node.value), names | {"set": set})
+    allowed: dict[str, set[str]] = names["ALLOWED"]
+    return {room: others - {room, "common"} for room, others in allowed.items() if room != "common"}
+
+
+def _rooms() -> str:
+    """The packages in layers, each above those that it imports. An arrow is left out where others imply it."""
+    allowed = _allowed_imports()
+
+    @cache
+    def below(room: str) -> frozenset[str]:
+        return frozenset(allowed[room]).union(*map(below, allowed[room]))
+
+    @cache
+    def layer(room: str) -> int:
+        return 1 + max(map(layer, allowed[room]), default=-1)
+
+    rows: dict[int, list[str]] = {}
+    for room in sorted(allowed):
+        rows.setdefault(layer(room), []).append(room)
+    width, height, box, gap = 860.0, 76.0, 104.0, 34.0
+    place = {
+        room: ((k + 0.5) * width / len(rows[level]), 20 + (max(rows) - level) * height)
+        for level in rows
+        for k, room in enumerate(rows[level])
+    }
+    arrows, boxes = [], []
+    for room in sorted(allowed):
+        x, y = place[room]
+        for other in sorted(allowed[room]):
+            if not any(other in below(between) for between in allowed[room]):
+                a, b = place[other]
+                arrows.append(f'<path class="arrow" d="M{x:.0f} {y + gap:.0f}L{a:.0f} {b - 3:.0f}"/>')
+        boxes.append(
+            f'<rect class="room" x="{x - box / 2:.0f}" y="{y:.0f}" width="{box:.0f}" height="{gap:.0f}" rx="6"/>'
+            f'<text x="{x:.0f}" y="{y + 22:.0f}" text-anchor="middle">{room}</text>'
+        )
+    style = (
+        ".pl{font:13px system-ui,sans-serif;color:#222;background:#fff}.pl text{fill:currentColor}"
+        ".pl .paper{fill:#fff}.pl .room{fill:#dcebf7;stroke:#0072b2}"
+        ".pl .arrow{stroke:#888;fill:none;marker-end:url(#head)}"
+        "@media(prefers-color-scheme:dark){.pl{color:#ddd;background:#16181c}.pl .paper{fill:#16181c}"
+        ".pl .room{fill:#12384f}}"
+    )
+    head = (
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path d="M0 0L8 4L0 8z" fill="#888"/></marker></defs>'
+    )
+    total = 20 + (max(rows) + 1) * height
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="pl" viewBox="0 0 {width:.0f} {total:.0f}" role="img" '
+        f'aria-label="packages of pipeloom and what they import"><style>{style}</style>{head}'
+        f'<rect class="paper" width="100%" height="100%"/>{"".join(arrows)}{"".join(boxes)}</svg>'
+    )
 
 
 def fill_tables(text: str) -> str:

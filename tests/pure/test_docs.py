@@ -168,6 +168,28 @@ def test_every_page_and_picture_is_reachable():
         assert path.name in text, path
 
 
+def _names_of_files(name: str) -> set[str]:
+    """The files and folders in a page's text, such as `engine/worker.py` or `docs/draw.py`."""
+    text = _without_code((ROOT / name).read_text())
+    return set(re.findall(r"`((?:[\w.-]+/)+(?:[\w-]+\.(?:py|md|yml|json))?)`", text))
+
+
+@pytest.mark.parametrize("name", ["docs/explanation/architecture.md", "docs/explanation/runtime.md", "CONTRIBUTING.md"])
+def test_files_that_a_page_names_exist(name):
+    package = ROOT / "src" / "pipeloom"
+    roots = [ROOT, package, *(path for path in package.iterdir() if path.is_dir())]
+    names = _names_of_files(name)
+    assert names
+    missing = sorted(file for file in names if not any((root / file).exists() for root in roots))
+    assert not missing, f"{name} names files that do not exist: {missing}"
+
+
+def test_the_architecture_lists_every_package():
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    rooms = {path.parent.name for path in (ROOT / "src" / "pipeloom").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == rooms - {"common"}
+
+
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
