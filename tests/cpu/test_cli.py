@@ -18,11 +18,10 @@ from pipeloom.cli.parser import did_you_mean
 from pipeloom.cli.train import parse
 from pipeloom.cli.train_options import MOST_USED
 from pipeloom.processes import launcher
-from pipeloom.train.config.schedule_choice import parse_cut
+from pipeloom.train.config.schedule import parse_cut
 from pipeloom.train.config.train_config import TrainConfig, options
 from pipeloom.train.config.validate import validate
-from pipeloom.train.output.directory import in_use
-from pipeloom.train.output.repeatable_config import repeatable, to_yaml
+from pipeloom.train.output.directory import in_use, repeatable, to_yaml
 from pipeloom.version import __version__
 
 Refused = Callable[..., str]

@@ -24,7 +24,7 @@ from pipeloom.sim import Timeline
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.optimizers import make_optimizer
 from pipeloom.train.output.progress import display
-from pipeloom.train.process_group import meet
+from pipeloom.train.process_group import join
 from pipeloom.train.trainer import Trainer
 
 from . import stream_reference
@@ -163,7 +163,7 @@ def test_every_group_has_its_own_rate_at_every_update(
         optimizer.register_step_pre_hook(note)
         return optimizer
 
-    monkeypatch.setattr("pipeloom.train.trainer.make_optimizer", make)
+    monkeypatch.setattr("pipeloom.train.run_parts.make_optimizer", make)
     local(
         text, tmp_path, "--schedule=pipedream", "--batch.microbatches=1", f"--weights={weights}",
         f"--model.layers={len(replicas)}", f"--parallel.pipeline={len(replicas)}", "--steps=12",
@@ -199,17 +199,17 @@ def test_a_gpt_trains_as_one_process_does_with_late_gradients(text: Path, tmp_pa
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": without, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
-    with meet(None, config) as group, Trainer(config, group, None) as trainer:
-        windows = [trainer.sampler.batch(3 * batch, 3) for batch in range(12)]
+    with join(None, config) as group, Trainer(config, group, None) as trainer:
+        windows = [trainer.run.sampler.batch(3 * batch, 3) for batch in range(12)]
         expected = stream_reference.train(
-            trainer.stages.modules, rule, [trainer.corpus.windows(found, 16) for found in windows],
+            trainer.run.stages.modules, rule, [trainer.run.corpus.windows(found, 16) for found in windows],
             lambda output, targets: nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten().long()),
             adamw, max_norm=0.5 / math.sqrt(3),
             learning_rate=lambda made: asked_rate(made.batch, 0.002) * factor(rule, made, "inverse", scaled=False),
         )  # fmt: skip
         with display(shown=False, num_steps=12, done=0, log_steps=1) as shown:
             assert [row["loss"] for row in trainer.steps(1, 12, shown)] == expected.losses
-        found = [parameter for stage in trainer.stages.modules for parameter in stage.parameters()]
+        found = [parameter for stage in trainer.run.stages.modules for parameter in stage.parameters()]
     for parameter, wanted in zip(found, expected.parameters.values(), strict=True):
         assert torch.equal(parameter, wanted)
 

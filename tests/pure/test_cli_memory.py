@@ -13,9 +13,9 @@ from pipeloom.cli.train import parse
 from pipeloom.common.quantities import Bytes
 from pipeloom.errors import InputError
 from pipeloom.plan.memory import KINDS, MemoryRow, write_memory
-from pipeloom.train.config.memory_cap import under_cap
+from pipeloom.train.config.memory import under_cap
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.output.repeatable_config import to_yaml
+from pipeloom.train.output.directory import to_yaml
 
 # Width 64, 2 blocks a stage of 12 * 64**2 + 2 * 64 parameters, 256 tokens, sequences of 32: one sample a micro-batch.
 MODEL = "--model.layers 4 --model.width 64 --model.heads 4 --model.sequence_length 32 --batch.size 8"

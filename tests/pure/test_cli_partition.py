@@ -14,7 +14,7 @@ from pipeloom.cli.train import parse
 from pipeloom.cli.train_command import stream_command
 from pipeloom.errors import InputError
 from pipeloom.plan.plan import Plan
-from pipeloom.train.config.validate import validate_settings
+from pipeloom.train.config.rules import validate_settings
 
 KEYS = ("name", "forward_seconds", "backward_seconds", "activation_bytes", "parameter_bytes")
 # A front that computes, and a tail with the weights.

@@ -14,8 +14,7 @@ from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError
 from pipeloom.plan.memory import KINDS, Choice, MemoryRow, read_memory
 from pipeloom.sim import parse_costs
-from pipeloom.train.config.memory_cap import chosen_words, under_cap
-from pipeloom.train.config.memory_forecast import planned_memory
+from pipeloom.train.config.memory import chosen_words, planned_memory, under_cap
 from pipeloom.train.config.train_config import TrainConfig
 
 _DESCRIPTION = """\
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     config = to_config(options.as_dict())
     if config.parallel.data == -1:
         raise InputError("parallel.data is -1: how many copies there are follows from a run's processes; give a number")
-    from pipeloom.train.config.validate import validate_settings
+    from pipeloom.train.config.rules import validate_settings
 
     validate_settings(config)
     if options.print_config is not None:
@@ -76,7 +75,7 @@ def _vocabulary(config: TrainConfig, given: int | None) -> int:
 
 
 def _print_plan(config: TrainConfig, vocabulary: int, choice: Choice | None, *, as_json: bool) -> None:
-    copies = config.num_copies
+    copies = config.data_degree
     shown = [0, 1] if copies > 1 and config.parallel.data_strategy == "parameter-server" else [0]
     ranks = [rank for copy in shown for rank in planned_memory(config, vocabulary, copy=copy)]
     weights = {copy: copies - 1 if copy else 1 for copy in shown} if len(shown) > 1 else {0: copies}

@@ -38,7 +38,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     values = read_options(parser, argv)
     config = to_config(values.as_dict())
     if values.print_config is not None:
-        from pipeloom.train.config.validate import validate_settings
+        from pipeloom.train.config.rules import validate_settings
 
         validate_settings(config)
         print_config(config, values.print_config)
@@ -56,14 +56,14 @@ def main(argv: Sequence[str]) -> int:
         if member is not None and member.black_box is not None:
             config = TrainConfig.from_json(os.environ[_VALIDATED])
         else:
-            from pipeloom.train.config.data_parallel import settled
+            from pipeloom.train.config.data_parallel import resolve_data_degree
             from pipeloom.train.config.validate import validate
 
-            config = settled(parse(argv), member.world_size if member else None)
+            config = resolve_data_degree(parse(argv), member.world_size if member else None)
             validate(config, world_size=member.world_size if member else None)
         if member is None and not config.local:
             return _launch(config, argv)
-        from pipeloom.train.loop import train
+        from pipeloom.train.trainer import train
 
         train(config, member)
         if member is not None:

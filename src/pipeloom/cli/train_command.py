@@ -7,8 +7,8 @@ from typing import Any
 
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import options_of_plan
-from pipeloom.train.config.schedule_choice import parse_cut
-from pipeloom.train.config.stream_rules import DRAINS, check_replicas, check_streamed, steps_between_drains
+from pipeloom.train.config.rules import DRAINS, check_stream, steps_between_drains
+from pipeloom.train.config.schedule import check_replicas, parse_cut
 from pipeloom.train.config.train_config import TrainConfig
 
 _USUAL = {"parallel.chunks": 1, "parallel.data": 1, "parallel.in_flight": "noam", "batch.microbatches": 1}
@@ -37,7 +37,7 @@ def stream_command(plan: Plan, options: Mapping[str, Any], *, path: str | None =
     each = steps_between_drains(config)
     steps = {key: -(-getattr(default, key) // each) * each for key in DRAINS if getattr(default, key) % each}
     config = _config(steps | settled)
-    check_streamed(config)
+    check_stream(config)
     parse_cut(config, plan.pipeline)
     first = planned if path is None else {"plan": path}
     more = {key: value for key, value in options.items() if path is None or key not in planned}

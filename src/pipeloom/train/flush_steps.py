@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeloom.errors import RunError
 from pipeloom.sim import Timeline, measured_timeline
-from pipeloom.train.config.memory_options import NUM_NUMBERS, offload_metrics, offload_numbers
+from pipeloom.train.offload import NUM_NUMBERS, offload_metrics, offload_numbers
 from pipeloom.train.optimizers import learning_rate, learning_rates, make_stepper, set_learning_rates
 from pipeloom.train.output.measured_memory import MemoryProbe
 from pipeloom.train.output.step_metrics import (
@@ -26,7 +26,7 @@ from pipeloom.train.output.step_metrics import (
     read_cost,
 )
 from pipeloom.train.run_parts import Batches, Live, RunParts
-from pipeloom.training import LossScaler, Update
+from pipeloom.training import Update
 
 _LEAST_LOSS_SCALE = 2.0**-10  # gradients that overflow below it do so at any scale
 
@@ -45,16 +45,15 @@ class FlushSteps:
 
     Args:
         parts: of the run, on this process.
-        scaler: of the loss, for fp16.
         probe: of the memory of the first steps.
 
     Attributes:
         done: how many steps have been made, over all runs.
     """
 
-    def __init__(self, parts: RunParts, scaler: LossScaler | None, probe: MemoryProbe) -> None:
-        self._parts, self._scaler, self._probe = parts, scaler, probe
-        self._stepper = make_stepper(parts.pipeline, parts.optimizer, parts.config.optimizer, parts.group, scaler)
+    def __init__(self, parts: RunParts, probe: MemoryProbe) -> None:
+        self._parts, self._scaler, self._probe = parts, parts.scaler, probe
+        self._stepper = make_stepper(parts.pipeline, parts.optimizer, parts.config.optimizer, parts.group, parts.scaler)
         self._begun: deque[_Begun] = deque()  # steps whose updates are not final yet
         self._records: Records = []  # of the last step on this process's ranks
         self._waits: Waits = {}  # inside its computations

@@ -1,4 +1,4 @@
-"""The processes of a run, and the few words they exchange beside the pipeline's own messages."""
+"""The process group of a run, and its small collectives beside the pipeline's own messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.parallel import Mesh
-from pipeloom.processes import rendezvous as meeting
+from pipeloom.processes import rendezvous
 from pipeloom.processes.collectives import all_gather_bytes, noticing_lost_peers
 from pipeloom.processes.launcher import Membership
 from pipeloom.train.config.train_config import TrainConfig
@@ -22,10 +22,10 @@ class Group:
     Attributes:
         rank, size: of this process among the processes.
         device: where this process computes.
-        mesh: who is which rank of which copy of the pipeline; None where there is one copy.
-        num_copies, copy: of the pipeline, and which this process is in.
-        pipeline_rank: this process's rank in its copy; None where the process holds all ranks.
-        place: this process's number when all are listed copy after copy, the ranks of each in order.
+        mesh: the process mesh; None for one data-parallel replica.
+        data_degree, replica: the data-parallel degree, and the replica of this process.
+        pipeline_rank: this process's rank in its replica; None where the process holds all ranks.
+        place: this process's number when all are listed replica after replica, the ranks of each in order.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, mesh: Mesh | None = None) -> None:
@@ -33,9 +33,9 @@ class Group:
         self.size = size
         self.device = device
         self.mesh = mesh
-        self.num_copies, self.copy = (mesh.degree("dp"), mesh.coordinate("dp")) if mesh else (1, 0)
+        self.data_degree, self.replica = (mesh.degree("dp"), mesh.coordinate("dp")) if mesh else (1, 0)
         self.pipeline_rank = None if size == 1 else mesh.coordinate("pp") if mesh else rank
-        self.place = self.copy * mesh.degree("pp") + mesh.coordinate("pp") if mesh else rank
+        self.place = self.replica * mesh.degree("pp") + mesh.coordinate("pp") if mesh else rank
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every process's payload, by rank."""
@@ -51,7 +51,7 @@ class Group:
         return values
 
     def from_rank(self, source: int, values: Tensor) -> Tensor:
-        """`values` of rank `source` of the first copy, in place, on every process."""
+        """`values` of rank `source` of the first replica, in place, on every process."""
         if self.size > 1:
             process = source if self.mesh is None else self.mesh.shape.process({"pp": source})
             with noticing_lost_peers():
@@ -60,8 +60,8 @@ class Group:
 
 
 @contextmanager
-def meet(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
-    """Meet the other processes: the process group is there inside the block and gone after it."""
+def join(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
+    """Join the process group of the run, which exists inside the block."""
     local_rank = member.local_rank if member else 0
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -70,9 +70,9 @@ def meet(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
         yield Group(0, 1, device)
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    meeting.join(member, backend)
+    rendezvous.join(member, backend)
     shape = config.mesh_shape(member.world_size)
-    copies = shape.degree("dp")
-    mesh = Mesh(pp=shape.degree("pp"), dp=copies, order=shape.axes) if copies > 1 else None
+    degree = shape.degree("dp")
+    mesh = Mesh(pp=shape.degree("pp"), dp=degree, order=shape.axes) if degree > 1 else None
     yield Group(member.rank, member.world_size, device, mesh)
     dist.destroy_process_group()  # not after an error: others may be gone

@@ -1,8 +1,7 @@
-"""The configuration of a training run: what `pipeloom train` takes as flags, environment variables and YAML.
+"""`TrainConfig`: one training run, as read from command line, environment, YAML file and plan. No torch.
 
-Every field is a flag (``--model.layers 6``), an environment variable (``PIPELOOM_MODEL__LAYERS=6``) and a key of a YAML
-file (``model: {layers: 6}``, given by ``--config``). A file counts less than the environment, the environment less than
-a flag. No torch here: the launcher reads and checks a configuration without it.
+Every field is an option (``--model.layers 6``), an environment variable (``PIPELOOM_MODEL__LAYERS=6``) and a key of a
+YAML file (``model: {layers: 6}``). `pipeloom.cli.train_options` reads them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pipeloom.train.config.sections import (
     option,
 )
 
-OWN_CHECKPOINT = ("latest", "auto")  # resume_from_checkpoint: one of the run's own output directory
+OWN_CHECKPOINT = ("latest", "auto")  # values of resume_from_checkpoint: in the run's own output directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,25 +66,25 @@ class TrainConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of a step, of one copy of the pipeline."""
+        """Micro-batches per replica per step."""
         if self.batch.microbatches is not None:
             return self.batch.microbatches
-        return 1 if self.schedule == "pipedream" else max(1, min(8, self.batch.size // self.num_copies))
+        return 1 if self.schedule == "pipedream" else max(1, min(8, self.batch.size // self.data_degree))
 
     @property
-    def num_copies(self) -> int:
-        """Copies of the pipeline; one as long as -1 is not replaced by a number."""
+    def data_degree(self) -> int:
+        """The data-parallel degree; 1 as long as -1 is not replaced by a number."""
         return max(1, self.parallel.data)
 
     @property
-    def samples_a_microbatch(self) -> int:
-        """The most that one of them has."""
-        return -(-self.batch.size // (self.num_copies * self.num_microbatches))
+    def microbatch_size(self) -> int:
+        """Samples of the largest micro-batch."""
+        return -(-self.batch.size // (self.data_degree * self.num_microbatches))
 
     @property
     def data_parallel(self) -> DataParallel:
-        """What the copies share. Raises InputError where strategy and granularity do not go together."""
-        whole = self.optimizer.name == "muon"  # it needs matrices in one piece
+        """How replicas shard. Raises InputError where strategy and granularity do not go together."""
+        whole = self.optimizer.name == "muon"  # it needs full matrices
         return DataParallel(
             self.parallel.data_strategy,
             self.parallel.data_granularity,
@@ -95,8 +94,8 @@ class TrainConfig:
 
     @property
     def shared(self) -> DataParallel | None:
-        """`data_parallel` where it means anything; None for one copy whose parameters are the model's own."""
-        return self.data_parallel if self.num_copies > 1 or self.memory.offload_parameters else None
+        """`data_parallel` where it has an effect; None for one replica whose parameters are the model's own."""
+        return self.data_parallel if self.data_degree > 1 or self.memory.offload_parameters else None
 
     def gpt(self, vocabulary_size: int) -> GPTConfig:
         """The sizes of the model. Raises InputError where they do not fit each other."""
@@ -109,41 +108,38 @@ class TrainConfig:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Ranks of each stage where that was asked for, else one for each rank of the pipeline.
+        """Ranks per stage: ``parallel.replicas``, else one each.
 
         Raises:
-            InputError: ``parallel.replicas`` is no list of numbers, or not one for each stage.
+            InputError: ``parallel.replicas`` is malformed, or has another number of stages.
         """
         asked, stages = self.parallel.replicas, self.parallel.pipeline
         if asked is None:
             return (1,) * stages
         parts = asked.split(",")
         if not all(part.strip().isdecimal() and len(part) < 20 and int(part) for part in parts):
-            raise InputError(f"parallel.replicas is {asked!r}: it is the ranks of each stage, such as 2,1; correct it")
+            raise InputError(f"parallel.replicas={asked}: must be ranks per stage, such as 2,1.")
         if len(parts) != stages:
             raise InputError(
-                f"parallel.replicas is {asked} for {stages} stages: each stage has a number; give --parallel.pipeline "
-                f"{len(parts)}, or other replicas"
+                f"parallel.replicas={asked}: must have one number for each of {stages} stages. Use --parallel.pipeline "
+                f"{len(parts)}, or other replicas."
             )
         return tuple(map(int, parts))
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one copy of the pipeline."""
+        """Ranks per replica of the pipeline."""
         return sum(self.replicas)
 
     def mesh_shape(self, num_processes: int | None = None) -> MeshShape:
-        """Where processes stand on the axes pp and dp.
+        """The process mesh with axes pp and dp.
 
         Raises:
-            InputError: ``parallel.order`` is none, or the numbers do not make up the processes.
+            InputError: ``parallel.order`` is malformed, or the degrees do not make up the processes.
         """
         order = tuple(axis.strip() for axis in self.parallel.order.split(","))
         if sorted(order) != ["dp", "pp"]:
-            raise InputError(
-                f"parallel.order is {self.parallel.order!r}: it is dp,pp (the default: ranks of one copy are "
-                "neighbours) or pp,dp; choose one"
-            )
+            raise InputError(f"parallel.order={self.parallel.order}: must be dp,pp or pp,dp.")
         degrees = {"pp": self.num_ranks, "dp": self.parallel.data}
         return MeshShape.of(degrees, num_processes=num_processes, order=order)
 

@@ -1,81 +1,63 @@
-"""Refuse a run that cannot work: one function, called by every process before it meets any other."""
+"""Refuse a run that cannot work on this machine, with its files, before any process starts. No torch."""
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from pipeloom.errors import CheckpointError, InputError
+from pipeloom.common.quantities import bytes_text
+from pipeloom.errors import CheckpointError, DataError, InputError
+from pipeloom.ir.versions import check_drained
+from pipeloom.parallel.offload.targets import CPU
+from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.train.checkpoint import directory as checkpoint_directory
 from pipeloom.train.checkpoint.manifest import Manifest, verify
-from pipeloom.train.config.data_parallel import check_batch, check_copies, check_processes, check_validation
-from pipeloom.train.config.memory_cap import check_cap
-from pipeloom.train.config.memory_check import check_memory
-from pipeloom.train.config.memory_options import check_less_memory
-from pipeloom.train.config.schedule_choice import make_schedule, parse_cut
-from pipeloom.train.config.stream_rules import check_resumed_stream, check_stream
+from pipeloom.train.config.memory import under_cap
+from pipeloom.train.config.rules import check_sizes, validate_settings
+from pipeloom.train.config.schedule import AUTO, make_schedule
 from pipeloom.train.config.train_config import OWN_CHECKPOINT, TrainConfig
-from pipeloom.train.config.unused_options import check_unused
 from pipeloom.train.data.sampler import Corpus, prepare_corpus
 from pipeloom.train.data.tokenizers import load_tokenizer
 from pipeloom.train.output.directory import in_use
 
-
-def validate_settings(config: TrainConfig) -> None:
-    """Refuse options that contradict each other or mean nothing, on whatever machine, with whatever data.
-
-    Raises:
-        InputError: what was seen, the rule, the fix; in one line.
-    """
-    _check_numbers(config)
-    _check_model(config)
-    if config.output_dir == "null":
-        raise InputError("output_dir is null: results need a directory; name one (./null for one of that name)")
-    if config.local and config.parallel.transport != "auto":
-        raise InputError(
-            f"--local with parallel.transport {config.parallel.transport}: one process sends no messages; drop one"
-        )
-    schedule = make_schedule(config)
-    parse_cut(config, schedule.num_stages)
-    check_stream(config, schedule)
-    check_copies(config, schedule)
-    check_less_memory(config, schedule)
-    check_unused(config)
+_GPU = Path("/dev/nvidiactl")  # with a GPU, the model lies in its memory, and torch says what is missing
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_FLOAT_BYTES = 4
+_KEPT_WIDTHS = 12  # floats per token and block, in widths, that a forward keeps: norms, q, k, v, attention, MLP
+_LEAST_VOCABULARY = 256
 
 
 def validate(config: TrainConfig, *, world_size: int | None) -> None:
     """Refuse `config` where it cannot be trained as it stands.
 
     Args:
-        config: what was asked for.
-        world_size: processes that the environment says there are; None where this process is alone (the launcher,
-            or a run with `local`).
+        config: as given.
+        world_size: processes of the process group that torchrun started; None for the launcher, or with `local`.
 
     Raises:
-        InputError: what was seen, the rule, the fix; in one line.
+        InputError: the first problem.
     """
-    _check_numbers(config)
-    _check_model(config)
-    check_memory(config, os.environ)  # first, for a schedule of absurd sizes takes as absurdly long
+    check_sizes(config)
+    check_machine(config, os.environ)  # before a schedule of absurd sizes is made
     validate_settings(config)
-    check_cap(config)
-    check_processes(config, world_size)
+    if config.parallel.slices != AUTO:  # with slices that are not measured yet, less memory may do
+        device = "cuda" if _GPU.exists() else "cpu"
+        under_cap(config, load_tokenizer(config.data.tokenizer).vocabulary_size, device=device)
+    _check_processes(config, world_size)
     checkpoint = resume_path(config)
     if checkpoint is not None:
-        saved = verify(checkpoint)
-        _check_checkpoint(config, checkpoint, saved, load_tokenizer(config.data.tokenizer).vocabulary_size)
-        check_resumed_stream(config, make_schedule(config), checkpoint)
+        _check_checkpoint(config, checkpoint, verify(checkpoint))
     output_dir = Path(config.output_dir)
     made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     try:
         _check_writable(output_dir)
-        _check_windows(config, open_corpus(config))
+        _check_data(config, open_corpus(config))
     except InputError:
-        if made and world_size is None:  # nobody else is at work in it
+        if made and world_size is None:  # no other process uses it
             shutil.rmtree(output_dir / "data", ignore_errors=True)
             with suppress(OSError):
                 for path in made:
@@ -91,7 +73,7 @@ def open_corpus(config: TrainConfig) -> Corpus:
 
 
 def resume_path(config: TrainConfig) -> Path | None:
-    """The checkpoint to go on from, or None.
+    """The checkpoint to resume from, or None.
 
     Raises:
         CheckpointError: there is none, and `auto` was not asked for.
@@ -104,69 +86,27 @@ def resume_path(config: TrainConfig) -> Path | None:
     found = checkpoint_directory.latest(Path(config.output_dir))
     if found is None and wanted == "latest":
         raise CheckpointError(
-            f"resume_from_checkpoint is latest, but {config.output_dir} holds no finished checkpoint: leave it out or "
-            "take auto to begin a run, or name another output_dir"
+            f"resume_from_checkpoint=latest: {config.output_dir} has no finished checkpoint. Use auto to start a "
+            "run, or name another output_dir."
         )
     return found
 
 
-def _check_numbers(config: TrainConfig) -> None:
-    """Counts are counts, rates are rates."""
-    optimizer = config.optimizer
-    least = {
-        "batch.microbatches": (config.num_microbatches, 1),
-        "batch.size": (config.batch.size, 1),
-        "parallel.pipeline": (config.parallel.pipeline, 1),
-        "parallel.data": (config.num_copies if config.parallel.data == -1 else config.parallel.data, 1),
-        "model.layers": (config.model.layers, 1),
-        "model.width": (config.model.width, 1),
-        "model.heads": (config.model.heads, 1),
-        "model.sequence_length": (config.model.sequence_length, 1),
-        "eval_batches": (config.eval_batches, 1),
-        "log_steps": (config.log_steps, 1),
-        "save_total_limit": (1 if config.save_total_limit is None else config.save_total_limit, 1),
-        "steps": (config.steps, 0),
-        "seed": (config.seed, 0),
-        "save_steps": (config.save_steps, 0),
-        "eval_steps": (config.eval_steps, 0),
-        "sample_tokens": (config.sample_tokens, 0),
-        "optimizer.warmup_steps": (optimizer.warmup_steps, 0),
-        "precision.loss_scale_steps": (config.precision.loss_scale_steps, 1),
-    }
-    for key, (value, smallest) in least.items():
-        if value < smallest:
-            raise InputError(f"{key} is {value}: it must be at least {smallest}; raise it")
-    if config.seed >= 2**64:
-        raise InputError(f"seed is {config.seed}: generators take less than 2**64; lower it")
-    rates = {
-        "optimizer.learning_rate": (optimizer.learning_rate, math.inf),
-        "optimizer.weight_decay": (optimizer.weight_decay, math.inf),
-        "optimizer.clip_norm": (optimizer.clip_norm, math.inf),
-        "optimizer.min_learning_rate_fraction": (optimizer.min_learning_rate_fraction, 1.0),
-        "optimizer.beta1": (optimizer.beta1, 1.0),
-        "optimizer.beta2": (optimizer.beta2, 1.0),
-        "optimizer.momentum": (optimizer.momentum, 1.0),
-        "optimizer.muon_learning_rate": (optimizer.muon_learning_rate, math.inf),
-        "model.dropout": (config.model.dropout, 1.0),
-        "data.validation_fraction": (config.data.validation_fraction, 1.0),
-        "sample_temperature": (config.sample_temperature, math.inf),
-    }
-    below = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "model.dropout", "data.validation_fraction")
-    for key, (rate, largest) in rates.items():
-        if not (math.isfinite(rate) and 0 <= rate <= largest) or (key in below and rate == largest):
-            bound = "" if largest == math.inf else f" and {'below' if key in below else 'at most'} {largest:g}"
-            raise InputError(f"{key} is {rate}: it must be a finite number, 0 or more{bound}; correct it")
-    check_batch(config)
-
-
-def _check_model(config: TrainConfig) -> None:
-    model = config.model
-    if config.parallel.pipeline > model.layers:
+def _check_processes(config: TrainConfig, world_size: int | None) -> None:
+    ranks, degree = config.num_ranks, config.data_degree
+    if config.local and world_size not in (None, 1):
+        raise InputError(f"--local: is one process, not {world_size}. Start it without torchrun.")
+    if config.local or world_size in (None, ranks * degree):
+        return
+    if degree > 1:
         raise InputError(
-            f"parallel.pipeline is {config.parallel.pipeline} for model.layers {model.layers}: each rank needs a "
-            "block; lower parallel.pipeline or raise model.layers"
+            f"parallel.data={degree}: {degree} replicas of {ranks} ranks are {degree * ranks} processes, not "
+            f"{world_size}. Start {ranks * degree}, or use --parallel.data -1 for all remaining processes."
         )
-    config.gpt(vocabulary_size=1)  # its sizes fit each other, or it says which do not; the data is not read yet
+    raise InputError(
+        f"parallel.pipeline={config.parallel.pipeline}: {ranks} ranks are as many processes, not {world_size}. Start "
+        f"{ranks}, or use --parallel.pipeline {world_size}, or --parallel.data -1 for data-parallel replicas."
+    )
 
 
 def _check_writable(output_dir: Path) -> None:
@@ -175,29 +115,105 @@ def _check_writable(output_dir: Path) -> None:
         with in_use(output_dir), tempfile.TemporaryFile(dir=output_dir) as file:
             file.write(b"0")
     except OSError as error:
-        raise InputError(
-            f"output_dir {output_dir} cannot be written ({error.strerror}): results need a directory; name another"
-        ) from error
+        raise InputError(f"output_dir={output_dir}: cannot be written ({error.strerror}). Name another.") from error
 
 
-def _check_windows(config: TrainConfig, corpus: Corpus) -> None:
-    length = config.model.sequence_length
+def _check_data(config: TrainConfig, corpus: Corpus) -> None:
+    """There is text to train on, and enough of it for an evaluation."""
+    length, degree, count = config.model.sequence_length, config.data_degree, config.num_microbatches
     corpus.num_windows(length)
     if not config.eval_steps:
         return
-    check_validation(config, corpus.num_windows(length, "validation"))
+    found = corpus.num_windows(length, "validation")
+    if found // degree < count:
+        of_replicas = f" of each of {degree} replicas" if degree > 1 else ""
+        raise DataError(
+            f"the validation data has {found} samples of {length} tokens: each of {count} micro-batches{of_replicas} "
+            "needs a sample. Raise data.validation_fraction, add text, or use --eval_steps 0."
+        )
 
 
-def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest, vocabulary_size: int) -> None:
-    """The model is of the same sizes."""
+def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest) -> None:
+    """The model has the same sizes, and a stream could have drained at its step."""
     saved = manifest.state.get("model")
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{checkpoint} was not written by `pipeloom train`: name one that was")
+        raise CheckpointError(f"{checkpoint}: was not written by `pipeloom train`. Name one that was.")
+    vocabulary_size = load_tokenizer(config.data.tokenizer).vocabulary_size
     asked = {**config.to_mapping()["model"], "vocabulary_size": vocabulary_size}
     for key in asked.keys() - {"dropout"}:
         if saved.get(key) != asked[key]:
             name = key if key == "vocabulary_size" else f"model.{key}"
             raise CheckpointError(
-                f"{checkpoint} is of a model with {name} {saved.get(key)}, this run has {asked[key]}: they must be "
-                "equal; change the option or name another checkpoint"
+                f"{name}={asked[key]}: checkpoint {checkpoint} has {saved.get(key)}; both must be equal. Change "
+                "the option, or name another checkpoint."
             )
+    schedule = make_schedule(config)
+    if schedule.microbatches_per_update is not None:
+        check_drained(schedule, manifest.step, f"{checkpoint} is after step {manifest.step}")
+
+
+# The memory of this machine
+
+
+def check_machine(config: TrainConfig, environment: Mapping[str, str]) -> None:
+    """Refuse a model or a batch that needs more than all memory of this machine, by a lower bound.
+
+    Raises:
+        InputError: the sizes, the bytes they need, and the bytes there are.
+    """
+    if _GPU.exists():
+        return
+    model, batch = _least_bytes(config)
+    processes = config.num_ranks * config.data_degree
+    local = environment.get("LOCAL_WORLD_SIZE", "")
+    share = min(1.0, int(local) / processes) if local.isdecimal() else 1.0
+    limit = _memory_bytes()
+    if (model + batch) * share > limit:
+        what, fix = (
+            (f"model.layers={config.model.layers} and model.width={config.model.width}", "Lower one of them.")
+            if model > batch
+            else (
+                f"batch.size={config.batch.size} in {config.num_microbatches} micro-batches of "
+                f"model.sequence_length={config.model.sequence_length}",
+                "Lower batch.size, or raise batch.microbatches.",
+            )
+        )
+        raise InputError(
+            f"{what}: training needs at least {bytes_text(model * share)} for the model and "
+            f"{bytes_text(batch * share)} for a batch; this machine has {bytes_text(limit)}. {fix}"
+        )
+
+
+def _least_bytes(config: TrainConfig) -> tuple[int, int]:
+    """Lower bounds over all processes: weights, gradients and states; a batch, and a micro-batch's activations."""
+    model, batch = config.model, config.batch
+    parameters = 12 * model.layers * model.width**2 + (2 - model.tie_embeddings) * _LEAST_VOCABULARY * model.width
+    tokens = batch.size // config.num_microbatches * model.sequence_length  # a micro-batch of every replica
+    recomputes = config.memory.recompute != "none" or config.memory.cap is not None
+    kept = model.layers * (1 if recomputes else _KEPT_WIDTHS)
+    activations = 4 * tokens * (kept * model.width + _LEAST_VOCABULARY)
+    return _parameter_bytes(config) * parameters, activations + 16 * batch.size * model.sequence_length
+
+
+def _parameter_bytes(config: TrainConfig) -> int:
+    """Bytes per parameter over all replicas."""
+    degree, strategy, precision = config.data_degree, config.parallel.data_strategy, config.precision
+    computed = _FLOAT_BYTES if precision.dtype == "fp32" else _FLOAT_BYTES // 2
+    summed = computed if precision.gradients == "same" else _FLOAT_BYTES
+    to_disk = config.memory.offload not in (None, CPU)
+    masters_here = not (to_disk and config.memory.offload_parameters)
+    moments = 0 if to_disk and config.memory.offload_states else int(_FLOAT_BYTES * OPTIMIZERS[config.optimizer.name])
+    masters = _FLOAT_BYTES if precision.dtype != "fp32" and masters_here else 0
+    return (
+        computed * (int(masters_here) if strategy == "zero3" else degree)
+        + summed * (1 if strategy in ("zero2", "zero3") else degree)
+        + (moments + masters) * (degree if strategy == "ddp" else 1)
+    )
+
+
+def _memory_bytes() -> int:
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(installed, int(_CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):
+        return installed

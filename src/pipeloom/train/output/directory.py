@@ -10,16 +10,20 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from pipeloom.common.atomic_file import UNFINISHED, write_whole
 from pipeloom.errors import InputError, RunError
+from pipeloom.processes.black_box import BlackBox
+from pipeloom.schedules import user_defined as own_schedule
 from pipeloom.sim import Timeline
 from pipeloom.train.checkpoint.directory import clean, list_checkpoints
-from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.config.train_config import OWN_CHECKPOINT, TrainConfig
 from pipeloom.train.data.text_files import CONFIG_HEAD
-from pipeloom.train.output.repeatable_config import repeatable, to_yaml
 from pipeloom.version import __version__
 
 _FILES = (
@@ -167,3 +171,60 @@ def write_timelines(output_dir: Path, *, measured: Timeline, predicted: Timeline
     timelines = {"measured": json.loads(measured.to_json()), "predicted": json.loads(predicted.to_json())}
     with writing(path):
         write_whole(path, json.dumps(timelines))
+
+
+class Journal:
+    """The current phase and the metrics of a run.
+
+    Args:
+        black_box: of this process, if it was launched with one.
+        directory: of ``metrics.jsonl``; None for all processes but the first, which write none.
+    """
+
+    def __init__(self, black_box: BlackBox | None, directory: Path | None) -> None:
+        self._black_box, self._directory = black_box, directory
+
+    def enter(self, phase: str) -> None:
+        """Tell the black box which phase begins."""
+        if self._black_box is not None:
+            self._black_box.phase = phase
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row of metrics."""
+        if self._directory is not None:
+            append_metrics(self._directory, row)
+
+
+def repeatable(config: TrainConfig) -> TrainConfig:
+    """`config` so that it means the same in any working directory and starts the run from its beginning.
+
+    Paths become absolute. A run that was resumed from a checkpoint of its own output directory is one run: repeating
+    it starts at step 0. A checkpoint of another run stays its start.
+    """
+
+    def absolute(path: str | None) -> str | None:
+        return path and str(Path(path).absolute())
+
+    resume = config.resume_from_checkpoint
+    if resume is not None:
+        own = resume in OWN_CHECKPOINT or Path(resume).absolute().parent == Path(config.output_dir).absolute()
+        resume = None if own else absolute(resume)
+    memory, kind = config.memory, "disk:"
+    if memory.offload is not None and memory.offload.startswith(kind):
+        memory = replace(memory, offload=f"{kind}{absolute(memory.offload.removeprefix(kind))}")
+    data = replace(config.data, path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer))
+    return replace(
+        config,
+        data=data,
+        memory=memory,
+        plan=None,  # the other options have its values; its orders are `schedule`
+        schedule=own_schedule.absolute(config.schedule),
+        output_dir=str(Path(config.output_dir).absolute()),
+        resume_from_checkpoint=resume,
+    )
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The text of ``config.yaml``."""
+    text: str = yaml.safe_dump(config.to_mapping(), sort_keys=False, allow_unicode=True)
+    return text

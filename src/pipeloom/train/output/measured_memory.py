@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.plan.memory import MemoryRow, write_memory
-from pipeloom.train.config.memory_forecast import memory_rows
+from pipeloom.train.config.memory import memory_rows
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.output.directory import writing
 from pipeloom.train.process_group import Group

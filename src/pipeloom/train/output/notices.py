@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeloom.train.config.stream_rules import is_stream
+from pipeloom.train.config.schedule import is_stream
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import Corpus
 

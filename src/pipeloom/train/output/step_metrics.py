@@ -251,7 +251,7 @@ def gathered_waits(group: Group, waits: Waits, num_ranks: int) -> list[float]:
     own = {
         rank: math.fsum(seconds for action, seconds in found.items() if action.op in _OPS)
         for rank, found in waits.items()
-        if group.copy == 0
+        if group.replica == 0
     }
     gathered: dict[str, float] = {}
     for payload in group.all_gather(json.dumps(own).encode()):
@@ -261,7 +261,7 @@ def gathered_waits(group: Group, waits: Waits, num_ranks: int) -> list[float]:
 
 def gathered_records(group: Group, records: Records) -> Records:
     """The records of all ranks of the first copy, by rank, on every process; `records` are this one's."""
-    shown = records if group.copy == 0 else []
+    shown = records if group.replica == 0 else []
     own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in shown]
     gathered = [item for payload in group.all_gather(json.dumps(own).encode()) for item in json.loads(payload)]
     return [

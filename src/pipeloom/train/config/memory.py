@@ -1,0 +1,188 @@
+"""Memory of a run, from its configuration: what is offloaded, what each rank holds, what a cap chooses. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipeloom.errors import InputError
+from pipeloom.ir import DataAxis, Granularity, Program, Schedule
+from pipeloom.ir.recompute import recompute_of_stages
+from pipeloom.parallel.offload.targets import CPU, OffloadActivations, OffloadTarget
+from pipeloom.parallel.options import DataParallel, axis_of
+from pipeloom.passes import lower
+from pipeloom.plan.memory import (
+    Choice,
+    LayerMemory,
+    MemoryRow,
+    MemoryModel,
+    RankMemory,
+    choose_memory,
+    gpt_layers,
+    in_stages,
+    memory_of_ranks,
+)
+from pipeloom.sim import CostsFile
+from pipeloom.split.layer_chain import even_parts, find_ties, partition
+from pipeloom.train.config.schedule import make_schedule, parse_cut
+from pipeloom.train.config.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+# Offload
+
+
+def offloads(config: TrainConfig, device: str) -> bool:
+    """Whether the offload target is other memory than that of a `device` ("cpu", "cuda")."""
+    return config.memory.offload is not None and not OffloadTarget.parse(config.memory.offload).kind == CPU == device
+
+
+def activation_offload(config: TrainConfig) -> OffloadActivations | None:
+    """How activations are offloaded; None if they stay."""
+    target, kept = config.memory.offload, config.memory.offload_activations
+    return None if target is None or kept is None else OffloadActivations(target, kept or None)
+
+
+def data_axis(config: TrainConfig) -> DataAxis | None:
+    """How replicas share; None for one replica with its own parameters."""
+    return axis_of(config.shared or DataParallel(), config.number_format, config.data_degree)
+
+
+# Forecast
+
+
+def planned_program(config: TrainConfig, schedule: Schedule, *, device: str = "cuda") -> Program:
+    """The program of every replica, with the offload of activations from `device`."""
+    tied = config.model.tie_embeddings and schedule.num_stages > 1
+    program = lower(schedule, tied_stages=((0, schedule.num_stages - 1),) if tied else (), data=data_axis(config))
+    offload = activation_offload(config) if offloads(config, device) else None
+    return program if offload is None else offload.insert(program)
+
+
+def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *, device: str = "cuda") -> MemoryModel:
+    """The layers of every stage, and how they are trained on a `device`.
+
+    Raises:
+        InputError: the cut follows measured times, which are unknown here.
+    """
+    precision = config.number_format
+    sizes, number_bytes = config.gpt(vocabulary_size), 2 if precision.has_masters else 4
+    layers = gpt_layers(sizes, config.microbatch_size, number_bytes)
+    offloaded = {"optimizer": config.memory.offload_states, "masters": config.memory.offload_parameters}
+    return MemoryModel(
+        stages=_stages(config, layers, num_stages),
+        precision=precision,
+        optimizer=config.optimizer.name,
+        recompute=recompute_of_stages(config.memory.recompute, num_stages),
+        whole_parameters=config.data_parallel.layout == "parameters",
+        elsewhere=frozenset(kind for kind, goes in offloaded.items() if goes and offloads(config, device)),
+        bucket_bytes=config.data_parallel.bucket_bytes,
+    )
+
+
+def _stages(config: TrainConfig, layers: list[LayerMemory], num_stages: int) -> list[list[LayerMemory]]:
+    cut = parse_cut(config, num_stages)
+    if cut == "time":
+        raise InputError(
+            "parallel.cut=time: the measured times are unknown before a run. Give blocks per stage, such as "
+            "--parallel.cut 5,3."
+        )
+    if cut == "layers":
+        return in_stages(layers, even_parts(config.model.layers, num_stages))
+    if cut != "parameters":
+        assert not isinstance(cut, str)
+        return in_stages(layers, cut)
+    sizes = [layer.parameter_sizes for layer in layers]
+    counts, start = partition([sum(each.values()) for each in sizes], num_stages, find_ties(sizes)), 0
+    stages = []
+    for count in counts:
+        stages.append(layers[start : start + count])
+        start += count
+    return stages
+
+
+def planned_memory(
+    config: TrainConfig, vocabulary_size: int, *, copy: int = 0, device: str = "cuda"
+) -> list[RankMemory]:
+    """What every rank of a replica (`copy`) holds on a `device`; "cpu" offloads nothing to "cpu".
+
+    Raises:
+        InputError: options that contradict each other, or a cut by measured times.
+    """
+    schedule = make_schedule(config)
+    program = planned_program(config, schedule, device=device)
+    model = planned_model(config, vocabulary_size, schedule.num_stages, device=device)
+    return memory_of_ranks(program, model, copy=copy)
+
+
+def memory_rows(config: TrainConfig, vocabulary_size: int, device: torch.device) -> list[MemoryRow]:
+    """The prediction for every process of a run, by process number on the mesh."""
+    shape = config.mesh_shape(config.num_ranks * config.data_degree)
+    rows = []
+    for copy in range(config.data_degree):
+        for memory in planned_memory(config, vocabulary_size, copy=copy, device=device.type):
+            process = shape.process({"dp": copy, "pp": memory.rank})
+            predicted: dict[str, float | None] = {**memory.kinds, "peak": memory.peak}
+            rows.append(MemoryRow(process=process, copy=copy, rank=memory.rank, predicted=predicted, measured={}))
+    return sorted(rows, key=lambda row: row.process)
+
+
+# Cap
+
+
+def under_cap(
+    config: TrainConfig, vocabulary_size: int, *, device: str = "cuda", file: CostsFile | None = None
+) -> tuple[TrainConfig, Choice | None]:
+    """`config` with the fastest `memory.recompute` and `parallel.data_granularity` under its cap, and without the cap.
+
+    Values given for these two options are ignored. Every process gets the same answer.
+
+    Args:
+        config: without a cap it is returned as it is.
+        vocabulary_size: of the model.
+        device: the kind of device that computes; "cpu" offloads nothing to "cpu".
+        file: the times of stages and links that say what is fast; left out, a backward takes two forwards.
+
+    Raises:
+        InputError: nothing keeps the cap; the message has the least peak memory that is possible.
+    """
+    cap = config.memory.cap
+    if cap is None:
+        return config, None
+    config = replace(config, memory=replace(config.memory, cap=None, recompute="none"))
+    schedule = make_schedule(config)
+    model = planned_model(config, vocabulary_size, schedule.num_stages, device=device)
+    programs = [planned_program(way, schedule, device=device) for way in _granularities(config)]
+    costs, network = (None, None) if file is None else (file.costs, file.network)
+    choice = choose_memory(programs, model, cap, costs=costs, network=network)
+    return _with(config, choice), choice
+
+
+def _granularities(config: TrainConfig) -> list[TrainConfig]:
+    """`config` with every granularity that its strategy has."""
+    data = data_axis(config)
+    if data is None or not data.shards_gradients:
+        return [config]
+    return [
+        replace(config, parallel=replace(config.parallel, data_granularity=granularity.value))
+        for granularity in Granularity
+    ]
+
+
+def _with(config: TrainConfig, choice: Choice) -> TrainConfig:
+    """`config` with what was chosen."""
+    kinds = [str(kind) for kind in choice.model.recompute]
+    recompute = kinds[0] if len(set(kinds)) == 1 else ",".join(kinds)
+    data, parallel = choice.program.data, config.parallel
+    if data is not None and data.shards_gradients and (data.degree > 1 or data.shards_parameters):
+        parallel = replace(parallel, data_granularity=data.granularity.value)
+    return replace(config, parallel=parallel, memory=replace(config.memory, recompute=recompute))
+
+
+def chosen_words(config: TrainConfig) -> str:
+    """The options that a cap has chosen, as they are written on a command line."""
+    granularity = config.parallel.data_granularity
+    data = f"--parallel.data_granularity {granularity} " if granularity else ""
+    return f"{data}--memory.recompute {config.memory.recompute}"

@@ -1,0 +1,277 @@
+"""What is refused of the options of a run, whatever the machine and the data. No torch.
+
+Every message is ``option=value: rule. Fix.`` on one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from pipeloom.errors import InputError
+from pipeloom.ir import Schedule
+from pipeloom.ir.recompute import recompute_of_stages
+from pipeloom.parallel.offload.targets import OffloadTarget
+from pipeloom.parallel.options import axis_of
+from pipeloom.passes import lower
+from pipeloom.train.config.data_parallel import unused_data_options
+from pipeloom.train.config.memory import activation_offload
+from pipeloom.train.config.schedule import make_schedule, parse_cut
+from pipeloom.train.config.train_config import TrainConfig
+
+DRAINS = ("steps", "eval_steps", "save_steps")  # a stream drains there, so all stages must have updated
+STALENESS = ("none", "inverse", "pipemare")
+_AT_LEAST_1 = (
+    *("batch.microbatches", "batch.size", "parallel.pipeline", "parallel.data", "model.layers", "model.width"),
+    *("model.heads", "model.sequence_length", "eval_batches", "log_steps", "save_total_limit"),
+    "precision.loss_scale_steps",
+)
+_AT_LEAST_0 = ("steps", "seed", "save_steps", "eval_steps", "sample_tokens", "optimizer.warmup_steps")
+_RATES = (
+    *("optimizer.learning_rate", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.muon_learning_rate"),
+    "sample_temperature",
+)
+_FRACTIONS = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "model.dropout", "data.validation_fraction")
+_USERS = {  # optimizers that an option is for
+    "beta1": ("adamw", "adam", "muon"),
+    "beta2": ("adamw", "adam", "muon"),
+    "momentum": ("momentum", "muon"),
+    "nesterov": ("momentum", "muon"),
+    "muon_learning_rate": ("muon",),
+}
+
+
+def validate_settings(config: TrainConfig) -> None:
+    """Refuse options that are out of range, contradict each other or have no effect.
+
+    Raises:
+        InputError: the first of them.
+    """
+    check_sizes(config)
+    if config.output_dir == "null":
+        raise InputError("output_dir=null: must be a directory. Write ./null for a directory of this name.")
+    if config.local and config.parallel.transport != "auto":
+        raise InputError(
+            f"parallel.transport={config.parallel.transport}: has no effect with --local, which sends no messages."
+        )
+    schedule = make_schedule(config)
+    parse_cut(config, schedule.num_stages)
+    _check_stream_options(config, schedule)
+    _check_data_parallel(config, schedule)
+    _check_memory(config, schedule)
+    check_unused(config)
+
+
+def check_sizes(config: TrainConfig) -> None:
+    """Refuse numbers that are out of range, and a model or a batch that cannot be divided as asked."""
+    values = {f"{section}.{name}": value for section, part in _sections(config) for name, value in part.items()}
+    values |= {name: getattr(config, name) for name in ("steps", "seed", "save_steps", "eval_steps", "sample_tokens")}
+    values |= {name: getattr(config, name) for name in ("eval_batches", "log_steps", "save_total_limit")}
+    values |= {"sample_temperature": config.sample_temperature, "batch.microbatches": config.num_microbatches}
+    for keys, smallest in ((_AT_LEAST_1, 1), (_AT_LEAST_0, 0)):
+        for key in keys:
+            unset = values[key] is None or (key, values[key]) == ("parallel.data", -1)
+            if not unset and values[key] < smallest:
+                raise InputError(f"{key}={values[key]}: must be at least {smallest}.")
+    if config.seed >= 2**64:
+        raise InputError(f"seed={config.seed}: must be below 2**64.")
+    for key in (*_RATES, *_FRACTIONS, "optimizer.min_learning_rate_fraction"):
+        rate = values[key]
+        rule = "finite and at least 0"
+        if key in _FRACTIONS:
+            rule, fits = "at least 0 and below 1", 0 <= rate < 1
+        elif key in _RATES:
+            fits = 0 <= rate < math.inf
+        else:
+            rule, fits = "from 0 to 1", 0 <= rate <= 1
+        if not fits:
+            raise InputError(f"{key}={rate}: must be {rule}.")
+    _check_batch(config)
+    if config.parallel.pipeline > config.model.layers:
+        raise InputError(
+            f"parallel.pipeline={config.parallel.pipeline}: each stage needs a block, and model.layers="
+            f"{config.model.layers}. Lower parallel.pipeline, or raise model.layers."
+        )
+    config.gpt(vocabulary_size=1)  # its sizes fit each other, or it says which do not; the data is not read yet
+
+
+def _sections(config: TrainConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    for entry in dataclasses.fields(config):
+        if dataclasses.is_dataclass(part := getattr(config, entry.name)):
+            yield entry.name, dataclasses.asdict(part)  # type: ignore[arg-type]
+
+
+def _check_batch(config: TrainConfig) -> None:
+    size, degree, count = config.batch.size, config.data_degree, config.num_microbatches
+    if size // degree < count:
+        of_replicas = f" of each of {degree} replicas" if degree > 1 else ""
+        raise InputError(
+            f"batch.size={size}: each of {count} micro-batches{of_replicas} needs a sample. Raise batch.size to "
+            f"{count * degree}, or lower batch.microbatches."
+        )
+
+
+# Combinations
+
+
+def staleness(config: TrainConfig) -> tuple[str, int | None]:
+    """``optimizer.staleness`` as a kind of discount and, for pipemare, its number of steps.
+
+    Raises:
+        InputError: it is malformed.
+    """
+    kind, _, steps = config.optimizer.staleness.partition(":")
+    counted = steps.isdecimal() and int(steps) > 0
+    if kind not in STALENESS or (kind == "pipemare") is not counted or (steps and not counted):
+        raise InputError(
+            f"optimizer.staleness={config.optimizer.staleness}: must be none, inverse, or pipemare:K with a number of "
+            "steps."
+        )
+    return kind, int(steps) if counted else None
+
+
+def _check_stream_options(config: TrainConfig, schedule: Schedule) -> None:
+    """Options of asynchronous schedules with another schedule, and steps at which a stream cannot drain."""
+    kind, _ = staleness(config)
+    if schedule.microbatches_per_update is not None:
+        check_stream(config)
+        return
+    has_no_effect = f"has no effect with schedule {schedule.name!r}"
+    if config.parallel.in_flight != "noam":
+        raise InputError(
+            f"parallel.in_flight={config.parallel.in_flight}: {has_no_effect}, which is synchronous. Remove it, or use "
+            "pipedream."
+        )
+    if kind != "none" or config.optimizer.replica_scaling:
+        name = "staleness" if kind != "none" else "replica_scaling"
+        value = str(getattr(config.optimizer, name)).lower()
+        raise InputError(
+            f"optimizer.{name}={value}: {has_no_effect}: a synchronous schedule has no stale gradients and no "
+            "replicated stages. Remove it, or use pipedream."
+        )
+
+
+def check_stream(config: TrainConfig) -> None:
+    """Refuse what no asynchronous schedule has; no schedule has to be made for it.
+
+    Raises:
+        InputError: the first option.
+    """
+    name = config.schedule
+    if not config.optimizer.barrier:
+        raise InputError(f"optimizer.barrier=false: has no effect with schedule {name!r}, which has no barrier.")
+    if config.model.tie_embeddings and config.parallel.pipeline > 1:
+        raise InputError(
+            f"model.tie_embeddings=true: does not work with schedule {name!r}, whose first and last stage update at "
+            "different times. Remove it, or use a synchronous schedule such as 1f1b."
+        )
+    each = steps_between_drains(config)
+    for key in DRAINS:
+        if getattr(config, key) % each:
+            raise InputError(
+                f"{key}={getattr(config, key)}: must be a multiple of {each}: with parallel.replicas="
+                f"{config.parallel.replicas} a stream can drain every {each} steps."
+            )
+
+
+def steps_between_drains(config: TrainConfig) -> int:
+    """`pipeloom.ir.versions.batches_between_drains` of a run whose schedule is not made yet."""
+    return math.lcm(config.num_microbatches, *config.replicas) // config.num_microbatches
+
+
+def _check_data_parallel(config: TrainConfig, schedule: Schedule) -> None:
+    """What replicas, 16-bit formats and offloaded parameters cannot be combined with."""
+    degree, dtype = config.data_degree, config.precision.dtype
+    config.data_parallel  # noqa: B018  # a granularity that the strategy does not have
+    config.number_format  # noqa: B018  # gradients that the format does not have
+    config.mesh_shape(config.num_ranks * degree if config.parallel.data == -1 else None)
+    unusual = f"precision.dtype={dtype}"
+    if config.shared is not None:
+        unusual = f"parallel.data={degree}" if degree > 1 else "memory.offload_parameters=true"
+    if degree > 1 and config.local:
+        raise InputError(f"{unusual}: does not work with --local, which is one process. Remove one of them.")
+    scale = config.precision.loss_scale
+    if not (math.isfinite(scale) and scale >= 1):
+        raise InputError(f"precision.loss_scale={scale}: must be finite and at least 1.")
+    if config.shared is None and dtype == "fp32":
+        return
+    if schedule.microbatches_per_update is not None:
+        raise InputError(
+            f"{unusual}: does not work with asynchronous schedule {schedule.name!r}. Use a synchronous one such as "
+            "1f1b, or parallel.replicas for more processes."
+        )
+    if not config.optimizer.barrier:
+        raise InputError(
+            f"optimizer.barrier=false: does not work with {unusual}. Post-validation needs one replica in float32 and "
+            "in memory. Remove one of them."
+        )
+
+
+def _check_memory(config: TrainConfig, schedule: Schedule) -> None:
+    """Offload without a target, and what offload does not go with."""
+    memory = config.memory
+    recompute_of_stages(memory.recompute, schedule.num_stages)
+    if memory.offload is None:
+        for name, value in (("offload_activations", memory.offload_activations), ("offload_parameters", True)):
+            if getattr(memory, name) not in (None, False):
+                raise InputError(
+                    f"memory.{name}={str(value).lower()}: no offload target is configured. Add --memory.offload cpu or "
+                    "disk:PATH."
+                )
+        return
+    OffloadTarget.parse(memory.offload)
+    if memory.offload_parameters:
+        axis_of(replace(config.data_parallel, offload=memory.offload), config.number_format, config.data_degree)
+    if memory.offload_states and not config.optimizer.barrier:
+        raise InputError(
+            "optimizer.barrier=false: does not work with offloaded optimizer states, which an update may have to "
+            "restore. Remove it, or use --memory.offload_states false."
+        )
+    if memory.offload_activations is not None and memory.offload_activations < 0:
+        raise InputError(
+            f"memory.offload_activations={memory.offload_activations}: must be at least 0; 0 keeps as few as possible."
+        )
+    if (offload := activation_offload(config)) is not None:
+        offload.insert(lower(schedule))
+
+
+def check_unused(config: TrainConfig) -> None:
+    """Refuse options that were given and have no effect; an option with its default was not given.
+
+    Raises:
+        InputError: the first of them.
+    """
+    for key, value, where, fix in _unused(config):
+        raise InputError(f"{key}={value}: has no effect {where}. Remove it, or {fix}.")
+
+
+def _unused(config: TrainConfig) -> Iterator[tuple[str, Any, str, str]]:
+    """(option, its value, with what it has no effect, how it would have one) of each."""
+    for name, users in _USERS.items():
+        if config.optimizer.name not in users and _given(config.optimizer, name):
+            value, where = getattr(config.optimizer, name), f"with optimizer.name={config.optimizer.name}"
+            yield f"optimizer.{name}", value, where, f"use {' or '.join(users)}"
+    for name in ("loss_scale", "loss_scale_steps"):
+        if config.precision.dtype != "fp16" and _given(config.precision, name):
+            value, where = getattr(config.precision, name), f"with precision.dtype={config.precision.dtype}"
+            yield f"precision.{name}", value, where, "use fp16"
+    memory, parallel = config.memory, config.parallel
+    if not memory.offload_states and memory.offload is None:
+        yield "memory.offload_states", "false", "without memory.offload", "add --memory.offload cpu or disk:PATH"
+    elif memory.offload_activations is None and not (memory.offload_states or memory.offload_parameters):
+        fix = "add --memory.offload_activations, or offload states or parameters"
+        yield "memory.offload", memory.offload, "where states, parameters and activations stay", fix
+    for name in unused_data_options(config):
+        if _given(parallel, name):
+            fix = "raise --parallel.data"
+            if parallel.data_strategy == "zero3" and name != "order":
+                fix += ", or add --memory.offload_parameters true"
+            yield f"parallel.{name}", getattr(parallel, name), "with one data-parallel replica", fix
+
+
+def _given(part: Any, name: str) -> bool:
+    default = next(entry.default for entry in dataclasses.fields(part) if entry.name == name)
+    return bool(getattr(part, name) != default)

@@ -1,0 +1,82 @@
+"""``--parallel.slices auto``: lengths of the sequence slices, found by measuring a block of the model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from pipeloom.common.quantities import seconds_text
+from pipeloom.models import GPTConfig
+from pipeloom.plan.slicing import LinearTime, SliceCosts, slice_for_schedule
+from pipeloom.plan.slicing.measure_slices import measure_slices
+from pipeloom.train.checkpoint import load
+from pipeloom.train.checkpoint.exchange import Exchange
+from pipeloom.train.config.schedule import AUTO, schedule_name
+from pipeloom.train.config.train_config import TrainConfig
+
+_FINEST = 64  # slices that are measured begin at multiples of a 64th of the sequence
+
+
+def choose_slices(config: TrainConfig, exchange: Exchange, checkpoint: Path | None) -> tuple[TrainConfig, str | None]:
+    """Replace ``auto`` by lengths, the same on every process; and a line about them.
+
+    A resumed run keeps the lengths of its checkpoint. Else process 0 measures one block of the model for some seconds
+    while the others wait.
+    """
+    if config.parallel.slices != AUTO:
+        return config, None
+    payload = json.dumps(_kept_or_measured(config, checkpoint) if exchange.rank == 0 else None).encode()
+    slices, note = json.loads(exchange.all_gather(payload)[0])
+    return replace(config, parallel=replace(config.parallel, slices=slices)), note
+
+
+def _kept_or_measured(config: TrainConfig, checkpoint: Path | None) -> tuple[int | str, str]:
+    if checkpoint is not None:
+        saved = load(checkpoint).state.get("config", {}).get("parallel", {})
+        kept = saved.get("slices")
+        if kept is not None and saved.get("pipeline") == config.parallel.pipeline:
+            return kept, f"slices {kept}, as in {checkpoint}"
+    return _measured(config)
+
+
+def _measured(config: TrainConfig) -> tuple[int | str, str]:
+    start = perf_counter()
+    model, ranks, tokens = config.model, config.parallel.pipeline, config.model.sequence_length
+    sizes: dict[str, Any] = {name: getattr(model, name) for name in ("width", "heads", "positions", "dropout")}
+    grid = -(-tokens // _FINEST)
+    # One block for each rank is enough: blocks are alike, and a rank's share takes as often as long as it has blocks.
+    one_each = GPTConfig(vocabulary_size=256, layers=ranks, sequence_length=tokens, **sizes)
+    measured = measure_slices(one_each, num_ranks=ranks, grid=grid, piece=config.microbatch_size)
+    costs = _times(measured.costs, -(-model.layers // ranks))
+    found, whole = (
+        slice_for_schedule(
+            costs,
+            schedule=schedule_name(config),
+            sequence=tokens,
+            num_ranks=ranks,
+            batch=config.num_microbatches,
+            grid=grid,
+            max_piece=1,
+            sliced=sliced,
+        )
+        for sliced in (True, False)
+    )
+    lengths = found.slices[0]
+    text = ",".join(map(str, lengths))
+    seconds = f"{seconds_text(found.predicted_seconds)} per step, {seconds_text(whole.predicted_seconds)} without"
+    took = seconds_text(perf_counter() - start)
+    return text if len(lengths) > 1 else 1, f"slices {text}: predicted {seconds} (measured in {took})"
+
+
+def _times(costs: SliceCosts, blocks: int) -> SliceCosts:
+    """Costs of so many blocks; messages stay as they are."""
+
+    def times(one: LinearTime) -> LinearTime:
+        a0, a1, a2, a3 = one.context
+        base = tuple((tokens, seconds * blocks) for tokens, seconds in one.base)
+        return replace(one, base=base, context=(a0 * blocks, a1 * blocks, a2 * blocks, a3 * blocks))
+
+    return replace(costs, forward=times(costs.forward), backward=times(costs.backward))
