@@ -168,7 +168,7 @@ def test_a_run_shows_predicted_beside_measured(capsys, tmp_path):
         ("--costs x.json", "--costs without --memory.cap"),
         ("--vocabulary_size 0", "a model has at least one token id"),
         ("--parallel.data -1", "give a number"),
-        ("--parallel.cut time", "not known before a run"),
+        ("--parallel.cut time", "parallel.cut=time: the measured times are unknown before a run"),
         ("--model.width 63", "model width=63 is not a multiple of heads=6. Use heads=7"),
     ],
 )
