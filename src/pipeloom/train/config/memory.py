@@ -14,8 +14,8 @@ from pipeloom.passes import lower
 from pipeloom.plan.memory import (
     Choice,
     LayerMemory,
-    MemoryRow,
     MemoryModel,
+    MemoryRow,
     RankMemory,
     choose_memory,
     gpt_layers,
