@@ -24,7 +24,7 @@ _KINDS = {float: Real, int: Integral}  # which include numpy's scalars
 
 
 def check_fields(made: Any, *, but: Collection[str] = (), error: type[InputError] = InputError) -> None:
-    """Check the fields of a dataclass against their annotations. A bool is no number here, and a number no bool.
+    """Check the fields of a dataclass against their annotations. Numbers and bools are distinct.
 
     Args:
         made: the instance; call this in its ``__post_init__``.

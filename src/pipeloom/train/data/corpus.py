@@ -218,7 +218,7 @@ def _write_stream(
 
 
 def _read_about(stream: Path, about: Path, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """The JSON that describes a cached stream, or None if there is no complete one."""
+    """The JSON that describes a cached stream, or None if it is missing or incomplete."""
     try:
         facts: dict[str, Any] = json.loads(about.read_bytes())
         whole = stream.stat().st_size == facts["num_tokens"] * tokenizer.dtype.itemsize
