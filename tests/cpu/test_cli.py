@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from pipeloom.cli import COMMANDS, main
-from pipeloom.cli.parser import did_you_mean
+from pipeloom.cli.common.parser import did_you_mean
+from pipeloom.cli.common.train_options import MOST_USED
 from pipeloom.cli.train import parse
-from pipeloom.cli.train_options import MOST_USED
 from pipeloom.processes import launcher
 from pipeloom.train.config.schedule import parse_cut
 from pipeloom.train.config.train_config import TrainConfig, options
@@ -371,7 +371,7 @@ def test_output_that_nobody_can_read(text: Path, tmp_path: Path, command: str, c
 
 def test_a_reader_that_goes_away_ends_no_run(capfd: pytest.CaptureFixture[str]) -> None:
     program = (
-        "import sys; from pipeloom.cli.standard_streams import standard_streams\n"
+        "import sys; from pipeloom.cli.common.standard_streams import standard_streams\n"
         "with standard_streams(lasting=sys.argv[1] == 'train'):\n"
         "    for _ in range(3): print('x' * 100_000, flush=True)\n"
         "sys.stderr.write('goes on\\n')\n"

@@ -19,7 +19,7 @@ from benchmarks.common.statistics import spread
 
 import pipeloom
 from pipeloom import cli
-from pipeloom.cli.parser import Parser
+from pipeloom.cli.common.parser import Parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names (default: the command line of this process); returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        from pipeloom.cli.standard_streams import standard_streams
+        from pipeloom.cli.common.standard_streams import standard_streams
 
         only_shown = any(word.startswith(("-h", "--help", "--print_config")) for word in words)
         with standard_streams(lasting=words[:1] == ["train"] and not only_shown):
@@ -68,7 +68,7 @@ def _run(words: Sequence[str]) -> int:
         print(f"pipeloom {__version__}")
         return 0
     if words[0] not in COMMANDS:
-        from pipeloom.cli.parser import did_you_mean
+        from pipeloom.cli.common.parser import did_you_mean
 
         kind = "option" if words[0].startswith("-") else "command"
         hint = did_you_mean(words[0], [*COMMANDS, "--help", "--version"]) or "see `pipeloom --help`"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipeloom.cli.parser import Parser, did_you_mean
+from pipeloom.cli.common.parser import Parser, did_you_mean
 from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.convert import convert, model_tensors

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeloom.cli.parser import Parser
+from pipeloom.cli.common.parser import Parser
 from pipeloom.common.quantities import bytes_text
 from pipeloom.version import __version__
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeloom.cli.files import read_json
-from pipeloom.cli.parser import Parser
-from pipeloom.cli.train_options import make_parser, print_config, read_options, to_config
+from pipeloom.cli.common.files import read_json
+from pipeloom.cli.common.parser import Parser
+from pipeloom.cli.common.train_options import make_parser, print_config, read_options, to_config
 from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError
 from pipeloom.plan.memory import KINDS, Choice, MemoryRow, read_memory

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pipeloom.cli.files import read_json, write_text
-from pipeloom.cli.model_options import add_model_options, check_file_alone, given_model, whole_model
-from pipeloom.cli.parser import Parser
+from pipeloom.cli.common.files import read_json, write_text
+from pipeloom.cli.common.model_options import add_model_options, check_file_alone, given_model, whole_model
+from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.partition_answers import StreamAnswer, SynchronousAnswer
 from pipeloom.common.quantities import Bytes, BytesPerSecond
 from pipeloom.errors import InputError

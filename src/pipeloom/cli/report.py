@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeloom.cli.parser import Parser
+from pipeloom.cli.common.parser import Parser
 
 
 def main(argv: Sequence[str]) -> int:

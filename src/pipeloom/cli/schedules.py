@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from pipeloom.cli.parser import Parser
+from pipeloom.cli.common.parser import Parser
 from pipeloom.schedules import FAMILIES
 
 _COLUMNS = ("name", "paper", "constraints", "bubble", "peak")

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeloom import schedules
 from pipeloom.cli import simulate_data
-from pipeloom.cli.parser import Parser
+from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.simulate_inputs import Inputs
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.errors import InputError

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from pipeloom.cli.files import read_json
-from pipeloom.cli.parser import Parser
+from pipeloom.cli.common.files import read_json
+from pipeloom.cli.common.parser import Parser
 from pipeloom.common.quantities import Bytes, BytesPerSecond
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule

@@ -10,7 +10,7 @@ from operator import add
 from typing import Any, cast
 
 from pipeloom import schedules
-from pipeloom.cli.files import read_json
+from pipeloom.cli.common.files import read_json
 from pipeloom.errors import InputError
 from pipeloom.ir import Op, Placement, Schedule
 from pipeloom.schedules import Conditions, Found, StreamOptions

@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from pipeloom.cli.files import read_json, write_text
-from pipeloom.cli.model_options import add_model_options, check_file_alone, whole_model
-from pipeloom.cli.parser import Parser
+from pipeloom.cli.common.files import read_json, write_text
+from pipeloom.cli.common.model_options import add_model_options, check_file_alone, whole_model
+from pipeloom.cli.common.parser import Parser
 from pipeloom.common.quantities import seconds_text
 from pipeloom.errors import InputError
 from pipeloom.plan.slicing import (

@@ -32,7 +32,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
         InputError: a file or a variable is wrong.
         SystemExit: code 2 after one line, where an option is unknown or a value is not of its type.
     """
-    from pipeloom.cli.train_options import make_parser, print_config, read_options, to_config
+    from pipeloom.cli.common.train_options import make_parser, print_config, read_options, to_config
 
     parser = make_parser("pipeloom train", _DESCRIPTION, _EXAMPLES)
     values = read_options(parser, argv)

@@ -1,7 +1,7 @@
 """`TrainConfig`: one training run, as read from command line, environment, YAML file and plan. No torch.
 
 Every field is an option (``--model.layers 6``), an environment variable (``PIPELOOM_MODEL__LAYERS=6``) and a key of a
-YAML file (``model: {layers: 6}``). `pipeloom.cli.train_options` reads them.
+YAML file (``model: {layers: 6}``). `pipeloom.cli.common.train_options` reads them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeloom.cli.parser import Parser, metavar_of
+from pipeloom.cli.common.parser import Parser, metavar_of
 from pipeloom.errors import InputError
 from pipeloom.train.config.sections import ModelConfig
 from pipeloom.train.config.train_config import options

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import yaml
 from jsonargparse import Namespace
 
-from pipeloom.cli.parser import Parser, did_you_mean, metavar_of
+from pipeloom.cli.common.parser import Parser, did_you_mean, metavar_of
 from pipeloom.errors import InputError, unwrapped
 from pipeloom.train.config.train_config import TrainConfig, as_utf8, options
 

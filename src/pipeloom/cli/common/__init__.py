@@ -1,0 +1,1 @@
+"""What several commands have in common: their parser, options, files and standard streams."""
