@@ -75,9 +75,9 @@ def _refused(rank: int, case: str) -> str:
     ("case", "words"),
     [
         ("others", "all processes form one mesh"),
-        ("ranks", "axis pp holds the ranks; give it degree 2"),
-        ("inside", "every rank of every copy is a process"),
-        ("tensor", "give the others degree 1"),
+        ("ranks", "mesh axis pp has degree 1: they must be equal. Use Mesh(pp=2, ...)"),
+        ("inside", "each rank of each replica needs its own process"),
+        ("tensor", "a Pipeline runs on axes pp and dp. Give the other axes degree 1"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_on_every_process(case: str, words: str) -> None:

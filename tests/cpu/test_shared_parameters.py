@@ -377,7 +377,7 @@ def _refusals(rank: int) -> None:
         pl.Pipeline(make_mlp(), ONE, **build, precision=pl.Precision("fp16", gradients="same"))
     with pytest.raises(InputError, match="updates parameters while it runs"):
         pl.Pipeline(make_mlp(), pl.schedules.build("pipedream", num_ranks=1, num_microbatches=4), **build)
-    with pytest.raises(InputError, match="inside one process"):
+    with pytest.raises(InputError, match="stays inside one process"):
         pl.Pipeline(make_mlp(), ONE, **build, transport="loopback")
     with pytest.raises(InputError, match="formats differ"):
         pl.Pipeline(make_mlp(), ONE, **build, precision=("bf16", "fp16")[rank])

@@ -322,7 +322,7 @@ def test_batches_that_are_none(make_inputs: Callable[[], object], said: str) -> 
             lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, layers=[1]),
             r"layers=\[1\]: must be a list of module names",
         ),
-        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, transport=3), "transport is 3: it is one of auto"),
+        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, transport=3), "transport=3: must be one of auto"),
         (
             lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, offload="cpu"),
             "offload='cpu': .*OffloadActiv",

@@ -14,8 +14,8 @@ from torch import Tensor
 from pipeloom.engine.overlap_times import OverlapTimes, Wait, no_wait
 from pipeloom.errors import PeerLost
 from pipeloom.ir import Action, Op
+from pipeloom.parallel.mesh import Mesh
 from pipeloom.processes.collectives import noticing_lost_peers
-from pipeloom.processes.process_mesh import ProcessMesh
 
 _LOST = "another copy of this pipeline went away, or did not come in time, during a collective"
 
@@ -37,7 +37,7 @@ class ReplicaGroup:
         times: where gathers and reductions that an action starts are noted; those of one store.
     """
 
-    def __init__(self, mesh: ProcessMesh | None, timeout_seconds: float = 1800.0) -> None:
+    def __init__(self, mesh: Mesh | None, timeout_seconds: float = 1800.0) -> None:
         self._timeout = timedelta(seconds=timeout_seconds)
         self.degree = 1 if mesh is None else mesh.degree("dp")
         self.index = 0 if mesh is None else mesh.coordinate("dp")

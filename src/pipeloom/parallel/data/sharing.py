@@ -13,14 +13,14 @@ from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit_store import UnitStore
+from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.mixed_precision import DTYPES
 from pipeloom.parallel.offload.targets import OffloadTarget
 from pipeloom.parallel.options import DataParallel, Precision, axis_of
-from pipeloom.processes.process_mesh import ProcessMesh
 from pipeloom.transport.values import Value, flatten, unflatten
 
 
-def share(mesh: ProcessMesh | None, data: Any, precision: Any, timeout_seconds: float) -> Sharing:
+def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) -> Sharing:
     """What copies of a pipeline share.
 
     Args:
