@@ -120,7 +120,7 @@ def _two_machines(rank: int) -> None:
             torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-12, atol=1e-15)
         neighbours = {0: (False, True), 1: (True, False), 2: (False, True), 3: (True, False)}[rank]
         before, after = (
-            pipe.executor.connection.transport._near.reaches(peer % 4, of=rank) for peer in (rank - 1, rank + 1)
+            pipe.executor.connection.transport._local.reaches(peer % 4, of=rank) for peer in (rank - 1, rank + 1)
         )
         assert (before, after) == neighbours
 
