@@ -206,11 +206,10 @@ def test_the_timeout_counts_only_while_a_rank_waits(transport: str) -> None:
 def _does_not_receive(rank: int, gate) -> None:
     schedule = pl.schedules.gpipe(num_ranks=2, num_microbatches=600)
     pipe = pl.Pipeline([_Dies(""), _Dies("")], schedule, loss_fn=mse, transport="shared-memory")
-    pipe.executor.connection.transport.timeout_seconds = (
-        0.5  # from now on: until here the other rank may come as late as it likes
-    )
+    # From now on: until here the other rank may come as late as it likes.
+    pipe.executor.connection.transport.timeout_seconds = 0.5
     if rank == 0:
-        with pytest.raises(PeerLost, match=r"ranks \[1\] took nothing"), pipe:
+        with pytest.raises(PeerLost, match=r"ranks \[1\] are running but received nothing"), pipe:
             pipe.forward(torch.ones(600, 1))
         gate.set()
     else:
@@ -310,7 +309,7 @@ def test_a_lost_peer_is_named_by_everybody(how: str) -> None:
 
 def _wrong_sizes(rank: int) -> None:
     model = make_mlp()
-    with pytest.raises(InputError, match="schedule of 3 ranks in a process group of 2"):
+    with pytest.raises(InputError, match="schedule has 3 ranks and the process group 2 processes"):
         pl.Pipeline(model, pl.schedules.gpipe(num_ranks=3, num_microbatches=2), loss_fn=mse)
     with pl.Pipeline(model, pl.schedules.gpipe(num_ranks=2, num_microbatches=4), loss_fn=mse) as pipe:
         inputs, targets = _batch(3)
