@@ -116,20 +116,23 @@ GOOD = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0 0F1 0B0\n1F0 1B0 1F1 1B1\n", "0B1 is missing.*add it to rank 0"),
-        ("0F0 0F1 0B0 0B1 0B1\n1F0 1B0 1F1 1B1\n", "0B1 stands twice on rank 0.*drop one"),
-        ("0F0 0F1 0B0 0B1 1B1\n1F0 1B0 1F1\n", "1B1 is on rank 0.*on rank 1; move it there"),
+        ("0F0 0F1 0B0\n1F0 1B0 1F1 1B1\n", "0B1 is missing: every stage runs every micro-batch.*Add it to rank 0"),
+        ("0F0 0F1 0B0 0B1 0B1\n1F0 1B0 1F1 1B1\n", "0B1 appears twice on rank 0.*exactly once.*Remove one"),
+        ("0F0 0F1 0B0 0B1 1B1\n1F0 1B0 1F1\n", "1B1 on rank 0: .*the rank that holds its stage.*Move it to rank 1"),
         ("0B0 0F0 0F1 0B1\n1F0 1B0 1F1 1B1\n", "deadlocks: .*rank 0 waits at 0B0"),
         ("0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0\n", "deadlocks: .*rank 0 waits at 0B0 for 1B0.*rank 1 waits at 1F1 for 0F1"),
-        ("0F0 0F1 0B0 0B1 0I0\n1F0 1B0 1F1 1B1\n", "0B0 on rank 0 is one too many"),
-        ("0F0 0F1 0B0 0B1 0I0 0W0\n1F0 1B0 1F1 1B1\n", "0B0 on rank 0 is one too many.*either B or I and W"),
-        ("0F0 0F1 0B0 0B1 0W0\n1F0 1B0 1F1 1B1\n", "0W0 on rank 0 is one too many"),
-        ("0F0 0F1 0B0 0B1 2F0\n1F0 1B0 1F1 1B1\n", "2F0 on rank 0: stages are 0..1"),
+        ("0F0 0F1 0B0 0B1 0I0\n1F0 1B0 1F1 1B1\n", "0B0 on rank 0: a backward is either B, or I and W; .*Remove it"),
+        ("0F0 0F1 0B0 0B1 0I0 0W0\n1F0 1B0 1F1 1B1\n", "0B0 on rank 0: a backward is either B, or I and W"),
+        ("0F0 0F1 0B0 0B1 0W0\n1F0 1B0 1F1 1B1\n", "0W0 on rank 0: a backward is either B, or I and W"),
+        (
+            "0F0 0F1 0B0 0B1 2F0\n1F0 1B0 1F1 1B1\n",
+            r"2F0 on rank 0: the stage does not exist. Use one of the stages 0\.\.1",
+        ),
         (
             "0F0.0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n",
-            "0F0.0 on rank 0: micro-batches are not cut into slices; leave its slice out",
+            "0F0.0 on rank 0: slices are numbered where micro-batches are sliced.*Remove its slice",
         ),
-        ("0F0 0SEND_F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n", "0SEND_F0 on rank 0: a schedule holds F, B, I and W alone"),
+        ("0F0 0SEND_F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n", "0SEND_F0 on rank 0: a schedule holds F, B, I and W only"),
     ],
 )
 def test_the_checker_refuses_with_the_action_the_rule_and_the_fix(text, message):
@@ -147,7 +150,7 @@ def test_the_checker_refuses_impossible_sizes():
         check(replace(good, num_slices=0))
     with pytest.raises(ScheduleError, match="1 orders for 2 ranks"):
         check(replace(good, orders=good.orders[:1]))
-    with pytest.raises(ScheduleError, match=r"micro-batches are 0\.\.0"):
+    with pytest.raises(ScheduleError, match=r"one of the micro-batches 0\.\.0"):
         check(replace(good, num_microbatches=1))
 
 
@@ -172,14 +175,14 @@ RANK_1 = "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
             (RANK_0.replace("0F0 0SEND_F0 0F1 0SEND_F1", "0F0 0F1 0SEND_F1 0SEND_F0"), RANK_1),
             "message 0 from rank 0 to rank 1 is sent by 0SEND_F1 but received as 0SEND_F0.*one order",
         ),
-        ((RANK_0 + " 0SEND_B0", RANK_1), "0SEND_B0 on rank 0 has no other rank at its other end"),
+        ((RANK_0 + " 0SEND_B0", RANK_1), "0SEND_B0 on rank 0 has no other rank at its other end.*Remove it"),
         ((RANK_0, RANK_1 + " 1SEND_F1"), "1SEND_F1 on rank 1 has no other rank"),
-        ((RANK_0 + " 0SEND_F1", RANK_1 + " 1RECV_F1"), "0SEND_F1 stands twice"),
+        ((RANK_0 + " 0SEND_F1", RANK_1 + " 1RECV_F1"), "0SEND_F1 appears twice"),
         ((RANK_0, "1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"), "message 0 from rank 0 to rank 1 .* received as None"),
         (("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), "waits at .*, which no rank runs; add it"),
         (
             (RANK_0.replace("0B1", "0RECV_B1 0B1").replace("0RECV_B1 ", "", 1), RANK_1.replace("1B1 1S", "1S")),
-            "rank 1 runs nothing where its schedule has 1B1: .* lower the schedule that is meant",
+            "rank 1 runs nothing where its schedule has 1B1: .* Lower the schedule that is meant",
         ),
         ((RANK_0, RANK_1.replace("1B0 1SEND_B0", "1SEND_B0 1B0")), "deadlocks: .*1SEND_B0 for 1B0"),
         ((RANK_0 + " 0REDUCE_GRAD", RANK_1), "shares no gradients of stage 0"),
@@ -210,14 +213,16 @@ def test_the_checker_refuses_gradient_reductions_that_come_early_or_twice_or_alo
     check(program)
     first, second = program.orders
     early = (*first[:-2], first[-1], first[-2])
-    with pytest.raises(ScheduleError, match=r"0B1 on rank 0 comes after the gradients of stages \(0, 1\) were summed"):
+    with pytest.raises(
+        ScheduleError, match=r"0B1 on rank 0 comes after the sum of stages \(0, 1\): .*Move the sum to the end"
+    ):
         check(replace(program, orders=(early, second)))
-    with pytest.raises(ScheduleError, match="0REDUCE_GRAD on rank 0 comes after the gradients"):
+    with pytest.raises(ScheduleError, match="0REDUCE_GRAD on rank 0 comes after the sum of stages"):
         check(replace(program, orders=((*first, first[-1]), second)))
     alone = replace(program, orders=(first, second[:-1]))
-    with pytest.raises(ScheduleError, match=r"1REDUCE_GRAD is missing: .* add it to the end of rank 1"):
+    with pytest.raises(ScheduleError, match=r"1REDUCE_GRAD is missing: .* Add it to the end of rank 1"):
         check(alone)
-    with pytest.raises(ScheduleError, match=r"0REDUCE_GRAD is missing: .* add it to the end of rank 0"):
+    with pytest.raises(ScheduleError, match=r"0REDUCE_GRAD is missing: .* Add it to the end of rank 0"):
         check(replace(program, orders=(first[:-1], second[:-1])))
     with pytest.raises(ScheduleError, match="rank 0 waits at 0REDUCE_GRAD for its group"):
         list(dependency_order(alone))

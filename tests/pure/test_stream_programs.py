@@ -46,7 +46,7 @@ def test_an_update_that_is_moved_dropped_or_doubled_is_refused(replicas):
                     continue
                 tried += 1
                 with pytest.raises(
-                    ScheduleError, match=rf"rank {rank} runs .* where .* has to stand: updates"
+                    ScheduleError, match=rf"rank {rank} runs .* in place of .*: an update comes behind"
                 ) as caught:
                     check(edited(program, rank, each))
                 assert "\n" not in str(caught.value)
@@ -56,7 +56,7 @@ def test_an_update_that_is_moved_dropped_or_doubled_is_refused(replicas):
 def test_an_update_with_another_number_is_refused():
     program = lower(stream("stash", (1, 1), 4))
     order = [a._replace(microbatch=a.microbatch + 1) if a.op is Op.STEP else a for a in program.orders[0]]
-    with pytest.raises(ScheduleError, match="runs 0STEP1 where 0STEP0 has to stand"):
+    with pytest.raises(ScheduleError, match="runs 0STEP1 in place of 0STEP0"):
         check(edited(program, 0, order))
 
 
@@ -70,7 +70,7 @@ def test_a_forward_that_is_moved_over_an_update_is_refused(replicas):
             behind = next((i for i in range(at, len(order)) if order[i].op is Op.F), None)
             if step.op is Op.STEP and behind is not None:
                 moved = [*order[:at], order[behind], *order[at:behind], *order[behind + 1 :]]
-                with pytest.raises(ScheduleError, match=rf"runs {order[behind]} where {step} has to stand"):
+                with pytest.raises(ScheduleError, match=rf"runs {order[behind]} in place of {step}"):
                     check(edited(program, rank, moved))
                 tried += 1
     assert tried > 3
@@ -181,17 +181,25 @@ def test_every_stream_is_legal_is_lowered_and_simulates(schedule, data):
         ("pipedream", {"replicas": (2, 1)}, r"replicas \[2, 1\] on 4 ranks: .* together they are all ranks"),
         ("pipedream", {"replicas": (4, 0)}, "every stage has at least 1"),
         ("pipedream", {"replicas": (2.0, 2)}, "every stage has at least 1"),
-        ("pipedream", {"replicas": (3, 1)}, "8 micro-batches, and stage 0 with 3 replicas .* take a multiple of 3"),
+        ("pipedream", {"replicas": (3, 1)}, "8 micro-batches, but stage 0 with 3 replicas .* Use a multiple of 3"),
         ("pipedream", {"microbatches_per_update": 3}, "stage 0 with 1 replicas updates after every 3"),
-        ("pipedream", {"microbatches_per_update": 0}, "0 micro-batches an update"),
-        ("pipedream", {"microbatches_per_update": "2"}, "'2' micro-batches an update"),
+        ("pipedream", {"microbatches_per_update": 0}, "0 micro-batches per update: must be at least 1"),
+        ("pipedream", {"microbatches_per_update": "2"}, "'2' micro-batches per update: must be an int"),
         ("pipedream", {"in_flight": 3}, "3 micro-batches in flight: .* need at least 4"),
         ("pipedream", {"in_flight": 0}, "0 in flight"),
         ("pipedream-2bw", {"microbatches_per_update": 2}, "keeps two versions, too few .* take 3$"),
-        ("pipedream-2bw", {"microbatches_per_update": 0}, "0 micro-batches an update"),
-        ("pipedream-2bw", {"weights": "stash"}, "weights stash: schedule 'pipedream-2bw' has none; .* use pipedream$"),
-        ("1f1b", {"replicas": (2, 2)}, "replicas .*: schedule '1f1b' has none; .* use pipedream, pipedream-2bw$"),
-        ("search", {"in_flight": 4}, "schedule 'search' has none"),
+        ("pipedream-2bw", {"microbatches_per_update": 0}, "0 micro-batches per update: must be at least 1"),
+        (
+            "pipedream-2bw",
+            {"weights": "stash"},
+            r"weights=stash: schedule 'pipedream-2bw' does not take it. .* use pipedream\.$",
+        ),
+        (
+            "1f1b",
+            {"replicas": (2, 2)},
+            r"replicas=.*: schedule '1f1b' does not take it. .* use pipedream, pipedream-2bw\.$",
+        ),
+        ("search", {"in_flight": 4}, "schedule 'search' does not take it"),
         ("mine.csv", {"weights": "stash"}, "weights with schedule 'mine.csv': the file says it"),
     ],
 )
@@ -211,7 +219,7 @@ def test_only_streams_have_options_of_streams():
 
 def test_slices_and_forwards_that_come_too_early_are_refused():
     flushed = build("seq1f1b", num_ranks=2, num_microbatches=2, num_slices=2)
-    with pytest.raises(ScheduleError, match="slices run under 'flush' alone"):
+    with pytest.raises(ScheduleError, match="sequences are sliced under weight policy 'flush' only"):
         check(replace(flushed, weights=WeightPolicy.STASH, microbatches_per_update=1))
     early = replace(
         build("gpipe", num_ranks=2, num_microbatches=8), weights=WeightPolicy.DOUBLE_BUFFER, microbatches_per_update=2

@@ -280,7 +280,7 @@ def test_pages_and_pictures_of_streams_are_written(capsys, tmp_path):
         (["pipedream", "--replicas", "2,1"], "replicas [2, 1] on 4 ranks"),
         (["pipedream", "--weights", "mean"], "weights are 'mean'"),
         (["pipedream-2bw", "--microbatches-per-update", "2"], "too few for what is in flight; take 3"),
-        (["pipedream", "--microbatches-per-update", "3"], "take a multiple of 3"),
+        (["pipedream", "--microbatches-per-update", "3"], "Use a multiple of 3"),
         (["mine.csv", "--weights", "stash"], "weights with schedule 'mine.csv': the file says it"),
         (["pipedream", "--slices", "2"], "does not slice sequences"),
         (["search", "--slices", "2"], "does not cut sequences"),

@@ -103,7 +103,7 @@ def pipedream_2bw(
 
     if microbatches_per_update is None:
         microbatches_per_update = next(filter(enough, count(len(counts))))
-    check_size("micro-batches an update", microbatches_per_update)
+    check_size("micro-batches per update", microbatches_per_update)
     if not enough(microbatches_per_update):
         raise ScheduleError(
             f"{microbatches_per_update} micro-batches an update on stages of {counts} ranks: pipedream-2bw keeps two "
@@ -188,7 +188,7 @@ def steady_length(
         ScheduleError: what `pipedream` refuses of them.
     """
     counts = _replicas(sum(replicas), replicas)
-    check_size("micro-batches an update", microbatches_per_update)
+    check_size("micro-batches per update", microbatches_per_update)
     period = lcm(microbatches_per_update, *counts)
     most = max(forwards * ranks for forwards, ranks in zip(_warmups(counts, in_flight), counts, strict=True))
     return period * (-(-most // period) + 2)
@@ -202,7 +202,7 @@ def _stream(
     counts: Sequence[int],
     warmups: Sequence[int],
 ) -> Schedule:
-    check_size("micro-batches an update", microbatches_per_update)
+    check_size("micro-batches per update", microbatches_per_update)
     orders = []
     for stage, (ranks, forwards) in enumerate(zip(counts, warmups, strict=True)):
         for replica in range(ranks):

@@ -1,1 +1,1 @@
-"""What is legal: the rules that every schedule and every program has to keep, asked again after every pass."""
+"""What is legal: the rules of schedules and of programs, and `check`, which asks them."""
