@@ -152,5 +152,5 @@ def test_formats_that_take_turns_change_no_bit() -> None:
 
 def test_what_is_no_number_of_bytes_is_refused() -> None:
     for wrong in (-1, 1.5, "4MiB"):
-        with pytest.raises(InputError, match=r"bucket_bytes is .*: a whole number of bytes, 0 or more"):
+        with pytest.raises(InputError, match=r"bucket_bytes=.*: must be an integer number of bytes, at least 0"):
             pl.DataParallel(bucket_bytes=wrong)

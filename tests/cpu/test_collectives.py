@@ -125,7 +125,7 @@ def _late_and_gone(rank: int, gate: Any) -> list[str]:
 
 def test_who_is_late_or_gone_is_lost() -> None:
     late, gone = run_ranks(_late_and_gone, 2, get_context("fork").Event())[0]
-    assert late.startswith("another copy of this pipeline went away, or did not come in time")
+    assert late.startswith("another replica exited or did not answer in time")
     assert gone.startswith("another process went away, or did not come in time")
 
 
@@ -206,7 +206,9 @@ def _one_refuses(rank: int, num_ranks: int) -> tuple[list[str], float]:
 
 def test_a_batch_that_one_copy_refuses_is_refused_by_all() -> None:
     (fine, loss), (bad, other) = run_ranks(_one_refuses, 2, 1)
-    assert [text.split(":")[1] for text in fine] == [" copy 1 of the pipeline refused its batch"] * 3
+    assert [text.split(":")[1] for text in fine] == [
+        " replica 1 could not use its batch. All replicas take a step together; see that replica's error."
+    ] * 3
     assert [part for part, text in zip(["are None", "1 samples", "hold a set"], bad, strict=True) if part in text] == [
         "are None",
         "1 samples",
@@ -219,5 +221,5 @@ def test_ranks_before_the_last_hear_at_once_that_another_copy_refused() -> None:
     (first, _), (last, _), *others = run_ranks(_one_refuses, 4, 2)
     assert first[0].startswith("PeerLost")
     assert "ended" in first[0]
-    assert last[0].startswith("InputError: copy 1 of the pipeline refused its batch")
+    assert last[0].startswith("InputError: replica 1 could not use its batch")
     assert all("are None" in said[0] for said, _ in others)

@@ -182,7 +182,7 @@ def test_what_cannot_be_offloaded_is_refused_in_one_line(tmp_path: Path) -> None
     counting.param_groups[0]["count"] = 0
     inner = OPTIMIZERS["adamw"](parameters)
     cases = [
-        (lambda: OffloadedOptimizer(inner, "cpu"), "nothing would move"),
+        (lambda: OffloadedOptimizer(inner, "cpu"), "are in host memory already"),
         (lambda: OffloadedOptimizer(inner, "disk:/no/such/place"), "No such file"),
         (lambda: OffloadedOptimizer(inner, "floppy"), "offload='floppy': must be `cpu`, or `disk:PATH`"),
         (lambda: OffloadedOptimizer(inner, "disk"), "offload='disk': must be `cpu`, or `disk:PATH`"),

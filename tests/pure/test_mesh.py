@@ -87,11 +87,14 @@ def test_options_become_a_data_axis() -> None:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: DataParallel("zero4"), "data strategy 'zero4' is unknown: it is one of ddp, parameter-server"),
+        (lambda: DataParallel("zero4"), "data strategy='zero4': unknown. Use one of ddp, parameter-server"),
         (lambda: DataParallel("ddp", granularity="chunk"), "it is for zero2 and zero3"),
-        (lambda: DataParallel("zero2", granularity="week"), "granularity 'week' is unknown"),
-        (lambda: Precision("fp8"), "precision 'fp8' is unknown: it is one of fp32, bf16, fp16"),
-        (lambda: Precision("bf16", gradients="half"), "it is one of float32, same"),
+        (
+            lambda: DataParallel("zero2", granularity="week"),
+            "granularity='week': unknown. Use one of step, chunk, microbatch",
+        ),
+        (lambda: Precision("fp8"), "precision='fp8': unknown. Use one of fp32, bf16, fp16"),
+        (lambda: Precision("bf16", gradients="half"), "Use one of float32, same"),
     ],
 )
 def test_unknown_options_are_refused_in_one_line(build: object, words: str) -> None:

@@ -1,4 +1,4 @@
-"""What a user says about copies of a pipeline and about number formats. No torch here."""
+"""`DataParallel` and `Precision`: the user's options for data parallelism and number formats. No torch here."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ Layout = Literal["elements", "parameters"]
 DType = Literal["fp32", "bf16", "fp16"]
 GradientDType = Literal["float32", "same"]
 
-# Of `DataParallel.bucket_bytes`, as torch's DDP has it: what a few messages carry of a large model. Smaller ones were
+# Default of `DataParallel.bucket_bytes`, that of torch's DDP: a large model takes a few messages. Smaller buckets were
 # no faster where they were measured (see docs/how-to/data-parallel.md).
 BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """How copies of a pipeline share parameters, gradients and optimizer states; see `pipeloom.ir.DataStrategy`.
+    """What data-parallel replicas shard of parameters, gradients and optimizer states (`pipeloom.ir.DataStrategy`).
 
     Attributes:
         strategy: ddp, parameter-server, zero1, zero2 or zero3.
-        granularity: step, chunk or microbatch: how often zero3 gathers parameters, and zero2 and zero3 share
+        granularity: step, chunk or microbatch: how often zero3 gathers parameters, and zero2 and zero3 reduce
             gradients. None: step.
-        layout: of what a copy keeps of a bucket's parameters: "elements", an equal piece of all of them one behind the
-            other, or "parameters", whole ones, for optimizers that need whole matrices.
-        bucket_bytes: neighbouring parameters of a stage are gathered and reduced together until they have so many
-            bytes in the format of forwards; 0: each by itself, or each layer where layers are not cut (granularity
-            microbatch, layout "parameters"). Checkpoints do not depend on it.
-        offload: "cpu" or "disk:PATH": where main parameters (zero3's, and masters of 16-bit formats) are while they
-            are neither gathered nor updated. `pipeloom.OffloadedOptimizer` updates them there. None: in memory.
+        layout: of the shards: "elements", an equal part of each bucket's elements per replica, or "parameters", whole
+            parameters, for optimizers that need whole matrices.
+        bucket_bytes: bytes, in the format of forwards, of neighbouring parameters that are gathered and reduced
+            together. 0: each parameter alone, or each layer where layers are not cut (granularity microbatch, layout
+            "parameters"). Checkpoints do not depend on it.
+        offload: offload target, "cpu" or "disk:PATH", of main parameters (shards of zero3, masters of 16-bit formats)
+            while they are neither gathered nor updated. `pipeloom.OffloadedOptimizer` updates them. None: no offload.
 
     Raises:
-        InputError: an unknown name, a granularity that the strategy does not have, negative bytes, or a place in
-            which no file can be made.
+        InputError: an unknown name, a granularity that the strategy does not support, negative bytes, or an offload
+            target that is not writable.
     """
 
     strategy: str = "ddp"
@@ -51,9 +51,7 @@ class DataParallel:
         if self.granularity is not None:
             _one_of("granularity", self.granularity, [granularity.value for granularity in Granularity])
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 0:
-            raise InputError(
-                f"bucket_bytes is {self.bucket_bytes!r}: a whole number of bytes, 0 or more; correct or omit it"
-            )
+            raise InputError(f"bucket_bytes={self.bucket_bytes!r}: must be an integer number of bytes, at least 0.")
         self.axis(1)
         if self.offload is not None:
             OffloadTarget.parse(self.offload)
@@ -64,7 +62,7 @@ class DataParallel:
         return given if isinstance(given, cls) else cls() if given is None else cls(str(given))
 
     def axis(self, degree: int, *, separate_master: bool = False) -> DataAxis:
-        """The data axis of a program of `degree` copies."""
+        """The data axis of a program with `degree` replicas."""
         return DataAxis(
             degree=degree,
             strategy=DataStrategy(self.strategy),
@@ -75,13 +73,13 @@ class DataParallel:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """In which format a pipeline computes, and in which it adds up gradients. Updates are always of float32 numbers.
+    """Number formats of forward and backward, and of gradient sums. The optimizer always updates float32 parameters.
 
     Attributes:
-        dtype: fp32, bf16 or fp16: of parameters in forwards and backwards, and so of messages. With the last two the
-            optimizer has float32 copies of the parameters, its masters.
-        gradients: float32, or "same" as the parameters in the backwards: micro-batches add up with fewer bits in half
-            the memory.
+        dtype: fp32, bf16 or fp16: of parameters in forward and backward, and so of messages. With bf16 and fp16 the
+            optimizer updates float32 master parameters.
+        gradients: format of the gradient sum over micro-batches: float32, or "same" as `dtype`, which halves its memory
+            and loses precision.
 
     Raises:
         InputError: an unknown name, or fp16 with gradients "same".
@@ -95,8 +93,7 @@ class Precision:
         _one_of("format of gradients", self.gradients, get_args(GradientDType))
         if self.dtype == "fp16" and self.gradients == "same":
             raise InputError(
-                "precision fp16 with gradients 'same': sums of many small gradients leave its range; take bf16, or "
-                "gradients 'float32'"
+                "precision fp16 with gradients 'same': gradient sums leave its range. Use bf16, or gradients 'float32'."
             )
 
     @classmethod
@@ -106,20 +103,20 @@ class Precision:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer's parameters are other numbers than the forwards read."""
+        """Whether the optimizer updates master parameters, in another format than forwards read."""
         return self.dtype != "fp32"
 
 
 def axis_of(data: DataParallel, precision: Precision, degree: int) -> DataAxis | None:
-    """How `degree` copies share the work; None where one runs alone with its own parameters.
+    """The data axis of `degree` replicas; None for a single pipeline without masters.
 
     Raises:
-        InputError: parameters are to be offloaded that every forward reads.
+        InputError: the parameters to offload are those that every forward reads.
     """
     if data.offload is not None and data.strategy != "zero3" and not precision.has_masters:
         raise InputError(
-            f"offload of parameters with {data.strategy} in {precision.dtype}: forwards read what the optimizer "
-            "updates; take zero3, which gathers them, or bf16 or fp16, which have masters, or leave it out"
+            f"offload={data.offload!r} with {data.strategy} in {precision.dtype}: forwards read the parameters that "
+            "the optimizer updates, so they cannot be offloaded. Use zero3, or bf16 or fp16, or remove it."
         )
     if degree == 1 and data.strategy == "ddp" and not precision.has_masters:
         return None
@@ -128,4 +125,4 @@ def axis_of(data: DataParallel, precision: Precision, degree: int) -> DataAxis |
 
 def _one_of(what: str, given: str, known: list[str] | tuple[str, ...]) -> None:
     if given not in known:
-        raise InputError(f"{what} {given!r} is unknown: it is one of {', '.join(known)}; take one of them")
+        raise InputError(f"{what}={given!r}: unknown. Use one of {', '.join(known)}.")

@@ -1,17 +1,18 @@
-"""When a rank gathers a stage's parameters, lets go of them, and reduces their gradients over copies of the pipeline.
+"""When a rank gathers a stage's parameters, frees them, and reduces their gradients over data-parallel replicas.
 
-A rank's computations fall into groups that nothing may come between: one computation, or an overlapped pair. For every
-stage, a run is a row of groups that hold it: all of the step, those one behind the other, or each by itself.
+A rank's computations fall into groups that nothing may come between: one computation, or an overlapped pair. A run of a
+stage is a row of groups with the stage: all groups of the step, adjacent groups, or single ones.
 
     granularity step         0UNSHARD 2UNSHARD 0F0 0F1 2F0 2F1 2B0 2B1 2RESHARD 2REDUCE_GRAD1 0B0 0B1 ...
     granularity chunk        0UNSHARD 2UNSHARD 0F0 0F1 0RESHARD 2F0 2F1 ...    one run is gathered ahead
     granularity microbatch   0UNSHARD 0F0 0RESHARD 0UNSHARD 0F1 0RESHARD ...
 
-UNSHARD only begins the gathering, and REDUCE_GRAD the reduction: the first computation that needs the parameters waits
-for the one, the end of the program for the other. What is gathered once a step is gathered at its front, in the order
-of use: the rank holds all of it at once anyway, and gathers while it waits for its first message. A W needs no
-parameters. A REDUCE_GRAD of the data axis has the micro-batch of the last backward that it covers; one without is the
-sum over ranks of the pipeline that hold the same parameters.
+UNSHARD begins a gather and REDUCE_GRAD completes the start of the reductions: the first computation that needs the
+parameters waits for the gather, the end of the program for the reductions. What each does with the units of a stage,
+and what the computations between them do, says `pipeloom.ir.unit_actions`. Stages that are gathered once per step are
+gathered at its start, in the order of use, while the rank waits for its first message. A W needs no parameters. A
+REDUCE_GRAD of the data axis has the micro-batch of the last backward that it covers; a REDUCE_GRAD without a
+micro-batch is the sum over ranks of the pipeline that hold the same parameters.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ class _Run(NamedTuple):
 
 
 def insert_data_parallel(program: Program, data: DataAxis, *, ahead: int = 1) -> Program:
-    """Put UNSHARD, RESHARD and REDUCE_GRAD of a data axis into a program with communication.
+    """Insert UNSHARD, RESHARD and REDUCE_GRAD of a data axis into a program with communication.
 
-    Without gradients (`Schedule.forward_only`) nothing is reduced.
+    A program without backwards (`Schedule.forward_only`) gets no REDUCE_GRAD.
 
     Args:
-        program: what one copy of the pipeline runs.
-        data: the copies, and what each keeps.
-        ahead: at granularity chunk, how many runs ahead of its use a stage is gathered; each holds one stage more.
+        program: what one replica runs.
+        data: the data axis.
+        ahead: at granularity chunk, the number of runs that a stage is gathered before its use; each holds one stage
+            more in memory.
     """
     orders = []
     for rank, order in enumerate(program.orders):

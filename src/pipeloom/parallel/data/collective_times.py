@@ -1,4 +1,4 @@
-"""What collectives of copies take by themselves, with the memory and the copies that a unit makes for them."""
+"""Times of the collectives between replicas, with the allocations and copies that a unit makes for them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from pipeloom.engine.overlap_times import Wait
 from pipeloom.ir import DataStrategy, Op
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 
-_Start = Callable[[Tensor, Tensor, Tensor], Wait]  # of parameters or gradients: made before, this copy's part, new
+_Start = Callable[
+    [Tensor, Tensor, Tensor], Wait
+]  # of parameters or gradients: allocated before, this replica's shard, new
 
 
 def time_collectives(
-    copies: ReplicaGroup,
+    replicas: ReplicaGroup,
     strategy: DataStrategy,
     op: Op,
     sizes: Iterable[int],
@@ -26,28 +28,28 @@ def time_collectives(
     meet: Callable[[], object] = lambda: None,
     repeats: int = 5,
 ) -> list[tuple[int, float, float]]:
-    """The gather (UNSHARD) or the reduction (REDUCE_GRAD) of a strategy; every copy calls it with the same arguments.
+    """Time the gather (UNSHARD) or reduction (REDUCE_GRAD) of a strategy; every replica passes the same arguments.
 
     Args:
-        copies: who takes part.
-        strategy: says which collective it is.
+        replicas: who takes part.
+        strategy: which determines the collective.
         op: UNSHARD or REDUCE_GRAD.
-        sizes: bytes of whole parameters or gradients, float32.
-        device: where they are; the CPU by default.
-        meet: is called before each size, such as a barrier, so that all ranks of a pipeline go at once.
-        repeats: of each size, behind one that warms up.
+        sizes: bytes of full parameters or gradients, float32.
+        device: of the tensors; the CPU by default.
+        meet: called before each size, such as a barrier, so that all ranks of a pipeline start together.
+        repeats: timed collectives per size, after one for warm-up.
 
     Returns:
-        For each size, its bytes, the median seconds of one, and the mean seconds of this process's cores; nothing where
-        the strategy has no such collective, or there is one copy.
+        For each size: bytes, median seconds, and mean CPU seconds of this process. Empty where the strategy has no such
+        collective, or there is one replica.
     """
-    start = _collective(copies, strategy, op)
-    if start is None or copies.degree == 1:
+    start = _collective(replicas, strategy, op)
+    if start is None or replicas.degree == 1:
         return []
     found = []
     for size in sizes:
-        elements = max(1, size // 4 // copies.degree)
-        whole, own = torch.zeros(elements * copies.degree, device=device), torch.zeros(elements, device=device)
+        elements = max(1, size // 4 // replicas.degree)
+        whole, own = torch.zeros(elements * replicas.degree, device=device), torch.zeros(elements, device=device)
         seconds, cpu = [], []
         meet()
         for _ in range(1 + repeats):
@@ -61,19 +63,19 @@ def time_collectives(
     return found
 
 
-def _collective(copies: ReplicaGroup, strategy: DataStrategy, op: Op) -> _Start | None:
+def _collective(replicas: ReplicaGroup, strategy: DataStrategy, op: Op) -> _Start | None:
     match strategy, op:
         case DataStrategy.DDP, Op.UNSHARD:
             return None
         case DataStrategy.DDP, _:
-            return lambda whole, own, new: copies.all_reduce(new.copy_(whole))
+            return lambda whole, own, new: replicas.all_reduce(new.copy_(whole))
         case DataStrategy.PARAMETER_SERVER, Op.UNSHARD:
-            return lambda whole, own, new: copies.broadcast(whole)
+            return lambda whole, own, new: replicas.broadcast(whole)
         case DataStrategy.PARAMETER_SERVER, _:
-            return lambda whole, own, new: copies.reduce(new.copy_(whole))
+            return lambda whole, own, new: replicas.reduce(new.copy_(whole))
         case DataStrategy.ZERO3, Op.UNSHARD:
-            return lambda whole, own, new: copies.all_gather(new, own)
+            return lambda whole, own, new: replicas.all_gather(new, own)
         case _, Op.UNSHARD:
-            return lambda whole, own, new: copies.all_gather(whole, own)
+            return lambda whole, own, new: replicas.all_gather(whole, own)
         case _:
-            return lambda whole, own, new: copies.reduce_scatter(new.copy_(whole), own)
+            return lambda whole, own, new: replicas.reduce_scatter(new.copy_(whole), own)

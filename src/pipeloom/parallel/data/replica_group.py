@@ -1,4 +1,4 @@
-"""`ReplicaGroup`: the processes that hold the same stages in all copies of a pipeline, and their collectives."""
+"""`ReplicaGroup`: the processes that hold the same stages in all replicas, and their collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeloom.ir import Action, Op
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.processes.collectives import noticing_lost_peers
 
-_LOST = "another copy of this pipeline went away, or did not come in time, during a collective"
+_LOST = "another replica exited or did not answer in time during a collective"
 
 # Their names before torch 2.13.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,16 +25,16 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class ReplicaGroup:
-    """Those along the axis dp of a mesh. Of one copy, what is collective costs nothing.
+    """The processes along the axis dp of a mesh. With one replica, collectives do nothing.
 
     Args:
-        mesh: None: there is one copy.
-        timeout_seconds: how long to wait for the others; a collective raises PeerLost afterwards.
+        mesh: None: there is one replica.
+        timeout_seconds: how long to wait for the others. A collective raises PeerLost after that.
 
     Attributes:
-        degree: how many.
-        index: which one this process belongs to.
-        times: where gathers and reductions that an action starts are noted; those of one store.
+        degree: number of replicas.
+        index: number of this process's replica.
+        times: record gathers and reductions that actions start.
     """
 
     def __init__(self, mesh: Mesh | None, timeout_seconds: float = 1800.0) -> None:
@@ -43,25 +43,25 @@ class ReplicaGroup:
         self.index = 0 if mesh is None else mesh.coordinate("dp")
         self._mesh = None if self.degree == 1 else mesh
         self.times = OverlapTimes()
-        self._begun: dict[int, deque[Any]] = {}  # what collectives on their way wait for
+        self._begun: dict[int, deque[Any]] = {}  # works of the collectives that have started
         self._has_left = False
         backend = "gloo" if self._mesh is None else dist.get_backend(self._mesh.group("dp"))
         self._small = torch.device("cuda") if "nccl" in backend else torch.device("cpu")
 
     def broadcast(self, values: Tensor) -> Wait:
-        """The values of copy 0, in place."""
+        """The values of replica 0, in place."""
         return self._start(dist.broadcast, values, op=Op.UNSHARD, group_src=0)
 
     def reduce(self, values: Tensor) -> Wait:
-        """The sum over copies, in place, on copy 0; the others' values are lost."""
+        """The sum over replicas, in place, on replica 0; the others' values are lost."""
         return self._start(dist.reduce, values, op=Op.REDUCE_GRAD, group_dst=0)
 
     def all_reduce(self, values: Tensor) -> Wait:
-        """The sum over copies, in place: the same bits on every copy."""
+        """The sum over replicas, in place: the same bits on every replica."""
         return self._start(dist.all_reduce, values, op=Op.REDUCE_GRAD)
 
     def all_gather(self, values: Tensor, own: Tensor) -> Wait:
-        """Every copy's `own`, one behind the other in `values`; `own` may be its place there."""
+        """Every replica's `own`, in order, into `values`; `own` may be a view of its place there."""
         return self._all_gather(values, own, Op.UNSHARD)
 
     def _all_gather(self, values: Tensor, own: Tensor, op: Op | None) -> Wait:
@@ -73,7 +73,7 @@ class ReplicaGroup:
         return self._exchange(dict.fromkeys(self._others, own), {peer: pieces[peer] for peer in self._others}, op)
 
     def reduce_scatter(self, values: Tensor, own: Tensor) -> Wait:
-        """In `own`, this copy's of equal pieces of the sum over copies of `values`, which are lost."""
+        """Into `own`, this replica's segment of the sum over replicas of `values`, which are lost."""
         if self._mesh is None:
             own.copy_(values)
             return no_wait
@@ -92,14 +92,14 @@ class ReplicaGroup:
         return finish
 
     def sum_in_order(self, values: Tensor) -> Tensor:
-        """The sum of a few numbers, copy after copy: the same bits on every copy."""
+        """The sum of a few numbers, in the order of replicas: the same bits on every replica."""
         total, *others = self.gather(values)
         for part in others:
             total = total + part
         return total.to(values.device)
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """A few numbers of every copy."""
+        """A few numbers of every replica."""
         if self._mesh is None:
             return [values]
         rows = torch.empty((self.degree, *values.shape), dtype=values.dtype, device=self._small)
@@ -108,16 +108,16 @@ class ReplicaGroup:
         return list(rows)
 
     def any(self, flags: list[bool]) -> list[bool]:
-        """For each flag, whether it is set on some copy."""
+        """For each flag, whether it is set on any replica."""
         if self._mesh is None or not flags:
             return flags
         found: list[bool] = torch.stack(self.gather(torch.tensor(flags, dtype=torch.uint8))).any(dim=0).tolist()
         return found
 
     def leave(self) -> None:
-        """This copy failed: have the others, who may wait for it, know at once."""
+        """This replica failed: let the others, which may wait for it, know at once."""
         self._has_left = True
-        for works in self._begun.values():  # they keep connections open, and an error may keep whoever holds them
+        for works in self._begun.values():  # they keep connections open, and a traceback may keep their owners alive
             works.clear()
         self._begun.clear()
         if self._mesh is not None:
@@ -128,11 +128,11 @@ class ReplicaGroup:
         return [peer for peer in range(self.degree) if peer != self.index]
 
     def _exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor], op: Op | None) -> Wait:
-        """Send to and receive from other copies, each directly.
+        """Send to and receive from each other replica directly.
 
-        What gloo gathers and scatters goes round a ring, with copies of its own, in threads that are woken for it: that
-        takes from one and a half times as long (13 MB, two copies) to four times (4 KB). Nobody says when an exchange
-        is over: it is noted to last until it was waited for.
+        gloo's own all-gather and reduce-scatter go round a ring, copy data, and wake threads: they take 1.5 times (13
+        MB, two replicas) to 4 times (4 KB) as long. There is no callback for the end of an exchange: its record lasts
+        until the wait for it.
         """
         if self._mesh is None:
             return no_wait
@@ -144,7 +144,7 @@ class ReplicaGroup:
         return self._waiting(works, ended)
 
     def _start(self, collective: Callable[..., Any], *arguments: Any, op: Op | None, **options: Any) -> Wait:
-        """Start it; what is returned waits for its end. It is noted as an `op` of the stage that runs."""
+        """Start a collective, recorded as an `op` of the running action's stage; returns what waits for its end."""
         if self._mesh is None:
             return no_wait
         ended, works = self._noted(op), self._works()
@@ -156,14 +156,14 @@ class ReplicaGroup:
         return self._waiting(works, ended)
 
     def _noted(self, op: Op | None) -> Wait:
-        """Note that an `op` of the stage that runs begins; what is returned notes its end."""
+        """Record the start of an `op` of the running action's stage; returns what records its end."""
         action = self.times.action
         if action is None or op is None:
             return no_wait
         return self.times.started(Action(action.stage, op) if op is Op.UNSHARD else action.with_op(op))
 
     def _works(self) -> deque[Any]:
-        """Room for what a collective waits for, which `leave` clears."""
+        """A new queue for the works of one collective, which `leave` clears."""
         works: deque[Any] = deque()
         self._begun[id(works)] = works
         return works

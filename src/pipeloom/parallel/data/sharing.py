@@ -1,4 +1,4 @@
-"""What a pipeline does for its data axis and its number formats, beside running its program."""
+"""`DataSharing`: what a pipeline shares with its replicas, and its number formats."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from pipeloom.transport.values import Value, flatten, unflatten
 
 
 def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) -> Sharing:
-    """What copies of a pipeline share.
+    """What the replicas of a pipeline share.
 
     Args:
-        mesh: whose axis dp are the copies; None: there is one.
-        data: `DataParallel`, the name of a strategy, or None: ddp.
-        precision: `Precision`, the name of a format, or None: that of the model.
-        timeout_seconds: how long copies wait for each other.
+        mesh: its axis dp holds the replicas; None: there is one.
+        data: `DataParallel`, the name of a strategy, or None for ddp.
+        precision: `Precision`, the name of a format, or None for the model's own.
+        timeout_seconds: how long replicas wait for each other.
 
     Raises:
-        InputError: an unknown name, or parameters that are to be offloaded and cannot be.
+        InputError: an unknown name, or parameters that cannot be offloaded.
     """
     options, formats = DataParallel.of(data), Precision.of(precision)
     axis = axis_of(options, formats, 1 if mesh is None else mesh.degree("dp"))
@@ -40,12 +40,12 @@ def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) 
 
 
 class DataSharing(Sharing):
-    """Main parameters beside the modules' own, or sums over copies."""
+    """Main parameters in addition to the modules' own, or sums over replicas."""
 
-    def __init__(self, axis: DataAxis, data: DataParallel, precision: Precision, copies: ReplicaGroup) -> None:
-        self._data, self._precision, self._copies = data, precision, copies
+    def __init__(self, axis: DataAxis, data: DataParallel, precision: Precision, replicas: ReplicaGroup) -> None:
+        self._data, self._precision, self._replicas = data, precision, replicas
         self.axis = axis
-        self.copy = copies.index
+        self.copy = replicas.index
         self.sharded = axis.shards_optimizer
         away = "memory" if data.offload is None else OffloadTarget.parse(data.offload).kind
         self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients, away]
@@ -53,8 +53,8 @@ class DataSharing(Sharing):
     def check_device(self, device: torch.device) -> None:
         if self._data.offload is not None and OffloadTarget.parse(self._data.offload).kind == device.type:
             raise InputError(
-                f"offload of parameters to {self._data.offload!r} of a model that is in the CPU's memory: nothing "
-                "would move; take disk:PATH, or leave it out"
+                f"offload={self._data.offload!r}: the parameters of a model on the CPU are in host memory already. "
+                "Use `disk:PATH`, or remove it."
             )
 
     def store(
@@ -65,26 +65,26 @@ class DataSharing(Sharing):
         layers: Sequence[Sequence[str]],
     ) -> ParameterStore:
         assert self.axis is not None
-        return UnitStore(stages, held, homes, layers, self.axis, self._data, self._precision, self._copies)
+        return UnitStore(stages, held, homes, layers, self.axis, self._data, self._precision, self._replicas)
 
     def sum_samples(self, count: int, refusal: Exception | None = None) -> int:
         own = torch.tensor([count if refusal is None else -1], dtype=torch.int64)
-        counts = [int(found) for found in self._copies.gather(own)]
+        counts = [int(found) for found in self._replicas.gather(own)]
         if refusal is not None:
             raise refusal
-        refusing = [str(copy) for copy, found in enumerate(counts) if found < 0]
+        refusing = [str(replica) for replica, found in enumerate(counts) if found < 0]
         if refusing:
             raise InputError(
-                f"copy {', '.join(refusing)} of the pipeline refused its batch: all copies take a step together; see "
-                "what it said"
+                f"replica {', '.join(refusing)} could not use its batch. All replicas take a step together; see that "
+                "replica's error."
             )
         return sum(counts)
 
     def sum_losses(self, loss: Tensor) -> Tensor:
-        return self._copies.sum_in_order(loss)
+        return self._replicas.sum_in_order(loss)
 
     def leave(self) -> None:
-        self._copies.leave()
+        self._replicas.leave()
 
     def inputs(self, value: Value) -> Value:
         return (
@@ -98,7 +98,7 @@ class DataSharing(Sharing):
 
 
 def _cast(value: Value, dtype: torch.dtype) -> Value:
-    """The value with its floating-point tensors in another format."""
+    """The value with its floating-point tensors cast to `dtype`."""
     layout, tensors = flatten(value)
     cast = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
     return unflatten(layout, cast)
