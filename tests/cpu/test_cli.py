@@ -271,7 +271,7 @@ def test_a_group_of_another_size_is_refused(refused: Refused, monkeypatch: pytes
         monkeypatch.setenv(name, value)
     assert "rank 0: parallel.pipeline=2: 2 ranks are as many processes, not 3" in refused()
     assert "parallel.data=2: 2 replicas of 2 ranks are 4 processes, not 3" in refused("--parallel.data", "2")
-    assert "a multiple of 2; start 4" in refused("--parallel.data", "-1")
+    assert "a multiple of 2. Start 4" in refused("--parallel.data", "-1")
     assert "--local: is one process, not 3" in refused("--local")
 
 

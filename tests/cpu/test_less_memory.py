@@ -194,7 +194,7 @@ def test_a_disk_without_room_is_told_before_the_first_step(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--memory.cap=1KiB"], "a rank may hold 1024 bytes (1 KiB): rank 1 takes at least"),
+        (["--memory.cap=1KiB"], "cap=1024 bytes (1 KiB): rank 1 takes at least"),
         (["--memory.cap=1QB"], "memory.cap is 1QB: it must be bytes, such as 8e9"),
         (["--memory.recompute=most"], "it is none, selective, full"),
         (["--memory.recompute=full,none,none"], "names 3 stages of 2"),

@@ -23,7 +23,7 @@ def _two_pipelines(rank: int, order: tuple[str, str], transport: str) -> tuple[o
     copy = mesh.coordinate("dp")
     ones = torch.ones(1)
     dist.all_reduce(ones, group=mesh.group("dp"))
-    with pytest.raises(InputError, match="'tp' has one place here"):
+    with pytest.raises(InputError, match="'tp' has degree 1 here"):
         mesh.group("tp")
     outputs = []
     schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2)
@@ -74,7 +74,7 @@ def _refused(rank: int, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("others", "all processes form one mesh"),
+        ("others", "all processes must form one mesh"),
         ("ranks", "mesh axis pp has degree 1: they must be equal. Use Mesh(pp=2, ...)"),
         ("inside", "each rank of each replica needs its own process"),
         ("tensor", "a Pipeline runs on axes pp and dp. Give the other axes degree 1"),

@@ -259,7 +259,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(tmp_path: Path) -> None:
             with pytest.raises(InputError, match=rf"step\(\) of {kind.__name__}, whose parameters are offloaded"):
                 plain.step()
             plain.zero_grad()
-        with pytest.raises(InputError, match=r"wrap it in pipeloom\.OffloadedOptimizer"):
+        with pytest.raises(InputError, match=r"Wrap it in pipeloom\.OffloadedOptimizer"):
             pl.BarrierStep(pipe, plain).step(x, x)
 
 

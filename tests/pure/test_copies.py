@@ -46,7 +46,7 @@ def test_the_rest_of_the_processes_are_copies() -> None:
     config = TrainConfig(parallel=ParallelConfig(data=-1, pipeline=2), batch=BatchConfig(size=16))
     assert resolve_data_degree(config, 8).parallel.data == 4
     assert resolve_data_degree(config, 8).num_microbatches == 4
-    with pytest.raises(InputError, match="start 4"):
+    with pytest.raises(InputError, match="Start 4"):
         resolve_data_degree(config, 3)
 
 

@@ -59,8 +59,8 @@ def link(ranks: Any = frozenset({(0, 1)}), bytes_per_second: Any = 1.0) -> Link:
             lambda: DataAxis(degree=2, strategy="zero3"),
             "DataAxis.strategy='zero3': must be one of DataStrategy.DDP",
         ),
-        (lambda: MeshShape.of({"dp": 1.5}), "mesh axis dp has degree 1.5: a degree is a count"),
-        (lambda: MeshShape.of(None), "degrees of a mesh are None: they are a mapping"),
+        (lambda: MeshShape.of({"dp": 1.5}), "mesh axis dp has degree 1.5: must be an integer of at least 1"),
+        (lambda: MeshShape.of(None), "degrees=None: must be a mapping"),
         (
             lambda: OffloadActivations("cpu", most="3"),
             "OffloadActivations.most='3': must be a number, or a sequence",

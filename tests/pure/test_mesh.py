@@ -54,16 +54,16 @@ def test_minus_one_is_the_rest(degrees: dict[str, int], processes: int, rest: in
 @pytest.mark.parametrize(
     ("degrees", "processes", "order", "words"),
     [
-        ({"pp": 2, "dp": -1}, 5, AXES, "a multiple of 2; start 6"),
-        ({"pp": 4, "dp": -1}, 2, AXES, "start 4"),
-        ({"pp": -1, "dp": -1}, 4, AXES, "it stands once"),
-        ({"dp": -1}, None, AXES, "without processes"),
-        ({"pp": 2, "dp": 2}, 3, AXES, "it has 4; start 4 processes"),
+        ({"pp": 2, "dp": -1}, 5, AXES, r"a multiple of 2\. Start 6"),
+        ({"pp": 4, "dp": -1}, 2, AXES, "Start 4"),
+        ({"pp": -1, "dp": -1}, 4, AXES, "only one degree can be -1"),
+        ({"dp": -1}, None, AXES, "-1 needs a number of processes"),
+        ({"pp": 2, "dp": 2}, 3, AXES, r"needs 4 processes: there are 3\. Start 4 processes"),
         ({"pp": 0}, None, AXES, "degree 0"),
         ({"pp": -2}, None, AXES, "degree -2"),
         ({"qq": 2}, None, AXES, "'qq' is unknown"),
         ({}, None, ("pp", "pp"), "twice"),
-        ({"tp": 2}, None, ("dp", "pp"), "no place in the order"),
+        ({"tp": 2}, None, ("dp", "pp"), "is not in the order dp,pp"),
     ],
 )
 def test_what_is_no_mesh_is_refused_in_one_line(

@@ -1,4 +1,4 @@
-"""`Mesh`: the processes of a run on named axes, with a process group along each. See `mesh_shape` for who is where."""
+"""`Mesh`: the processes of a run on named axes, with one process group per axis. `mesh_shape` has the arithmetic."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from pipeloom.processes.collectives import all_gather_bytes, cpu_group, destroy_
 
 
 class Mesh:
-    """All processes of the default process group, arranged.
+    """All processes of the default process group, on named axes.
 
-    Every process makes the same one, after ``torch.distributed.init_process_group``. One degree may be -1: what is
-    left of the processes. It serves any number of pipelines, one after another; in a ``with`` it is closed at the end.
+    Every process makes the same mesh, after ``torch.distributed.init_process_group``. One degree may be -1: it uses all
+    remaining processes. A mesh serves any number of pipelines, one after another. A ``with`` closes it at its end.
 
     Args:
-        pp: ranks of the pipeline, which is one copy of the model.
-        dp: copies of the pipeline.
-        cp, ep, tp: context, expert and tensor parallelism; a `Pipeline` wants degree 1 of them so far.
-        order: axes, outermost first. Neighbours on the last one have neighbouring ranks. Axes of degree 1 may be left
-            out.
+        pp: pipeline-parallel degree.
+        dp: data-parallel degree.
+        cp, ep, tp: degrees of context, expert and tensor parallelism, which a `Pipeline` does not support yet: 1.
+        order: mesh axes, outermost first. Neighbours on the last axis have adjacent ranks. Axes of degree 1 may be
+            omitted.
 
     Attributes:
-        shape: degrees, and who stands where.
-        rank: this process's, in the default group.
-        cpu_group: gloo, over the whole mesh; for small numbers on the CPU.
-        device_mesh: torch's own; it has axes pp, dp and those of degrees above 1.
+        shape: degrees and rank order.
+        rank: of this process, in the default group.
+        cpu_group: gloo group over the whole mesh, for small values on the CPU.
+        device_mesh: torch's ``DeviceMesh``, with the axes pp, dp and those of degrees above 1.
 
     Raises:
-        InputError: no process group, degrees that do not make up its processes, or other ones on another process.
+        InputError: there is no process group, the degrees do not match its size, or processes pass different degrees.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Mesh:
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise InputError(
-                "a Mesh without a process group: it arranges processes; start them with torchrun and call "
-                "torch.distributed.init_process_group, or leave mesh out in one process"
+                "a Mesh without a process group: start the processes with torchrun and call "
+                "torch.distributed.init_process_group(). In a single process, remove mesh."
             )
         self.rank = dist.get_rank()
         degrees = {"pp": pp, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
@@ -69,36 +69,36 @@ class Mesh:
         self._made += tuple(group for group in self._groups.values() if group is not dist.group.WORLD)
 
     def _agree(self) -> None:
-        """Before groups are made, which hangs where processes make different ones."""
+        """Compare meshes before groups are made: making different groups hangs."""
         own = f"{self.shape} in the order {','.join(self.shape.axes)}"
         for rank, other in enumerate(all_gather_bytes(own.encode(), self.cpu_group)):
             if other != own.encode():
                 raise InputError(
-                    f"process {self.rank} has a mesh of {own} and process {rank} one of {other.decode()}: all "
-                    "processes form one mesh; pass the same degrees and order on each"
+                    f"process {self.rank} has a mesh of {own}, process {rank} a mesh of {other.decode()}: all "
+                    "processes must form one mesh. Pass the same degrees and order on each."
                 )
 
     def degree(self, axis: str) -> int:
-        """How many places an axis has."""
+        """The degree of an axis."""
         return self.shape.degree(axis)
 
     def coordinate(self, axis: str) -> int:
-        """Where this process stands on an axis."""
+        """The coordinate of this process on an axis."""
         return self.shape.coordinates(self.rank)[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The processes along an axis through this one, in its order; on the backend of the default group.
+        """The process group along an axis through this process, on the backend of the default group.
 
         Raises:
-            InputError: neither pp nor dp, and of degree 1; or the mesh is closed.
+            InputError: the axis has degree 1 and is not pp or dp, or the mesh is closed.
         """
         if axis in self._groups:
             return self._groups[axis]
         if self._is_closed:
-            raise InputError(f"a mesh of {self} after its close(): its groups are gone; close it last")
+            raise InputError(f"a mesh of {self} after its close(): its groups are gone. Close it last.")
         if axis in self.shape.axes and self.degree(axis) > 1:
-            raise InputError(f"a mesh of {self} after a pipeline on it failed: make a new mesh, and pipelines on that")
-        raise InputError(f"mesh axis {axis!r} has one place here: it has no group; give it a degree above 1")
+            raise InputError(f"a mesh of {self} after a pipeline on it failed: make a new mesh and new pipelines.")
+        raise InputError(f"mesh axis {axis!r} has degree 1 here, so it has no group. Use a degree above 1.")
 
     def leave(self, axis: str) -> None:
         """This process failed, and those along an axis may wait for it: let them know. The axis has no group then.

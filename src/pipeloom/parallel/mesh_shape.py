@@ -1,16 +1,16 @@
-"""`MeshShape`: which process stands where on named axes; arithmetic alone.
+"""`MeshShape`: mesh axes and rank order, as arithmetic. No torch here.
 
-    axes     dp  copies of the pipeline         cp  pieces of a sequence (context)
-             pp  ranks of the pipeline          ep  experts
-                                                tp  pieces of a matrix (tensor)
+    axes     dp  data parallelism               cp  context parallelism
+             pp  pipeline parallelism           ep  expert parallelism
+                                                tp  tensor parallelism
 
     order ("dp", "pp") of 2 x 3         dp 0   dp 1              order ("pp", "dp")     dp 0   dp 1
                                 pp 0      0      3                             pp 0       0      1
                                 pp 1      1      4                             pp 1       2      3
                                 pp 2      2      5                             pp 2       4      5
 
-The innermost axis stands last: its neighbours have neighbouring numbers, which launchers put on one machine. So axes
-that exchange most stand innermost.
+The last axis is the innermost: its neighbours have adjacent ranks, which launchers place on one machine. Put the axes
+that communicate most innermost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MeshShape:
 
     Attributes:
         axes: names, outermost first.
-        degrees: how many places each axis has.
+        degrees: number of processes along each axis.
     """
 
     axes: tuple[str, ...]
@@ -43,31 +43,30 @@ class MeshShape:
         """The shape with these degrees.
 
         Args:
-            degrees: by axis; axes that are not named have degree 1. One may be -1: what is left of the processes.
-            num_processes: that there are; None: as many as the degrees make.
-            order: axes, outermost first; those left out stand innermost and have degree 1.
+            degrees: by axis; missing axes have degree 1. One may be -1: all remaining processes.
+            num_processes: number of processes; None: the product of the degrees.
+            order: axes, outermost first; missing axes are innermost and have degree 1.
 
         Raises:
-            InputError: an axis that there is not or that stands twice, a degree that is no count, degrees that do not
-                make up the processes, -1 twice or without a number of processes.
+            InputError: an unknown or repeated axis, an invalid degree, degrees that do not match the number of
+                processes, -1 twice or without a number of processes.
         """
         if not isinstance(degrees, Mapping):
-            raise InputError(
-                f"degrees of a mesh are {degrees!r}: they are a mapping, such as {{'pp': 2, 'dp': 2}}; write it"
-            )
+            raise InputError(f"degrees={degrees!r}: must be a mapping of mesh axes, such as {{'pp': 2, 'dp': 2}}.")
         for axis in (*order, *degrees):
             if axis not in AXES:
-                raise InputError(f"mesh axis {axis!r} is unknown: axes are {', '.join(AXES)}; take one of them")
+                raise InputError(f"mesh axis {axis!r} is unknown. Use {', '.join(AXES)}.")
         if len(set(order)) != len(order):
-            raise InputError(f"mesh order {','.join(order)} names an axis twice: each has one place; name it once")
+            raise InputError(f"mesh order {','.join(order)} names an axis twice. Name each axis once.")
         for axis, degree in degrees.items():
             if type(degree) is not int or (degree < 1 and degree != -1):
                 raise InputError(
-                    f"mesh axis {axis} has degree {degree!r}: a degree is a count, or -1 for the rest; give 1 or more"
+                    f"mesh axis {axis} has degree {degree!r}: must be an integer of at least 1, or -1 for all "
+                    "remaining processes."
                 )
             if degree != 1 and axis not in order:
                 raise InputError(
-                    f"mesh axis {axis} has degree {degree} and no place in the order {','.join(order)}: name it there"
+                    f"mesh axis {axis} has degree {degree} and is not in the order {','.join(order)}. Add it there."
                 )
         axes = (*order, *(axis for axis in AXES if axis not in order))
         return cls(axes, _filled([degrees.get(axis, 1) for axis in axes], axes, num_processes))
@@ -78,32 +77,32 @@ class MeshShape:
         return math.prod(self.degrees)
 
     def degree(self, axis: str) -> int:
-        """How many places an axis has."""
+        """The degree of an axis."""
         return self.degrees[self.axes.index(axis)]
 
     def coordinates(self, process: int) -> dict[str, int]:
-        """Where a process stands, by axis."""
+        """The coordinates of a process, by axis."""
         if not 0 <= process < self.num_processes:
-            raise InputError(f"process {process} of a mesh of {self.num_processes}: they count from 0; name one")
+            raise InputError(f"process {process}: must be from 0 to {self.num_processes - 1} in this mesh.")
         places = {}
         for axis, degree in zip(reversed(self.axes), reversed(self.degrees), strict=True):
             process, places[axis] = divmod(process, degree)
         return places
 
     def process(self, coordinates: Mapping[str, int]) -> int:
-        """Who stands there; the inverse of `coordinates`. Axes that are not named count as 0."""
+        """The process with these coordinates, the inverse of `coordinates`. Missing axes count as 0."""
         process = 0
         for axis, degree in zip(self.axes, self.degrees, strict=True):
             process = process * degree + coordinates.get(axis, 0)
         return process
 
     def along(self, axis: str, process: int) -> tuple[int, ...]:
-        """The processes that stand with `process` on all axes but this one, in its order."""
+        """The processes that share all coordinates but this axis with `process`, in the order of the axis."""
         places = self.coordinates(process)
         return tuple(self.process({**places, axis: place}) for place in range(self.degree(axis)))
 
     def lines(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All processes in groups along an axis; every process is in one of them."""
+        """All groups of processes along an axis."""
         starts = (process for process in range(self.num_processes) if self.coordinates(process)[axis] == 0)
         return tuple(self.along(axis, process) for process in starts)
 
@@ -113,7 +112,7 @@ class MeshShape:
 
 
 def _filled(degrees: list[int], axes: Sequence[str], num_processes: int | None) -> tuple[int, ...]:
-    """`degrees` with the number for -1, checked against the processes that there are."""
+    """`degrees` with -1 replaced, checked against the number of processes."""
     text = " x ".join(f"{axis} {degree}" for axis, degree in zip(axes, degrees, strict=True) if degree != 1)
     known = math.prod(degree for degree in degrees if degree != -1)
     match degrees.count(-1), num_processes:
@@ -122,19 +121,19 @@ def _filled(degrees: list[int], axes: Sequence[str], num_processes: int | None) 
         case 0, _:
             if known != num_processes:
                 raise InputError(
-                    f"a mesh of {text or 'one process'} for {num_processes} processes: it has {known}; start {known} "
-                    "processes, or give other degrees"
+                    f"a mesh of {text or 'one process'} needs {known} processes: there are {num_processes}. Start "
+                    f"{known} processes, or use other degrees."
                 )
             return tuple(degrees)
         case 1, None:
-            raise InputError(f"a mesh of {text} without processes: -1 is the rest of them; give a count")
+            raise InputError(f"a mesh of {text}: -1 needs a number of processes. Give a degree of at least 1.")
         case 1, _:
             rest, over = divmod(num_processes or 0, known)
             if over or not rest:
                 raise InputError(
-                    f"a mesh of {text} for {num_processes} processes: -1 is the rest, so their number is a multiple "
-                    f"of {known}; start {known * (rest + 1)}"
+                    f"a mesh of {text} for {num_processes} processes: their number must be a multiple of {known}. "
+                    f"Start {known * (rest + 1)}."
                 )
             return tuple(rest if degree == -1 else degree for degree in degrees)
         case _:
-            raise InputError(f"a mesh of {text}: -1 is the rest of the processes, so it stands once; give counts")
+            raise InputError(f"a mesh of {text}: only one degree can be -1. Give the others.")

@@ -1,8 +1,8 @@
-"""Offload: what a rank needs later, in another memory meanwhile.
+"""Offload: parameters, optimizer states and activations in host memory or on disk while they are not used.
 
-options        where, as words: "cpu", "disk:PATH"; no torch
-store          memory of the host, or a file
-optimizer      states of an optimizer, streamed through the update
-               (parameters themselves: `pipeloom.parallel.offload.main_parameters`)
-activations    what forwards saved, moved by the OFFLOAD and RELOAD actions of a program
+targets               the user's options: "cpu", "disk:PATH"; no torch
+store, mover          host memory or a file; the threads that read and write it
+activations           what forwards saved, moved by the OFFLOAD and RELOAD actions of a program
+main_parameters       main parameters, read for gathers and updates
+offloaded_optimizer   optimizer states, streamed through the update
 """

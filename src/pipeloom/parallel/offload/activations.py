@@ -1,10 +1,10 @@
-"""`MovedActivations`: what forwards saved, in a store until their backwards.
+"""`OffloadedActivations`: what forwards saved, in a store until their backwards.
 
-Hooks on saved tensors note storages, each once however many tensors lie in it. Parameters, buffers, the batch and what
-slices share are held by others, so that moving them would free nothing; small ones are not worth it. Of the stage's
-input only the leaf of the graph stays, without its numbers.
+Hooks on saved tensors note their storages, each once, however many tensors view it. Parameters, buffers, the batch and
+what slices share have other owners, so offloading them would free nothing. Small storages are not worth a transfer. Of
+the stage's input, the leaf of the graph stays, without its values.
 
-A tensor may be asked for several times (a split backward and autograd do): it is made of its storage every time.
+A tensor may be unpacked several times (by a split backward and by autograd): each time it is made from its storage.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.store import Ready, Region, Store, aligned, open_store
 from pipeloom.parallel.offload.targets import OffloadActivations, OffloadTarget
 
-_MOST_WRITES = 2  # at once: while one is written the next may come; what waits longer still takes its memory
+_MOST_WRITES = 2  # queued or running; activations that wait for a write still take memory
 
 
 class _Piece:
-    """One storage; None while it is away."""
+    """One storage; None while it is offloaded."""
 
     __slots__ = ("device", "num_bytes", "storage")
 
@@ -54,7 +54,7 @@ class _Piece:
 
 
 class _Watched:
-    """A saved tensor that nobody may write into: autograd leaves this check to hooks where there are some."""
+    """A saved tensor that must not change in place: with hooks, autograd leaves this check to them."""
 
     __slots__ = ("_alias", "_version")
 
@@ -73,7 +73,7 @@ class _Watched:
 
 
 class _Noted(Repeatable):
-    """A tensor in a storage that may go away; watched as long as it is there."""
+    """A tensor in a storage that may be offloaded; watched while it is in memory."""
 
     __slots__ = ("dtype", "offset", "piece", "shape", "stride", "watched")
 
@@ -87,13 +87,13 @@ class _Noted(Repeatable):
             self.watched.check()
         storage = self.piece.storage
         if storage is None:
-            raise RunError("a saved tensor is away when it is needed: its RELOAD has to come before; check the program")
+            raise RunError("a saved tensor is still offloaded: its RELOAD must come before. Check the program.")
         made = torch.empty(0, dtype=self.dtype, device=self.piece.device)
         return made.set_(storage, self.offset, self.shape, self.stride)
 
 
 class _Left(Repeatable):
-    """A tensor that stays."""
+    """A tensor that stays in memory."""
 
     __slots__ = ("_tensor", "_watched")
 
@@ -110,11 +110,11 @@ class _Entry:
     """What one forward saved.
 
     Attributes:
-        pieces: by storage (``_cdata``), until they go away.
-        noted: all tensors in them, until some go away.
-        leaves: inputs whose numbers are away, and what these are.
-        region, sizes: where they are.
-        written, back: the moves.
+        pieces: by storage (``_cdata``), until they are offloaded.
+        noted: all tensors in them, until some are offloaded.
+        leaves: inputs whose values are offloaded, with these values.
+        region: of the store.
+        written, back: the transfers.
     """
 
     pieces: dict[int, _Piece] = field(default_factory=dict)
@@ -125,12 +125,12 @@ class _Entry:
     back: Future[None] | None = None
 
 
-class MovedActivations(ActivationMover):
+class OffloadedActivations(ActivationMover):
     """The activations of one rank.
 
     Args:
-        store: where they go; ranks of one process may share it.
-        least_bytes: storages below this stay.
+        store: to which they are offloaded; ranks of one process may share it.
+        least_bytes: smaller storages stay in memory.
     """
 
     def __init__(self, store: Store, least_bytes: int) -> None:
@@ -170,7 +170,7 @@ class MovedActivations(ActivationMover):
             storage = leaf.untyped_storage()
             if storage._cdata not in held and storage.nbytes() >= self._least_bytes:
                 entry.leaves.append((leaf, self._note(entry, leaf)))
-        # Gathered parameters are freed by resizing their storage: what changed its size is theirs.
+        # Gathered parameters are freed by resizing their storages, so storages of another size are theirs.
         pieces = [piece for number, piece in entry.pieces.items() if number not in held and piece.is_whole]
         entry.pieces.clear()
         going, noted = set(map(id, pieces)), entry.noted
@@ -204,7 +204,7 @@ class MovedActivations(ActivationMover):
         entry = self._entries[key]
         if entry.region is None:
             return
-        # Made here: on a GPU memory belongs to the stream that asks for it.
+        # Allocated here: GPU memory belongs to the stream that allocates it.
         rooms = [
             torch.empty(piece.num_bytes, dtype=torch.uint8, device=piece.device) for piece in entry.pieces.values()
         ]
@@ -230,7 +230,7 @@ class MovedActivations(ActivationMover):
         if entry.region is None:
             return
         if entry.back is None:
-            raise RunError(f"what {key} saved is away at its backward: a RELOAD has to come before; check the program")
+            raise RunError(f"activations of {key} are still offloaded: a RELOAD must come before. Check the program.")
         self._wait(entry.back)
         for leaf, noted in entry.leaves:
             leaf.data = noted.tensor()
@@ -240,7 +240,7 @@ class MovedActivations(ActivationMover):
         for entry in self._entries.values():
             for move in (entry.written, entry.back):
                 if move is not None:
-                    with suppress(Exception):  # whoever waited for it has said so
+                    with suppress(Exception):  # reported where it was awaited
                         move.result()
             if entry.region is not None:
                 self._mover.store.release(entry.region)
@@ -264,7 +264,7 @@ def open_activation_offload(options: OffloadActivations, device: torch.device) -
             "`disk:PATH`, or remove it."
         )
     store = open_store(target)
-    return lambda: MovedActivations(store, options.least_bytes)
+    return lambda: OffloadedActivations(store, options.least_bytes)
 
 
 def _unpack(packed: Any) -> Tensor:

@@ -1,12 +1,12 @@
-"""Main parameters in a store: between updates and gathers they take no memory (ZeRO-Infinity, arXiv:2104.07857).
+"""Main parameters, in memory or offloaded between gathers and updates (ZeRO-Infinity, arXiv:2104.07857).
 
-This copy's pieces of a unit lie one behind the other, each from the beginning of a page:
+The shards of a unit's parameters lie one behind the other in the store, each on pages of its own:
 
     region    | a a a . | b . . . | c c c c c c . |
-    gather    one read of all, from which each piece goes to its place, in the format of forwards
-    update    those that a portion of the optimizer updates, beside their states in its buffer, and back
+    gather    one read of the region; each shard is copied to its place, in the format of forwards
+    update    reads the shards of one portion of the optimizer, with their states, and writes them back
 
-A main parameter that is away reads as NaN, in its own shape, and takes gradients as ever.
+An offloaded main parameter reads as NaN, in its own shape, and takes gradients as usual.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _HOME = "_home_of_main_parameter"  # an attribute of parameters
 
 
 class OffloadedParameter:
-    """Where one main parameter is while no update has it.
+    """The pages of one main parameter in a store.
 
     Args:
         store, region: its pages.
-        parameter: whose values will be there.
-        first: of its elements in this copy's segment.
+        parameter: whose values they hold.
+        first: the position of its first element in this replica's segment.
 
     Attributes:
-        written: the write that was asked for last.
-        is_away: whether the parameter's own memory has other values.
+        written: the last write.
+        is_away: whether the values are in the store and not in the parameter.
     """
 
     def __init__(self, store: Store, region: Region, parameter: Tensor, first: int) -> None:
@@ -54,17 +54,17 @@ class OffloadedParameter:
         self._missing = parameter.new_full((), math.nan if parameter.is_floating_point() else 0).expand(self.shape)
 
     def bring(self, parameter: nn.Parameter, pages: Tensor) -> None:
-        """Have the parameter lie in memory that has its pages."""
+        """Let the parameter be a view of memory with its pages."""
         parameter.data = self._values(pages)
         self.is_away = False
 
     def leave(self, parameter: nn.Parameter) -> None:
-        """Let go of that memory."""
+        """Release that memory."""
         parameter.data = self._missing
         self.is_away = True
 
     def write(self, values: Tensor) -> None:
-        """Take values, as many as the parameter has."""
+        """Write all values of the parameter."""
         if self.written is not None:
             wait([self.written])  # whatever came of it
             self.written = None
@@ -72,12 +72,12 @@ class OffloadedParameter:
         self.store.write(self.region, flat.view(torch.uint8))
 
     def live(self) -> Tensor:
-        """The parameter as it is in the store, on the host: what is written into it is written there."""
+        """The parameter in the store, on the host. Writes to it go to the store."""
         self.settle()
         return self._values(self.store.view(self.region))
 
     def settle(self) -> None:
-        """Wait for an update on its way; raises RunError where it was lost."""
+        """Wait for the last write; raises RunError if it failed."""
         if self.written is not None:
             self.written.result()
 
@@ -86,24 +86,24 @@ class OffloadedParameter:
 
 
 def offloaded_parameter(parameter: Tensor) -> OffloadedParameter | None:
-    """Where a main parameter is between updates; None where that is its own memory."""
+    """The pages of an offloaded main parameter; None for one in memory."""
     home: OffloadedParameter | None = vars(parameter).get(_HOME)
     return home
 
 
 def value_of(parameter: nn.Parameter) -> Tensor:
-    """A main parameter as a tensor that may be read and written wherever it is, on the host if it is away."""
+    """A main parameter as a tensor to read and write; on the host if it is offloaded."""
     home = offloaded_parameter(parameter)
     return home.live() if home is not None else parameter.detach()
 
 
-def open_mover(place: str | None) -> Mover | None:
-    """To and from a new store for one rank's main parameters; None: they stay in memory."""
-    return None if place is None else Mover(open_store(OffloadTarget.parse(place)))
+def open_mover(target: str | None) -> Mover | None:
+    """The mover to a new store for one rank's main parameters; None without an offload target."""
+    return None if target is None else Mover(open_store(OffloadTarget.parse(target)))
 
 
 def offloaded_bytes(parameters: Iterable[nn.Parameter], mover: Mover | None) -> Offloaded:
-    """What of these parameters is away, and what moved so far."""
+    """How many bytes of these parameters are offloaded, and how many have been moved so far."""
     if mover is None:
         return Offloaded(0, 0, 0.0)
     held = sum(home.num_bytes for parameter in parameters if (home := offloaded_parameter(parameter)) is not None)
@@ -111,23 +111,23 @@ def offloaded_bytes(parameters: Iterable[nn.Parameter], mover: Mover | None) -> 
 
 
 class MainShard(ABC):
-    """This copy's segment of a unit, in the format of updates."""
+    """This replica's segment of a unit, in the format of updates."""
 
     @abstractmethod
     def fill(self, place: Tensor) -> Wait:
-        """Begin to copy it to its place in gathered memory, in the format of that; what is returned waits for it."""
+        """Begin to copy it to its place in gathered memory, in that format; returns what waits for it."""
 
     @abstractmethod
     def prefetch(self, place: Tensor | None) -> None:
-        """Begin what `fill` would wait for; None: its place is not allocated yet."""
+        """Begin the read that `fill` needs. None: the place is not allocated yet."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Forget what `prefetch` began."""
+        """Discard what `prefetch` read."""
 
     @abstractmethod
     def copy_to(self, place: Tensor) -> None:
-        """`fill`, and wait; also when the pipeline is closed."""
+        """`fill`, and wait; works on a closed pipeline too."""
 
 
 class ResidentShard(MainShard):
@@ -156,13 +156,13 @@ class OffloadedShard(MainShard):
 
     Args:
         own: its values.
-        parameters: main parameters, views of `own`; they take no memory from now on.
-        mover: to and from the store.
+        parameters: main parameters, views of `own`; from now on they take no memory.
+        mover: of the store.
         dtype: of gathered memory.
-        gathered: counts what is read before there is gathered memory for it.
+        gathered: counts bytes that are read before gathered memory is allocated.
 
     Raises:
-        InputError: the store has no room.
+        InputError: the store is full.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class OffloadedShard(MainShard):
         self._empty, self._num_elements = own.new_empty(0, dtype=dtype), own.numel()
         parameters = list(parameters)
         for empty in filter(lambda parameter: not parameter.numel(), parameters):
-            empty.data = own.new_empty(0)  # of none of that memory
+            empty.data = own.new_empty(0)  # not a view of that memory
         held = [parameter for parameter in parameters if parameter.numel()]
         sizes = [aligned(parameter.numel() * parameter.itemsize) for parameter in held]
         try:
@@ -190,7 +190,7 @@ class OffloadedShard(MainShard):
             home.leave(parameter)
             end += size
         self._begun: tuple[Tensor, Future[None]] | None = None
-        self._aside = 0  # bytes of what was read before it has its place
+        self._aside = 0  # bytes read before the place was allocated
 
     def fill(self, place: Tensor) -> Wait:
         target, read = self._begun = self._begun or (place, self._start_read(place))
@@ -221,7 +221,7 @@ class OffloadedShard(MainShard):
         self._read(place, self._writes(), Ready(place.device))
 
     def _start_read(self, target: Tensor) -> Future[None]:
-        """Begin to read it, behind updates on their way."""
+        """Begin to read it, after pending writes."""
         return self._mover.read(partial(self._read, target, self._writes(), Ready(target.device)))
 
     def _writes(self) -> list[Future[None]]:
@@ -250,16 +250,16 @@ class OffloadedShard(MainShard):
 
 @cache
 def _watch_steps() -> None:
-    """From now on no optimizer of this process updates what is away."""
-    register_optimizer_step_pre_hook(_refuse_what_is_away)
+    """From now on, optimizers of this process refuse to update offloaded parameters."""
+    register_optimizer_step_pre_hook(_refuse_offloaded)
 
 
-def _refuse_what_is_away(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _refuse_offloaded(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             home = offloaded_parameter(parameter)
             if home is not None and home.is_away and parameter.grad is not None:
                 raise InputError(
-                    f"step() of {type(optimizer).__name__}, whose parameters are offloaded: they are not in memory; "
-                    "wrap it in pipeloom.OffloadedOptimizer, and call step() of that"
+                    f"step() of {type(optimizer).__name__}, whose parameters are offloaded: they are not in memory. "
+                    "Wrap it in pipeloom.OffloadedOptimizer and call step() of the wrapper."
                 )

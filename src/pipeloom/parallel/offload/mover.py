@@ -1,4 +1,4 @@
-"""`Mover`: the two threads through which everything goes to a store and comes back."""
+"""`Mover`: the two threads that write to a store and read from it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pipeloom.parallel.offload.store import Store
 
 
 class Mover:
-    """Reads in one thread and writes in another, each in the order in which it is asked.
+    """Reads in one thread and writes in another, each in the order of the calls.
 
     Args:
-        store: to which it moves.
+        store: what it reads and writes.
 
     Attributes:
         wait_seconds: how long callers have waited so far.
@@ -28,15 +28,15 @@ class Mover:
         self._writer = ThreadPoolExecutor(1, "pipeloom-offload")
 
     def read(self, task: Callable[[], None]) -> Future[None]:
-        """Do `task`, which reads, behind all reads before it."""
+        """Run `task`, which reads, after all earlier reads."""
         return self._reader.submit(task)
 
     def write(self, task: Callable[[], None]) -> Future[None]:
-        """Do `task`, which writes, behind all writes before it."""
+        """Run `task`, which writes, after all earlier writes."""
         return self._writer.submit(task)
 
     def wait(self, future: Future[None]) -> None:
-        """Until it is done; raises what it raised."""
+        """Wait for a task; raises what it raised."""
         if not future.done():
             start = perf_counter()
             future.exception()
@@ -44,12 +44,12 @@ class Mover:
         future.result()
 
     def stop(self) -> None:
-        """Let go of threads, behind what they do now."""
+        """End the threads after their current tasks."""
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown(cancel_futures=True)
 
     def close(self) -> None:
-        """Let go of threads and store."""
+        """End the threads and close the store."""
         self.closed = True
         self.stop()
         self.store.close()

@@ -1,13 +1,13 @@
-"""`OffloadedOptimizer`: an optimizer whose states live in host memory or in a file, and whose parameters may.
+"""`OffloadedOptimizer`: an optimizer whose states, and possibly parameters, are in host memory or on disk.
 
-An update goes over the parameters in portions. While one is updated, the next is read and the one before written
-(ZeRO-Infinity, arXiv:2104.07857, section 5.2: three buffers):
+An update processes the parameters in portions. While one portion is updated, the next is read and the one before is
+written (ZeRO-Infinity, arXiv:2104.07857, section 5.2: three buffers):
 
     buffer 0   read 0 | update 0 | write 0 |  read 3  | ...
     buffer 1          |  read 1  | update 1 | write 1 |
     buffer 2                     |  read 2  | update 2 | ...
 
-Every update is the optimizer's own, given a part of its parameters, so the numbers are those of the optimizer alone.
+Every update is the optimizer's own step on some of its parameters, so the results are those of the optimizer alone.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ _NUM_BUFFERS = 3
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Wraps an optimizer: the same groups, options, steps and state dict, states elsewhere.
+    """Wraps an optimizer: same groups, options, steps and state dict, with offloaded states.
 
-    What it is wrapped around keeps its own type and shows its states as tensors wherever they are (``optimizer.state``,
-    ``state_dict()``), read when they are looked at; it is stepped through the wrapper only. Parameters that the
-    pipeline keeps elsewhere (`pipeloom.DataParallel.offload`) come for their update, and go back, with their states.
+    The wrapped optimizer keeps its type and shows its states as tensors wherever they are (``optimizer.state``,
+    ``state_dict()``), read on access. Call ``step()`` of the wrapper only. Parameters that the pipeline offloads
+    (`pipeloom.DataParallel.offload`) are read and written together with their states.
 
     Args:
-        optimizer: any of torch's kind whose state is kept for each parameter.
-        where: "cpu" (host memory, for parameters on a GPU), "disk:PATH" (a file in a directory), or a `Store`. None:
-            states stay in memory, and only parameters move.
-        portion_bytes: about how many bytes are moved together; three times as much memory is taken.
-        least_bytes: smaller states stay where they are.
+        optimizer: any torch optimizer that keeps its state per parameter.
+        where: the offload target: "cpu" (host memory, for parameters on a GPU), "disk:PATH" (a file in a directory), or
+            a `Store`. None: only parameters are offloaded.
+        portion_bytes: about how many bytes are moved together; buffers take three times as much.
+        least_bytes: smaller states stay in memory.
 
     Raises:
-        InputError: states that are on the host already, a directory that cannot be used or is too full for all states,
-            an optimizer that keeps state in its groups or cannot be stepped in portions.
+        InputError: the states are on the host already, the directory is not writable or too full for all states, or
+            the optimizer keeps state in its groups or cannot be stepped in portions.
     """
 
     def __init__(
@@ -64,25 +64,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         portion_bytes: int = 32 << 20,
         least_bytes: int = 4096,
     ) -> None:
-        # Not the constructor of its base: groups, state and hooks are those of the wrapped optimizer.
+        # The base constructor is not called: groups, state and hooks are those of the wrapped optimizer.
         if portion_bytes < 1 or least_bytes < 1:
-            raise InputError(
-                f"portion_bytes is {portion_bytes} and least_bytes {least_bytes}: sizes are at least 1; raise them"
-            )
+            raise InputError(f"portion_bytes={portion_bytes}, least_bytes={least_bytes}: must be at least 1.")
         if isinstance(where, str):
-            place = OffloadTarget.parse(where)
-            if place.kind == CPU and all(p.device.type == "cpu" for g in optimizer.param_groups for p in g["params"]):
+            target = OffloadTarget.parse(where)
+            if target.kind == CPU and all(p.device.type == "cpu" for g in optimizer.param_groups for p in g["params"]):
                 raise InputError(
-                    "offload of states to 'cpu' of parameters that are in the CPU's memory: nothing would move; take "
-                    "disk:PATH, or leave it out"
+                    "where='cpu': the optimizer states of a model on the CPU are in host memory already. Use "
+                    "`disk:PATH`, or remove it."
                 )
-            where = open_store(place)
+            where = open_store(target)
         if where is None:
             held = [offloaded_parameter(p) for g in optimizer.param_groups for p in g["params"] if p.numel()]
-            if held and not any(held):  # a copy of which all pieces are empty has nothing to move
+            if held and not any(held):  # a replica whose shards are all empty has nothing to offload
                 raise InputError(
-                    "OffloadedOptimizer without a place, of parameters that are in memory: nothing would move; name a "
-                    "place for states, such as disk:PATH, or pass data=pipeloom.DataParallel(..., offload=...)"
+                    "where=None: there is nothing to offload, because the parameters are in memory. Name an offload "
+                    "target for the states, such as `disk:PATH`, or pass data=pipeloom.DataParallel(..., offload=...)."
                 )
             where, least_bytes = HostStore(), sys.maxsize  # of nothing
         self.wrapped = optimizer
@@ -129,12 +127,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def offloaded_bytes(self) -> int:
-        """Of the states that are elsewhere."""
+        """Bytes of offloaded states."""
         return sum(entry.num_bytes for p in self._portions for entries in p.entries.values() for entry in entries)
 
     @property
     def moved_bytes(self) -> int:
-        """Of states, read and written so far; see `Pipeline.offloaded` for parameters."""
+        """Bytes of states read and written so far; see `Pipeline.offloaded` for parameters."""
         return self._mover.store.read_bytes + self._mover.store.written_bytes
 
     @property
@@ -146,7 +144,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters that have a gradient."""
         if self._mover.closed:
-            raise InputError("step() of an OffloadedOptimizer after its close(): states are gone; close it last")
+            raise InputError("step() of an OffloadedOptimizer after its close(): its states are gone. Close it last.")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -166,28 +164,28 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.wrapped.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the wrapped optimizer; read when it is looked at: to be used or copied before the next step."""
+        """As of the wrapped optimizer, read on access: use or copy it before the next step."""
         self._adopt()
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of the wrapped optimizer; what it loads moves away."""
+        """As of the wrapped optimizer; the loaded states are offloaded."""
         self.wrapped.load_state_dict(state_dict)
         self._adopt()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises InputError: room for all states is made at the beginning."""
-        raise InputError("add_param_group after states are offloaded: add the group first, then offload them")
+        """Raises InputError: the store is reserved when the optimizer is wrapped."""
+        raise InputError("add_param_group() of an OffloadedOptimizer: unsupported. Add the group before wrapping.")
 
     def close(self) -> None:
-        """Let go of the file or the memory: the states are gone. Closing twice does nothing."""
+        """Delete the offloaded states. Closing twice does nothing."""
         for portion in self._portions:
             if portion.homes and portion.written is not None:
-                portion.written.exception()  # what was lost, a gather of the parameter says
+                portion.written.exception()  # a gather of the parameter reports errors
         self._mover.close()
 
     def _adopt(self) -> None:
-        """Move away whatever states the wrapped optimizer holds itself, such as loaded ones."""
+        """Offload the states that the wrapped optimizer holds itself, such as loaded ones."""
         held = self.wrapped.state
         if held is self._states:
             return
@@ -205,7 +203,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._buffers[number % count]
 
     def _read(self, portion: Portion, number: int) -> Future[None]:
-        """Begin to fill the buffer of the `number`-th portion, behind writes of the portion and from the buffer."""
+        """Begin to fill the buffer of the `number`-th portion, after pending writes of both."""
         buffer, ready = self._buffer(number), Ready(portion.parameters[0][0].device)
         behind = [write for write in (portion.written, self._writes.get(id(buffer))) if write is not None]
         return self._mover.read(partial(self._states.fetch, portion, buffer, ready, behind))
@@ -224,14 +222,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 def _refuse_direct_steps(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if isinstance(optimizer.state, OffloadedStates):
         raise InputError(
-            f"step() of {type(optimizer).__name__}, whose states are offloaded: it would change copies of them; call "
-            "that of the OffloadedOptimizer"
+            f"step() of {type(optimizer).__name__}, whose states are offloaded: it would change copies of them. Call "
+            "step() of the OffloadedOptimizer."
         )
 
 
 @contextmanager
 def _here(portion: Portion, buffer: Tensor) -> Iterator[None]:
-    """Parameters of a portion that are away lie in its buffer."""
+    """Within it, offloaded parameters of a portion are views of its buffer."""
     try:
         for parameter, (home, offset) in portion.homes.items():
             home.bring(parameter, buffer[offset:])

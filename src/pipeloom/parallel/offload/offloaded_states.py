@@ -1,4 +1,4 @@
-"""`OffloadedStates`: what stands in an optimizer's ``state`` while its tensors are elsewhere."""
+"""`OffloadedStates`: an optimizer's ``state`` while its tensors are offloaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AWAY = object()  # in place of a tensor that is in the store
 
 
 class OffloadedStates(MutableMapping[Tensor, State]):
-    """By parameter, its state: a dict as the optimizer made it. Large tensors are read whenever a dict is asked for.
+    """By parameter, the state dict that the optimizer made. Offloaded tensors are read on access.
 
     Args:
         portions: of all parameters.
@@ -75,21 +75,21 @@ class OffloadedStates(MutableMapping[Tensor, State]):
         self._kept.clear()
 
     def fetch(self, portion: Portion, buffer: Tensor, ready: Ready, behind: Sequence[Future[None]]) -> None:
-        """Fill a buffer with a portion, behind some writes; a thread that reads calls it."""
+        """Fill a buffer with a portion, after some writes; the reading thread calls it."""
         for write in behind:
             write.result()
         ready.wait()
         if any(value is _AWAY for p, _ in portion.parameters for value in self._kept.get(p, {}).values()):
             self._mover.store.read(portion.region, buffer[: portion.num_bytes])
-        for span in portion.spans:
-            span.store.read(span.region, span.part_of(buffer))
+        for run in portion.page_runs:
+            run.store.read(run.region, run.part_of(buffer))
 
     def assemble(self, parameter: Tensor, buffer: Tensor) -> State:
         """The state of a parameter, large tensors in a buffer that was filled."""
         return _filled(self._kept.get(parameter, {}), self._homes[parameter].entries[parameter], buffer)
 
     def put(self, portion: Portion, states: Mapping[Tensor, State], buffer: Tensor) -> Future[None]:
-        """Take what an update left, and begin to write a portion's buffer."""
+        """Take the states after an update, and begin to write a portion's buffer."""
         self._snapshots.clear()
         for parameter, _ in portion.parameters:
             if parameter not in states:
@@ -115,8 +115,8 @@ class OffloadedStates(MutableMapping[Tensor, State]):
         ready.wait()
         if portion.num_bytes:
             self._mover.store.write(portion.region, buffer[: portion.num_bytes])
-        for span in portion.spans:
-            span.store.write(span.region, span.part_of(buffer))
+        for run in portion.page_runs:
+            run.store.write(run.region, run.part_of(buffer))
 
 
 def _filled(kept: State, entries: Sequence[Entry], region: Tensor | None) -> State:

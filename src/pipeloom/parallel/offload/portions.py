@@ -1,4 +1,4 @@
-"""`Portion`: some parameters whose update brings what it needs from a store, and takes it away again."""
+"""`Portion`: parameters that one part of an offloaded update reads, updates and writes together."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from pipeloom.parallel.offload.state_layout import Entry, Layouts
 from pipeloom.parallel.offload.store import Region, Store, aligned
 
 
-class Span(NamedTuple):
-    """Pages of parameters, and where a buffer has them."""
+class PageRun(NamedTuple):
+    """Pages of offloaded parameters, and their offset in a buffer."""
 
     store: Store
     region: Region
     offset: int
 
-    def joined(self, behind: Span) -> Span | None:
-        """With the one behind it; None where something is between them."""
+    def joined(self, behind: PageRun) -> PageRun | None:
+        """With the run behind it; None where they are not adjacent."""
         start, size = self.region
         if self.store is not behind.store or start + size != behind.region.offset:
             return None
         return self._replace(region=Region(start, size + behind.region.num_bytes))
 
     def part_of(self, buffer: Tensor) -> Tensor:
-        """Of a buffer, these pages."""
+        """These pages of a buffer."""
         return buffer[self.offset : self.offset + self.region.num_bytes]
 
 
 @dataclass(eq=False)
 class Portion:
-    """Parameters that are moved together: their states, and where they are away themselves.
+    """Parameters that are moved together: their states, and offloaded parameters themselves.
 
     Attributes:
-        parameters: with the number of the group of each.
+        parameters: each with the number of its group.
         entries: for each parameter, where its states lie in the region.
         num_bytes: of the region.
         region: of the store, once it is reserved.
-        homes: parameters that are away, and where a buffer has their pages: behind the states.
-        spans: the same, as few as can be.
-        buffer_bytes: of states and such parameters.
-        written: the write that was asked for last.
+        homes: offloaded parameters, and the offset of their pages in a buffer, behind the states.
+        page_runs: the same pages, adjacent ones joined.
+        buffer_bytes: of states and offloaded parameters.
+        written: the last write.
     """
 
     parameters: list[tuple[nn.Parameter, int]] = field(default_factory=list)
@@ -53,26 +53,26 @@ class Portion:
     num_bytes: int = 0
     region: Region = Region(0, 0)  # noqa: RUF009  # immutable
     homes: dict[nn.Parameter, tuple[OffloadedParameter, int]] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    page_runs: list[PageRun] = field(default_factory=list)
     buffer_bytes: int = 0
     written: Future[None] | None = None
 
     def close(self) -> None:
-        """No parameter will be added: states take whole pages, and parameters that are away come behind them."""
+        """All parameters are added: lay out states on whole pages, and offloaded parameters behind them."""
         self.num_bytes = self.buffer_bytes = aligned(self.num_bytes)
         for parameter, _ in self.parameters:
             home = offloaded_parameter(parameter)
             if home is None:
                 continue
             self.homes[parameter] = home, self.buffer_bytes
-            span = Span(home.store, home.region, self.buffer_bytes)
-            before = self.spans[-1].joined(span) if self.spans else None
-            self.spans[-1:] = [before] if before else [*self.spans[-1:], span]
+            run = PageRun(home.store, home.region, self.buffer_bytes)
+            before = self.page_runs[-1].joined(run) if self.page_runs else None
+            self.page_runs[-1:] = [before] if before else [*self.page_runs[-1:], run]
             self.buffer_bytes += home.region.num_bytes
 
 
 def make_portions(optimizer: torch.optim.Optimizer, layouts: Layouts, portion_bytes: int) -> list[Portion]:
-    """Neighbouring parameters of one device together, as many as a portion takes."""
+    """Portions of neighbouring parameters on one device, each up to about `portion_bytes`."""
     portions: list[Portion] = []
     size_of: dict[Portion, int] = {}
     for number, parameter in _in_order(optimizer):
@@ -93,7 +93,7 @@ def make_portions(optimizer: torch.optim.Optimizer, layouts: Layouts, portion_by
 
 
 def _in_order(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]:
-    """Parameters with the number of their group; those that are away as they lie in a store, to be read at once."""
+    """Parameters with the number of their group; offloaded ones in the order of the store, for few reads."""
     pairs = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
     stores: dict[Store, int] = {}
 

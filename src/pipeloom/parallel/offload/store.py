@@ -1,7 +1,7 @@
-"""`Store`: bytes outside of a device's memory, in regions.
+"""`Store`: bytes outside of the device's memory, in regions.
 
     HostStore    memory of the host, pinned, for what a GPU computes with
-    FileStore    one file without a name, which the kernel drops with the process however it ends
+    FileStore    one unnamed file, which the kernel deletes when the process ends, however it ends
 
 Reads and writes block; they are called from threads, two for each `Mover`: one that reads, one that writes.
 """
@@ -46,7 +46,7 @@ def aligned(num_bytes: int) -> int:
 
 
 class Ready:
-    """Everything that was asked of a device before this moment: on a GPU, who moves memory has to wait for it."""
+    """The work queued on a device before this moment: on a GPU, whoever moves memory has to wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -102,7 +102,7 @@ class Store(ABC):
         self.read_bytes += values.numel()
 
     def room(self, device: torch.device) -> Tensor:
-        """`PIECE_BYTES` of this thread's own, from the beginning of a page, for what is done next."""
+        """A page-aligned buffer of `PIECE_BYTES` that belongs to this thread."""
         rooms: dict[str, Tensor] = vars(self._rooms)
         name = str(device)
         if name not in rooms:
@@ -111,15 +111,15 @@ class Store(ABC):
 
     @abstractmethod
     def view(self, region: Region) -> Tensor:
-        """The region's bytes themselves, on the host: what is written into them is written to the store."""
+        """The region's bytes on the host. Writes to them go to the store."""
 
     @abstractmethod
     def snapshot(self, region: Region) -> Tensor:
-        """The region's bytes as they are now, on the host; read when they are looked at. Writes do not come back."""
+        """The region's current bytes on the host, read on access. Writes to them do not go to the store."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything."""
+        """Free the memory or the file."""
 
     @abstractmethod
     def _grow(self, region: Region) -> None: ...
@@ -131,16 +131,16 @@ class Store(ABC):
     def _read(self, region: Region, values: Tensor) -> None: ...
 
 
-def open_store(place: OffloadTarget) -> Store:
-    """The store of a place."""
-    if place.kind == CPU:
+def open_store(target: OffloadTarget) -> Store:
+    """The store of an offload target."""
+    if target.kind == CPU:
         return HostStore()
-    assert place.directory is not None
-    return FileStore(place.directory)
+    assert target.directory is not None
+    return FileStore(target.directory)
 
 
 class HostStore(Store):
-    """Memory of the host; pinned where there is a GPU, so that it copies by itself."""
+    """Host memory; pinned where there is a GPU, for asynchronous copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class HostStore(Store):
 
 
 def copy_across(target: Tensor, source: Tensor) -> None:
-    """Copy, whatever the formats, and wait for it; where a GPU takes part on a stream of this thread's own."""
+    """Copy between any formats and devices, and wait for it; to or from a GPU on a stream of this thread."""
     device = next((t.device for t in (target, source) if t.device.type == "cuda"), None)
     if device is None:
         target.copy_(source)
@@ -185,9 +185,9 @@ def copy_across(target: Tensor, source: Tensor) -> None:
 class FileStore(Store):
     """One file in a directory.
 
-    It has no name (O_TMPFILE, or is unlinked as soon as it is open), so no end of the process leaves it behind. Its
-    blocks are allocated when they are reserved, so a full disk is found out then and not by a write. Where the file
-    system has direct I/O nothing goes through the page cache, which is memory too.
+    The file is unnamed (O_TMPFILE, or unlinked once open), so it never outlives the process. Its blocks are allocated
+    when they are reserved, so a full disk shows then and not in a write. Where the file system supports direct I/O,
+    data bypasses the page cache, which is memory too.
 
     Args:
         directory: where the file is made.
@@ -204,7 +204,7 @@ class FileStore(Store):
 
     @property
     def is_direct(self) -> bool:
-        """Whether it goes around the page cache."""
+        """Whether it bypasses the page cache."""
         return self._direct is not None
 
     def _grow(self, region: Region) -> None:
@@ -213,7 +213,7 @@ class FileStore(Store):
         except OSError as error:
             raise RunError(
                 f"offload to {self._directory}: there is no room for {region.num_bytes / 2**20:,.1f} MiB more beside "
-                f"{self._end / 2**20:,.1f} MiB ({error.strerror}); make room, or name another directory"
+                f"{self._end / 2**20:,.1f} MiB ({error.strerror}). Free space, or name another directory."
             ) from error
 
     def _write(self, region: Region, values: Tensor) -> None:
@@ -223,9 +223,11 @@ class FileStore(Store):
         self._move(region, values, writes=False)
 
     def _move(self, region: Region, values: Tensor, *, writes: bool) -> None:
-        """Between the file and memory: at once where addresses allow it, else through a buffer of this thread's."""
+        """Copy between file and memory: directly where addresses allow it, else through this thread's buffer."""
         size = values.numel()
-        in_pages = region.offset % PAGE_BYTES == 0 and region.num_bytes % PAGE_BYTES == 0  # nobody else has a part
+        in_pages = (
+            region.offset % PAGE_BYTES == 0 and region.num_bytes % PAGE_BYTES == 0
+        )  # no other region shares a page
         if values.device.type == "cpu" and (not in_pages or (values.data_ptr() | size) % PAGE_BYTES == 0):
             self._transfer(_memory(values), region.offset, writes, direct=in_pages)
             return
@@ -252,7 +254,7 @@ class FileStore(Store):
                 except OSError as error:
                     if error.errno != errno.EINVAL or descriptor == self._plain:
                         raise
-                    self._direct = None  # a file system that says so late
+                    self._direct = None  # a file system that reports it late
                     continue
                 if not moved:
                     raise OSError(errno.EIO, "the file ends too early")
@@ -260,8 +262,8 @@ class FileStore(Store):
         except OSError as error:
             what = "written" if writes else "read"
             raise RunError(
-                f"offload to {self._directory}: its file cannot be {what} ({error.strerror}); look after the disk, "
-                "then go on from the last checkpoint"
+                f"offload to {self._directory}: its file cannot be {what} ({error.strerror}). Check the disk, "
+                "then resume from the last checkpoint."
             ) from error
 
     def view(self, region: Region) -> Tensor:
@@ -292,7 +294,7 @@ def _memory(values: Tensor) -> memoryview:
 
 
 def page_buffer(num_bytes: int, device: torch.device | None = None) -> Tensor:
-    """Bytes, uint8; on the host from the beginning of a page, so that direct I/O can go to and from them."""
+    """A uint8 buffer; on the host it is page-aligned, as direct I/O needs."""
     if device is not None and device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     own = mmap.mmap(-1, max(aligned(num_bytes), PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

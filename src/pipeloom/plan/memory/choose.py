@@ -1,7 +1,7 @@
-"""The cheapest way to keep every rank under a cap: how often to gather and reduce, and what to compute again.
+"""The fastest run with every rank under a memory cap: data granularity and activation recomputation.
 
 Both trade memory for time: a finer granularity gathers and reduces more often, recomputation computes forwards twice.
-Which is cheaper the simulator says, for the times of computations and the bandwidth between copies that it is given.
+The simulator estimates which is faster, for given times of computations and bandwidth between replicas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeloom.plan.memory.stage_units import stage_bytes, unit_counts
 from pipeloom.sim import Costs, Network, simulate
 
 _F, _B, _I, _W = Op.F, Op.B, Op.I, Op.W
-_MOST_COMBINATIONS = 3**7  # of one rank's stages; with more stages, all of them recompute alike
+_MOST_COMBINATIONS = 3**7  # per rank; with more, all stages of the rank recompute alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +30,10 @@ class Choice:
     """One way to train.
 
     Attributes:
-        program: what every copy runs, with its data axis.
+        program: what every replica runs, with its data axis.
         model: with the recomputation of every stage.
         memory: of every rank.
-        seconds: of a step, simulated.
+        seconds: simulated time per step.
     """
 
     program: Program
@@ -54,34 +54,34 @@ def choose_memory(
     costs: Costs | None = None,
     network: Network | None = None,
 ) -> Choice:
-    """The quickest of `programs`, each with the least recomputation, with which every rank stays under `cap` bytes.
+    """The fastest of `programs`, each with the least recomputation that keeps every rank under `cap` bytes.
 
-    Of each rank's stages, those are recomputed that cost least; selective recomputation costs the share that attention
-    has of a forward.
+    On each rank, the stages with the least extra time are recomputed. Selective recomputation costs attention's share of
+    a forward.
 
     Args:
-        programs: ways to run one schedule, such as one for each granularity; those that communicate least first.
-        model: its layers.
-        cap: bytes of a rank.
-        costs: seconds of computations; by default a backward takes two forwards. Bytes of parameters and gradients,
-            and in how many pieces they go to other copies, are the model's where the costs do not say it.
-        network: between ranks, and between copies.
+        programs: ways to run one schedule, such as one per granularity; those that communicate least first.
+        model: the layers.
+        cap: bytes per rank.
+        costs: seconds of computations; by default a backward takes two forwards. Bytes and units of parameters and
+            gradients are the model's where the costs do not give them.
+        network: between ranks, and between replicas.
 
     Raises:
-        InputError: even with all forwards computed again some rank takes more; the message has the least that it takes.
+        InputError: some rank exceeds the cap even if everything is recomputed; the message has its least peak memory.
     """
     return _best([_least_recompute(program, model, cap, costs, network) for program in programs], cap)
 
 
 def _best(choices: Sequence[Choice], cap: float) -> Choice:
-    """The quickest that fits; of equal ones the first, which communicates least."""
+    """The fastest that fits; of equal ones the first, which communicates least."""
     fitting = [choice for choice in choices if choice.peak <= cap]
     if not fitting:
         least = min(choices, key=lambda choice: choice.peak)
         rank = max(least.memory, key=lambda each: each.peak)
         raise InputError(
-            f"a rank may hold {cap:.0f} bytes ({bytes_text(cap)}): rank {rank.rank} takes at least {rank.peak:.0f} "
-            f"({bytes_text(rank.peak)}); raise the cap, take more ranks or copies, or smaller micro-batches"
+            f"cap={cap:.0f} bytes ({bytes_text(cap)}): rank {rank.rank} takes at least {rank.peak:.0f} "
+            f"({bytes_text(rank.peak)}). Raise the cap, or use more ranks, more replicas or smaller micro-batches."
         )
     return min(fitting, key=lambda choice: choice.seconds)
 
@@ -99,7 +99,7 @@ def _choice(program: Program, model: MemoryModel, costs: Costs | None, network: 
 
 
 def _with_sizes(program: Program, model: MemoryModel, costs: Costs) -> Costs:
-    """`costs` with what goes to other copies, and in how many pieces, where they do not say it."""
+    """`costs` with the model's bytes and units where they do not give them."""
     if costs.parameter_bytes is None:
         parameters, gradients = stage_bytes(model)
         costs = replace(costs, parameter_bytes=parameters, gradient_bytes=gradients)
@@ -107,7 +107,7 @@ def _with_sizes(program: Program, model: MemoryModel, costs: Costs) -> Costs:
 
 
 def with_recompute(schedule: Schedule, model: MemoryModel, costs: Costs) -> Costs:
-    """`costs` with what backwards compute again, one time a stage."""
+    """`costs` with recomputation in the backwards, per stage."""
     table = costs.seconds(schedule)
     slices = schedule.num_slices
     again = [slices * seconds * model.recompute_share(stage) for stage, seconds in enumerate(table[_F])]
@@ -124,9 +124,9 @@ def with_recompute(schedule: Schedule, model: MemoryModel, costs: Costs) -> Cost
 def _least_recompute(
     program: Program, model: MemoryModel, cap: float, costs: Costs | None, network: Network | None
 ) -> Choice:
-    """Rank by rank, what costs least and fits; where nothing fits, what takes least."""
-    kinds = list(Recompute)  # each keeps less than the one before
-    chosen = [Recompute.NONE] * program.schedule.num_stages  # of a stage that two ranks hold, what either needs
+    """Rank by rank, the least extra time that fits; where nothing fits, the least memory."""
+    kinds = list(Recompute)  # each keeps less than the one before it
+    chosen = [Recompute.NONE] * program.schedule.num_stages  # a stage on two ranks gets what either needs
     for rank, stages in enumerate(program.placement.stages_of):
         possible = [kinds[kinds.index(chosen[stage]) :] for stage in stages]
         combinations = list(product(*possible)) if len(kinds) ** len(stages) <= _MOST_COMBINATIONS else []

@@ -1,10 +1,10 @@
-"""``memory.json`` of a run: what every process was to hold, and what it held.
+"""``memory.json`` of a run: predicted and measured peak memory per process.
 
     {"kinds": ["parameters", ...],
      "processes": [{"process": 0, "copy": 0, "rank": 0, "predicted": {"parameters": 1.0, ..., "peak": 9.0},
                     "measured": {"parameters": 1.0, ..., "peak": null}}, ...]}
 
-Bytes. What was not measured is null or left out; "peak" is the most of all kinds together.
+Values are bytes; null or missing: not measured. "peak" is the peak memory of all kinds together.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class MemoryRow:
     """One process of a run.
 
     Attributes:
-        process: its number among all.
-        copy, rank: which rank of which copy of the pipeline it is.
-        predicted, measured: bytes by kind, and "peak"; None for what is not known.
+        process: global rank.
+        copy, rank: number of its replica, and its rank in the pipeline.
+        predicted, measured: bytes by kind, and "peak"; None: unknown.
     """
 
     process: int
@@ -40,7 +40,7 @@ class MemoryRow:
 
 
 def write_memory(directory: Path, rows: Sequence[MemoryRow]) -> Path:
-    """Write ``memory.json`` into a run's directory; one process calls it with the rows of all."""
+    """Write ``memory.json`` into a run's directory; one process writes the rows of all."""
     path = directory / FILE
     processes = [
         {
@@ -60,7 +60,7 @@ def read_memory(directory: Path) -> list[MemoryRow]:
     """The inverse of `write_memory`.
 
     Raises:
-        InputError: there is no such file, or it holds something else.
+        InputError: the file does not exist or has another format.
     """
     path = directory / FILE
     try:
