@@ -56,8 +56,8 @@ def choose_memory(
 ) -> Choice:
     """The fastest of `programs`, each with the least recomputation that keeps every rank under `cap` bytes.
 
-    On each rank, the stages with the least extra time are recomputed. Selective recomputation costs attention's share of
-    a forward.
+    On each rank, the stages with the least extra time are recomputed. Selective recomputation costs the share of
+    attention in a forward.
 
     Args:
         programs: ways to run one schedule, such as one per granularity; those that communicate least first.
