@@ -16,7 +16,6 @@ from pipeloom import schedules as families
 from pipeloom.cli import main
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op
-from pipeloom.ir.unit_actions import unit_actions_of_rank
 from pipeloom.passes import forward_only, lower
 from pipeloom.plan.cluster import links_beside, parse_cluster
 from pipeloom.sim import Costs, Network, Timeline, measured_timeline, parse_costs, simulate
@@ -24,6 +23,7 @@ from pipeloom.sim.background import gather_seconds, reduce_seconds
 from pipeloom.sim.data_link import TimedCollective, fit_data_link, slowdown
 from tests.pure.test_data_axis import AXES
 from tests.pure.test_schedule_properties import schedules
+from tests.unit_program import unit_actions_of_rank
 
 MICROBATCH = Granularity.MICROBATCH
 ALONE = families.build("gpipe", num_ranks=1, num_microbatches=1)  # F0 B0
