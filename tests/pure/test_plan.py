@@ -140,7 +140,7 @@ def test_values_that_are_left_out_take_the_defaults_of_the_schedule():
         ({"recompute": ["full"]}, "recompute names 1 stages of 2"),
         ({"recompute": "some"}, "recompute is"),
         ({"batch_size": 7, "data": 2}, "batch_size=7: 4 micro-batches on each of 2 data-parallel replicas need at le"),
-        ({"data_strategy": "zero4"}, "'zero4' is unknown"),
+        ({"data_strategy": "zero4"}, "strategy='zero4': unknown"),
         ({"data_strategy": "zero1", "data_granularity": "chunk"}, "granularity 'chunk' with strategy 'zero1'"),
         ({"data_bucket_bytes": -1}, "data_bucket_bytes=-1: must be at least 0"),
         ({"precision": "fp8"}, "Plan.precision='fp8': must be one of fp32, bf16, fp16"),
