@@ -348,7 +348,7 @@ def test_a_costs_file_names_the_links_beside_the_ranks():
     assert found["0UNSHARD"] == (0, 8 / 2 / 2 + 1)
     start, end = found["0REDUCE_GRAD1"]
     assert end - start == 4 / 2 / 2 + 1
-    with pytest.raises(InputError, match="data_latency_seconds of the costs file is 'x'"):
+    with pytest.raises(InputError, match="data_latency_seconds='x': must be a finite number"):
         parse_costs(json.dumps(text | {"data_latency_seconds": "x"}))
 
 
