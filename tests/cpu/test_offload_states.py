@@ -199,9 +199,9 @@ def test_what_cannot_be_offloaded_is_refused_in_one_line(tmp_path: Path) -> None
         _post_validated(FileStore(tmp_path))
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(InputError, match="Call step\(\) of the OffloadedOptimizer"):
+    with pytest.raises(InputError, match=r"Call step\(\) of the OffloadedOptimizer"):
         inner.step()
-    with pytest.raises(InputError, match="add the group first"):
+    with pytest.raises(InputError, match="Add the group before wrapping"):
         offloaded.add_param_group({"params": []})
 
 
