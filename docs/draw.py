@@ -246,6 +246,9 @@ def _allowed_imports() -> dict[str, set[str]]:
     return {room: others - {room, "common"} for room, others in allowed.items() if room != "common"}
 
 
+_LEFT_TO_RIGHT = "models schedules report sim ir passes slicing plan training split transport processes"
+
+
 def _rooms() -> str:
     """The packages in layers, each above those that it imports. An arrow is left out where others imply it."""
     allowed = _allowed_imports()
@@ -259,14 +262,14 @@ def _rooms() -> str:
         return 1 + max(map(layer, allowed[room]), default=-1)
 
     rows: dict[int, list[str]] = {}
-    for room in sorted(allowed):
+    for room in sorted(allowed, key=_LEFT_TO_RIGHT.find):
         rows.setdefault(layer(room), []).append(room)
     width, height, box, gap = 860.0, 76.0, 104.0, 34.0
-    place = {
-        room: ((k + 0.5) * width / len(rows[level]), 20 + (max(rows) - level) * height)
-        for level in rows
-        for k, room in enumerate(rows[level])
+    across = {
+        room: (k + 0.5) / len(row) if len(row) > 1 else 0.7 for row in rows.values() for k, room in enumerate(row)
     }
+    across["report"] = 0.42  # beside the arrows of `plan`
+    place = {room: (across[room] * width, 20 + (max(rows) - layer(room)) * height) for room in allowed}
     arrows, boxes = [], []
     for room in sorted(allowed):
         x, y = place[room]
