@@ -60,8 +60,8 @@ def check_drained(schedule: Schedule, num_batches: int, seen: str) -> None:
     if num_batches % each:
         replicas = ",".join(str(len(ranks)) for ranks in schedule.placement.replicas)
         raise InputError(
-            f"{seen}: with replicas {replicas} all stages have updated after every {each} batches, and a stream goes "
-            f"on from there; take a multiple of {each}, or other replicas"
+            f"{seen}: with replicas {replicas} all stages have updated after every {each} batches, and a stream "
+            f"continues from there. Use a multiple of {each}, or other replicas."
         )
 
 

@@ -1,4 +1,4 @@
-"""The batches of a stream, taken from the user's iterable when the first of their micro-batches is due."""
+"""The batches of a stream, taken from the user's iterable when their first micro-batch is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeloom.ir import Schedule
 
 
 def length_of(batches: Any) -> int | None:
-    """None where nobody knows, such as a DataLoader's over a data set without a length."""
+    """The length of `batches`; None where it has none, such as a DataLoader over an iterable data set."""
     try:
         return len(batches)
     except TypeError:
@@ -20,18 +20,18 @@ def length_of(batches: Any) -> int | None:
 
 
 class StreamBatches:
-    """One process's batches of one run. Of each, what this process reads is kept until it is read.
+    """One process's batches of one run. Inputs and targets that this process needs are kept until they are read.
 
     Args:
-        batches: gives ``(inputs, targets)`` of each batch; not looked at where this process reads neither.
-        num_batches: how many.
+        batches: yields ``(inputs, targets)`` of each batch; unused where this process reads neither.
+        num_batches: number of batches of the run.
         schedule: of the whole run.
         ranks: of this process.
 
     Attributes:
-        batch: what the actions of the run read and write. Its inputs, targets and weights come by micro-batch, each
-            once; a weight is the micro-batch's share of the samples of its batch.
-        num_samples: of the batches that were taken so far, by their number.
+        batch: the batch for the actions of the run. Inputs, target and weight of a micro-batch can be read once; its
+            weight is its share of the samples of its batch.
+        num_samples: of the batches that were taken so far, by index.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class StreamBatches:
         )
 
     def finish(self) -> None:
-        """Take also what nobody here had to read: the iterator is where it is on other processes that read it."""
+        """Take the remaining batches too, so that the iterator advances equally on all processes."""
         if self._reads_inputs or self._reads_targets:
             self.take_until(self._num_batches * self._size - 1)
-        self._iterator = iter(())  # the user's is not kept
+        self._iterator = iter(())  # releases the user's iterator
 
     def take_until(self, microbatch: int) -> None:
-        """Take batches until that of `microbatch` is there."""
+        """Take batches up to the one of `microbatch`."""
         with self._lock:
             while self._num_taken <= microbatch // self._size:
                 self._take()
@@ -74,13 +74,12 @@ class StreamBatches:
             value = next(self._iterator)
         except StopIteration:
             raise CallerError(
-                f"batches: item {number} is missing, they ended after {number} of {self._num_batches}: a run takes as "
-                "many as it was told; give more, or pass num_batches"
+                f"batches: item {number} is missing, they ended after {number} of {self._num_batches}. Pass more "
+                "batches, or a smaller num_batches."
             ) from None
         except Exception as error:
             raise CallerError(
-                f"batches: item {number} raised {one_line(error)}: a run needs {self._num_batches}; correct what gives "
-                "them"
+                f"batches: item {number} raised {one_line(error)}: a run needs {self._num_batches} batches."
             ) from error
         cut = self._cut(number, value)
         self._keep(self._inputs, 0, cut.inputs)
@@ -93,7 +92,7 @@ class StreamBatches:
         if not isinstance(value, tuple | list) or len(value) != 2:
             length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
             raise CallerError(
-                f"batches: item {number} is a {type(value).__name__}{length}: a batch is (inputs, targets); give pairs"
+                f"batches: item {number} is a {type(value).__name__}{length}: must be a pair (inputs, targets)."
             )
         try:
             return Batch.cut(self._size, *value, needs_inputs=self._reads_inputs, needs_targets=self._reads_targets)
@@ -108,7 +107,7 @@ class StreamBatches:
 
 
 class _Pieces(Sequence[Any]):
-    """One thing of every micro-batch; reading it takes it out."""
+    """One value per micro-batch; reading a value removes it."""
 
     def __init__(self, take_until: Callable[[int], None], length: int) -> None:
         self.kept: dict[int, Any] = {}

@@ -3,12 +3,12 @@
 A long run is bound to functions block by block. (Its program is made beforehand, in time linear in its length: some
 seconds for 20,000 micro-batches on 4 ranks, once for all runs of one length.)
 
-What a flushed step has not:
+Actions do more than in a step of a synchronous schedule:
 
-    F, I             with the version of the parameters that the weight policy gives the micro-batch
-    B, W             likewise; what they add to the gradients goes into the sum of the micro-batch's update
-    REDUCE_GRAD      the sum goes to the other replicas of the stage
-    STEP             with what the others sent, the stage's next version is made
+    F, I             use the version of the parameters that the weight policy assigns to the micro-batch
+    B, W             use that version too, and add their gradients to the sum of the micro-batch's update
+    REDUCE_GRAD      sends the sum to the other replicas of the stage
+    STEP             adds the sums of the other replicas, and makes the stage's next version
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from pipeloom.training.stream.update_options import StageUpdate
 from pipeloom.training.stream.weight_versions import WeightVersions
 from pipeloom.transport.call_numbers import call_number, num_samples_of
 
-_NUM_RECORDS = 1 << 16  # the last so many are kept
+_NUM_RECORDS = 1 << 16  # kept of the end of a run
 _BLOCK = 1 << 13  # actions that are bound at once: a kilobyte or two each
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What all ranks of one run know.
+    """One run of a stream, the same on all ranks.
 
     Attributes:
         program: of the whole run.
-        used: the version of each stage and micro-batch.
-        call: the number of this run among the pipeline's calls.
+        used: for each stage and micro-batch, the version that it uses.
+        call: the call number of this run.
         batches_before: how many batches ran before this run.
     """
 
@@ -57,16 +57,17 @@ class StreamPlan:
 
     @property
     def batch_size(self) -> int:
-        """Micro-batches of a batch."""
+        """Micro-batches per batch."""
         assert self.program.schedule.microbatches_per_update is not None
         return self.program.schedule.microbatches_per_update
 
     def microbatches_of(self, stage: int, update: int) -> range:
-        """What an update of a stage holds, on all its replicas."""
+        """The micro-batches of an update of a stage, on all its replicas."""
         interval = self.program.schedule.update_interval(stage)
         return range(update * interval, (update + 1) * interval)
 
     def describe(self, stage: int, update: int) -> StageUpdate:
+        """The `StageUpdate` of an update of a stage."""
         held = self.microbatches_of(stage, update)
         num_batches = len(held) // self.batch_size
         return StageUpdate(
@@ -89,14 +90,14 @@ class StreamRank:
         batches: of this process.
         optimizer: of this process.
         ownership: of this process.
-        on_losses: called on ranks with the last stage, behind each of its updates, with the losses of the micro-batches
+        on_losses: called on ranks with the last stage, after each of its updates, with the losses of the micro-batches
             that ran here, each times its share of its batch.
-        poll: called behind every update.
+        poll: called after every update.
 
     Attributes:
         norms: by stage and update, of the gradient before clipping.
-        records: what ran when; of a long run, the last of it.
-        peak_weight_bytes: of the parameters of all its stages that want a gradient, in all versions, the most at once.
+        records: when each action ran; of a long run only its end.
+        peak_weight_bytes: the peak bytes of parameters of all stages that require a gradient, in all versions.
     """
 
     def __init__(
@@ -111,10 +112,10 @@ class StreamRank:
     ) -> None:
         self._worker, self._plan, self._batches, self._optimizer = worker, plan, batches, optimizer
         self._ownership, self._on_losses, self._poll = ownership, on_losses, poll
-        self._calls: dict[int, int] = {}  # by batch: the number of its messages, which says how many samples it has
+        self._calls: dict[int, int] = {}  # by batch: the call number of its messages, which has its number of samples
         self._weights: dict[int, WeightVersions] = {}
         self._replicas: dict[int, ReplicaGradients] = {}
-        self._rates: dict[tuple[int, int], list[float] | None] = {}  # by stage and update, that replicas were told
+        self._rates: dict[tuple[int, int], list[float] | None] = {}  # by stage and update: as sent to replicas
         self._last_stage = plan.program.schedule.num_stages - 1
         self._intervals = {stage: plan.program.schedule.update_interval(stage) for stage in worker.stages}
         self.norms: dict[tuple[int, int], float] = {}
@@ -127,7 +128,7 @@ class StreamRank:
         return max(weights.peak_versions for weights in self._weights.values())
 
     def run(self) -> Run:
-        """The whole run; yields whenever it has to wait and the transport does not block."""
+        """The whole run; yields where it has to wait and the transport does not block."""
         worker, state = self._worker, self._worker.state
         state.begin(self._batches.batch, self._plan.call)
         try:
@@ -145,7 +146,7 @@ class StreamRank:
             state.clear()
 
     def _begin(self) -> None:
-        """Make version 0 of every stage, and what replicas need."""
+        """Make version 0 of every stage, and the exchanges of its replicas."""
         rank, schedule = self._worker.rank, self._plan.program.schedule
         uses: dict[int, Counter[int]] = {stage: Counter() for stage in self._worker.stages}
         for action in schedule.orders[rank]:
@@ -186,7 +187,7 @@ class StreamRank:
         return [(self._message(number // self._plan.batch_size, run), ready)]
 
     def _message(self, batch: int, run: Callable[[], None]) -> Callable[[], None]:
-        """Messages say how many samples their batch has, so far as this rank knows that."""
+        """A SEND or RECV with the call number of its batch, which has the number of samples as soon as it is known."""
         state, calls, unknown = self._worker.state, self._calls, self._plan.call
 
         def message() -> None:
@@ -197,7 +198,7 @@ class StreamRank:
         return message
 
     def _forward(self, action: Action, run: Callable[[], None]) -> Callable[[], None]:
-        """F or I by the version that the micro-batch meets."""
+        """F or I with the version that the micro-batch uses."""
         stage, op, microbatch, _ = action
         assert microbatch is not None
         install, version = self._weights[stage].install, self._plan.used[stage, microbatch]
@@ -212,7 +213,7 @@ class StreamRank:
         return forward
 
     def _read(self, microbatch: int) -> None:
-        """Take the batch, and see that it is as long as other ranks say."""
+        """Take the batch, and compare its number of samples with that of other ranks."""
         batches, batch = self._batches, microbatch // self._plan.batch_size
         batches.take_until(microbatch)
         own, said = batches.num_samples[batch], num_samples_of(self._calls.get(batch, 0))
@@ -221,7 +222,7 @@ class StreamRank:
         self._calls[batch] = self._plan.call + call_number(0, False, own)
 
     def _backward(self, stage: int, microbatch: int, run: Callable[[], None]) -> Callable[[], None]:
-        """B or W, into the sum of the micro-batch's update."""
+        """B or W, which adds to the sum of the micro-batch's update."""
         version, update = self._plan.used[stage, microbatch], microbatch // self._intervals[stage]
         begin, end = self._weights[stage].begin_backward, self._weights[stage].end_backward
 
@@ -253,7 +254,7 @@ class StreamRank:
             gradients, rates = replicas.total(update, gradients), self._rates.pop((stage, update))
         else:
             rates = self._optimizer.rates(what)
-        if what.num_batches > 1:  # of every batch they are the mean over its samples
+        if what.num_batches > 1:  # a sum of means over the samples of single batches
             found = [gradient for gradient in gradients if gradient is not None]
             if found:
                 torch._foreach_mul_(found, 1 / what.num_batches)
@@ -264,14 +265,14 @@ class StreamRank:
         self._poll()
 
     def _losses_of(self, update: int) -> dict[int, float]:
-        """The losses of the update's micro-batches that ran here on the last stage; to be called once."""
+        """The losses of the update's micro-batches that ran here on the last stage. Call it once per update."""
         stage, place = self._last_stage, self._plan.program.placement
         held = [b for b in self._plan.microbatches_of(stage, update) if place.rank_of(stage, b) == self._worker.rank]
         losses = {b: float(self._worker.state.batch.losses.pop(b)) for b in held}
         wrong = next((b for b, loss in losses.items() if not math.isfinite(loss)), None)
         if wrong is not None:
             raise RunError(
-                f"the loss of micro-batch {wrong} is {losses[wrong]}: training cannot go on from there; lower the "
-                "learning rate, or go on from an earlier state"
+                f"the loss of micro-batch {wrong} is {losses[wrong]}: training cannot continue. Lower the learning "
+                "rate, or continue from an earlier checkpoint."
             )
         return losses

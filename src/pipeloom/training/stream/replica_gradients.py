@@ -1,10 +1,11 @@
 """Gradients of a stage with replicas, exchanged while the stream goes on.
 
-A replica sends the sum of its backwards of one update to the others and runs its next micro-batch meanwhile. Before it
-updates it has the sums of all others. Samples of the parameters travel with a run's first update, buffers such as
-running statistics with its last: after a run all replicas have those of the first one.
+A replica sends the sum of its backwards of one update to the others, and runs its next micro-batch meanwhile. It waits
+for the sums of the others before it updates. Samples of the parameters travel with a run's first update, and buffers
+such as running statistics with its last: after a run all replicas have the buffers of the first one.
 
-With the gradients go the learning rates that a function gives for the update: replicas must have the same.
+The learning rates that a function returned for the update travel with the gradients. They must be equal on all
+replicas.
 """
 
 from __future__ import annotations

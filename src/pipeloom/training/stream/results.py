@@ -1,4 +1,4 @@
-"""Losses and gradient norms of a stream's run: on every rank at its end, losses on rank 0 as they come."""
+"""Losses and gradient norms of a stream's run: on every rank at its end; losses on rank 0 during the run too."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OnUpdate = Callable[[int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class StreamUpdate:
-    """What became of one batch.
+    """The result of one batch.
 
     Attributes:
-        batch: its number, counted over all runs.
-        loss: the mean over its samples, each micro-batch by the parameters that it met.
-        grad_norm: the 2-norm over all stages of the gradients of their updates which hold this batch, before clipping.
+        batch: its index, counted over all runs.
+        loss: the mean over its samples, each micro-batch with the parameters that it used.
+        grad_norm: the 2-norm over all stages of the gradients of the updates with this batch, before clipping.
     """
 
     batch: int
@@ -38,28 +38,28 @@ class StreamResults:
 
     Args:
         rank: of this process; None where it holds all ranks.
-        exchange: of the run's results between ranks.
+        exchange: sends results between ranks.
         plan: of the run.
         on_update: called with every batch and its loss, in order, on the process with rank 0.
-        live: whether ranks with the last stage send losses to rank 0 at once.
+        live: whether ranks with the last stage send losses to rank 0 during the run.
     """
 
     def __init__(
         self, rank: int | None, exchange: ResultExchange, plan: StreamPlan, on_update: OnUpdate | None, live: bool
     ) -> None:
         self._plan, self._exchange, self._on_update = plan, exchange, on_update if rank in (None, 0) else None
-        self._own: dict[int, float] = {}  # losses that were computed here
-        self._untold: dict[int, float] = {}  # losses of batches that are not complete
+        self._own: dict[int, float] = {}  # losses computed in this process
+        self._untold: dict[int, float] = {}  # losses of incomplete batches
         self._num_told = 0
         self._lock = threading.Lock()  # ranks of one process may have a thread each
         self._last_stage = plan.program.schedule.num_stages - 1
         self._sends = live and rank not in (None, 0) and rank in exchange.holders
         self._num_updates = num_updates(plan.program.schedule, self._last_stage)
-        # By rank that sends losses: how many updates of the last stage it has told of.
+        # For each rank that sends losses: the number of updates of the last stage received from it.
         self._num_received = {holder: 0 for holder in exchange.holders if live and rank == 0 and holder != 0}
 
     def add(self, losses: dict[int, float]) -> None:
-        """Take the losses of micro-batches that ran here, each times its share of its batch."""
+        """Add the losses of micro-batches that ran here, each times its share of its batch."""
         if self._sends:
             self._exchange.send({b: torch.tensor(loss, dtype=torch.float64) for b, loss in losses.items()}, [0])
         with self._lock:
@@ -67,7 +67,7 @@ class StreamResults:
             self._tell(losses)
 
     def poll(self) -> None:
-        """Take what other ranks sent so far."""
+        """Receive the losses that other ranks have sent so far."""
         self._receive(wait=False)
 
     def _receive(self, *, wait: bool) -> None:
@@ -78,7 +78,7 @@ class StreamResults:
                 self._tell({b: float(loss) for b, loss in self._exchange.receive(holder, held).items()})
 
     def _tell(self, losses: dict[int, float]) -> None:
-        """Tell of the batches that are complete with these."""
+        """Call `on_update` for the batches that these losses complete."""
         if self._on_update is None:
             return
         self._untold.update(losses)
@@ -89,8 +89,7 @@ class StreamResults:
                 self._on_update(batch, loss)
             except Exception as error:
                 raise CallerError(
-                    f"on_update({batch}, {loss}) raised {one_line(error)}: the run ends with it; correct it, or leave "
-                    "it out"
+                    f"on_update({batch}, {loss}) raised {one_line(error)}, which ends the run."
                 ) from error
             self._num_told += 1
 

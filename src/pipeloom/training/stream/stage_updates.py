@@ -1,7 +1,7 @@
-"""One process's optimizer inside a stream: every stage updates by itself, when its own gradient is there.
+"""`StreamOptimizer`: one process's optimizer, which updates every stage as soon as its gradient is complete.
 
-Of an optimizer over several stages only the parameters of one have a gradient at that moment; torch's optimizers leave
-the others alone. Learning rates are set for the update and put back behind the run.
+During a step of an optimizer over several stages only the parameters of one stage have a gradient; torch's optimizers
+skip the others. Learning rates are set before each update and restored after the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StreamOptimizer:
         trained: the parameters that the optimizer has.
 
     Raises:
-        InputError: an optimizer that a stream cannot step.
+        InputError: the optimizer cannot be used in a stream.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, options: UpdateOptions, pipeline: Pipeline) -> None:
@@ -57,35 +57,35 @@ class StreamOptimizer:
         return self._optimizer.param_groups if self._optimizer is not None else []
 
     def check(self) -> None:
-        """Raises InputError where its groups do not fit."""
+        """Raises InputError where the parameters or options of the optimizer's groups do not match the stream."""
         if self._optimizer is None:
             name = next((name for name, p in self._pipeline.named_parameters() if p.requires_grad), None)
             if name is not None:
                 raise InputError(
-                    f"optimizer is None and parameter {name!r} of this process wants a gradient: only a process that "
-                    "holds none has nothing to update; pass an optimizer, or freeze what it holds"
+                    f"optimizer=None: parameter {name!r} of this process requires a gradient. Pass an optimizer, or "
+                    "freeze the parameters."
                 )
             return
         check_optimizer(self._pipeline, self._optimizer)
         if self._options.sets_rates and any("lr" not in group for group in self._groups):
             raise InputError(
-                f"{type(self._optimizer).__name__} has parameter groups without 'lr': learning_rate, discount and "
-                "scale_by_replicas set that; leave them out, or take an optimizer with a learning rate"
+                f"{type(self._optimizer).__name__} has parameter groups without 'lr', which learning_rate, discount "
+                "and scale_by_replicas set. Leave these out, or use an optimizer with a learning rate."
             )
 
     def rules(self, rank: int, rates: list[float] | None) -> Rules:
-        """How it updates the stages of a rank that have replicas, with these as `asked_rates` of the first batch."""
+        """`update_rules` of a rank; `rates` are the `asked_rates` of the first batch."""
         return update_rules(self._pipeline, rank, type(self._optimizer).__name__, self._groups, rates)
 
     def begin(self) -> None:
-        """Note parameters as they are, and learning rates where they are going to be set."""
+        """Record the optimizer's parameters and, where the stream sets them, its learning rates."""
         self.trained = {parameter for group in self._groups for parameter in group["params"]}
         self._devices = {parameter.device.type for parameter in self.trained}
         if self._options.sets_rates:
             self._base = [float(group["lr"]) for group in self._groups]
 
     def end(self) -> None:
-        """Put the learning rates back."""
+        """Restore the learning rates."""
         if self._options.sets_rates:
             self._set_rates(self._base, 1.0)
 
@@ -97,8 +97,8 @@ class StreamOptimizer:
         Args:
             weights: of the stage.
             gradients: of its parameters.
-            update: which it is.
-            rates: `rates` for it.
+            update: which update.
+            rates: `rates` of the update.
 
         Returns:
             The 2-norm of the stage's gradient before clipping.
@@ -112,7 +112,7 @@ class StreamOptimizer:
         if not math.isfinite(number):
             raise RunError(
                 f"update {update.update} of stage {update.stage}, for batch {update.batch}, has gradient norm "
-                f"{number}: training cannot go on from there; lower the learning rate, or go on from an earlier state"
+                f"{number}: training cannot continue. Lower the learning rate, or continue from an earlier checkpoint."
             )
 
         def step() -> None:
@@ -143,7 +143,7 @@ class StreamOptimizer:
         self._check_written(before)
 
     def _check_written(self, before: list[dict[str, object]]) -> None:
-        """Stages that share an optimizer share the options of its groups: what a step writes there counts them all."""
+        """Raises RunError where a step wrote into the options of the groups, which all stages of the process share."""
         written = {
             key
             for old, new in zip(before, _group_values(self._groups), strict=True)
@@ -152,16 +152,16 @@ class StreamOptimizer:
         }
         if written:
             raise RunError(
-                f"{type(self._optimizer).__name__} writes {', '.join(sorted(written))} into its parameter groups, and "
-                f"this process steps it for {self._num_held} stages, each by itself: state has to be kept by "
-                "parameter; run a process for each stage, or take another optimizer"
+                f"{type(self._optimizer).__name__} writes {', '.join(sorted(written))} into its parameter groups, but "
+                f"this process steps it separately for {self._num_held} stages, so it must keep its state per "
+                "parameter. Run one process per stage, or use another optimizer."
             )
 
     def asked_rates(self, batch: int) -> list[float] | None:
-        """What `learning_rate` gives, one for each parameter group; None where there is none.
+        """The rates that `learning_rate` returns, one per parameter group; None where it is None.
 
         Raises:
-            InputError: it raised, or gave no rates.
+            InputError: it raised, or returned an invalid value.
         """
         if self._options.learning_rate is None or self._optimizer is None:
             return None
@@ -169,13 +169,13 @@ class StreamOptimizer:
             given: Any = self._options.learning_rate(batch)
         except Exception as error:
             raise InputError(
-                f"learning_rate({batch}) raised {one_line(error)}: it gives the rate for every batch; correct it"
+                f"learning_rate({batch}) raised {one_line(error)}: it must return a learning rate for every batch."
             ) from error
         rates = list(given) if isinstance(given, list | tuple) else [given] * len(self._groups)
         if len(rates) != len(self._groups):
             raise InputError(
-                f"learning_rate gave {len(rates)} rates for {len(self._groups)} parameter groups: it gives one for "
-                "all, or one for each"
+                f"learning_rate returned {len(rates)} rates for {len(self._groups)} parameter groups. Return one for "
+                "all groups, or one per group."
             )
         try:
             numbers = [math.nan if isinstance(rate, str) else float(rate) for rate in rates]
@@ -183,8 +183,8 @@ class StreamOptimizer:
             numbers = [math.nan]
         if not all(math.isfinite(number) and number >= 0 for number in numbers):
             raise InputError(
-                f"learning_rate({batch}) gave {given!r}: a rate is a finite number from 0, one for all parameter "
-                "groups or a list of one for each; correct it"
+                f"learning_rate({batch}) returned {given!r}: must be a finite number >= 0 for all parameter groups, or "
+                "a list of one per group."
             )
         return numbers
 
@@ -192,7 +192,7 @@ class StreamOptimizer:
         """`asked_rates` for an update in the middle of a run.
 
         Raises:
-            CallerError: `learning_rate` raised, or gave no rates.
+            CallerError: `learning_rate` raised, or returned an invalid value.
         """
         with self._lock:
             try:
@@ -201,37 +201,37 @@ class StreamOptimizer:
                 raise CallerError(str(error)) from error
 
     def rate_of_each(self, parameters: Iterable[nn.Parameter], rates: Sequence[float]) -> Tensor:
-        """The rate of every parameter, where `rates` are those of the groups; float64, 0 where it is in no group."""
+        """The learning rate of every parameter in float64, 0 for parameters in no group; `rates` has one per group."""
         pairs = zip(self._groups, rates, strict=True)
         rate_of = {parameter: rate for group, rate in pairs for parameter in group["params"]}
         return torch.tensor([rate_of.get(parameter, 0.0) for parameter in parameters], dtype=torch.float64)
 
     def _set_rates(self, rates: Sequence[float], factor: float) -> None:
         for group, rate in zip(self._groups, rates, strict=True):
-            if isinstance(group["lr"], Tensor):  # as optimizers that are captured in graphs keep it
+            if isinstance(group["lr"], Tensor):  # optimizers that are captured in CUDA graphs keep it as a tensor
                 group["lr"].fill_(rate * factor)
             else:
                 group["lr"] = rate * factor
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Raises InputError where a step needs more than gradients, or others than a stream has."""
+    """Raises InputError for optimizers whose step needs arguments or sparse gradients."""
     kind = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"optimizer is a {kind.__name__}: a Stream steps a torch.optim.Optimizer; pass one")
+        raise InputError(f"optimizer is a {kind.__name__}: must be a torch.optim.Optimizer.")
     asked = list(inspect.signature(kind.step).parameters.values())[1:]
     needed = [p.name for p in asked if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:
         raise InputError(
-            f"{kind.__name__}.step() needs {', '.join(needed)}: a stream computes gradients itself, once for each "
-            "update; take an optimizer whose step() needs nothing"
+            f"{kind.__name__}.step() needs {', '.join(needed)}: a stream calls step() without arguments. Use another "
+            "optimizer."
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise InputError("SparseAdam takes sparse gradients: those of a stream are dense; take Adam or AdamW")
+        raise InputError("SparseAdam takes sparse gradients: a stream has dense ones. Use Adam or AdamW.")
 
 
 def _group_values(groups: list[dict[str, Any]]) -> list[dict[str, object]]:
-    """The options of every group, so that they can be compared after some were written in place."""
+    """The options of every group, comparable also after tensors among them were changed in place."""
     return [
         {key: (id(v), v._version) if isinstance(v, Tensor) else repr(v) for key, v in group.items() if key != "params"}
         for group in groups
@@ -239,7 +239,7 @@ def _group_values(groups: list[dict[str, Any]]) -> list[dict[str, object]]:
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
-    """What torch.nn.utils.get_total_norm gives, in a fifth of its time where all are of one kind."""
+    """The same as torch.nn.utils.get_total_norm, in a fifth of the time for gradients of one dtype and device."""
     if len(gradients) != 1 and len({(gradient.device, gradient.dtype) for gradient in gradients}) != 1:
         return torch.nn.utils.get_total_norm(gradients)
     whole = gradients[0] if len(gradients) == 1 else torch.stack(torch._foreach_norm(gradients))

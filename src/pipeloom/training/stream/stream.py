@@ -1,6 +1,7 @@
 """`Stream`: training in which parameters change while micro-batches are in flight (PipeDream and its family).
 
-run:   start-up, then every stage alternates F and B, updating by itself behind every update's last B; drain
+A run has a warm-up, a steady state in which every stage alternates F and B and updates its own parameters, and a
+cool-down.
 """
 
 from __future__ import annotations
@@ -28,42 +29,44 @@ from pipeloom.transport.call_numbers import call_number
 
 
 class Stream:
-    """Trains a pipeline whose schedule updates while it runs: `pipedream`, `pipedream-2bw`, or one of your own.
+    """Trains a pipeline with an asynchronous schedule: `pipedream`, `pipedream-2bw`, or one of your own.
 
-    Which parameters a micro-batch meets is the schedule's weight policy (see `pipeloom.ir.versions`). A batch is
-    `microbatches_per_update` micro-batches. A stage's update takes the mean over its batches of their gradients, each
-    the mean over its samples: one batch, or several where the stage has more replicas than a batch has micro-batches.
+    The schedule's weight policy says which version of the parameters a micro-batch uses (see `pipeloom.ir.versions`). A
+    batch has `microbatches_per_update` micro-batches. A stage updates after every batch, or after several batches where
+    it has more replicas than a batch has micro-batches. Its gradient is the mean over these batches, and that of a
+    batch the mean over its samples.
 
-    What has no versions: buffers change in the order of the forwards (running statistics of BatchNorm), with replicas
-    they are those of the first one after a run. Dropout masks are those of the micro-batch's own forward.
+    Buffers have no versions: forwards change them one after another (running statistics of BatchNorm). After a run all
+    replicas of a stage have the buffers of the first one. Dropout masks are those of the micro-batch's own forward.
 
     Args:
-        pipeline: with a schedule that has a weight policy other than "flush", and a loss.
-        optimizer: over parameters of `pipeline`, all that this process holds or some; any that leaves parameters
-            without a gradient alone, as torch's do. None where this process holds no parameter that wants a gradient.
+        pipeline: with a loss, and a schedule whose weight policy is not "flush".
+        optimizer: over all or some of the parameters that this process holds. It must not change parameters without a
+            gradient; torch's optimizers do not. None where this process holds no parameter that requires a gradient.
         max_norm: largest 2-norm of all gradients together. No stage waits for another: each clips its own gradient to
             ``max_norm / sqrt(num_stages)``.
-        learning_rate: called before every update of a stage with the number of its last batch, from 0 over all runs;
-            gives the learning rate, or one for each parameter group. None: that of each group.
-        discount: what a stage whose gradient is stale by d updates divides its learning rate by. "inverse":
+        learning_rate: called before every update of a stage with the index of its last batch, counted over all runs;
+            returns the learning rate, or one per parameter group. None: the learning rate of each group.
+        discount: the divisor of the learning rate of a stage whose gradient is stale by d updates. "inverse":
             ``max(d, 1)`` (arXiv:1511.05950); "pipemare": ``d ** (1 - min(k / discount_updates, 1))`` in its update k
             (arXiv:1910.05124); "none": 1.
         discount_updates: for "pipemare".
-        scale_by_replicas: multiply the learning rate of a stage by the number of batches that its update holds
-            over that of the input stage. With one micro-batch a batch, that is PipeDream's ``r_s / r_0``.
-        on_update: called with the number and the loss of every batch, in order, on the process with rank 0, soon after
-            the batch is through.
-        num_batches: how many batches have been run before, such as before the checkpoint that training goes on from.
+        scale_by_replicas: multiply the learning rate of a stage by its number of batches per update, divided by that of
+            the input stage. With one micro-batch per batch this is PipeDream's ``r_s / r_0``.
+        on_update: called with the index and the loss of every batch, in order, on the process with rank 0, soon after
+            the batch has left the pipeline.
+        num_batches: number of batches run before, for training that continues from a checkpoint.
 
     Attributes:
-        num_updates: for each rank of this process, of each of its stages: how many updates the last run made, also one
-            that failed.
-        peak_weight_versions: for each rank of this process, how many versions of a stage's parameters existed at once
-            in the last run.
-        peak_weight_bytes: for each rank, of its parameters that want a gradient, in all versions.
+        num_updates: for each rank of this process and each of its stages, the number of updates in the last run, also
+            if it failed.
+        peak_weight_versions: for each rank of this process, the most versions of a stage's parameters that existed at
+            once in the last run.
+        peak_weight_bytes: for each rank of this process, the peak bytes of its parameters that require a gradient, in
+            all versions.
 
     Raises:
-        InputError: one of these does not fit.
+        InputError: an argument is invalid.
     """
 
     def __init__(
@@ -82,11 +85,11 @@ class Stream:
         schedule = pipeline.schedule
         if schedule.microbatches_per_update is None:
             raise InputError(
-                f"a Stream of schedule {schedule.name!r}, which flushes: it trains by Pipeline.step(); take a schedule "
-                "with weight versions, such as pipedream"
+                f"Stream of schedule {schedule.name!r}: a synchronous schedule has no weight versions. Call "
+                "Pipeline.step(), or use a schedule such as pipedream."
             )
         if on_update is not None and not callable(on_update):
-            raise InputError(f"on_update is {on_update!r}: it is called with a batch and its loss; pass a function")
+            raise InputError(f"on_update={on_update!r}: must be callable. Pass a function of a batch and its loss.")
         self._pipeline = pipeline
         self._options = UpdateOptions(
             max_norm=max_norm,
@@ -106,41 +109,40 @@ class Stream:
 
     @property
     def num_batches(self) -> int:
-        """How many batches have been run, in runs that came to their end; to go on from elsewhere, set it."""
+        """Number of batches in completed runs. Set it to continue from a checkpoint."""
         return self._num_batches
 
     @num_batches.setter
     def num_batches(self, count: int) -> None:
         count = _whole(count)
         if count < 0:
-            raise InputError(f"num_batches is {count}: so many batches were run before; pass 0 or more")
-        check_drained(self._pipeline.schedule, count, f"num_batches is {count}")
+            raise InputError(f"num_batches={count}: must be at least 0.")
+        check_drained(self._pipeline.schedule, count, f"num_batches={count}")
         self._num_batches = count
 
     def run(self, batches: Iterable[Any] | None, num_batches: int | None = None) -> list[StreamUpdate]:
-        """Train on `batches`: start up, stream, drain. Every rank calls it alike.
+        """Train on `batches`. Every rank calls it with the same number of batches.
 
-        Afterwards all updates are made, nothing is in flight, and the modules hold the parameters that the optimizer
-        knows. A parameter's memory may be another than before: take what ``.data``, ``detach()`` or `state_dict` gave
-        anew.
+        Afterwards all updates are made, no micro-batch is in flight, and the modules hold the parameters of the
+        optimizer. The memory of a parameter may have changed: call ``.data``, ``detach()`` or `state_dict` again.
 
         Args:
-            batches: ``(inputs, targets)`` of each batch, samples along dimension 0. Taken one by one, as they are due;
-                read on ranks with the first and the last stage, where inputs or targets may be None if not needed.
-                Other ranks may pass None with `num_batches`.
-            num_batches: how many to take; all, if `batches` has a length.
+            batches: ``(inputs, targets)`` of each batch, samples along dimension 0, taken one by one when needed. Ranks
+                with the first stage read inputs, ranks with the last stage targets; what a rank does not read may be
+                None. Other ranks may pass None with `num_batches`.
+            num_batches: number of batches to take. None: all, if `batches` has a length.
 
         Returns:
-            What became of every batch, on every rank.
+            Loss and gradient norm of every batch, on every rank.
 
         Raises:
-            InputError: no whole number of updates on every stage, gradients left from before, ranks that ask for
-                different things; before any communication.
-            CallerError: `batches`, `learning_rate` or `on_update` raised, or gave something wrong.
-            RunError: a loss or a gradient is not finite, the optimizer has one state for several stages, or a rank did
-                not get what it waits for (PeerLost).
-            StageError: a stage, the loss or the optimizer raised. The parameters are back in their places, with the
-                values of the updates that were made.
+            InputError: before any communication: a stage would not make a whole number of updates, parameters have
+                gradients, or ranks differ in their arguments.
+            CallerError: `batches`, `learning_rate` or `on_update` raised, or returned an invalid value.
+            RunError: a loss or a gradient is not finite, the optimizer has one state for several stages, or a peer
+                ended (PeerLost).
+            StageError: a stage, the loss or the optimizer raised. The modules then hold the user's parameters again,
+                with the updates that were made.
         """
         count = self._count(batches, num_batches if num_batches is None else _whole(num_batches))
         self._check_length(batches, count)
@@ -168,7 +170,7 @@ class Stream:
             norms = {rank: part.norms for rank, part in ranks.items()}
             updates.extend(results.gather(norms, connection.sum_over_processes))
 
-        records = {rank: part.records.copy for rank, part in ranks.items()}  # that keeps nothing else alive
+        records = {rank: part.records.copy for rank, part in ranks.items()}  # keeps nothing else alive
         self._optimizer.begin()
         try:
             executor.drive({rank: part.run() for rank, part in ranks.items()}, finish, records)
@@ -188,17 +190,17 @@ class Stream:
             length = length_of(batches)
             if length is None:
                 raise InputError(
-                    f"batches are a {type(batches).__name__} without a length: a run has to know where it drains; pass "
-                    "num_batches"
+                    f"batches are a {type(batches).__name__} without a length: a run needs the number of its batches. "
+                    "Pass num_batches."
                 )
             num_batches = length
         if num_batches < 1:
-            raise InputError(f"a run of {num_batches} batches: it has at least 1; leave the call out")
+            raise InputError(f"a run of {num_batches} batches: must be at least 1.")
         reads = self._pipeline.needs_inputs or self._pipeline.needs_targets
         if reads and not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
             raise InputError(
                 f"batches are a {type(batches).__name__}: ranks with the first or the last stage take pairs (inputs, "
-                "targets) from them; pass an iterable"
+                "targets) from them. Pass an iterable."
             )
         return num_batches
 
@@ -206,35 +208,34 @@ class Stream:
         length, pipeline = length_of(batches), self._pipeline
         if length is not None and length < count and (pipeline.needs_inputs or pipeline.needs_targets):
             raise InputError(
-                f"batches are {length} and num_batches is {count}: a run takes as many as it was told; give more, or "
-                "pass a smaller num_batches"
+                f"num_batches={count}: batches has only {length}. Pass more batches, or a smaller num_batches."
             )
 
     def _check_ready(self) -> list[float] | None:
-        """Refuse what cannot run; returns the learning rates that are asked for the first batch."""
+        """Check that a run can start; returns the learning rates for the first batch."""
         pipeline = self._pipeline
         self._optimizer.check()
         rates = self._optimizer.asked_rates(self.num_batches)
         if pipeline.executor.loss_fn is None:
-            raise InputError("run() on a Pipeline without loss_fn: updates need a loss; pass loss_fn to Pipeline")
+            raise InputError("run() on a Pipeline without loss_fn: training needs a loss. Pass loss_fn to Pipeline.")
         if not torch.is_grad_enabled():
-            raise InputError("run() where gradients are switched off: it computes them; leave torch.no_grad() first")
+            raise InputError("run() inside torch.no_grad(): training needs gradients. Call it outside.")
         for name, parameter in pipeline.named_parameters():
             if parameter.grad is not None:
                 raise InputError(
-                    f"parameter {name!r} has a gradient: a stream makes its own and updates by them; call "
-                    "optimizer.zero_grad() before"
+                    f"parameter {name!r} has a gradient: a stream updates only by its own gradients. Call "
+                    "optimizer.zero_grad() before run()."
                 )
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise InputError(
-                    f"parameter {name!r} has a hook behind the accumulation of its gradient: here gradients accumulate "
-                    "on versions of it; remove the hook"
+                    f"parameter {name!r} has a post-accumulate-grad hook: a stream accumulates gradients on versions "
+                    "of a parameter, where the hook would not run. Remove the hook."
                 )
         pipeline.state.check_equal()
         return rates
 
     def program(self, num_batches: int) -> Program:
-        """What `run` runs for so many batches."""
+        """The program of a run of `num_batches` batches."""
         return self._prepared(num_batches)[0]
 
     def _prepared(self, count: int) -> tuple[Program, Mapping[tuple[int, int], int]]:
@@ -247,7 +248,7 @@ class Stream:
         return self._last_length
 
     def _agree(self, count: int, rates: list[float] | None) -> bool:
-        """Make sure that all processes ask for the same; returns whether rank 0 wants losses as they come."""
+        """Compare the arguments of all processes; returns whether rank 0 wants losses during the run."""
         options = self._options
         own = {
             "batches": count,
@@ -267,4 +268,4 @@ def _whole(value: Any) -> int:
             return operator.index(value)
     except TypeError:
         pass
-    raise InputError(f"num_batches is {value!r}: it counts batches; pass a whole number")
+    raise InputError(f"num_batches={value!r}: must be a whole number.")

@@ -1,4 +1,4 @@
-"""What a stream is told of its updates, and what it knows of each."""
+"""`UpdateOptions`: how a stream clips gradients and sets learning rates; `StageUpdate`: one update of one stage."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Discount = Literal["none", "inverse", "pipemare"]
 
 @dataclass(frozen=True, slots=True)
 class StageUpdate:
-    """Which update it is.
+    """One update of one stage.
 
     Attributes:
-        stage: whose.
-        update: its number in the run.
-        batch: the last batch whose gradient it has, counted over all runs.
-        num_batches: how many batches it holds: 1, or more where replicas need more.
-        num_input_batches: how many an update of the input stage holds.
-        num_before: how many updates the stage had made before, over all runs.
-        delay: how many updates came between the parameters by which the gradient was computed and those that it
-            changes; of several micro-batches the largest.
+        stage: which stage.
+        update: its index in the run.
+        batch: the last batch in its gradient, counted over all runs.
+        num_batches: the number of batches in its gradient: 1, or more for stages with many replicas.
+        num_input_batches: the same for an update of the input stage.
+        num_before: the number of updates that the stage made before, in all runs.
+        delay: the staleness of its gradient: the number of updates between the parameters that computed the gradient
+            and those that it changes; the maximum over micro-batches.
     """
 
     stage: int
@@ -39,7 +39,7 @@ class StageUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
-    """What a stream does with gradients and learning rates; see `pipeloom.Stream`."""
+    """Options of `pipeloom.Stream` about gradients and learning rates; see there."""
 
     max_norm: float = math.inf
     learning_rate: LearningRate | None = None
@@ -49,32 +49,29 @@ class UpdateOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.max_norm, bool) or not isinstance(self.max_norm, int | float) or not self.max_norm > 0:
-            raise InputError(
-                f"max_norm is {self.max_norm!r}: a norm to clip to is a number above 0; leave it out for no clipping"
-            )
+            raise InputError(f"max_norm={self.max_norm!r}: must be a number > 0. Leave it out to disable clipping.")
         if self.discount not in ("none", "inverse", "pipemare"):
-            raise InputError(f"discount is {self.discount!r}: it is one of 'none', 'inverse', 'pipemare'")
+            raise InputError(f"discount={self.discount!r}: must be 'none', 'inverse' or 'pipemare'.")
         if self.learning_rate is not None and not callable(self.learning_rate):
             raise InputError(
-                f"learning_rate is {self.learning_rate!r}: it is called with the number of a batch; pass a function, "
-                "or set the rate in the optimizer"
+                f"learning_rate={self.learning_rate!r}: must be callable. Pass a function of the index of a batch, or "
+                "set the learning rate in the optimizer."
             )
         updates = self.discount_updates
         whole = isinstance(updates, int) and not isinstance(updates, bool) and updates >= 1
         if not whole if self.discount == "pipemare" else updates is not None:
             raise InputError(
-                f"discount {self.discount!r} with discount_updates {updates!r}: 'pipemare' needs the number of updates "
-                "after which nothing is discounted any more, a whole number from 1, no other has one; correct one of "
-                "them"
+                f"discount_updates={updates!r} with discount={self.discount!r}: 'pipemare' needs a whole number >= 1, "
+                "the updates until the discount ends; other discounts do not use it. Correct one of them."
             )
 
     @property
     def sets_rates(self) -> bool:
-        """Whether learning rates are others than those of the optimizer's groups."""
+        """Whether the stream changes the learning rates of the optimizer's groups."""
         return self.learning_rate is not None or self.discount != "none" or self.scale_by_replicas
 
     def factor(self, update: StageUpdate) -> float:
-        """What the learning rate is multiplied by."""
+        """The factor of the learning rate."""
         factor = update.num_batches / update.num_input_batches if self.scale_by_replicas else 1.0
         if self.discount == "inverse":
             return factor / max(update.delay, 1)

@@ -24,9 +24,9 @@ def agree(pipeline: Pipeline, terms: Mapping[str, Any], rules: Mapping[int, Rule
 
     Args:
         pipeline: that is about to run.
-        terms: by name, what has to be the same on all ranks; plain values.
+        terms: plain values by name that must be the same on all ranks.
         rules: for each rank of this process, its `update_rules`.
-        live: whether this process wants losses as they come.
+        live: whether this process wants losses during the run.
 
     Returns:
         Whether rank 0 does.
@@ -58,14 +58,14 @@ def agree(pipeline: Pipeline, terms: Mapping[str, Any], rules: Mapping[int, Rule
 
 
 def update_rules(pipeline: Pipeline, rank: int, kind: str, groups: Groups, rates: Sequence[float] | None) -> Rules:
-    """How a rank updates its stages that have replicas: kind of optimizer, and options of the groups that count.
+    """How a rank updates its stages with replicas: type of the optimizer, and options of the groups with parameters.
 
     Args:
-        pipeline: that trains.
+        pipeline: the pipeline that trains.
         rank: one of this process.
-        kind: of the optimizer.
-        groups: of its parameters.
-        rates: the learning rates that a function gives for the first batch of the run; None: those of the groups.
+        kind: type of the optimizer.
+        groups: its parameter groups.
+        rates: the learning rates that a function returned for the first batch of the run; None: those of the groups.
     """
     rules: Rules = {}
     for stage, module in pipeline.state.stages_of[rank].items():
@@ -83,7 +83,7 @@ def update_rules(pipeline: Pipeline, rank: int, kind: str, groups: Groups, rates
                 grouped.append(held)
         rules[str(stage)] = {
             "optimizer": kind,
-            "learning_rate": "as groups have it" if rates is None else "from a function",
+            "learning_rate": "of its groups" if rates is None else "from a function",
             "parameters by group": str(grouped),
             **options,
         }
@@ -91,7 +91,7 @@ def update_rules(pipeline: Pipeline, rank: int, kind: str, groups: Groups, rates
 
 
 def _is_plain(value: Any) -> bool:
-    """Numbers, words, and pairs of numbers such as betas; no parameters."""
+    """Whether an option is a number, a word, or a tuple of these such as betas."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     if isinstance(value, Tensor):
@@ -100,7 +100,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Equal for equal values: 1 and 1.0 are, and so are a number and a tensor of it."""
+    """A text that is equal for equal values, such as 1, 1.0 and a tensor of 1."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_text, value))})"
     number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)

@@ -1,14 +1,14 @@
 """The versions of a stage's parameters that exist at once while a stream runs.
 
-The user's parameters, those that the optimizer knows, always hold the newest values. No forward uses them: their place
-in the modules is taken by leaves that share their memory, one leaf a version. What autograd saved of a leaf stays
-valid when the optimizer writes into a parameter, for before it does,
+The user's parameters, which the optimizer has, always hold the newest values. No forward uses them: in the modules they
+are replaced by leaves that share their memory, one leaf per version. The tensors that autograd saved of a leaf stay
+valid when the optimizer writes into a parameter. Before it writes:
 
-    a backward to come needs the newest version    the parameter moves to a copy, its old memory stays that version
-    nobody needs it any more                       the update is made in place, the leaf becomes the next version
+    a later backward needs the newest version     the parameter moves to a copy, its old memory stays with the version
+    no backward needs the newest version          the update is made in place, the leaf becomes the next version
 
-So as many versions exist as `pipeloom.ir.versions` predicts, and where a parameter did not change (frozen, or without a
-gradient) versions share its leaf. A version is let go of behind the last backward that uses it.
+So there are as many versions as `pipeloom.ir.versions` predicts. Where a parameter did not change (frozen, or without a
+gradient), versions share its leaf. A version is freed after the last backward that uses it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _NOTHING: Iterable[None] = repeat(None)
 
 
 class WeightVersions:
-    """The parameters of one stage on one rank during a run, those that want a gradient; others stay as they are.
+    """The parameters of one stage on one rank during a run. Parameters that require no gradient are left alone.
 
     Args:
         module: the stage.
-        uses: for each version, how many backwards of this rank use it. It is counted down.
+        uses: for each version, how many backwards of this rank use it. The counts are decremented.
         trained: the parameters that updates may change.
 
     Attributes:
@@ -61,7 +61,7 @@ class WeightVersions:
         self.peak_versions = 1
 
     def install(self, version: int) -> None:
-        """Let the module compute with `version`."""
+        """Put `version` into the module."""
         if version != self._installed:
             for leaf, homes in zip(self._leaves[version], self._homes, strict=True):
                 for place, name in homes:
@@ -69,13 +69,13 @@ class WeightVersions:
             self._installed = version
 
     def begin_backward(self, version: int, update: int) -> None:
-        """Before a backward: what the backwards before it added up for the same update, it adds to."""
+        """Called before a backward, which adds to the sum of the earlier backwards of the same update."""
         self.install(version)
         for leaf, gradient in zip(self._leaves[version], self._sums.get(update, ()), strict=False):
             leaf.grad = gradient
 
     def end_backward(self, version: int, update: int) -> None:
-        """Behind a backward: take the sum off the leaves, and let go of a version that nobody needs any more."""
+        """Called after a backward: takes the sum off the leaves, and frees the version after its last use."""
         leaves = self._leaves[version]
         self._sums[update] = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -84,7 +84,7 @@ class WeightVersions:
         if not self._uses[version] and version != self._newest:
             self.install(self._newest)
             leaves = self._leaves.pop(version)
-            # Versions that share a leaf follow each other: what is in neither neighbour is gone.
+            # Versions that share a leaf are neighbours: a leaf in neither neighbour is freed.
             older = self._leaves.get(max((v for v in self._leaves if v < version), default=-1), _NOTHING)
             newer = self._leaves[min(v for v in self._leaves if v > version)]
             for leaf, one, other, size in zip(leaves, older, newer, self._sizes, strict=False):
@@ -100,8 +100,8 @@ class WeightVersions:
         sums = self._sums[update]
         if any(gradient is not None and gradient.layout is not torch.strided for gradient in sums):
             raise RunError(
-                "a parameter has a sparse gradient: a stream clips and adds up dense ones; build the embedding with "
-                "sparse=False"
+                "a parameter has a sparse gradient, which a stream does not support. Build the embedding with "
+                "sparse=False."
             )
         return sums
 
@@ -109,21 +109,21 @@ class WeightVersions:
         """Make the next version.
 
         Args:
-            update: whose sum is not needed any more.
+            update: which update; its sum is dropped.
             gradients: of `parameters`.
-            step: called with these in ``.grad``; writes into the parameters that have one.
+            step: called with these in ``.grad``; changes the parameters that have one.
 
         Raises:
-            RunError: a parameter has a gradient that came in another way.
+            RunError: a parameter has a gradient that no backward of this stage made.
         """
         del self._sums[update]
         if any(parameter.grad is not None for parameter in self.parameters):
             raise RunError(
-                "a parameter has a gradient that no backward of this stage's versions made: a stage has to read its "
-                "parameters as attributes of its modules, at every call; keep no reference to one beside"
+                "a parameter has a gradient that no backward of this stage's versions made: a stage must read its "
+                "parameters as attributes of its modules in every call. Keep no other reference to a parameter."
             )
         leaves, needed = self._leaves[self._newest], self._uses[self._newest] > 0
-        # Where the newest is needed no more, the version before it may still share a leaf with it.
+        # Where no backward needs the newest version, the version before it may still share a leaf with it.
         before = max((v for v in self._leaves if v < self._newest or needed), default=-1)
         kept = self._leaves.get(before, _NOTHING)
         columns = zip(self.parameters, leaves, kept, self._changes, gradients, strict=False)
@@ -136,7 +136,7 @@ class WeightVersions:
         finally:
             for parameter in self.parameters:
                 parameter.grad = None
-        torch.clear_autocast_cache()  # it has casts of leaves that changed in place
+        torch.clear_autocast_cache()  # it may hold casts of leaves that changed in place
         if not needed:
             del self._leaves[self._newest]
             if self._installed == self._newest:
@@ -151,7 +151,7 @@ class WeightVersions:
         self.peak_versions = max(self.peak_versions, len(self._leaves))
 
     def close(self) -> None:
-        """Put the user's parameters back into their places, and let go of all versions."""
+        """Put the user's parameters back into the modules, and free all versions."""
         for parameter, homes in zip(self.parameters, self._homes, strict=True):
             parameter.grad = None
             for place, name in homes:
@@ -161,7 +161,7 @@ class WeightVersions:
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter:
-    """A leaf with the memory of `parameter`, but for autograd another tensor: writes into one do not count for both."""
+    """A leaf that shares memory with `parameter` but not its version counter, so that autograd allows writing to it."""
     leaf = nn.Parameter(parameter.data)
     if parameter._backward_hooks:
         leaf._backward_hooks = parameter._backward_hooks
