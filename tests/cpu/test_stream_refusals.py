@@ -293,7 +293,7 @@ def _no_optimizer(rank: int) -> None:
             stream = pl.Stream(pipe, optimizer, max_norm=1.0, learning_rate=lambda batch: 0.05)
             assert stream.run(batches) == expected
             if rank != which:
-                with pytest.raises(InputError, match=r"optimizer=None: parameter '.*' of this process wants a"):
+                with pytest.raises(InputError, match=r"optimizer=None: parameter '.*' of this process requires a"):
                     pl.Stream(pipe, None)
 
 
