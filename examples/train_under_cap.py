@@ -1,10 +1,10 @@
-"""A training state that does not fit under a cap of memory, until copies of the pipeline share it.
+"""A training state that does not fit under a cap of memory, until data-parallel replicas shard it.
 
     torchrun --nproc-per-node 4 examples/train_under_cap.py                 zero3: trains
-    torchrun --nproc-per-node 4 examples/train_under_cap.py --data ddp      whole copies: out of memory
+    torchrun --nproc-per-node 4 examples/train_under_cap.py --data ddp      unsharded: out of memory
 
-Two copies of a pipeline of two ranks train in bfloat16 with float32 masters and AdamW: 16 bytes for each parameter of a
-stage, with `ddp` in every process, with `zero3` shared by two. The cap is a limit of the operating system on what a
+Two replicas of a pipeline of two ranks train in bfloat16 with float32 main parameters and AdamW: 16 bytes per parameter
+of a stage, with `ddp` in every process, with `zero3` sharded over two. The cap is a limit of the operating system on what a
 process allocates for data (RLIMIT_DATA), beyond what it has before there is a model.
 """
 

@@ -1,10 +1,10 @@
 """ZeRO-3 under a pipeline: every process keeps its piece of its stage's parameters, gradients and optimizer states.
 
-    torchrun --nproc-per-node 4 examples/train_zero.py                       two copies of a pipeline of two ranks
+    torchrun --nproc-per-node 4 examples/train_zero.py                       two replicas of a pipeline of two ranks
     torchrun --nproc-per-node 4 examples/train_zero.py --output runs/zero    goes on from its last checkpoint there
 
 "ddp", "zero1" and "zero2" keep more and send less; the losses are the same. A checkpoint is of the whole model: it goes
-on with any of them, and with another number of copies.
+on with any of them, and with another data-parallel degree.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
     options = parser.parse_args()
 
     dist.init_process_group("gloo")
-    mesh = pl.Mesh(pp=2, dp=-1)  # two ranks a pipeline; as many copies of it as there are processes for
+    mesh = pl.Mesh(pp=2, dp=-1)  # two ranks per pipeline; dp uses all remaining processes
     torch.manual_seed(0)  # every process builds the same model and keeps its part
     schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=4)
     model, loss_fn = Classifier(width=64, depth=6), nn.functional.cross_entropy
@@ -65,9 +65,9 @@ def main() -> None:
             first = saved.step + 1
         for step in range(first, options.steps + 1):
             inputs, targets = spirals(256, torch.Generator().manual_seed(step))
-            copy, copies = mesh.coordinate("dp"), mesh.degree("dp")  # every copy takes its part of the batch
-            loss = pipe.step(inputs.chunk(copies)[copy], targets.chunk(copies)[copy])  # the mean over all of it
-            pl.clip_grad_norm(pipe, 1.0)  # the norm of all parameters, over pipeline and copies
+            replica, replicas = mesh.coordinate("dp"), mesh.degree("dp")  # each replica takes its part of the batch
+            loss = pipe.step(inputs.chunk(replicas)[replica], targets.chunk(replicas)[replica])  # mean over the batch
+            pl.clip_grad_norm(pipe, 1.0)  # the norm of all parameters, over ranks and replicas
             optimizer.step()
             optimizer.zero_grad()
             if dist.get_rank() == 0 and (step % 50 == 0 or step == options.steps):
