@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 4 examples/train_under_cap.py --data ddp      unsharded: out of memory
 
 Two replicas of a pipeline of two ranks train in bfloat16 with float32 main parameters and AdamW: 16 bytes per parameter
-of a stage, with `ddp` in every process, with `zero3` sharded over two. The cap is a limit of the operating system on what a
-process allocates for data (RLIMIT_DATA), beyond what it has before there is a model.
+of a stage, with `ddp` in every process, with `zero3` sharded over two.
+The cap is an operating-system limit on data that a process allocates (RLIMIT_DATA), in addition to what it has before
+the model exists.
 """
 
 from __future__ import annotations
