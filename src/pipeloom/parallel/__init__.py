@@ -1,6 +1,12 @@
-"""Processes on named axes, and how replicas of a pipeline share the work, the parameters and the memory.
+"""Parallelism across the processes of a run, and offload: everything in addition to the pipeline itself.
 
-What needs torch is loaded when it is first used: degrees and options work without.
+mesh, mesh_shape    processes on named axes (dp, pp, cp, ep, tp), with one process group per axis
+options             the user's options for data parallelism and number formats
+mixed_precision     number formats, and the optimizer step that widens 16-bit gradients
+data                data parallelism: units of parameters, shards, reductions (DDP, ZeRO 1 to 3, parameter server)
+offload             activations, optimizer states and main parameters in host memory or on disk
+
+Degrees and options need no torch: names that do are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Data-parallel replicas: units of parameters, main parameters, gradient reduction and ZeRO."""
+"""Data parallelism: units of parameters, their shards, gathers and reductions (DDP, ZeRO, parameter server)."""

@@ -1,4 +1,4 @@
-"""Which states an optimizer keeps for a parameter, found out before its first step."""
+"""The states that an optimizer keeps per parameter, found before its first step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError, one_line
 
 _ALIGNMENT_BYTES = 64
-_NUM_PROBES = 2  # steps: some states are there from the second on
+_NUM_PROBES = 2  # steps: some optimizers make states in the second
 
 
 class Entry(NamedTuple):
     """One state of one parameter in a portion's region.
 
     Attributes:
-        key: under which the optimizer keeps it.
+        key: the optimizer's name of the state.
         shape, stride, dtype: of the tensor, which is dense.
-        offset, num_bytes: where it lies.
+        offset, num_bytes: its place in the region.
     """
 
     key: str
@@ -33,27 +33,25 @@ class Entry(NamedTuple):
     num_bytes: int
 
     def shifted(self, num_bytes: int) -> Entry:
-        """The same entry behind so many bytes."""
+        """The same entry, `num_bytes` further on."""
         return self._replace(offset=self.offset + num_bytes)
 
     def fits(self, value: Any) -> bool:
-        """Whether a value can be kept here."""
+        """Whether a value has this entry's shape and dtype."""
         return isinstance(value, Tensor) and (tuple(value.shape), value.dtype) == (self.shape, self.dtype)
 
     def view(self, region: Tensor) -> Tensor:
-        """The state in the bytes of its region."""
+        """The state as a view of the bytes of its region."""
         values = region[self.offset : self.offset + self.num_bytes].view(self.dtype)
         return values.as_strided(self.shape, self.stride)
 
 
 class Layouts:
-    """The states of an optimizer's parameters.
-
-    Two steps of a copy of the optimizer, with a parameter and gradients of zeros, tell what it keeps, whichever it is.
+    """The layouts of an optimizer's states, for any optimizer: two steps of a copy of it on zeros show its states.
 
     Args:
-        optimizer: that is asked; nothing of it changes.
-        least_bytes: smaller states are not counted.
+        optimizer: it is not changed.
+        least_bytes: smaller states are left out.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, least_bytes: int) -> None:
@@ -62,10 +60,10 @@ class Layouts:
         self._known: dict[Any, tuple[tuple[Entry, ...], int]] = {}
 
     def of(self, parameter: nn.Parameter, group: int) -> tuple[tuple[Entry, ...], int]:
-        """The states of a parameter of a group, one behind the other, and their bytes.
+        """The states of a parameter in a group, one behind the other, and their bytes.
 
         Raises:
-            InputError: the optimizer cannot be stepped so, or keeps state in its groups.
+            InputError: a step on zeros fails, or the optimizer keeps state in its groups.
         """
         kind = (group, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
         if kind not in self._known:
@@ -89,12 +87,12 @@ class Layouts:
         except Exception as error:
             raise InputError(
                 f"{name} cannot be stepped with one parameter of shape {list(parameter.shape)} and a gradient of zeros "
-                f"({one_line(error)}): its states cannot be offloaded; leave that out, or take another optimizer"
+                f"({one_line(error)}): its states cannot be offloaded. Use another optimizer, or do not offload states."
             ) from error
         if any(repr(probe.param_groups[0].get(key)) != repr(value) for key, value in options.items()):
             raise InputError(
-                f"{name} keeps state in its parameter groups, which are updated in portions where states are "
-                "offloaded; leave that out, or take another optimizer"
+                f"{name} keeps state in its parameter groups, which does not work with offloaded states: they are "
+                "updated in portions. Use another optimizer, or do not offload states."
             )
         found: Mapping[str, Any] = probe.state[twin]
         return found
@@ -110,7 +108,7 @@ class Layouts:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills its memory, in whatever order of dimensions."""
+    """Whether a tensor is dense, in any order of dimensions."""
     if tensor.layout is not torch.strided:
         return False
     expected = 1

@@ -3,7 +3,7 @@
     HostStore    memory of the host, pinned, for what a GPU computes with
     FileStore    one unnamed file, which the kernel deletes when the process ends, however it ends
 
-Reads and writes block; they are called from threads, two for each `Mover`: one that reads, one that writes.
+Reads and writes block. Each `Mover` calls them from two threads, a reader and a writer.
 """
 
 from __future__ import annotations
