@@ -96,7 +96,13 @@ def save(
 ) -> None:
     """Write the JSON file of a benchmark.
 
-    :param headlines: ratios for the table of the README, by the names that `benchmarks.tables.HEADLINES` looks up.
+    Args:
+        path: of the file.
+        settings: rounds and the like.
+        machine: see `environment`.
+        results: everything measured.
+        parts: paragraphs and tables for the generated page.
+        headlines: ratios for the table of the README, by the names that `benchmarks.tables.HEADLINES` looks up.
     """
     words = sys.modules["__main__"].__spec__
     module = words.name.removesuffix(".__main__") if words is not None else "benchmarks"
