@@ -195,21 +195,33 @@ def test_a_disk_without_room_is_told_before_the_first_step(
     ("options", "expected"),
     [
         (["--memory.cap=1KiB"], "cap=1024 bytes (1 KiB): rank 1 takes at least"),
-        (["--memory.cap=1QB"], "memory.cap is 1QB: it must be bytes, such as 8e9"),
+        (["--memory.cap=1QB"], "--memory.cap=1QB: must be a size in bytes, such as 8e9"),
         (["--memory.recompute=most"], "it is none, selective, full"),
         (["--memory.recompute=full,none,none"], "names 3 stages of 2"),
         (["--memory.offload=floppy"], "must be `cpu`, or `disk:PATH`"),
         (["--memory.offload=disk:/no/such/place"], "No such file or directory"),
-        (["--memory.offload_activations=2"], "without memory.offload"),
-        (["--memory.offload_parameters=true"], "parameters need a place to go"),
+        (
+            ["--memory.offload_activations=2"],
+            "memory.offload_activations=2: no offload target is configured. Add --memory.offload",
+        ),
+        (["--memory.offload_parameters=true"], "memory.offload_parameters=true: no offload target is configured. Add"),
         (["--memory.offload_parameters=true", "--memory.offload=cpu"], "with ddp in fp32: forwards read"),
         (
             ["--memory.offload=cpu", *PARAMETERS, "--memory.offload_states=false", "--optimizer.barrier=false"],
-            "float32 and in memory; drop one",
+            "one replica in float32 and in memory. Remove one of them",
         ),
-        (["--memory.offload=cpu", *PARAMETERS, "--schedule=pipedream", "--batch.microbatches=1"], "that flushes"),
-        (["--memory.offload=cpu", "--memory.offload_activations=-1"], "raise it"),
-        (["--memory.offload=cpu", "--optimizer.barrier=false"], "states at hand"),
+        (
+            ["--memory.offload=cpu", *PARAMETERS, "--schedule=pipedream", "--batch.microbatches=1"],
+            "memory.offload_parameters=true: does not work with asynchronous schedule",
+        ),
+        (
+            ["--memory.offload=cpu", "--memory.offload_activations=-1"],
+            "memory.offload_activations=-1: must be at least 0",
+        ),
+        (
+            ["--memory.offload=cpu", "--optimizer.barrier=false"],
+            "optimizer.barrier=false: does not work with offloaded optimizer states",
+        ),
         (["--memory.offload=cpu", "--memory.offload_activations=1", "--schedule=zb-h1"], "raise the cap"),
         (
             [
@@ -248,5 +260,5 @@ def test_host_memory_of_a_run_on_cpus_is_said_to_move_nothing(text: Path, plain:
     if torch.cuda.is_available():
         pytest.skip("this run would compute on a GPU")
     local(text, tmp_path / "out", "--memory.offload=cpu", "--memory.offload_activations=0")
-    assert capsys.readouterr().out.count("nothing moves") == 1
+    assert capsys.readouterr().out.count("memory.offload=cpu: has no effect, because this run computes on the CPU") == 1
     assert story(tmp_path / "out") == story(plain)

@@ -63,7 +63,7 @@ def test_copies_train_as_one_pipeline_and_go_on_as_any_number(text: Path, alone:
         text, two, "--parallel.data=2", "--parallel.data_strategy=zero2", "--parallel.order=pp,dp",
         "--parallel.data_granularity=chunk", "--batch.microbatches=2", "--save_steps=3",
     )  # fmt: skip
-    assert "2 copies of 2 ranks (zero2), 2 micro-batches a step" in said
+    assert "2 replicas of 2 ranks (zero2), 2 micro-batches per step" in said
     assert_alike(alone, two)
     assert all(len(row["peak_memory_bytes"]) == 4 for row in metrics(two) if "loss" in row)
     assert [row["live_activations"] for row in metrics(two) if "loss" in row] == [[2, 1]] * 6

@@ -263,7 +263,7 @@ def test_on_a_full_disk_the_files_of_a_run_stay_as_they_are(
             write_memory(tmp_path, [MemoryRow(process=0, copy=0, rank=0, predicted={}, measured={})])
 
     monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(RunError, match=rf"{name} cannot be written: No space left on device; make room"):
+    with pytest.raises(RunError, match=rf"{name} cannot be written: No space left on device. Free space"):
         write()
     assert (tmp_path / name).read_bytes() == before[name]
     assert {file.name for file in tmp_path.iterdir()} == set(before)
@@ -276,8 +276,8 @@ def test_a_run_that_goes_on_says_what_is_other() -> None:
     batch, data = replace(config.batch, size=16), replace(config.data, path="text")
     other = replace(config, batch=batch, data=data, seed=3, steps=5, output_dir="elsewhere")
     changed, text, steps = resume_notices(other, config.to_mapping(), place, 5, other_text=True)
-    assert changed == f"other than in {place}: data.path the default -> text, batch.size 32 -> 16, seed 0 -> 3"
-    assert "samples begin anew" in text
+    assert changed == f"different from {place}: data.path the default -> text, batch.size 32 -> 16, seed 0 -> 3"
+    assert "the order of samples starts again" in text
     assert "nothing to train" in steps
     assert skipped_notice({"not UTF-8 text": 2, "empty": 1}) == ["3 files skipped: 2 not UTF-8 text, 1 empty"]
     assert skipped_notice({}) == []
@@ -289,7 +289,7 @@ def test_a_stream_that_goes_on_names_what_makes_gradients_late() -> None:
     flushed, place = TrainConfig(eval_steps=10), Path("c")
     [line] = resume_notices(config, flushed.to_mapping(), place, 5, other_text=False)
     assert line == (
-        "other than in c: parallel.replicas the default -> 2,1, schedule auto -> pipedream, "
+        "different from c: parallel.replicas the default -> 2,1, schedule auto -> pipedream, "
         "weights the default -> vertical, save_steps 100 -> 20"
     )
     [back] = resume_notices(flushed, config.to_mapping(), place, 5, other_text=False)

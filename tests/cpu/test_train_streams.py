@@ -217,22 +217,37 @@ def test_a_gpt_trains_as_one_process_does_with_late_gradients(text: Path, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--schedule=pipedream --parallel.replicas=2,1 --batch.microbatches=1", "steps is 9 with replicas 2,1"),
-        ("--schedule=pipedream --parallel.replicas=2,1,1", "2,1,1 for 2 stages"),
-        ("--schedule=pipedream --parallel.replicas=two", "it is the ranks of each stage"),
-        ("--schedule=1f1b --parallel.replicas=999999999,1", "parallel.replicas with schedule '1f1b'"),
+        (
+            "--schedule=pipedream --parallel.replicas=2,1 --batch.microbatches=1",
+            "steps=9: must be a multiple of 2: with parallel.replicas=2,1",
+        ),
+        (
+            "--schedule=pipedream --parallel.replicas=2,1,1",
+            "parallel.replicas=2,1,1: must have one number for each of 2 stages",
+        ),
+        ("--schedule=pipedream --parallel.replicas=two", ": must be ranks per stage, such as 2,1."),
+        (
+            "--schedule=1f1b --parallel.replicas=999999999,1",
+            "parallel.replicas=999999999,1: schedule '1f1b' has one rank per stage",
+        ),
         ("--schedule=1f1b --weights=vertical", "weights"),
-        ("--schedule=1f1b --parallel.in_flight=full", "which flushes"),
-        ("--schedule=1f1b --optimizer.staleness=inverse", "its gradients are not late"),
+        (
+            "--schedule=1f1b --parallel.in_flight=full",
+            "parallel.in_flight=full: has no effect with schedule '1f1b', which is synchronous",
+        ),
+        ("--schedule=1f1b --optimizer.staleness=inverse", "a synchronous schedule has no stale gradients"),
         ("--schedule=pipedream --optimizer.staleness=pipemare", "pipemare:K"),
         ("--schedule=pipedream --optimizer.barrier=false", "has no barrier"),
-        ("--schedule=pipedream --model.tie_embeddings", "hold the same parameters"),
+        ("--schedule=pipedream --model.tie_embeddings", "model.tie_embeddings=true: does not work with schedule"),
         (
             "--schedule=pipedream-2bw --batch.microbatches=1 --parallel.pipeline=4",
             "take 3 as --batch.microbatches, and --batch.size",
         ),
-        ("--schedule=pipedream --parallel.replicas=999999999,1", "parallel.replicas is 999999999,1"),
-        (f"--schedule=pipedream --parallel.replicas={'9' * 5000},1", "it is the ranks of each stage"),
+        (
+            "--schedule=pipedream --parallel.replicas=999999999,1",
+            "parallel.replicas=999999999,1: the least common multiple is 999999999",
+        ),
+        (f"--schedule=pipedream --parallel.replicas={'9' * 5000},1", ": must be ranks per stage, such as 2,1."),
     ],
 )
 def test_what_a_stream_cannot_be_is_refused(

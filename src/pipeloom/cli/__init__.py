@@ -1,4 +1,4 @@
-"""The command line: one thin module per command, imported only when it is the one asked for."""
+"""The command line: one thin module per command, imported only when its command runs."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import sys
 from pipeloom.errors import InputError, PipeloomError, unwrapped
 from pipeloom.version import __version__
 
-TYPE_CHECKING = False  # nothing is imported here that takes time: an interrupt is answered from `main` on
+TYPE_CHECKING = False  # imports here take no time, so that Ctrl-C is answered from `main` on
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Each command and what it does; the module of the same name offers `main(argv) -> int`.
+# Each command and its purpose; the module of the same name has `main(argv) -> int`.
 COMMANDS = {
     "train": "train a language model through a pipeline",
     "simulate": "simulate a schedule: makespan, bubble, live activations, timeline",
-    "memory": "how much memory every rank of a run takes, by kind, and how to stay under a cap",
-    "slice": "cut long sequences into slices: where, and what it saves",
-    "partition": "cut a model into stages with replicas: which layers, how many ranks, and why",
-    "schedules": "list the schedules: paper, constraints, closed forms",
-    "report": "make the report of a finished run again",
+    "memory": "predict peak memory per rank by kind, and choose options under a cap",
+    "slice": "find sequence slices that shorten a step",
+    "partition": "partition a model into stages with replicas",
+    "schedules": "list the schedules with paper, constraints and closed forms",
+    "report": "write the report of a run again",
     "checkpoint": "list, verify or convert checkpoints",
-    "doctor": "what this machine has, what is missing and how to get it",
+    "doctor": "check this machine: packages, devices, ports, shared memory",
 }
 
 EXAMPLES = """\
@@ -52,10 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError:  # `pipeloom schedules | head`: nobody reads on
+    except BrokenPipeError:  # as in `pipeloom schedules | head`
         return 1
     except Exception as error:
-        if not isinstance(error.__cause__, KeyboardInterrupt):  # as Python 3.11 tells of one while it makes a class
+        if not isinstance(
+            error.__cause__, KeyboardInterrupt
+        ):  # Python 3.11 wraps an interrupt that comes while a class is made
             raise
         return _fail("interrupted", 130)
 
@@ -92,6 +94,6 @@ def _help() -> str:
 def _fail(message: str, code: int) -> int:
     from contextlib import suppress
 
-    with suppress(OSError):  # nobody reads that either
+    with suppress(OSError):  # standard error is closed too
         sys.stderr.write(f"pipeloom: error: {unwrapped(message)}\n")
     return code

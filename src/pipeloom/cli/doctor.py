@@ -1,4 +1,4 @@
-"""`pipeloom doctor`: what this machine has, what is missing, and how to get it. Things are tried, not looked up."""
+"""`pipeloom doctor`: checks whether this machine can train, by trying what a run needs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _REQUIRED: dict[str, tuple[int, ...]] = {
     "jsonargparse": (4, 40),
 }
 _REQUIRED |= {"yaml": (6,), "scipy": (1, 11), "rich": (13, 7), "jinja2": (3, 1)}
-_DISTRIBUTION = {"yaml": "pyyaml"}  # where the import name is not the package name
-# Optional packages: what they give, and what to install.
+_DISTRIBUTION = {"yaml": "pyyaml"}  # import name -> package name, where they differ
+# Optional packages: their use, and what to install.
 _EXTRAS = {
     "tokenizers": ("byte-pair tokenizers (--data.tokenizer)", "'pipeloom[tokenizers]'"),
     "transformers": ("Hugging Face models", "'pipeloom[huggingface]'"),
@@ -38,7 +38,7 @@ _EXTRAS = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `ok` says whether it was found; only a missing `required` one keeps pipeloom from training here."""
+    """One finding. Only a `required` one that is not `ok` keeps pipeloom from training here."""
 
     name: str
     ok: bool
@@ -49,9 +49,9 @@ class Check:
 
 def main(argv: list[str]) -> int:
     """Run `pipeloom doctor ARGV`: 0 when pipeloom can train on this machine, 1 when something required is missing."""
-    about = "What this machine has, what is missing and how to get it."
+    about = "Check what a run needs on this machine, and say how to install what is missing."
     parser = Parser("pipeloom doctor", about, examples="pipeloom doctor\npipeloom doctor --json")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--json", action="store_true", help="output as one JSON object")
     options = parser.parse_args(argv)
     checks = examine()
     can_train = all(check.ok for check in checks if check.required)
@@ -111,7 +111,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _torch_parts() -> list[Check]:
-    """Backends and devices. None when torch cannot even be imported: the line above says so."""
+    """Backends and devices, or the one finding that torch cannot be imported."""
     try:
         import torch
         import torch.distributed as dist
@@ -175,7 +175,7 @@ def _try_loopback() -> None:
 
 
 def _try_shared_memory() -> None:
-    """What the shared-memory transport does: anonymous memory whose descriptor travels over an abstract socket."""
+    """As the shared-memory transport: anonymous memory whose descriptor is sent over an abstract socket."""
     descriptor = os.memfd_create("pipeloom-doctor", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, mmap.PAGESIZE)

@@ -16,15 +16,15 @@ def main(argv: Sequence[str]) -> int:
     """List the schedules; returns the exit code."""
     parser = Parser(
         prog="pipeloom schedules",
-        description="Every schedule: its paper, what its sizes have to satisfy, and the closed forms of its bubble\n"
-        "(idle fraction for uniform stages without latency) and of its peak of live activations on rank d,\n"
-        "for p ranks, m micro-batches, v chunks a rank and k slices of a sequence.",
+        description="List every schedule with its paper, the constraints on its sizes, and closed forms of its bubble "
+        "(idle fraction for uniform stages without latency) and of its peak live activations on rank d, for p ranks, "
+        "m micro-batches, v chunks per rank and k slices per sequence.",
         examples="""
             pipeloom schedules
             pipeloom schedules --json
         """,
     )
-    parser.add_argument("--json", action="store_true", help="one JSON array instead of a table")
+    parser.add_argument("--json", action="store_true", help="output as one JSON array")
     options = parser.parse_args(list(argv))
     rows = [{column: getattr(family, column) for column in _COLUMNS} for family in FAMILIES.values()]
     if options.json:

@@ -1,4 +1,4 @@
-"""The steps of a run whose schedule flushes: one update behind all micro-batches of a batch."""
+"""The steps of a synchronous schedule: one update after all micro-batches of a batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LEAST_LOSS_SCALE = 2.0**-10  # gradients that overflow below it do so at any sc
 
 
 class _Begun(NamedTuple):
-    """A step that has run and whose update is not final."""
+    """A step that has run and whose update is not final yet."""
 
     step: int
     learning_rate: float
@@ -41,7 +41,7 @@ class _Begun(NamedTuple):
 
 
 class FlushSteps:
-    """Makes steps one after the other, with a barrier behind each or without.
+    """Runs steps one after the other, with a barrier after each or with post-validation.
 
     Args:
         parts: of the run, on this process.
@@ -66,7 +66,7 @@ class FlushSteps:
         Args:
             batches: inputs and targets, where this process reads them.
             count: how many.
-            live: told nothing: a step is final at once, or when the next one was made.
+            live: unused: a step is final at once, or after the next one.
         """
         for _ in range(count):
             self.done += 1
@@ -74,7 +74,7 @@ class FlushSteps:
         yield from map(self._finish, self._stepper.settle())
 
     def timelines(self) -> tuple[Timeline, Timeline] | None:
-        """The last step as it went, and how it should go, on process 0; every process calls it."""
+        """The last step, measured and predicted, on process 0; every process calls it."""
         records = gathered_records(self._parts.group, self._records)
         waits = gathered_waits(self._parts.group, self._waits, self._parts.pipeline.schedule.num_ranks)
         if self._parts.group.rank != 0:
@@ -83,7 +83,7 @@ class FlushSteps:
         return measured, self._parts.predictor.predict(self._parts.pipeline.program)
 
     def _step(self, step: int, batches: Batches) -> list[Update]:
-        """One step; what is final now, of it or of the one before."""
+        """One step; the updates that are final now, of it or of the one before."""
         self._parts.journal.enter(f"step {step}")
         started = time.perf_counter()
         rate = learning_rate(step - 1, self._parts.config.steps, self._parts.config.optimizer)
@@ -91,7 +91,7 @@ class FlushSteps:
         set_learning_rates(self._parts.optimizer, rates)
         scale = self._scaler.scale if self._scaler else 1.0
         inputs, targets = next(batches)
-        # One sum over processes a step: gradient norms for clipping, and what the step cost.
+        # One sum over processes per step: gradient norms for clipping, and the costs of the step.
         with self._probe.step(self._steps_here):
             updates = self._stepper.step(inputs, targets, lambda: self._cost_numbers(step))
         self._begun.append(_Begun(step, rate, scale, time.perf_counter() - started))
@@ -116,8 +116,8 @@ class FlushSteps:
         self._parts.journal.write(row)
         if not update.applied and not (update.skipped and begun.loss_scale >= _LEAST_LOSS_SCALE):
             raise RunError(
-                f"step {begun.step} has loss {loss} and gradient norm {norm}: training cannot go on "
-                "from there; lower optimizer.learning_rate, or resume from an earlier checkpoint with another seed"
+                f"step {begun.step} has loss {loss} and gradient norm {norm}, so training cannot go on. Lower "
+                "optimizer.learning_rate, or resume from an earlier checkpoint with another seed."
             )
         return row
 
@@ -136,5 +136,5 @@ class FlushSteps:
 
 
 def _shows_messages(steps_here: int) -> bool:
-    """Whether the times of messages are taken from this step: the first warms up, and it costs a collective."""
+    """Whether message times are taken from this step: the first warms up, and each costs a collective."""
     return 2 <= steps_here <= 6 or steps_here % 20 == 0

@@ -1,4 +1,4 @@
-"""Text from a model that lies in stages."""
+"""Text generation through the pipeline."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def generate(
     softmax(logits / temperature) with a generator of its own and tells the others. Temperature 0: the likeliest.
 
     Args:
-        stages, placement: of the model; its parameters are whole and up to date.
-        group: of all processes; every copy of the pipeline computes the same.
+        stages, placement: of the model; its parameters are full (unsharded) and up to date.
+        group: of all processes; every replica computes the same.
         tokenizer: of the model.
         prompt, num_tokens, sequence_length, temperature, seed: see above.
         transport: of the pipeline that is made for it.
-        through: the pipeline that trains, where parameters are not whole outside of it. It takes as many samples as
-            it has micro-batches, all alike.
+        through: the pipeline that trains, if only it can gather sharded parameters. It takes as many equal samples as
+            it has micro-batches.
     """
     separator = tokenizer.encode([""]).tolist()
     tokens: list[int] = tokenizer.encode([prompt]).tolist()[: -len(separator)] or separator

@@ -1,4 +1,4 @@
-"""What goes over the link between copies of a pipeline, and what that takes: measured before the first step."""
+"""Bytes and times of the collectives between data-parallel replicas, measured before the first step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pipeloom.sim.data_link import DataLink, TimedCollective, fit_data_link, slo
 from pipeloom.train.process_group import Group
 from pipeloom.training import Pipeline
 
-_MOST_BYTES = 32 << 20  # of a collective that is timed: it is made of nothing else
-_SMALL = 16  # and of how many times less bytes the other size is
+_MOST_BYTES = 32 << 20  # of a timed collective
+_SMALL = 16  # the smaller size is this fraction of the larger one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,10 @@ class DataCosts:
     link: DataLink
 
     def by_itself(self, data: DataAxis, costs: Costs) -> Costs:
-        """`costs` of computations as measured in runs -> without what they lost to collectives beside them.
+        """Measured `costs` of computations without the slowdown by overlapped collectives.
 
-        Where collectives run for every micro-batch, all measured times have that loss: of all units but the one that
-        is gathered before the computation, and reduced behind it. At most half of a time is taken for lost.
+        With collectives per micro-batch, all measured times include that slowdown: by all units but the one that is
+        gathered before the computation and reduced after it. At most half of a time is attributed to it.
         """
         if data.granularity is not Granularity.MICROBATCH or not self.link.slowdown:
             return costs
@@ -61,18 +61,18 @@ class DataCosts:
 
 
 def measure_data_costs(pipeline: Pipeline, group: Group) -> DataCosts | None:
-    """Every process calls it; all get the same. None where there is one copy."""
+    """Every process calls it and gets the same answer; None with one replica."""
     program = pipeline.program
     if group.mesh is None or program.data is None or program.data.degree == 1:
         return None
-    copies = ReplicaGroup(group.mesh)
+    replicas = ReplicaGroup(group.mesh)
     stages = {stage: sizes for store in pipeline.state.stores.values() for stage, sizes in store.unit_bytes().items()}
     timed: list[TimedCollective] = []
     for index, op in enumerate((Op.UNSHARD, Op.REDUCE_GRAD)):
         units = [unit[index] for sizes in stages.values() for unit in sizes]
         mean = min(_MOST_BYTES, sum(units) // max(1, len(units)))
         found = time_collectives(
-            copies,
+            replicas,
             program.data.strategy,
             op,
             (max(1, mean // _SMALL), mean),
@@ -109,7 +109,7 @@ def _answer(stages: dict[int, list[tuple[int, int]]], timed: list[TimedCollectiv
 
 
 def _link(pipeline: Pipeline, group: Group, known: list[dict[str, Any]]) -> DataLink:
-    """The mean over processes, and over machines of what computations on CPUs lose."""
+    """The mean over processes; the slowdown of computations on CPUs is a mean over machines."""
     data = pipeline.program.data
     assert data is not None
     every = [TimedCollective(Op(op), *rest) for each in known for op, *rest in each["timed"]]
@@ -127,7 +127,7 @@ def _link(pipeline: Pipeline, group: Group, known: list[dict[str, Any]]) -> Data
 
 
 def _loss(processes: list[dict[str, Any]]) -> float:
-    """On one machine: of collectives, each process's largest count."""
+    """The slowdown on one machine, from the largest collective of each process."""
     busy = 0.0
     for each in processes:
         largest = max((TimedCollective(*timed) for timed in each["timed"]), key=lambda timed: timed.num_bytes)

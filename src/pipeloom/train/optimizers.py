@@ -1,4 +1,4 @@
-"""The optimizer over this process's parameters, its step, and the learning rate as a function of the step alone."""
+"""The optimizer over this process's parameters, its step, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeloom.train.config.sections import OptimizerConfig
 from pipeloom.train.process_group import Group
 from pipeloom.training import BarrierStep, LossScaler, OptimizerStep, Pipeline, PostValidatedStep
 
-_HIDDEN = "blocks."  # how the names of a GPT's blocks begin: embedding, last norm and head are outside
+_HIDDEN = "blocks."  # prefix of the names of a GPT's blocks; embedding, last norm and head have none
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig, largest: float | None = None) -> float:
@@ -53,7 +53,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Both update theirs; groups and state are this optimizer's."""
+        """One step of both; groups and state are this optimizer's."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -72,12 +72,12 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that `config` names; matrices decay, vectors (gains of norms, biases) do not.
 
-    All but Muon are elementwise, so their updates do not depend on how parameters are spread over processes.
+    All but Muon are elementwise, so their updates do not depend on how parameters are sharded.
 
     Args:
         parameters: this process's, by name in the uncut model.
         config: which, and its options.
-        shapes: of parameters that are here in part, when they are whole.
+        shapes: full shapes of sharded parameters.
     """
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
@@ -85,7 +85,7 @@ def make_optimizer(
     for name, parameter in parameters:
         shape = (shapes or {}).get(name, parameter.shape)
         if config.name == "muon" and len(shape) == 2 and name.startswith(_HIDDEN):
-            if parameter.numel():  # it takes whole ones; others are on other copies
+            if parameter.numel():  # it needs full ones; the others are on other replicas
                 hidden.append(parameter)
         else:
             (matrices if len(shape) >= 2 else vectors).append(parameter)
@@ -144,7 +144,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float])
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of every group, to be put back by `apply_options` after those of a checkpoint came with its state."""
+    """The options of every group; `apply_options` restores them after a checkpoint's state was loaded."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 

@@ -1,4 +1,4 @@
-"""The steps of a run whose schedule updates while it runs: one stream from drain to drain."""
+"""The steps of an asynchronous schedule: one stream from drain to drain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_SHOWN = 256  # micro-batches of a run in its report
 
 
 class StreamSteps:
-    """Runs streams, and knows what became of their steps.
+    """Runs streams and collects the metrics of their steps.
 
     A step is one batch. Its loss is known while the stream runs; the norm of its gradient, the bubble and the memory
     at the drain.
@@ -116,7 +116,7 @@ class StreamSteps:
         return rows
 
     def timelines(self) -> tuple[Timeline, Timeline] | None:
-        """The end of the last run as it went, and how a stream of that length should go, on process 0."""
+        """The end of the last run as measured, and a stream of that length as predicted, on process 0."""
         if self._parts.group.rank != 0:
             return None
         schedule, records = _window(self._records, self._stream.program(self._last + 1 - self._first).schedule)

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or read by nobody: one place for all commands."""
+"""Standard streams of a command: closed ones, and writes that fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Stream(io.FileIO):
-    """A descriptor that is written to until it fails; what comes after the failure goes nowhere."""
+    """A descriptor that is written to until a write fails; later writes are discarded."""
 
     def __init__(self, descriptor: int, *, lasting: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -36,29 +36,31 @@ class _Stream(io.FileIO):
         if not self._lasting:
             if isinstance(error, BrokenPipeError):
                 raise error
-            raise RunError(f"standard output cannot be written: {error.strerror}; make room, or name another file")
+            raise RunError(
+                f"standard output cannot be written: {error.strerror}. Free space, or redirect to another file."
+            )
         if self.fileno() == 1:
             sys.stderr.write(
-                f"pipeloom: warning: standard output cannot be written: {error.strerror}; the run goes on without its "
-                "lines, and metrics.jsonl has what they say\n"
+                f"pipeloom: warning: standard output cannot be written: {error.strerror}; the run goes on without "
+                "it, and metrics.jsonl has the metrics\n"
             )
 
 
 @contextmanager
 def standard_streams(*, lasting: bool) -> Iterator[None]:
-    """Within this, closed standard streams go nowhere, and a failing standard output is answered once.
+    """Inside, closed standard streams are null devices, and the first failing write is answered.
 
     Args:
-        lasting: the command goes on without its output, after one line of warning; a run of hours does not end as the
-            terminal or the pipe that shows it is closed.
+        lasting: the command goes on without its output, after one line of warning: a run of hours does not end because
+            the terminal that shows it is closed.
 
     Raises:
-        BrokenPipeError: nobody reads on, unless `lasting`.
+        BrokenPipeError: the reader is gone, unless `lasting`.
         RunError: standard output cannot be written, unless `lasting`.
     """
     _open_closed()
     before = sys.stdout, sys.stderr
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows what it can; stderr escapes anyway
+    if isinstance(sys.stdout, io.TextIOWrapper):  # for a terminal without UTF-8; stderr escapes anyway
         sys.stdout.reconfigure(errors="replace")
     sys.stdout = _guarded(sys.stdout, 1, lasting)
     if lasting:
@@ -73,17 +75,17 @@ def standard_streams(*, lasting: bool) -> Iterator[None]:
 
 
 def _open_closed() -> None:
-    """Stand null devices in for closed streams, which also take the numbers 0, 1 and 2 before a file of ours does."""
+    """Open null devices for closed streams, so that no other file gets descriptor 0, 1 or 2."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115  # stays open
-            if stream.fileno() == number:  # ranks get it too
+            if stream.fileno() == number:  # ranks inherit it
                 os.set_inheritable(number, True)
             setattr(sys, name, stream)
 
 
 def _guarded(stream: IO[str], number: int, lasting: bool) -> IO[str]:
-    """`stream` over a `_Stream`, where it is the interpreter's own."""
+    """`stream` over a `_Stream`, if it is the interpreter's own."""
     try:
         own = isinstance(stream, io.TextIOWrapper) and stream.fileno() == number
     except (OSError, ValueError):

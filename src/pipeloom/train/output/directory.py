@@ -1,4 +1,4 @@
-"""The output directory: nothing of an earlier run is lost, nothing of it is mixed with this one."""
+"""The output directory of a run: locked, cleared of earlier runs without losing them, written whole."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _FILES = (
     "report.html",
     "memory.json",
 )
-_RELEASE_SECONDS = 2.0  # how long a run that was killed may take to let go of its directory
+_RELEASE_SECONDS = 2.0  # how long a killed run may take to release its directory
 
 
 @contextmanager
 def in_use(directory: Path) -> Iterator[None]:
-    """Hold the output directory (flock; the kernel drops it with the process).
+    """Lock the output directory (flock; the kernel releases it with the process).
 
     Raises:
         InputError: another run holds it.
@@ -55,7 +55,7 @@ def in_use(directory: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise InputError(
-                        f"output_dir {directory} is in use by another run: two runs cannot share it; name another"
+                        f"output_dir={directory}: is in use by another run. Name another directory."
                     ) from None
                 time.sleep(0.02)
             except OSError:  # a file system without locks
@@ -68,12 +68,11 @@ def in_use(directory: Path) -> Iterator[None]:
 def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str | None:
     """Make the output directory ready for the steps after `step`; one process calls it.
 
-    A run that goes on keeps its metrics up to the checkpoint; what came after it, and all of another run, is moved
-    into ``previous-1/``, ``previous-2/``, ... What killed runs left of saves is put right, and what they left of
-    tokens deleted.
+    A resumed run keeps its metrics up to the checkpoint. Later checkpoints, and all files of another run, are moved
+    into ``previous-1/``, ``previous-2/``, ... Unfinished saves and token files of killed runs are cleaned up.
 
     Returns:
-        What was moved, in one line, or None.
+        One line that says what was moved, or None.
     """
     directory = Path(config.output_dir)
     clean(directory)
@@ -102,17 +101,17 @@ def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say which file could not be written, and why.
+    """Turn an OSError inside into a RunError that names the file.
 
     Raises:
-        RunError: the system refused, such as for a disk that is full.
+        RunError: a file cannot be written, such as on a full disk.
     """
     try:
         yield
     except OSError as error:
         raise RunError(
-            f"{error.filename or path} cannot be written: {error.strerror or error}; make room, then go on with "
-            "--resume_from_checkpoint latest"
+            f"{error.filename or path} cannot be written: {error.strerror or error}. Free space, then resume with "
+            "--resume_from_checkpoint latest."
         ) from error
 
 
@@ -129,7 +128,7 @@ def _free_place(directory: Path) -> Path:
 
 
 def _cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines after `step`, and a last line that a killed run left unfinished."""
+    """Drop the lines after `step`, and an unfinished last line of a killed run."""
     if not path.exists():
         return
     kept = []
@@ -143,7 +142,7 @@ def _cut_metrics(path: Path, step: int) -> None:
 
 
 def append_metrics(directory: Path, row: Mapping[str, Any]) -> None:
-    """Add one line to ``metrics.jsonl``. What is not finite (nan, inf) is written as null, so that the line is JSON."""
+    """Append one line to ``metrics.jsonl``; nan and inf are written as null, as JSON needs."""
     plain = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
     }

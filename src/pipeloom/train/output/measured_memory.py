@@ -1,4 +1,4 @@
-"""What the processes of a run really hold, beside what was predicted for them: ``memory.json``."""
+"""Measured memory of the processes of a run, and its prediction: ``memory.json``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pipeloom.train.output.directory import writing
 from pipeloom.train.process_group import Group
 from pipeloom.training import Pipeline
 
-_LOOKED_AT = 2  # the first steps: the second has optimizer states, and warm caches
+_LOOKED_AT = 2  # first steps that are measured: the second has optimizer states and warm caches
 
 
 class MemoryProbe:
-    """Looks at the first steps of a run, and writes down what they took.
+    """Measures memory in the first steps of a run.
 
     Args:
         pipe, optimizer: of this process.

@@ -1,4 +1,4 @@
-"""What a run says before it starts, because it would surprise otherwise."""
+"""Lines that a run shows before it starts, about what may surprise."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pipeloom.train.config.schedule import is_stream
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import Corpus
 
-# What changes the losses of a run that goes on, or which checkpoints it leaves.
+# Options that change the losses of a resumed run, or the checkpoints it keeps.
 _MATTERS = ("data", "batch", "optimizer", "precision", "seed", "model", "save_total_limit")
-_MATTERS_IN_STREAMS = (  # what else does where one is a stream: how late gradients are, and when it drains
+_MATTERS_IN_STREAMS = (  # of asynchronous schedules also: staleness of gradients, and drains
     *("schedule", "weights", "eval_steps", "save_steps"),
     *(f"parallel.{name}" for name in ("pipeline", "replicas", "cut", "in_flight")),
 )
@@ -21,13 +21,13 @@ _PATHS = ("data.path", "data.tokenizer")
 
 
 def found_text(corpus: Corpus) -> str:
-    """``12,345 tokens of 3 files``, and what lies between them but is no text: what runs wrote."""
+    """``12,345 tokens of 3 files``, and the output directories of runs among them."""
     text = f"{len(corpus.train):,} tokens of {corpus.num_files} files"
     if not corpus.left_out:
         return text
     named = ", ".join(map(str, corpus.left_out[:_MOST_NAMED]))
     more = len(corpus.left_out) - _MOST_NAMED
-    return f"{text} (left out, for runs wrote it: {named}{f' and {more} more' if more > 0 else ''})"
+    return f"{text} (output of runs, left out: {named}{f' and {more} more' if more > 0 else ''})"
 
 
 def skipped_notice(skipped: Mapping[str, int]) -> list[str]:
@@ -40,7 +40,7 @@ def skipped_notice(skipped: Mapping[str, int]) -> list[str]:
 def resume_notices(
     config: TrainConfig, saved: Mapping[str, Any], checkpoint: Path, step: int, *, other_text: bool
 ) -> list[str]:
-    """What is not as it was when `checkpoint` was written, and that nothing is left to train where that is so."""
+    """What differs from the run that wrote `checkpoint`, and whether no step is left to train."""
     before, now = dict(_flat(saved)), dict(_flat(config.to_mapping()))
     streams = is_stream(config.schedule) or is_stream(str(before.get("schedule")))
     changed = [
@@ -51,12 +51,12 @@ def resume_notices(
     ]
     lines = []
     if changed:
-        seed = "; samples stay in the order of the first seed" if config.seed != before.get("seed", config.seed) else ""
-        lines.append(f"other than in {checkpoint}: {', '.join(changed)}{'' if other_text else seed}")
+        seed = "; samples keep the order of the first seed" if config.seed != before.get("seed", config.seed) else ""
+        lines.append(f"different from {checkpoint}: {', '.join(changed)}{'' if other_text else seed}")
     if other_text:
-        lines.append(f"the text is another than that of {checkpoint}: its samples begin anew")
+        lines.append(f"the text differs from that of {checkpoint}: the order of samples starts again")
     if config.steps <= step:
-        lines.append(f"nothing to train: {checkpoint} is after step {step}, and steps is {config.steps}; raise --steps")
+        lines.append(f"nothing to train: {checkpoint} is after step {step}, and steps={config.steps}. Raise --steps.")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, plain lines elsewhere."""
+"""The display of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Display(Protocol):
 
 
 class _Silent:
-    """For every process but the first."""
+    """The display of every process but the first."""
 
     def step(self, row: Mapping[str, Any]) -> None:
         pass
@@ -32,7 +32,7 @@ class _Lines:
         self._num_steps = num_steps
         self._log_steps = log_steps
         self._first = True
-        self._live = 0  # the last step that was shown while it was in flight
+        self._live = 0  # the last step shown while in flight
 
     def step(self, row: Mapping[str, Any]) -> None:
         due = self._first or row["step"] % self._log_steps == 0 or row["step"] == self._num_steps
@@ -81,7 +81,7 @@ class _Bar:
 
 @contextmanager
 def display(*, shown: bool, num_steps: int, done: int, log_steps: int) -> Iterator[Display]:
-    """Where a run shows itself; nowhere unless `shown`."""
+    """The display of this process; silent unless `shown`."""
     if not shown:
         yield _Silent()
     elif not sys.stdout.isatty():
@@ -95,7 +95,7 @@ def display(*, shown: bool, num_steps: int, done: int, log_steps: int) -> Iterat
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """The numbers of a step in one line. What is not finite is shown as it is."""
+    """The metrics of a step in one line."""
     skipped = f"  skipped {row['skipped_steps']}" if row.get("skipped_steps") else ""
     return (
         f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "

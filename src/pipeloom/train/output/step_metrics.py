@@ -1,4 +1,4 @@
-"""What a step cost: measured on every rank, summed in one collective, set against what the simulator says."""
+"""Costs of a step: measured on every rank, summed in one collective, and compared with the simulator."""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ _RECENT_MESSAGES = 5  # and over the messages of so many
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """One step on all ranks; of several copies of the pipeline, the mean over them.
+    """One step on all ranks; with several replicas, the mean over them.
 
     Attributes:
         bubble_fraction: 1 - mean computing time of the ranks / longest time from a rank's first to its last
-            computation, or what runs beside computations. Each rank takes it by its own clock, so it holds across
-            machines.
-        peak_memory_bytes: for each process, its peak so far; copy after copy, the ranks of each in order.
-        live_activations: for each rank, the most held at once; all copies hold as many.
+            computation or background transfer. Each rank uses its own clock, so it holds across machines.
+        peak_memory_bytes: for each process, its peak so far; replica after replica, the ranks of each in order.
+        live_activations: for each rank, its peak; equal in all replicas.
         stage_seconds: [stages, 4]: median seconds of F, B, I, W of one micro-batch (of its slices, added up), averaged
             over the ranks with the stage; 0 where there is none.
         slice_factors: [2, slices]: what the slices of a micro-batch take over their mean, forward and backward; None
@@ -62,7 +61,7 @@ def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_process
     Args:
         pipeline: that just stepped.
         records: its records of that step.
-        process, num_processes: which of how many processes this is, copy after copy, the ranks of each in order.
+        process, num_processes: which of how many processes this is, replica after replica, the ranks of each in order.
     """
     ranks, stages = pipeline.schedule.num_ranks, pipeline.schedule.num_stages
     by_rank = torch.zeros(ranks, 3, dtype=torch.float64)  # busy seconds, first to last, live activations
@@ -89,7 +88,7 @@ def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_process
 
 def read_cost(numbers: Tensor, schedule: Schedule, num_processes: int) -> StepCost:
     """The inverse of `cost_numbers`, after the sum over processes."""
-    copies = max(1, num_processes // schedule.num_ranks)
+    replicas = max(1, num_processes // schedule.num_ranks)
     ranks, shape = schedule.num_ranks, (2, schedule.num_stages, len(_OPS), schedule.num_slices)
     by_rank, memory, by_stage = torch.split(numbers, [3 * ranks, num_processes, math.prod(shape)])
     busy, seconds, live = by_rank.view(ranks, 3).unbind(1)
@@ -98,7 +97,7 @@ def read_cost(numbers: Tensor, schedule: Schedule, num_processes: int) -> StepCo
     return StepCost(
         bubble_fraction=float(1 - busy.mean() / seconds.max()),
         peak_memory_bytes=[int(value) for value in memory.tolist()],
-        live_activations=[int(value) // copies for value in live.tolist()],
+        live_activations=[int(value) // replicas for value in live.tolist()],
         stage_seconds=seconds_of_slices.sum(2),
         slice_factors=_factors(seconds_of_slices.sum(0)) if schedule.num_slices > 1 else None,
     )
@@ -111,7 +110,7 @@ def _factors(seconds: Tensor) -> Tensor:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has held: of its GPU if it uses one, else its resident set."""
+    """Peak memory of this process: of its GPU if it uses one, else its resident set."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -122,7 +121,7 @@ class Predictor:
     """Simulates programs with the times that recent steps measured.
 
     Args:
-        data: of the link to other copies.
+        data: of the link between replicas.
     """
 
     def __init__(self, data: DataCosts | None = None) -> None:
@@ -195,7 +194,7 @@ class Predictor:
 
 
 def cost_metrics(cost: StepCost, predictor: Predictor, program: Program, group: Group) -> dict[str, Any]:
-    """What a row of metrics has of a cost; process 0 also predicts."""
+    """The keys of a row of metrics for a cost; process 0 also predicts."""
     return {
         "bubble_fraction": cost.bubble_fraction,
         "predicted_bubble_fraction": predictor.predict(program).bubble_fraction if group.rank == 0 else math.nan,
@@ -205,7 +204,7 @@ def cost_metrics(cost: StepCost, predictor: Predictor, program: Program, group: 
 
 
 class MessageTimes(NamedTuple):
-    """What the messages of one step took, in seconds.
+    """Seconds of the messages of one step.
 
     Attributes:
         send: every SEND.
@@ -247,7 +246,7 @@ def message_times(records: Records) -> MessageTimes:
 
 
 def gathered_waits(group: Group, waits: Waits, num_ranks: int) -> list[float]:
-    """For each rank of the first copy, how long computations waited inside; every process calls it with its own."""
+    """For each rank of the first replica, how long computations waited inside; every process calls it with its own."""
     own = {
         rank: math.fsum(seconds for action, seconds in found.items() if action.op in _OPS)
         for rank, found in waits.items()
@@ -260,7 +259,7 @@ def gathered_waits(group: Group, waits: Waits, num_ranks: int) -> list[float]:
 
 
 def gathered_records(group: Group, records: Records) -> Records:
-    """The records of all ranks of the first copy, by rank, on every process; `records` are this one's."""
+    """The records of all ranks of the first replica, by rank, on every process; `records` are this one's."""
     shown = records if group.replica == 0 else []
     own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in shown]
     gathered = [item for payload in group.all_gather(json.dumps(own).encode()) for item in json.loads(payload)]
