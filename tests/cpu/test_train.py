@@ -158,7 +158,7 @@ def test_measured_slices_are_kept_by_the_run_that_goes_on(text: Path, tmp_path: 
     assert done.returncode == 0, done.stderr
     slices = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["parallel"]["slices"]
     assert slices == 1 or sum(map(int, slices.split(","))) == 32
-    assert ": predicted " in done.stdout
+    assert re.search(r"slices [\d,]+: predicted .* per step, .* without", done.stdout)
     before = story(tmp_path / "out")
     for path in (tmp_path / "out").glob("checkpoint-6"):
         shutil.rmtree(path)
