@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import random
+import re
 import shutil
 import signal
 import subprocess
