@@ -230,7 +230,7 @@ def test_a_disk_without_room_is_told_before_the_first_step(
                 "--schedule=pipedream",
                 "--batch.microbatches=1",
             ],
-            "a stream's versions",
+            "activation offload needs a synchronous schedule, because the weight versions",
         ),
     ],
 )
