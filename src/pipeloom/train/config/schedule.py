@@ -63,8 +63,8 @@ def _check_fits(config: TrainConfig, schedule: Schedule, lengths: tuple[int, ...
     if schedule.microbatches_per_update is not None and not streams:
         names = ", ".join(family.name for family in FAMILIES.values() if family.stream)
         raise InputError(
-            f"schedule={config.schedule}: updates the parameters while it runs, which `pipeloom train` supports only for "
-            f"{names}. Use one of them, or pipeloom.Stream."
+            f"schedule={config.schedule}: updates the parameters while it runs, which `pipeloom train` supports only "
+            f"for {names}. Use one of them, or pipeloom.Stream."
         )
     if lengths is not None and len(lengths) != schedule.num_slices:
         raise InputError(
