@@ -62,13 +62,13 @@ PENDING: set[str] = {
     "docs/reference",
     "docs/tutorials",
     "src/pipeloom/cli",
+    "src/pipeloom/cli/common",
     "src/pipeloom/engine",
     "src/pipeloom/ir",
     "src/pipeloom/ir/check",
     "src/pipeloom/ir/large",
     "src/pipeloom/parallel",
     "src/pipeloom/parallel/data",
-    "src/pipeloom/parallel/offload",
     "src/pipeloom/passes",
     "src/pipeloom/plan/memory",
     "src/pipeloom/plan/partition",
@@ -79,11 +79,9 @@ PENDING: set[str] = {
     "src/pipeloom/sim",
     "src/pipeloom/train",
     "src/pipeloom/train/config",
-    "src/pipeloom/train/output",
     "src/pipeloom/training",
     "src/pipeloom/training/post_validation",
     "src/pipeloom/training/stream",
-    "src/pipeloom/transport",
 }
 
 
