@@ -79,7 +79,7 @@ def _kept_bytes(pipe: pl.Pipeline, batch: tuple[Tensor, Tensor]) -> int:
     bound = pipe.executor._bound[0, False] = worker.bind(pipe.program)
 
     def held() -> int:
-        for entry in worker.state.mover._entries.values():
+        for entry in worker.state.wiring.mover._entries.values():
             if entry.written is not None:
                 entry.written.result()
         pieces = [thing for thing in gc.get_objects() if type(thing) is activations._Piece]

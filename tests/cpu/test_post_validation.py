@@ -324,7 +324,7 @@ def test_parameters_of_others_are_refused() -> None:
     with pl.Pipeline(make_mlp(), schedule, loss_fn=mse, transport="loopback") as pipe:
         with pytest.raises(InputError, match="not the pipeline's"):
             pl.PostValidatedStep(pipe, _sgd(nn.Linear(2, 2).parameters()))
-        with pytest.raises(InputError, match="max_norm is 0"):
+        with pytest.raises(InputError, match="max_norm=0"):
             pl.BarrierStep(pipe, _sgd(pipe.parameters()), max_norm=0)
 
 

@@ -211,8 +211,8 @@ class Executor:
         for store in self._state.stores.values():
             store.close()
         for worker in self.workers.values():
-            if worker.state.mover is not None:
-                worker.state.mover.close()
+            if worker.state.wiring.mover is not None:
+                worker.state.wiring.mover.close()
         self.connection.close()
 
     # The last run

@@ -39,6 +39,7 @@ class ModelState:
         sharing: as given.
         norm_dtype: the dtype in which norms of all parameters add up, the same on every rank.
         ties: the canonical name for every other name of a tied parameter.
+        has_copies: whether several ranks of this process hold the same parameter.
     """
 
     def __init__(self, cut_model: Stages, program: Program, ranks: Iterable[int], sharing: Sharing) -> None:
@@ -57,6 +58,7 @@ class ModelState:
         self.ownership = replace(found, held=main)
         self.parameter_names = cut_model.parameter_names
         self.ties: dict[str, str] = dict(cut_model.canonical_names)
+        self.has_copies = sum(map(len, main.values())) > len({name for held in main.values() for name in held})
         self._all_names = {
             name
             for module in cut_model.modules

@@ -1,13 +1,13 @@
-"""`RankState`: what one rank holds while its program runs, and until when.
+"""`RankState`: what one rank holds while its program runs, and how long.
 
-    arrived[stage, b]    input of a forward, from RECV_F or the chunk before on this rank      until F
+    arrived[stage, b]    input of a forward, from RECV_F or the previous chunk on this rank     until F
     saved[stage, b]      input leaves and roots of the autograd graph: one live activation      F to B or I
-                         after a split backward's I, what its W needs: still the same one       I to W
-    gradients[stage, b]  gradient of a stage's output, from RECV_B or the chunk after            until B or I
-    departing[action]    a result on its way to another rank                                    until its SEND
-    contexts[stage, b]   keys and values of a micro-batch in slices                              F to B of its slice 0
+                         after a split backward's I, what its W needs: the same activation      I to W
+    gradients[stage, b]  gradient of a stage's output, from RECV_B or the next chunk            until B or I
+    departing[action]    a result that another rank needs                                       until its SEND
+    contexts[stage, b]   keys and values of a micro-batch in slices                             F to B of its slice 0
 
-Of a stage's output only the graph is kept, not the numbers: after it is sent nobody here reads them.
+Of a stage's output only the graph is kept. Its values are not read again after they are sent.
 """
 
 from __future__ import annotations
@@ -133,26 +133,21 @@ def refuse_other_call(source: int, theirs: int, ours: int) -> None:
     raise out_of_step(source, theirs, ours)
 
 
-@dataclass(slots=True, eq=False)
-class RankState:
-    """One rank's modules and stores; the functions that binders make read and write it.
+@dataclass(frozen=True, slots=True, eq=False)
+class RankWiring:
+    """What stays the same in all runs of one rank.
 
     Attributes:
-        rank: which.
-        stages: the modules of the stages that this rank holds.
+        rank: the rank.
+        stages: its modules by stage.
         loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
         transport: with all channels of the programs open.
-        sliced: whether micro-batches run in slices, be it one.
-        recompute: what backwards compute again, one a stage of the model; empty: nothing.
-        forwards: what F of each stage calls in training: its module, or what keeps less for the backward.
-        batch: of the running step.
-        call: of the running step, what goes with its messages (see `pipeloom.transport.call_numbers`).
-        other_call: called with a message of another call, as `refuse_other_call`; the message is dropped if it returns.
-        loss_scale: by what the loss is multiplied before its backward.
-        peak_live_activations: the most entries that `saved` had in the last run, those that are away aside.
-        mover: moves what forwards saved away and back, if somebody does.
-        moved: what it moves of the program that is bound next.
-        num_away: how many entries of `saved` are away.
+        sliced: whether micro-batches run in slices, even if in one.
+        recompute: what backwards recompute, per stage of the model; empty: nothing.
+        mover: moves saved activations, where programs have OFFLOAD and RELOAD.
+        forwards: what F of each stage calls in training: its module, or a wrapper that saves less for the backward.
+        copies_input: by stage, whether it gets a copy of its input, since it may change it in place and a leaf may not
+            be changed.
     """
 
     rank: int
@@ -161,54 +156,108 @@ class RankState:
     transport: Transport
     sliced: bool = False
     recompute: Sequence[Recompute] = ()
-    batch: Batch = field(default_factory=Batch)
-    call: int = 0
-    other_call: Callable[[int, int, int], None] = refuse_other_call
-    loss_scale: float = 1.0
-    peak_live_activations: int = 0
     mover: ActivationMover | None = None
-    moved: Set[Key] = frozenset()
-    num_away: int = 0
+    forwards: dict[int, Callable[[Value], Value]] = field(init=False)
+    copies_input: dict[int, bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        kinds = self.recompute or [Recompute.NONE] * (max(self.stages, default=-1) + 1)
+        forwards = {stage: recomputed(module, kinds[stage]) for stage, module in self.stages.items()}
+        object.__setattr__(self, "forwards", forwards)
+        copies_input = {stage: may_change_input(module) for stage, module in self.stages.items()}
+        object.__setattr__(self, "copies_input", copies_input)
+
+
+@dataclass(slots=True, eq=False)
+class ActivationStores:
+    """Values of one rank between the actions of a run; see the top of this file.
+
+    Attributes:
+        num_offloaded: entries of `saved` that are offloaded.
+        peak_live: the most entries that `saved` had in the last run, without offloaded ones.
+        to_offload: the entries that the program which is bound next offloads.
+    """
+
     arrived: dict[Key, tuple[Value, list[Tensor]]] = field(default_factory=dict)
     saved: dict[Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = field(default_factory=dict)
     gradients: dict[Key, Sequence[Tensor | None]] = field(default_factory=dict)
     departing: dict[Action, tuple[Layout, list[Tensor]]] = field(default_factory=dict)
-    contexts: dict[tuple[int, int], SliceContext] = field(default_factory=dict)
-    extents: dict[Key, Extent] = field(default_factory=dict)
-    loss_weights: dict[Key, float] = field(default_factory=dict)
-    copies_input: dict[int, bool] = field(init=False)
-    forwards: dict[int, Callable[[Value], Value]] = field(init=False)
-    seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+    num_offloaded: int = 0
+    peak_live: int = 0
+    to_offload: Set[Key] = frozenset()
 
-    def __post_init__(self) -> None:
-        # A leaf may not be changed in place, so a stage that might do that to its input gets a copy of it.
-        self.copies_input = {stage: may_change_input(module) for stage, module in self.stages.items()}
-        kinds = self.recompute or [Recompute.NONE] * (max(self.stages, default=-1) + 1)
-        self.forwards = {stage: recomputed(module, kinds[stage]) for stage, module in self.stages.items()}
-
-    def begin(self, batch: Batch, call: int) -> None:
-        """Get ready for a run."""
-        self.batch, self.call, self.peak_live_activations = batch, call, 0
+    def note_live(self) -> None:
+        """Update the peak after an activation was saved or reloaded."""
+        self.peak_live = max(self.peak_live, len(self.saved) - self.num_offloaded)
 
     def clear(self) -> None:
-        """Let go of everything, also after an error."""
+        """Drop all values."""
+        for store in (self.arrived, self.saved, self.gradients, self.departing):
+            store.clear()
+        self.num_offloaded = 0
+
+
+@dataclass(slots=True, eq=False)
+class SliceStores:
+    """What slices of one micro-batch share on one rank.
+
+    Attributes:
+        contexts: by stage and micro-batch, keys and values of earlier slices.
+        extents: where a slice starts and ends, from its F to its B.
+    """
+
+    contexts: dict[tuple[int, int], SliceContext] = field(default_factory=dict)
+    extents: dict[Key, Extent] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Drop all values."""
+        self.extents.clear()
+        for context in self.contexts.values():
+            context.close()
+        self.contexts.clear()
+
+
+@dataclass(slots=True, eq=False)
+class RankState:
+    """What the functions that binders make of one rank's actions read and write.
+
+    Attributes:
+        wiring: what stays the same in all runs.
+        activations, slices: values between actions.
+        batch: of the running step.
+        call: number of the running step in its messages (see `pipeloom.transport.call_numbers`).
+        other_call: called with a message of another call, as `refuse_other_call`; the message is dropped if it returns.
+        loss_scale: the factor of the loss in its backward.
+        loss_weights: by micro-batch and slice of the last stage, its share of the batch, from F to B.
+        seeds: gradients in which backwards of the loss start, kept for the next step.
+    """
+
+    wiring: RankWiring
+    activations: ActivationStores = field(default_factory=ActivationStores)
+    slices: SliceStores = field(default_factory=SliceStores)
+    batch: Batch = field(default_factory=Batch)
+    call: int = 0
+    other_call: Callable[[int, int, int], None] = refuse_other_call
+    loss_scale: float = 1.0
+    loss_weights: dict[Key, float] = field(default_factory=dict)
+    seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+
+    def begin(self, batch: Batch, call: int) -> None:
+        """Start a run."""
+        self.batch, self.call, self.activations.peak_live = batch, call, 0
+
+    def clear(self) -> None:
+        """Drop everything, also after an error."""
         self.forget()
         self.batch = Batch()
 
     def forget(self) -> None:
-        """Let go of what was computed; the batch stays."""
-        for store in (self.arrived, self.saved, self.gradients, self.departing, self.extents, self.loss_weights):
-            store.clear()
-        for context in self.contexts.values():
-            context.close()
-        self.contexts.clear()
-        self.num_away = 0
-        if self.mover is not None:
-            self.mover.forget()
-
-    def note_live(self) -> None:
-        """An activation has come to be held."""
-        self.peak_live_activations = max(self.peak_live_activations, len(self.saved) - self.num_away)
+        """Drop what was computed; the batch stays."""
+        self.activations.clear()
+        self.slices.clear()
+        self.loss_weights.clear()
+        if self.wiring.mover is not None:
+            self.wiring.mover.forget()
 
     def seed(self, weight: float, like: Tensor) -> Tensor:
         """The gradient of the whole step's loss by one micro-batch's loss."""

@@ -21,7 +21,7 @@ from pipeloom.engine.binders.send_receive import bind_receive, bind_send
 from pipeloom.engine.binders.sequence_slices import in_slice
 from pipeloom.engine.instructions import InstructionList, Record, Run, explained
 from pipeloom.engine.overlap_times import OverlapTimes
-from pipeloom.engine.rank_state import Batch, Binder, LossFn, RankState, Step
+from pipeloom.engine.rank_state import Batch, Binder, LossFn, RankState, RankWiring, Step
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.stores.parameter_store import ParameterStore
 from pipeloom.errors import InputError
@@ -79,17 +79,11 @@ class Worker:
     """Runs the programs of one rank.
 
     Args:
-        rank: which.
-        stages: the modules of the stages that this rank holds.
-        loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
-        transport: with all channels of the programs open.
-        gradient_sum: the parameters that other ranks hold too.
+        rank, stages, loss_fn, transport, sliced, recompute, mover: see `pipeloom.engine.rank_state.RankWiring`.
+        gradient_sum: sums gradients of parameters that other ranks hold too.
         store: where this rank's parameters live.
-        sliced: whether micro-batches run in slices, be it one.
-        recompute: what backwards compute again, one a stage of the model; empty: nothing.
-        mover: of activations, where programs have OFFLOAD and RELOAD.
-        blackbox: a buffer of at least `BLACKBOX_BYTES` bytes into which the running action is written, for whoever
-            has to say after a crash what this rank was doing.
+        blackbox: a buffer of at least `BLACKBOX_BYTES` bytes for the label of the running action, which tells after a
+            crash what this rank was doing.
 
     Attributes:
         state: what this rank holds while it runs.
@@ -111,8 +105,7 @@ class Worker:
     ) -> None:
         self.rank = rank
         self.stages = stages
-        self.state = RankState(rank, stages, loss_fn, transport, sliced, recompute)
-        self.state.mover = mover
+        self.state = RankState(RankWiring(rank, stages, loss_fn, transport, sliced, recompute, mover))
         self.beside = store.times
         if mover is not None:
             mover.times = self.beside
@@ -122,24 +115,24 @@ class Worker:
 
     @property
     def live_activations(self) -> int:
-        """How many activations are held at this moment."""
-        return len(self.state.saved) - self.state.num_away
+        """The activations held now."""
+        return len(self.state.activations.saved) - self.state.activations.num_offloaded
 
     @property
     def peak_live_activations(self) -> int:
-        """The most that were held at once in the last run."""
-        return self.state.peak_live_activations
+        """The most activations held at once in the last run."""
+        return self.state.activations.peak_live
 
     def bind(self, program: Program) -> Bound:
         """Turn this rank's part of `program` into functions."""
-        self.state.moved = moved_keys(program, self.rank)
+        self.state.activations.to_offload = moved_keys(program, self.rank)
         order = program.orders[self.rank]
         instructions = self.bind_steps((action, step) for action in order for step in self.steps(action, program))
         return Bound(instructions, program, self.beside)
 
     def bind_steps(self, steps: Iterable[tuple[Action, Step]]) -> InstructionList:
         """Instructions of this rank, one for each of `steps`."""
-        return InstructionList(self.rank, steps, blocking=self.state.transport.blocking, blackbox=self._blackbox)
+        return InstructionList(self.rank, steps, blocking=self.state.wiring.transport.blocking, blackbox=self._blackbox)
 
     def steps(self, action: Action, program: Program) -> list[Step]:
         """The functions of one action."""
@@ -158,15 +151,15 @@ class Worker:
         if binder is None:
             raise InputError(
                 f"action {action} on rank {self.rank}: the executor runs {', '.join(op.value for op in _BINDERS)} and "
-                f"REDUCE_GRAD, and STEP in a stream; take a schedule without {action.op}"
+                f"REDUCE_GRAD, and STEP in a stream. Use a schedule without {action.op}."
             )
         step = binder(self.state, action, program)
-        if self.state.sliced and action.op in (Op.B, Op.I):
+        if self.state.wiring.sliced and action.op in (Op.B, Op.I):
             step = in_slice(self.state, action, step)
         if action.op not in _COMPUTE_OPS:
             return [step]
         run, ready = self._store.around(action, step, program)
-        alone = program.data is None and self.state.mover is None
+        alone = program.data is None and self.state.wiring.mover is None
         return [(run if alone else self.beside.running(action, run), ready)]
 
     def run(self, bound: Bound, batch: Batch, call: int, warm_up: WarmUp | None = None) -> Run:

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.engine.worker import RUNNABLE_OPS
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, PipeloomError
 from pipeloom.ir import Schedule, check
 from pipeloom.ir.recompute import Recompute, recompute_of_stages
 from pipeloom.parallel.mesh import Mesh
@@ -131,6 +131,16 @@ def _check_slices(schedule: Schedule, lengths: Sequence[int] | None) -> None:
         )
     if any(length < 1 for length in lengths):
         raise InputError(f"slices={list(lengths)}: each slice needs at least one token.")
+
+
+def can_train(schedule: Schedule, loss_fn: LossFn | None) -> bool:
+    """Whether `step` can compute gradients where they are enabled; `check_trains` says why not."""
+    try:
+        with torch.enable_grad():
+            check_trains(schedule, loss_fn)
+    except PipeloomError:
+        return False
+    return True
 
 
 def check_trains(schedule: Schedule, loss_fn: LossFn | None) -> None:

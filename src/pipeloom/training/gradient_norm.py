@@ -9,12 +9,12 @@ from pipeloom.training.pipeline import Pipeline
 
 
 def gradient_norms(pipeline: Pipeline, rank: int | None = None) -> Tensor:
-    """The 2-norms of the gradients that this process owns, or one of its ranks, as the share of a sum over all.
+    """The 2-norms of the gradients that this process owns, or one of its ranks, to be summed over processes.
 
-    Shape [2, number of parameters of the model], float64: the norms in the model's order and, below them, ones where
-    there is a gradient. Parameters of other processes, copies of what a lower rank holds too and, where all copies of
-    the pipeline have the same gradients, those of the copies behind the first are zero. Where copies have parts of
-    them, squares stand in place of norms.
+    Shape [2, parameters of the model], float64: norms in the model's order in row 0, ones where there is a gradient in
+    row 1. Entries are zero for parameters of other processes, for parameters that a lower rank holds too and, where all
+    data-parallel replicas have the same gradients, on all replicas but the first. Where replicas hold shards, row 0 has
+    squares of norms.
     """
     norms = torch.zeros(2, len(pipeline.state.parameter_names), dtype=torch.float64)
     sharing = pipeline.state.sharing
@@ -30,14 +30,14 @@ def gradient_norms(pipeline: Pipeline, rank: int | None = None) -> Tensor:
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    """Its 2-norm, of 16-bit numbers in 32 bits."""
+    """The 2-norm of a gradient; of a 16-bit gradient in 32 bits."""
     norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
     return norm
 
 
 def total_norm(pipeline: Pipeline, norms: Tensor) -> Tensor:
     """The 2-norm over all parameters, from a sum of `gradient_norms`."""
-    # Parameters without a gradient are left out, not zero: they would change the order in which the others add up.
+    # Parameters without a gradient are left out: zeros would change the order in which the others add up.
     found = norms[0, norms[1] > 0]
     if pipeline.state.sharing.sharded:
         found = found.sqrt()
@@ -46,7 +46,7 @@ def total_norm(pipeline: Pipeline, norms: Tensor) -> Tensor:
 
 
 def clip_by_norms(pipeline: Pipeline, norms: Tensor, max_norm: float) -> Tensor:
-    """The second half of `clip_grad_norm`: clip by the sum over processes of their `gradient_norms`."""
+    """The second half of `clip_grad_norm`: clip by `gradient_norms` summed over processes."""
     norm = total_norm(pipeline, norms)
     torch.nn.utils.clip_grads_with_norm_(list(pipeline.parameters()), max_norm, norm)
     return norm

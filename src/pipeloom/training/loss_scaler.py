@@ -1,4 +1,4 @@
-"""`LossScaler`: the factor that keeps gradients of float16 away from zero."""
+"""`LossScaler`: scales the loss so that float16 gradients do not underflow."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from pipeloom.errors import InputError
 
 
 class LossScaler:
-    """A dynamic factor of the loss (mixed precision training, arXiv:1710.03740, section 3.2), as torch.amp.GradScaler.
+    """A dynamic loss scale (mixed precision training, arXiv:1710.03740, section 3.2), like torch.amp.GradScaler.
 
-    Small gradients vanish in float16, large ones overflow. So the loss is multiplied before the backward, by as much
-    as does not overflow, and gradients are divided by the same before the update. An update whose gradients are not
-    finite is left out, and the factor backs off; after some without, it grows. All ranks decide by the norm over all
-    gradients, so that they agree.
+    Small gradients vanish in float16 and large ones overflow. The loss is therefore multiplied by the scale before the
+    backward, and gradients are divided by it before the update. An update with gradients that are not finite is
+    skipped, and the scale halves; after `growth_steps` finite updates it doubles. All ranks decide by the norm over all
+    gradients, so they agree.
 
     Args:
-        scale: the first factor; a power of two, so that scaling rounds nothing.
-        growth_steps: after so many updates without overflow the factor doubles.
+        scale: the initial scale; a power of two, so that scaling is exact.
+        growth_steps: the number of finite updates after which the scale doubles.
 
     Attributes:
-        scale: of the next step.
-        num_skipped: updates left out so far.
+        scale: the scale of the next step.
+        num_skipped: updates skipped so far.
 
     Raises:
-        InputError: not a finite positive factor, or no number of steps.
+        InputError: `scale` is not finite and positive, or `growth_steps` is below 1.
     """
 
     def __init__(self, scale: float = 65536.0, *, growth_steps: int = 2000) -> None:
         if not (math.isfinite(scale) and scale > 0):
-            raise InputError(f"loss scale {scale}: it is a finite factor above 0; give a power of two")
+            raise InputError(f"scale={scale}: must be finite and above 0. Use a power of two.")
         if growth_steps < 1:
-            raise InputError(f"growth_steps is {growth_steps}: the scale grows after a number of steps; give 1 or more")
+            raise InputError(f"growth_steps={growth_steps}: must be at least 1.")
         self.scale = scale
         self.growth_steps = growth_steps
         self.num_skipped = 0
         self._num_finite = 0  # since the factor last changed
 
     def update(self, *, finite: bool) -> None:
-        """Take in whether the gradients of a step were finite; every rank calls it with the same answer."""
+        """Adapt the scale to whether a step's gradients were finite. Every rank calls it with the same value."""
         if not finite:
             self.num_skipped += 1
             self.scale, self._num_finite = self.scale / 2, 0
@@ -49,10 +49,10 @@ class LossScaler:
             self.scale, self._num_finite = self.scale * 2, 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint has to remember."""
+        """The state for a checkpoint."""
         return {"scale": self.scale, "num_finite": self._num_finite, "num_skipped": self.num_skipped}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """The inverse of `state`."""
+        """Restore what `state` returned."""
         self.scale = float(state["scale"])
         self._num_finite, self.num_skipped = int(state["num_finite"]), int(state["num_skipped"])

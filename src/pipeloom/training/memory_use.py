@@ -60,7 +60,7 @@ class MemoryUse:
     @property
     def offload_traffic(self) -> OffloadTraffic:
         """What moved so far: activations, and main parameters whoever moved them."""
-        movers = [worker.state.mover for worker in self._workers.values() if worker.state.mover is not None]
+        movers = [m for m in (worker.state.wiring.mover for worker in self._workers.values()) if m is not None]
         parameters = self.offloaded_parameters
         return OffloadTraffic(
             sum(mover.moved_bytes for mover in movers) + parameters.moved_bytes,

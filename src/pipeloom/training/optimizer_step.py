@@ -1,9 +1,9 @@
 """One training step: gradients, their norm over all ranks, and the update that both decide about.
 
-    BarrierStep         every rank waits for the norm of all, then updates its parameters
-    PostValidatedStep   every rank goes on at once and learns afterwards whether it was right (post_validation.py)
+    BarrierStep         every rank waits for the norm over all ranks, then updates its parameters
+    PostValidatedStep   every rank updates at once and validates the update later (post_validation/)
 
-Both give the same weights, optimizer states and norms to the last bit.
+Both give bitwise the same weights, optimizer states and norms.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _LOOK_AT_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon")
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What became of one step.
+    """The result of one step.
 
     Attributes:
         loss: the mean over all samples, on every rank.
         grad_norm: the 2-norm of all gradients before clipping.
-        applied: False where loss or norm is not finite: the weights stayed as they were.
-        numbers: the sum over processes of what each gave to `OptimizerStep.step`; float64.
-        skipped: whether only the scale of the loss was too large for float16: the next step has a smaller one.
+        applied: False where the loss or the norm is not finite; the weights then stay as they were.
+        numbers: the sum over processes of the numbers given to `OptimizerStep.step`; float64.
+        skipped: whether only the loss scale was too large for float16; the next step has a smaller scale.
     """
 
     loss: Tensor
@@ -49,18 +49,17 @@ class Update:
 
 
 def check_optimizer(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
-    """Raises InputError where the optimizer has parameters that are not the pipeline's, or pieces it cannot update."""
+    """Raises InputError where the optimizer has parameters of another model, or cannot update shards."""
     held = set(pipeline.parameters())
     if any(p not in held for group in optimizer.param_groups for p in group["params"]):
         raise InputError(
-            "the optimizer has parameters that are not the pipeline's: the step updates those of its pipeline; make it "
-            "from pipeline.parameters()"
+            "the optimizer has parameters that are not the pipeline's. Make it from pipeline.parameters()."
         )
     cut = any(span.stop - span.start > 0 and not span.is_whole for span in pipeline.state.ranges.values())
     if cut and type(optimizer).__name__ in _LOOK_AT_WHOLE_PARAMETERS:
         raise InputError(
-            f"{type(optimizer).__name__} on pieces of parameters: its update looks at whole ones; pass "
-            'data=pipeloom.DataParallel(..., layout="parameters") to the Pipeline'
+            f"{type(optimizer).__name__} cannot update shards of parameters: its update of an element depends on the "
+            'others. Pass data=pipeloom.DataParallel(..., layout="parameters") to Pipeline.'
         )
 
 
@@ -68,9 +67,9 @@ class OptimizerStep(ABC):
     """Runs steps of a pipeline and updates its parameters.
 
     Args:
-        pipeline: that trains.
+        pipeline: the pipeline to train.
         optimizer: over parameters of `pipeline`, all that this process holds or some.
-        max_norm: the largest 2-norm of all gradients together; larger ones are scaled down to it.
+        max_norm: gradients are scaled down to this 2-norm over all of them.
 
     Raises:
         InputError: `max_norm` is not positive, or the optimizer has parameters that are not the pipeline's.
@@ -78,7 +77,7 @@ class OptimizerStep(ABC):
 
     def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf) -> None:
         if not max_norm > 0:
-            raise InputError(f"max_norm is {max_norm}: a norm to clip to is above 0; leave it out for no clipping")
+            raise InputError(f"max_norm={max_norm}: must be above 0. Leave it out for no clipping.")
         check_optimizer(pipeline, optimizer)
         self._pipeline = pipeline
         self._optimizer = optimizer
@@ -90,7 +89,7 @@ class OptimizerStep(ABC):
 
         Args:
             inputs, targets: as for `Pipeline.step`.
-            numbers: called after the backward, gives a tensor [n] whose sum over processes comes with the update.
+            numbers: called after the backward, returns a tensor [n]; its sum over processes is in the update.
 
         Returns:
             The updates that have become final, at most one: this step's or the one before.

@@ -34,7 +34,13 @@ from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
 from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
-from pipeloom.training.argument_checks import check_arguments, check_num_stages, check_recompute, check_trains
+from pipeloom.training.argument_checks import (
+    can_train,
+    check_arguments,
+    check_num_stages,
+    check_recompute,
+    check_trains,
+)
 from pipeloom.training.memory_use import MemoryUse
 from pipeloom.transport.connect import connect
 from pipeloom.transport.interface import Transport
@@ -112,6 +118,7 @@ class Pipeline:
         check_arguments(schedule, loss_fn, slices, offload, mesh, timeout_seconds)
         schedule = separate_units(merge_backwards(schedule))
         self.schedule, self.mesh = schedule, mesh
+        self._trains = can_train(schedule, loss_fn)
         self._sliced, self._slice_lengths = schedule.num_slices > 1 or slices is not None, slices
 
         stages = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
@@ -212,8 +219,9 @@ class Pipeline:
     def _train(
         self, inputs: Value, targets: Value, *, share_losses: bool, warm_up: WarmUp | None = None
     ) -> dict[int, Tensor]:
-        check_trains(self.schedule, self.executor.loss_fn)
-        if warm_up is None:  # else ranks of this process may still differ
+        if not self._trains or not torch.is_grad_enabled():
+            check_trains(self.schedule, self.executor.loss_fn)
+        if self.state.has_copies and warm_up is None:  # before its validation, ranks may still differ
             self.state.check_equal()
         batch = self._cut(self.program, inputs, targets, with_loss=True)
         self.executor.run(self.program, batch, with_loss=True, share_results=share_losses, warm_up=warm_up)
@@ -258,7 +266,7 @@ class Pipeline:
         sharing = self.state.sharing
         try:
             batch = Batch.cut(
-                program.num_microbatches,
+                program.schedule.num_microbatches,
                 sharing.inputs(inputs),
                 targets,
                 needs_inputs=self.needs_inputs,
@@ -271,8 +279,9 @@ class Pipeline:
         # With several replicas, the ranks with the last stage tell each other. Other ranks already run when one of them
         # hears of it, or when a rank before the last raises: closing tells them. With one replica, the same rank may
         # call again.
-        apart = self.rank is not None and program.num_ranks > 1 and sharing.axis is not None and sharing.axis.degree > 1
-        with self.executor.ended_by_errors() if apart else nullcontext():
+        has_processes = self.rank is not None and self.schedule.num_ranks > 1
+        has_replicas = sharing.axis is not None and sharing.axis.degree > 1
+        with self.executor.ended_by_errors() if has_processes and has_replicas else nullcontext():
             if needs_targets:
                 batch.weigh(sharing.sum_samples(batch.num_samples, refusal))
             elif refusal is not None:

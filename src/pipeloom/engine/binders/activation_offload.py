@@ -19,21 +19,21 @@ from pipeloom.transport.values import flatten
 
 def bind_offload(state: RankState, action: Action, program: Program) -> Step:
     mover, key = _mover_of(state, action), (action.stage, action.microbatch, action.slice)
-    saved, module = state.saved, state.stages[action.stage]
+    activations, contexts, module = state.activations, state.slices.contexts, state.wiring.stages[action.stage]
     context_key = (action.stage, action.microbatch)
 
     def offload() -> None:
-        held = saved[key]
+        held = activations.saved[key]
         assert isinstance(held, tuple)
         assert action.microbatch is not None
         elsewhere: list[Tensor] = [*module.parameters(), *module.buffers()]
         for values in (state.batch.inputs, state.batch.targets):
             if values:
                 elsewhere += flatten(values[action.microbatch])[1]
-        if context_key in state.contexts:
-            elsewhere += state.contexts[context_key].tensors()
+        if context_key in contexts:
+            elsewhere += contexts[context_key].tensors()
         mover.offload(key, held[0], {tensor.untyped_storage()._cdata for tensor in elsewhere})
-        state.num_away += 1
+        activations.num_offloaded += 1
 
     return offload, None
 
@@ -41,20 +41,22 @@ def bind_offload(state: RankState, action: Action, program: Program) -> Step:
 def bind_reload(state: RankState, action: Action, program: Program) -> Step:
     mover, key = _mover_of(state, action), (action.stage, action.microbatch, action.slice)
 
+    activations = state.activations
+
     def reload() -> None:
         mover.reload(key)
-        state.num_away -= 1
-        state.note_live()
+        activations.num_offloaded -= 1
+        activations.note_live()
 
     return reload, None
 
 
 def _mover_of(state: RankState, action: Action) -> ActivationMover:
-    if state.mover is None:
+    if state.wiring.mover is None:
         raise InputError(
-            f"action {action} on rank {state.rank}: no offload target configured. Pass offload to Pipeline."
+            f"action {action} on rank {state.wiring.rank}: no offload target configured. Pass offload to Pipeline."
         )
-    return state.mover
+    return state.wiring.mover
 
 
 def moved_keys(program: Program, rank: int) -> frozenset[Key]:

@@ -15,7 +15,7 @@ from pipeloom.transport.values import flatten
 def bind_backward(state: RankState, action: Action, program: Program) -> Step:
     key = (action.stage, action.microbatch, action.slice)
     begin, deliver = _bind_graph(state, action, program), _bind_delivery(state, action, program)
-    saved = state.saved
+    saved = state.activations.saved
 
     def backward() -> None:
         leaves, roots, gradients = begin()
@@ -31,7 +31,7 @@ def bind_backward(state: RankState, action: Action, program: Program) -> Step:
 def bind_input_backward(state: RankState, action: Action, program: Program) -> Step:
     key = (action.stage, action.microbatch, action.slice)
     begin, deliver = _bind_graph(state, action, program), _bind_delivery(state, action, program)
-    saved = state.saved
+    saved = state.activations.saved
 
     def backward() -> None:
         leaves, roots, gradients = begin()
@@ -44,7 +44,7 @@ def bind_input_backward(state: RankState, action: Action, program: Program) -> S
 
 def bind_weight_backward(state: RankState, action: Action, program: Program) -> Step:
     key = (action.stage, action.microbatch, action.slice)
-    saved = state.saved
+    saved = state.activations.saved
 
     def backward() -> None:
         held = saved[key]
@@ -63,8 +63,8 @@ def _bind_graph(
     assert microbatch is not None
     key = (stage, microbatch, piece)
     last = stage == program.schedule.num_stages - 1
-    saved, arrived = state.saved, state.gradients
-    mover = state.mover if key in state.moved else None
+    saved, arrived = state.activations.saved, state.activations.gradients
+    mover = state.wiring.mover if key in state.activations.to_offload else None
 
     def begin() -> tuple[list[Tensor], list[Root], list[Tensor]]:
         if mover is not None:
@@ -92,9 +92,9 @@ def _bind_delivery(
     assert microbatch is not None
     if stage == 0:
         return None
-    gradients, departing = state.gradients, state.departing
+    gradients, departing = state.activations.gradients, state.activations.departing
     before, send = (stage - 1, microbatch, piece), action.with_op(Op.SEND_B)
-    here = program.placement.rank_of(stage - 1, microbatch) == state.rank
+    here = program.placement.rank_of(stage - 1, microbatch) == state.wiring.rank
 
     def deliver(found: Sequence[Tensor | None]) -> None:
         if here:

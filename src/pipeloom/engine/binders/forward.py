@@ -22,19 +22,20 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     assert microbatch is not None
     key = (stage, microbatch, piece)
     training = not program.schedule.forward_only
-    arrived, saved = state.arrived, state.saved
-    run = state.forwards[stage] if training else state.stages[stage]
-    module = sliced_module(state, action, program, run) if state.sliced else run
+    activations, wiring = state.activations, state.wiring
+    arrived, saved = activations.arrived, activations.saved
+    run = wiring.forwards[stage] if training else wiring.stages[stage]
+    module = sliced_module(state, action, program, run) if wiring.sliced else run
     deliver = _bind_delivery(state, action, program) if stage < program.schedule.num_stages - 1 else None
     loss = _bind_loss(state, action, program) if deliver is None else None
     first = stage == 0
-    mover = state.mover if key in state.moved else None
+    mover = wiring.mover if key in activations.to_offload else None
 
     def forward() -> None:
         value, leaves = (state.batch.inputs[microbatch], []) if first else arrived.pop(key)
         saved[key] = None
-        if len(saved) - state.num_away > state.peak_live_activations:
-            state.note_live()
+        if len(saved) - activations.num_offloaded > activations.peak_live:
+            activations.note_live()
         try:
             output = module(value)
         except RuntimeError as error:
@@ -47,7 +48,7 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
             assert loss is not None
             roots = loss(output)
             if training and not roots and microbatch in state.batch.losses:
-                _check_nothing_to_train(leaves, state.stages[stage])
+                _check_nothing_to_train(leaves, wiring.stages[stage])
         if training:
             saved[key] = (leaves, roots)
         else:
@@ -65,7 +66,7 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
 
 def _copied(state: RankState, stage: int, value: Value) -> Value:
     """A copy of the input, for a stage that changes its input in place; from now on the stage always gets a copy."""
-    state.copies_input[stage] = True
+    state.wiring.copies_input[stage] = True
     return copied(value)
 
 
@@ -73,35 +74,35 @@ def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[
     """The function that takes the last stage's output: computes the loss, or keeps the output for the caller."""
     stage, _, microbatch, piece = action
     assert microbatch is not None
-    key = (stage, microbatch, piece)
+    key, loss_fn = (stage, microbatch, piece), state.wiring.loss_fn
 
     def finish(output: Value) -> list[Root]:
         batch = state.batch
-        if batch.targets is None or state.loss_fn is None:
+        if batch.targets is None or loss_fn is None:
             batch.outputs[microbatch] = output
             return []
-        loss = _checked(state.loss_fn(output, batch.targets[microbatch]))
+        loss = _checked(loss_fn(output, batch.targets[microbatch]))
         weight = state.loss_weights[key] = batch.weights[microbatch]
         batch.losses[microbatch] = loss.detach() * state.seed(weight, loss)
         return [_root(loss)] if loss.requires_grad else []
 
     def finish_slice(value: Value) -> list[Root]:
         (output, mark), batch = value, state.batch
-        if batch.targets is None or state.loss_fn is None:
+        if batch.targets is None or loss_fn is None:
             pieces = batch.outputs.setdefault(microbatch, [])
             pieces.append(output)
             if len(pieces) == program.schedule.num_slices:
                 batch.outputs[microbatch] = join_slices(pieces)
             return []
         extent = Extent(*mark.tolist())
-        loss = _checked(state.loss_fn(output, cut_slice(batch.targets[microbatch], extent)))
+        loss = _checked(loss_fn(output, cut_slice(batch.targets[microbatch], extent)))
         weight = state.loss_weights[key] = batch.weights[microbatch] * extent.share
         weighed = loss.detach() * state.seed(weight, loss)
         earlier = batch.losses.get(microbatch)
         batch.losses[microbatch] = weighed if earlier is None else earlier + weighed
         return [_root(loss)] if loss.requires_grad else []
 
-    return finish_slice if state.sliced else finish
+    return finish_slice if state.wiring.sliced else finish
 
 
 def _checked(loss: Tensor) -> Tensor:
@@ -130,10 +131,10 @@ def _bind_delivery(state: RankState, action: Action, program: Program) -> Callab
     """The function that takes a stage's output: passes it to the next stage on this rank, or to its SEND."""
     stage, _, microbatch, piece = action
     assert microbatch is not None
-    here = program.placement.rank_of(stage + 1, microbatch) == state.rank
+    here = program.placement.rank_of(stage + 1, microbatch) == state.wiring.rank
     next_key = (stage + 1, microbatch, piece)
     send = action.with_op(Op.SEND_F)
-    departing, arrived = state.departing, state.arrived
+    departing, arrived = state.activations.departing, state.activations.arrived
     enter = bind_entry(state, stage + 1, not program.schedule.forward_only) if here else None
 
     def deliver(output: Value) -> list[Root]:
@@ -152,7 +153,7 @@ def bind_entry(
     state: RankState, stage: int, training: bool
 ) -> Callable[[Layout, list[Tensor]], tuple[Value, list[Tensor]]]:
     """The function that makes a stage's input: tensors that require a gradient become leaves of a new graph."""
-    copies_input = state.copies_input
+    copies_input = state.wiring.copies_input
 
     def enter(layout: Layout, tensors: list[Tensor]) -> tuple[Value, list[Tensor]]:
         if not training:

@@ -18,8 +18,8 @@ from pipeloom.transport.values import unflatten
 
 
 def bind_send(state: RankState, action: Action, program: Program) -> Step:
-    channel = Channel(state.rank, peer_of(action, program.placement), Lane.PIPELINE)
-    end, departing = state.transport.outgoing(channel).send, state.departing
+    channel = Channel(state.wiring.rank, peer_of(action, program.placement), Lane.PIPELINE)
+    end, departing = state.wiring.transport.outgoing(channel).send, state.activations.departing
 
     def send() -> None:
         layout, tensors = departing.pop(action)
@@ -31,9 +31,9 @@ def bind_send(state: RankState, action: Action, program: Program) -> Step:
 def bind_receive(state: RankState, action: Action, program: Program) -> Step:
     stage, op, microbatch, piece = action
     key = (stage, microbatch, piece)
-    channel = Channel(peer_of(action, program.placement), state.rank, Lane.PIPELINE)
-    end = state.transport.incoming(channel)
-    next_message, arrived, gradients = end.receive, state.arrived, state.gradients
+    channel = Channel(peer_of(action, program.placement), state.wiring.rank, Lane.PIPELINE)
+    end = state.wiring.transport.incoming(channel)
+    next_message, arrived, gradients = end.receive, state.activations.arrived, state.activations.gradients
     if op is Op.RECV_F:
         enter = bind_entry(state, stage, not program.schedule.forward_only)
 

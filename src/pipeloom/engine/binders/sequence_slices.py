@@ -108,7 +108,7 @@ def sliced_module(
     """
     stage, _, microbatch, _ = action
     assert microbatch is not None
-    module, contexts, extents = state.stages[stage], state.contexts, state.extents
+    module, contexts, extents = state.wiring.stages[stage], state.slices.contexts, state.slices.extents
     key, context_key, num_slices = (stage, microbatch, action.slice), (stage, microbatch), program.schedule.num_slices
     piece = action.slice or 0
     first, last_slice = stage == 0, piece == num_slices - 1
@@ -145,7 +145,7 @@ def in_slice(state: RankState, action: Action, step: Step) -> Step:
     stage, _, microbatch, _ = action
     assert microbatch is not None
     run, ready = step
-    contexts, extents, key = state.contexts, state.extents, (stage, microbatch, action.slice)
+    contexts, extents, key = state.slices.contexts, state.slices.extents, (stage, microbatch, action.slice)
     piece = action.slice or 0
 
     def backward() -> None:

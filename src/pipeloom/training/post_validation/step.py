@@ -49,12 +49,12 @@ class _Change(IntEnum):
 
 @dataclass(frozen=True)
 class _Shares:
-    """The shares of some ranks in what an update depends on, or of all.
+    """What an update depends on, summed over some ranks or over all.
 
     Attributes:
-        norms: [2, parameters of the model], as `gradient_norms`.
-        changes: [ranks], the `_Change` that each has made, 0 for those that are not in the sum.
-        numbers: [n], what the caller wants to have summed.
+        norms: [2, parameters of the model], as `gradient_norms` returns it.
+        changes: [ranks], the `_Change` that each rank made; 0 for ranks that are not in the sum.
+        numbers: [n], numbers of the caller.
         losses: by micro-batch.
     """
 
@@ -76,24 +76,24 @@ class _Shares:
         end.send(*flatten((sums, self.losses)), call)
 
     def received(self, value: Any) -> _Shares:
-        """What a peer sent, whose parts are as long as these."""
+        """The shares in a peer's message. Its parts have the same lengths as these."""
         sums, losses = value
         parts = torch.split(sums.cpu(), [self.norms.numel(), self.changes.numel(), self.numbers.numel()])
         return _Shares(parts[0].view_as(self.norms), parts[1], parts[2], losses)
 
 
 class PostValidatedStep(OptimizerStep):
-    """No rank waits for a later one before it updates; who was wrong does it again.
+    """No rank waits for a later rank before it updates; a rank whose update was wrong repeats it.
 
-    Any optimizer of torch's interface whose update of a parameter depends on that parameter alone, its gradient, its
-    state and the options of its group. Beside parameters, gradients and optimizer state a rank holds a copy of all
-    three. Anything but `Pipeline.step` on this pipeline settles first: `evaluate` and `forward` do by themselves;
-    call `settle` before you read weights or optimizer state, and at the end.
+    Works with torch optimizers whose update of a parameter depends only on that parameter, its gradient, its state and
+    the options of its group. Each rank holds a second copy of its parameters, gradients and optimizer state. Any other
+    call of the pipeline settles first, by itself. Call `settle` before you read weights or optimizer state, and at the
+    end.
 
     Attributes:
-        num_updates: so far.
-        num_rollbacks: for each rank of this process, how often it took an update back.
-        num_repeats: how often the forwards of a warm-up had been for nothing.
+        num_updates: updates so far.
+        num_rollbacks: for each rank of this process, the number of updates that it took back.
+        num_repeats: how often the forwards of a warm-up were repeated.
 
     Raises:
         InputError: see `OptimizerStep`; later, an optimizer that keeps state in the options of its groups.
@@ -108,8 +108,8 @@ class PostValidatedStep(OptimizerStep):
         super().__init__(pipeline, optimizer, max_norm=max_norm)
         if not isinstance(optimizer.state, dict):
             raise InputError(
-                f"{type(optimizer).__name__} keeps its states elsewhere: an update that may be taken back needs them "
-                "at hand; take BarrierStep, or leave the states where they are"
+                f"PostValidatedStep does not support {type(optimizer).__name__}, which offloads its states: an update "
+                "that may be taken back needs them in memory. Use BarrierStep, or do not offload states."
             )
         self._executor = pipeline.executor
         ranks = self._executor.local_ranks
@@ -192,7 +192,7 @@ class _RankUpdate:
         return (parameter for group in self._groups for parameter in group)
 
     def begin(self, number: int, losses: dict[int, Tensor], numbers: Tensor) -> None:
-        """Update by what is known here, and pass it on."""
+        """Update by the shares known to this rank, and pass them on."""
         self._number = number
         # A later step may have other options, such as a learning rate, before this one is validated.
         self._options = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
@@ -205,7 +205,8 @@ class _RankUpdate:
         if self._before is not None:
             shares = shares + self._receive(shares, self._before[1])
         right = self._right_change(shares)
-        # Shares only grow: what must be clipped or left out by some of them, must be so by all. How far, nobody knows.
+        # Shares only grow: an update that is clipped or skipped by some of them is clipped or skipped by all of them.
+        # Only the last rank knows by how much gradients are clipped.
         self._change = right if self._behind is None or right is _Change.WHOLE else _Change.NONE
         shares.changes[self._rank] = self._change
         self._know(shares)
@@ -219,8 +220,8 @@ class _RankUpdate:
         return self._behind is None or self._behind[1].ready()
 
     def validate(self) -> bool:
-        """Wait for all shares, pass them on, and put this rank's update right; True where every rank's was."""
-        if self._behind is None:  # it had them all from the beginning
+        """Wait for all shares, pass them on, and correct this rank's update; True where every rank's was right."""
+        if self._behind is None:  # this rank had all shares when it updated
             return self.stands
         self._know(self._receive(self._shares, self._behind[1]), is_all=True)
         right = self._right_change(self._shares)
@@ -234,13 +235,13 @@ class _RankUpdate:
         return self.stands
 
     def final(self) -> Update:
-        """What came out, after validation."""
+        """The result, after validation."""
         shares = self._shares
         applied = self._right_change(shares) is not _Change.NONE
         return Update(total(shares.losses), self._norm(shares), applied, shares.numbers)
 
     def _know(self, shares: _Shares, *, is_all: bool = False) -> None:
-        """Take shares in and pass them on: down the ranks until all are there, then up."""
+        """Store shares and pass them on: to later ranks until the shares are complete, then to earlier ones."""
         self._shares = shares
         if self._behind is not None and not is_all:
             shares.send(self._behind[0], self._device, self._number)
@@ -253,8 +254,8 @@ class _RankUpdate:
         message = end.receive()
         if message.call != self._number:
             raise RunError(
-                f"rank {self._rank} is at update {self._number} and a neighbour at {message.call}: every rank makes "
-                "the same calls in the same order"
+                f"rank {self._rank} is at update {self._number} and a neighbour at {message.call}: every rank must "
+                "make the same calls in the same order. Look for a call that some ranks skip."
             )
         return like.received(unflatten(message.layout, message.tensors))
 
@@ -262,7 +263,7 @@ class _RankUpdate:
         return total_norm(self._pipeline, shares.norms)
 
     def _right_change(self, shares: _Shares) -> _Change:
-        """What to do if these were all shares."""
+        """The right change if these were all shares."""
         norm, losses = self._norm(shares), shares.losses
         if not norm.isfinite() or (losses and not total(losses).isfinite()):
             return _Change.NONE
@@ -270,7 +271,7 @@ class _RankUpdate:
         return _Change.CLIPPED if self._max_norm / (norm + 1e-6) < 1 else _Change.WHOLE
 
     def _apply(self, change: _Change) -> None:
-        """Update this rank's parameters, by the options that this step began with."""
+        """Update this rank's parameters, with the options that the optimizer had at this step."""
         if change is _Change.NONE:
             return
         if change is _Change.CLIPPED:
@@ -289,7 +290,7 @@ class _RankUpdate:
             if written:
                 raise InputError(
                     f"{kind.__name__} writes {', '.join(written)} into its parameter groups: an update that may be "
-                    "taken back must keep its state by parameter; take BarrierStep for this optimizer"
+                    "taken back must keep its state per parameter. Use BarrierStep with this optimizer."
                 )
 
     def _drop_gradients(self) -> None:

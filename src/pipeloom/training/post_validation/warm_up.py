@@ -74,7 +74,7 @@ class SpeculativeWarmUp:
         if failure is None:
             _cancel(worker, bound)
         state.forget()
-        state.peak_live_activations = 0
+        state.activations.peak_live = 0
         before.restore()
         call = call_only(state.call)
         self._cancelled.numbers = (call, cancel_number(call))
@@ -113,7 +113,7 @@ def _cancel(worker: Worker, bound: Bound) -> None:
     """Tell every rank that may wait for a message of this call that none will come."""
     for channel in sorted(program_channels(bound.program)):
         if channel.source == worker.rank and channel.lane is Lane.PIPELINE:
-            end = worker.state.transport.outgoing(channel)
+            end = worker.state.wiring.transport.outgoing(channel)
             end.send(*flatten(None), cancel_number(worker.state.call))
 
 

@@ -160,7 +160,7 @@ class StreamRank:
             if len(replicas) > 1:
                 for peer in replicas:
                     if peer != rank and peer not in mailboxes:
-                        mailboxes[peer] = Mailbox(rank, peer, self._worker.state.transport, self._plan.call)
+                        mailboxes[peer] = Mailbox(rank, peer, self._worker.state.wiring.transport, self._plan.call)
                 named = {name: p for name, p in module.named_parameters() if p.requires_grad}
                 buffers = self._ownership.replica_buffers(rank, stage)
                 self._replicas[stage] = ReplicaGradients(
