@@ -529,9 +529,7 @@ def _update_whole_parameters_in_pieces(rank: int) -> None:
         with pl.Pipeline(nn.Linear(16, 16), ONE, loss_fn=mse, mesh=pl.Mesh(dp=2), data=data) as pipe:
             optimizer = torch.optim.Adafactor([p for p in pipe.parameters() if p.numel()])
             if layout == "elements":
-                with pytest.raises(
-                    InputError, match=r"Adafactor cannot update shards of parameters: .*layout=\"parameters\""
-                ):
+                with pytest.raises(InputError, match=r"Adafactor cannot update shards of .*layout=\"parameters\""):
                     pl.BarrierStep(pipe, optimizer)
             else:
                 pl.BarrierStep(pipe, optimizer).step(*halves(torch.randn(8, 16), torch.randn(8, 16)))

@@ -205,7 +205,7 @@ def _other_batches(rank: int, num_ranks: int, name: str) -> str:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_targets_of_another_length_are_refused_by_the_last_rank(num_ranks: int) -> None:
     messages = run_ranks(_other_batches, num_ranks, num_ranks, "1f1b")
-    assert "inputs hold 12 samples and targets 4: every sample has its target" in messages[-1]
+    assert "inputs hold 12 samples and targets 4: both must have the same length" in messages[-1]
 
 
 def test_ranks_that_read_different_batches_are_refused() -> None:

@@ -33,7 +33,7 @@ from pipeloom.transport.values import Layout, Value, flatten, split_batch
 
 LossFn = Callable[[Any, Any], Tensor]
 
-# What a binder makes of one action: the function that runs it, and what to ask before running it without blocking.
+# One part of an action: the function that runs it, and a function that says whether it would run without blocking.
 Step = tuple[Callable[[], None], Callable[[], bool] | None]
 Binder = Callable[["RankState", Action, Program], Step]
 
@@ -47,24 +47,24 @@ class Extent(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the sequence."""
+        """The share of the sequence's tokens."""
         return (self.end - self.start) / self.length
 
 
 @dataclass
 class Batch:
-    """What the actions of one step read and write beside messages.
+    """The inputs and results of one step, apart from messages.
 
     Attributes:
-        inputs: of every micro-batch, on ranks with the first stage.
-        targets: of every micro-batch, on ranks with the last stage; None where no loss is asked for.
-        sizes: samples of every micro-batch, on ranks with the last stage.
-        weights: the share of each micro-batch in the loss, which is the mean over the batches of all copies.
-        losses: of the micro-batches whose last stage ran here, each times its weight; of slices, their sum.
-        outputs: of the last stage, where no loss is asked for; of slices, a list until all are there.
-        num_samples: of the batch; 0 where this process reads neither inputs nor targets.
-        extents: of the slices, on ranks that read inputs or targets; others learn them with each value.
-        seed: what the dropout masks of slices follow from; None: drawn where one is needed.
+        inputs: inputs of each micro-batch, on ranks with the first stage.
+        targets: targets of each micro-batch, on ranks with the last stage; None where no loss is computed.
+        sizes: samples of each micro-batch, on ranks with the last stage.
+        weights: the share of each micro-batch in the loss, which is the mean over the batches of all replicas.
+        losses: losses of the micro-batches whose last stage ran here, each times its weight; of slices, their sum.
+        outputs: outputs of the last stage, where no loss is computed; of slices, a list until all are there.
+        num_samples: samples of the batch; 0 where this process reads neither inputs nor targets.
+        extents: extents of the slices, on ranks that read inputs or targets; other ranks receive them with each value.
+        seed: seed of the dropout masks of slices; None: a stage draws one where it needs it.
     """
 
     inputs: Sequence[Value] = ()
@@ -87,10 +87,10 @@ class Batch:
         needs_inputs: bool,
         needs_targets: bool,
     ) -> Batch:
-        """The batch as micro-batches, where this process needs it; weights as if there were no other copy.
+        """Cut the batch into micro-batches, as far as this process reads it; weights are those of a single replica.
 
         Raises:
-            InputError: what is needed is missing, too short, of another length than the rest, or part of a graph.
+            InputError: inputs or targets are missing, too short, of different lengths, or have a graph.
         """
         batch = cls()
         if needs_inputs:
@@ -105,27 +105,24 @@ class Batch:
         return batch
 
     def weigh(self, all_samples: int) -> None:
-        """Set the weights: this batch is a part of `all_samples`."""
+        """Set the weights for a batch of `all_samples` samples over all replicas."""
         self.weights = [size / all_samples for size in self.sizes]
 
 
 def _cut(value: Value, num_microbatches: int, what: str, where: str) -> tuple[list[Value], list[int]]:
     if value is None:
-        raise InputError(f"{what} are None on the rank with the {where} stage: it reads them; pass the batch")
+        raise InputError(f"{what} are None on the rank with the {where} stage, which reads them. Pass the batch.")
     pieces = split_batch(value, num_microbatches, what)
     if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in flatten(value)[1]):
         raise InputError(
-            f"{what} were computed with gradients: a step goes back to its batch and no further, once for each "
-            "micro-batch; detach() them"
+            f"{what} were computed with gradients: a step computes none beyond its batch. Pass {what}.detach()."
         )
     return pieces
 
 
 def unequal_lengths(inputs: int, targets: int) -> str:
-    """What is said of `inputs` and `targets` samples."""
-    return (
-        f"inputs hold {inputs} samples and targets {targets}: every sample has its target; pass batches of one length"
-    )
+    """The error text for so many samples in inputs and in targets."""
+    return f"inputs hold {inputs} samples and targets {targets}: both must have the same length."
 
 
 def refuse_other_call(source: int, theirs: int, ours: int) -> None:
