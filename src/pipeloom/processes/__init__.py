@@ -1,4 +1,13 @@
-"""Processes of a run: launcher, rendezvous, collectives, and what a process leaves behind for others to read."""
+"""The processes of a run.
+
+launcher        starts the ranks of a run on this host, and ends them all when one fails
+black_box       shared memory in which a rank records its action and its error
+rendezvous      makes the default process group, also after torchrun restarted processes
+agreement       compares what processes are about to run
+collectives     the few collectives over a CPU process group
+gloo_threads    waits for gloo's threads before the interpreter shuts down
+host_memory     whether freed host memory stays in the process
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def gather_json(
     """The values of all processes of `group`, by rank, as JSON gives them back; without a group only the own one.
 
     Raises:
-        PeerLost: a process ended, or did not come in time; in the words `lost`.
+        PeerLost: a process ended or timed out; in the words `lost`.
     """
     payload = json.dumps(value).encode()
     if group is None:
@@ -96,9 +96,9 @@ class RunFingerprint(NamedTuple):
 
         Raises:
             InputError: on all of them, where two differ.
-            PeerLost: one of them ended, or did not come in time.
+            PeerLost: one of them ended or timed out.
         """
-        lost = "another rank ended, or did not come in time, before every rank had made its Pipeline; see its error"
+        lost = "another rank ended or timed out before every rank had made its Pipeline; see its error"
         told = gather_json(self._asdict(), group, lost=lost, timeout_seconds=timeout_seconds)
         found = first_difference(enumerate(told))
         if found is None:

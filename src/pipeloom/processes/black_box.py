@@ -1,4 +1,4 @@
-"""What a rank leaves for whoever has to say how it ended."""
+"""`BlackBox`: shared memory in which a rank records its current action and its error."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import mmap
 
 from pipeloom.ir import Action
 
-BLACKBOX_BYTES = 64  # how much of a blackbox the label of the running action takes
+BLACKBOX_BYTES = 64  # size of the label of the running action
 
 
 def label_of(action: Action) -> bytes:
-    """What stands in a blackbox while `action` runs."""
+    """The label of `action` in a black box, padded with NULs."""
     return f"{action}".encode().ljust(BLACKBOX_BYTES, b"\0")[:BLACKBOX_BYTES]
 
 
 class BlackBox:
-    """What a rank was doing, in memory that outlives it: a page shared with the launcher."""
+    """A page of memory that a rank shares with the launcher, and that outlives the rank."""
 
     _ACTION, _PHASE, _WORDS, SIZE = slice(0, BLACKBOX_BYTES), slice(BLACKBOX_BYTES, 192), slice(192, 4096), 4096
 
@@ -24,7 +24,7 @@ class BlackBox:
 
     @property
     def action_buffer(self) -> memoryview:
-        """`BLACKBOX_BYTES` into which the executor writes the action that it runs, padded with NULs."""
+        """The part for the label of the running action, `BLACKBOX_BYTES` long."""
         return memoryview(self._map)[self._ACTION]
 
     def _get(self, place: slice) -> str:
@@ -41,7 +41,7 @@ class BlackBox:
 
     @property
     def phase(self) -> str:
-        """What the rank is about, such as ``step 12``."""
+        """The rank's current phase, such as ``step 12``."""
         return self._get(self._PHASE)
 
     @phase.setter

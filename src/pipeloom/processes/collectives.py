@@ -1,4 +1,4 @@
-"""The few collectives a pipeline needs beside its messages, over a CPU process group and without pickling."""
+"""Collectives over a CPU process group, without pickling, and errors that say that a process was lost."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor
 from pipeloom.errors import PeerLost, PipeloomError, shortened
 from pipeloom.processes.gloo_threads import let_gloo_finish
 
-_LOST = "another process went away, or did not come in time, during a collective"
+_LOST = "another process ended, or timed out, during a collective"
 
-# What says so in plain RuntimeErrors: of gloo's connections, and of waits of torch.distributed and of its stores.
+# Found in RuntimeErrors about a lost process: of gloo's connections, of torch.distributed and of its stores.
 _LOST_WORDS = re.compile(r"gloo/transport/|timed?[ -]?out|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
-# What a backend reports of this process alone, or of a call that was wrong.
+# Found in errors about this process alone, or about a wrong call.
 _LOCAL_WORDS = re.compile(r"^\[enforce fail|out of memory|ncclUnhandledCudaError|ncclInvalid")
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error of a collective, or of a message, says that another process is gone or late.
+    """Whether an error of a collective or a message says that another process ended or timed out.
 
-    torch.distributed has a type of its own for what NCCL and its stores say, and raises a plain RuntimeError for gloo;
-    so does every fault of this process alone, such as memory that is not there.
+    For NCCL and stores torch.distributed raises its own type of error. For gloo it raises a plain RuntimeError, as for
+    errors of this process alone, such as out of memory.
     """
     if isinstance(error, PipeloomError):
         return isinstance(error, PeerLost)
@@ -39,7 +39,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 @contextmanager
 def noticing_lost_peers(lost: str = _LOST) -> Iterator[None]:
-    """Errors that say that another process is gone or late are PeerLost with the words `lost`; others stay."""
+    """Turn errors about a process that ended or timed out into PeerLost with the words `lost`."""
     try:
         yield
     except RuntimeError as error:
@@ -49,12 +49,12 @@ def noticing_lost_peers(lost: str = _LOST) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what a backend says, which may go on with its stack."""
+    """The first line of an error; backends may append a stack."""
     return shortened(str(error).strip().split("\n")[0], 200)
 
 
 def cpu_group() -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
-    """A gloo group of all processes, and what was made for it: nothing where the default group is one."""
+    """A gloo group of all processes, and the groups made for it: none where the default group is a gloo group."""
     let_gloo_finish()
     if "gloo" not in dist.get_backend_config():
         made = dist.new_group(backend="gloo")
@@ -64,10 +64,7 @@ def cpu_group() -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Let go of process groups, with their threads and sockets: of each on its own, whoever else still uses it.
-
-    What is destroyed already, as all groups are after ``destroy_process_group()``, stays so.
-    """
+    """Destroy process groups, with their threads and sockets. Groups that are destroyed already are skipped."""
     for group in groups:
         with suppress(ValueError):
             dist.destroy_process_group(group)
@@ -77,7 +74,7 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, timeout_seconds: float)
     """The sum over a CPU group's processes, in place.
 
     Raises:
-        PeerLost: one of them went away, or did not come in time.
+        PeerLost: one of them ended or timed out.
     """
     with noticing_lost_peers():
         dist.all_reduce(values, group=group, async_op=True).wait(timedelta(seconds=timeout_seconds))
@@ -94,11 +91,17 @@ def all_gather_bytes(
 ) -> list[bytes]:
     """Every rank's bytes, in order of rank, on every rank.
 
-    Two all-gathers: the lengths, then the bytes padded to the longest. `device` is where the group's backend wants its
-    tensors. Others are waited for as long as the group does, or `timeout_seconds`.
+    Two all-gathers: the lengths, then the bytes padded to the longest.
+
+    Args:
+        payload: of this rank.
+        group: of the ranks; None: the default group.
+        device: where the group's backend needs its tensors.
+        lost: words of the error.
+        timeout_seconds: None: the timeout of the group.
 
     Raises:
-        PeerLost: one of them went away, or did not come in time; in the words `lost`.
+        PeerLost: a process ended or timed out.
     """
     timeout = () if timeout_seconds is None else (timedelta(seconds=timeout_seconds),)
     with noticing_lost_peers(lost):

@@ -1,4 +1,4 @@
-"""The end of a process that used gloo: nothing of it may be at work when the interpreter shuts down."""
+"""The end of a process that used gloo: gloo's threads must be idle when the interpreter shuts down."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-_LOOK_SECONDS = 0.05  # between two looks at the threads
-_MOST_SECONDS = 5.0  # threads of the user's may be at work for ever
+_LOOK_SECONDS = 0.05  # between two checks of the threads
+_MOST_SECONDS = 5.0  # the user's threads may never be idle
 
 
 @cache
 def let_gloo_finish() -> None:
-    """Before the interpreter shuts down, let gloo's threads have it once more. Who uses gloo calls it beforehand.
+    """Register a wait for gloo's threads before the interpreter shuts down. Call it before using gloo.
 
-    They let go of tensors a moment after a collective has returned, and need the interpreter for that. One that asks
-    for it during the shutdown is ended inside C++ code, which aborts a process whose work is done.
+    Gloo's threads release tensors shortly after a collective has returned, and need the interpreter lock for that. A
+    thread that requests the lock during the shutdown is ended inside C++ code, which aborts the process.
     """
     atexit.register(_wait_for_threads)
 
 
 def _wait_for_threads() -> None:
-    """Until all other threads sleep, seen twice: one that waits for the interpreter sleeps too, but has it in between.
-
-    On a busy machine a thread that has something to do may wait long for a core.
+    """Wait until all other threads sleep in two checks. A thread that waits for the interpreter lock sleeps too, but
+    runs between the checks. On a busy host a runnable thread may wait long for a core.
     """
     deadline = time.monotonic() + _MOST_SECONDS
     num_quiet = 0
@@ -36,11 +35,11 @@ def _wait_for_threads() -> None:
 
 
 def _others_work() -> bool:
-    """Whether another thread of this process has something to do; no where the system does not say."""
+    """Whether another thread of this process is runnable; False where /proc does not show threads."""
     own = str(threading.get_native_id())
     with suppress(OSError):
         for task in Path("/proc/self/task").iterdir():
-            with suppress(OSError):  # it ended just now
+            with suppress(OSError):  # the thread has just ended
                 if task.name != own and (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD":
                     return True
     return False

@@ -1,12 +1,12 @@
-"""Start the ranks of a run as processes of this machine, watch them, and end them all when one is lost.
+"""Start the ranks of a run as processes of this host, watch them, and end them all when one fails.
 
     launcher ──starts──> rank 0, rank 1, ...      RANK, LOCAL_RANK, WORLD_SIZE as under torchrun
        │                    │
-       └─── black box ◀─────┘                     a page of shared memory for each rank: step, action, last words
+       └─── black box ◀─────┘                     a page of shared memory for each rank: step, action, error
 
-The ranks meet through a file without a name (a memfd), so nothing listens on a port and nothing stays on a disk. Each
-rank writes its step and its current action into its black box; the launcher reads it when the rank is lost. A rank
-dies with its launcher. No torch here: a launcher starts in a tenth of a second and stays small.
+The ranks meet through an anonymous file (a memfd), so no port is opened and no file remains. Each rank writes its step
+and its current action into its black box, which the launcher reads when the rank fails. A rank ends with its launcher.
+The launcher does not import torch: it starts in a tenth of a second and takes little memory.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pipeloom.processes.black_box import BlackBox
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _PEER_LOST = 3  # exit code by which a rank tells its launcher that another rank is the cause
 _POLL_SECONDS = 0.02
-_CAUSE_SECONDS = 3.0  # how long the launcher waits for the rank that caused the loss that others report, if any runs
+_CAUSE_SECONDS = 3.0  # how long the launcher waits for the rank that caused the PeerLost of others
 _GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """How this process belongs to a run of several: started by `launch` or by torchrun.
+    """This process as a rank of a run that `launch` or torchrun started.
 
     Attributes:
-        meeting: what torch.distributed takes as ``init_method``.
-        black_box: where a launched rank leaves its traces; None under torchrun.
+        meeting: the ``init_method`` of torch.distributed.
+        black_box: of a rank that `launch` started; None under torchrun.
     """
 
     rank: int
@@ -52,10 +52,10 @@ class Membership:
 
 
 def membership(environment: Mapping[str, str]) -> Membership | None:
-    """The membership that the environment tells of; None where this process is alone.
+    """The membership that the environment describes; None where this process is not part of a run.
 
     Raises:
-        InputError: RANK, LOCAL_RANK or WORLD_SIZE is no number, or RANK is none of the ranks.
+        InputError: RANK, LOCAL_RANK or WORLD_SIZE is not a number, or RANK is not below WORLD_SIZE.
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
@@ -63,11 +63,11 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     if _LAUNCHED in environment:
         launcher, file, box = (int(number) for number in environment[_LAUNCHED].split(":"))
         _die_with(launcher)
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # Ctrl-C is the launcher's: this is for one rank alone
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # unwinding takes longer than others take to miss this rank
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # Ctrl-C reaches the launcher; this is for one rank alone
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # peers would report a loss before Python has unwound
         meeting, black_box = f"file:///proc/self/fd/{file}", BlackBox(box)
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    if rank >= world_size:  # it would wait for others that do not know of it
+    if rank >= world_size:  # it would wait for ranks that do not exist
         raise InputError(f"environment variable RANK is {rank}: it is below WORLD_SIZE, {world_size}; correct it")
     return Membership(
         rank=rank,
@@ -94,9 +94,9 @@ def _die_with(launcher: int) -> None:
 
 @contextmanager
 def last_words(member: Membership | None) -> Iterator[None]:
-    """Leave an error in the black box, where there is one, and end this rank with the exit code for it.
+    """Write an error into the black box, if there is one, and end this rank with the error's exit code.
 
-    The launcher says it then, once for all ranks. Without a black box errors pass through, under the rank's name.
+    The launcher then prints the error once for all ranks. Without a black box the error is raised with the rank's name.
     """
     try:
         yield
@@ -115,8 +115,8 @@ def last_words(member: Membership | None) -> Iterator[None]:
 def leave(code: int) -> NoReturn:
     """End this rank without the interpreter's clean-up.
 
-    After an error, because other ranks may be gone and nothing here may wait for them. After success, because gloo's
-    threads may still let go of tensors while the interpreter shuts down, which aborts the process now and then.
+    After an error the clean-up could wait for ranks that have ended. After success gloo's threads may still release
+    tensors while the interpreter shuts down, which sometimes aborts the process.
     """
     sys.stdout.flush()
     sys.stderr.flush()

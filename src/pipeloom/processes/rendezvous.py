@@ -1,8 +1,8 @@
-"""How the processes of a run meet: through a store, in a part of it that belongs to this attempt alone.
+"""How the processes of a run meet: through a part of a store that belongs to this attempt alone.
 
-torchrun starts all processes again when one is lost. Its own store may outlive them, with the addresses that they left
-there: who reads those waits for a dead process. How often torchrun has started them again is no common number, for on
-several machines each counts by itself. So rank 0 draws a new number, and tells each of the others that asks:
+torchrun restarts all processes when one fails. Its store may outlive them and keep their addresses, and a process that
+reads an old address waits for a process that has ended. torchrun's restart count cannot tell attempts apart, since
+every host counts for itself. So rank 0 draws a new number, and sends it to each rank that asks:
 
     rank 0                                                rank 2
       │ generation += 1                                     │ asked/2 += 1, now 5
@@ -31,7 +31,7 @@ def join(member: Membership, backend: str) -> None:
     """Make the default process group of `member`'s run. Every process of the run calls it.
 
     Raises:
-        PeerLost: a process did not come in time.
+        PeerLost: a process timed out.
     """
     rank, size = member.rank, member.world_size
     if member.black_box is not None:  # the launcher made the meeting place for this run
@@ -42,10 +42,10 @@ def join(member: Membership, backend: str) -> None:
 
 
 def fresh_part(store: Store, rank: int, size: int, timeout_seconds: float = 1800.0) -> Store:
-    """The same part of `store` for the `size` processes that call it, and one that no process before them had.
+    """A part of `store`, the same for the `size` processes that call it, which no earlier process has used.
 
     Raises:
-        PeerLost: a process did not come in time.
+        PeerLost: a process timed out.
     """
     lost = f"rank {rank} waited {timeout_seconds:g} s for the others to meet"
     with noticing_lost_peers(lost):

@@ -1,7 +1,7 @@
-"""Numbers of a pipeline's calls. One goes with every message, by which ranks notice that they are out of step.
+"""Numbers of a pipeline's calls. One travels with every message, so that ranks notice when they make different calls.
 
-It also says how many samples the batch has. A rank that reads neither inputs nor targets learns that from the first
-message that says it, and passes it on.
+The number also has the number of samples of the batch. A rank that reads neither inputs nor targets learns it from the
+first message that has it, and passes it on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from pipeloom.errors import RunError
 
 _TRAINING, _CANCEL, _KINDS = 1, 2, 4  # number = samples, then _KINDS * count + _TRAINING + _CANCEL
-_COUNT_BITS = 36  # of 64; more calls than anybody makes, and batches of up to 2**28 samples
+_COUNT_BITS = 36  # of 64; the other 28 are for the number of samples
 _MAX_SAMPLES = 1 << 28
 
 

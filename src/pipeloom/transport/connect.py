@@ -45,7 +45,7 @@ class Connection:
         """The sum of a small CPU tensor over the processes of all ranks and replicas, in place.
 
         Raises:
-            PeerLost: a process ended, or did not come in time.
+            PeerLost: a process ended or timed out.
         """
         if self.process_group is None:
             return values
