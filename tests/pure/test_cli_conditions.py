@@ -82,7 +82,7 @@ def test_memory_in_rank_shares(capsys):
     assert (answer["peak_memory"], answer["within_memory"]) == ([12.0] * 4, False)
     code, out, _ = run(capsys, "simulate", "gpipe", *words)
     assert code == 0
-    assert "gpipe: holds at most 12 12 12 12 rank-shares of one micro-batch: over the limit" in out
+    assert "gpipe: peak memory per rank 12 12 12 12 rank-shares of one micro-batch: over the limit" in out
 
 
 def test_search_says_what_it_beat_and_what_nobody_beats(capsys, costs_file):
@@ -271,36 +271,36 @@ def test_timelines_that_are_compared_have_one_scale():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["compare"], "no schedule is named"),
+        (["compare"], "needs at least one schedule. Name the schedules to compare"),
         (["compare", "1f1b", "gpip"], "did you mean 'gpipe'?"),
-        (["compare", "1f1b", "--csv", "x.csv"], "--trace and --csv are of one schedule"),
-        (["1f1b", "gpipe"], "write `simulate compare 1f1b gpipe`"),
+        (["compare", "1f1b", "--csv", "x.csv"], "--trace and --csv write one schedule"),
+        (["1f1b", "gpipe"], "run `pipeloom simulate compare 1f1b gpipe`"),
         (["1f1b", "--memory-limit", "0"], "--memory-limit 0"),
         (["1f1b", "--weight-gradient-memory", "1.5"], "--weight-gradient-memory 1.5"),
-        (["zb-auto", "--memory-limit", "0.5"], "raise the limit"),
-        (["search", "--memory-limit", "0.5"], "raise the limit"),
-        (["search", "--effort", "0"], "--effort 0: it is more than 0; raise it"),
-        (["search", "--prove", "-1"], "--prove -1: it is more than 0; raise it"),
+        (["zb-auto", "--memory-limit", "0.5"], "Raise the cap"),
+        (["search", "--memory-limit", "0.5"], "Raise the cap"),
+        (["search", "--effort", "0"], "--effort 0: must be more than 0"),
+        (["search", "--prove", "-1"], "--prove -1: must be more than 0"),
         (
             ["search", "--microbatches", "100000"],
             "this schedule has at most 20,000. Use smaller sizes",
         ),
         (["1f1b", "--overlap", "-1"], "overlap is -1.0: it is a part of the sum of F and B, 0 or more"),
-        (["1f1b", "--effort", "1"], "--effort is of search"),
-        (["compare", "1f1b", "zb-v", "--placement", "v"], "--placement is of search"),
-        (["1f1b", "--prove", "1"], "--prove is of search"),
-        (["1f1b", "--trace", "x.txt"], "--trace x.txt: a trace is JSON"),
-        (["1f1b", "--html", "x", "--svg", "x"], "x is named twice: the second would take the place of the first"),
+        (["1f1b", "--effort", "1"], "--effort has no effect without schedule `search`"),
+        (["compare", "1f1b", "zb-v", "--placement", "v"], "--placement has no effect without schedule `search`"),
+        (["1f1b", "--prove", "1"], "--prove has no effect without schedule `search`"),
+        (["1f1b", "--trace", "x.txt"], "--trace x.txt: the file name must end in .json"),
+        (["1f1b", "--html", "x", "--svg", "x"], "x is named twice: the second file would overwrite the first"),
         (["1f1b", "--costs", "nowhere.json"], "--costs nowhere.json: No such file"),
         (["1f1b", "--placement", "ring"], "placement"),
         (["1f1b", "--slow-rank", "2:1.5"], "--slow-rank 2:1.5: ranks are 0..1"),
-        (["1f1b", "--slow-rank", "1"], "--slow-rank 1: write RANK:FACTOR"),
-        (["1f1b", "--slow-rank", "1:0"], "--slow-rank 1:0: write RANK:FACTOR"),
-        (["1f1b", "--slow-rank", "1:-2"], "--slow-rank 1:-2: write RANK:FACTOR"),
-        (["1f1b", "--slow-rank", "1:nan"], "--slow-rank 1:nan: write RANK:FACTOR"),
-        (["1f1b", "--slow-rank", "1:1e999"], "--slow-rank 1:1e999: write RANK:FACTOR"),
+        (["1f1b", "--slow-rank", "1"], "--slow-rank 1: must be RANK:FACTOR"),
+        (["1f1b", "--slow-rank", "1:0"], "--slow-rank 1:0: must be RANK:FACTOR"),
+        (["1f1b", "--slow-rank", "1:-2"], "--slow-rank 1:-2: must be RANK:FACTOR"),
+        (["1f1b", "--slow-rank", "1:nan"], "--slow-rank 1:nan: must be RANK:FACTOR"),
+        (["1f1b", "--slow-rank", "1:1e999"], "--slow-rank 1:1e999: must be RANK:FACTOR"),
         (["1f1b", "--slow-rank", "-1:2"], "slow-rank"),
-        (["1f1b", "--slow-rank", "1:2", "--slow-rank", "1:3"], "rank 1 has a factor already"),
+        (["1f1b", "--slow-rank", "1:2", "--slow-rank", "1:3"], "rank 1 already has a factor"),
         (["dualpipe", "--microbatches", "3"], "use 4"),
     ],
 )
@@ -350,7 +350,7 @@ def broken(change):
         ),
         (lambda d: d["stages"][0].update(weight_gradient_bytes=2000), "2000 weight_gradient_bytes of 1000"),
         (lambda d: d["stages"].append(5), "the costs file: stages[2]=5: must be an object with keys"),
-        (lambda d: d["stages"].append(dict(STAGE)), "it is of 3 stages, and schedule '1f1b' has 2 on 2 ranks"),
+        (lambda d: d["stages"].append(dict(STAGE)), "has 3 stages, but schedule '1f1b' has 2 on 2 ranks"),
         (lambda d: d.update(latency="fast"), "the costs file: latency='fast'"),
         (lambda d: d.update(latency=[1, 2]), "the costs file: latency[0]=1: must be a list"),
         (lambda d: d.update(latency=[[0, 1], [1, -1]]), "the costs file: latency[1][1]=-1"),
@@ -379,7 +379,7 @@ def broken(change):
         (lambda d: sized(d).update(links=[link([0, 1]), link([0, 1])]), "ranks (0, 1) are in two links"),
         (lambda d: sized(d).update(links=[link([0, 1], 0)]), "bytes_per_second is 0.0"),
         (lambda d: sized(d).update(bytes_per_second="fast"), "the costs file: bytes_per_second='fast'"),
-        (lambda d: d.update(memory_cap_bytes=[5]), "memory_cap_bytes of the costs has 1 entries for 2 ranks"),
+        (lambda d: d.update(memory_cap_bytes=[5]), "memory_cap_bytes has 1 entries for 2 ranks"),
         (lambda d: d.update(memory_cap_bytes=[5, None]), "the costs file: memory_cap_bytes[1]=None"),
     ],
 )
@@ -399,7 +399,7 @@ def test_broken_costs_files_are_refused_in_one_line(capsys, tmp_path, change, me
         ('{"stages": [{"forward": 1, "forward": 2}]}', "duplicate key 'forward' in one object"),
         (json.dumps({"stages": [STAGE | {"forward": 10**400}]}), "the costs file: stages[0].forward=inf"),
         (json.dumps({"stages": [STAGE | {"forward": 1e101}]}), "forward is 1e+101: a time is a number of seconds"),
-        (json.dumps({"stages": [STAGE] * 3}), "it is of 3 stages, and schedule 'search' has 2 on 2 ranks"),
+        (json.dumps({"stages": [STAGE] * 3}), "has 3 stages, but schedule 'search' has 2 on 2 ranks"),
     ],
 )
 def test_odd_json_is_refused_in_one_line(capsys, tmp_path, text, message):
@@ -417,9 +417,7 @@ def test_stages_of_the_file_fit_all_that_are_compared_and_a_byte_order_mark_is_n
     words = ["--ranks", "4", "--microbatches", "2", "--costs", str(path)]
     code, _, err = run(capsys, "simulate", "compare", "1f1b", "zb-v", *words)
     assert code == 2
-    assert (
-        "is of 4 stages, and schedule 'zb-v' has 8 on 4 ranks: give one entry for each; compare schedules with" in err
-    )
+    assert "has 4 stages, but schedule 'zb-v' has 8 on 4 ranks. Give one entry per stage. Compare schedules with" in err
 
 
 def test_what_the_file_says_is_not_said_twice(capsys, costs_file, tmp_path):
@@ -427,10 +425,10 @@ def test_what_the_file_says_is_not_said_twice(capsys, costs_file, tmp_path):
     for words in (["--forward", "1"], ["--latency", "0"], ["--weight-gradient-memory", "0.5"]):
         code, _, err = run(capsys, "simulate", "1f1b", "--ranks", "4", "--microbatches", "2", "--costs", path, *words)
         assert code == 2
-        assert "the file says it" in err
+        assert "the file has its value" in err
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     code, _, err = run(
         capsys, "simulate", "1f1b", "--ranks", "4", "--microbatches", "2", "--costs", str(tmp_path / "binary.json")
     )
     assert code == 2
-    assert "it is no text" in err
+    assert "not a text file" in err

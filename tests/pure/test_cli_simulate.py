@@ -185,7 +185,7 @@ def test_copies_and_moves_are_simulated(capsys):
     assert answer["data_link_seconds"] == [7.5, 7.5]
     assert answer["makespan_seconds"] == 13.5 + 1.5 + 1.5  # the first gather and the last reduction are in nobody's way
     assert simulated(words) == 0
-    assert "bfs: 4 copies, zero3, granularity chunk\n" in capsys.readouterr().out
+    assert "bfs: 4 replicas, zero3, granularity chunk\n" in capsys.readouterr().out
     assert simulated("1f1b --ranks 4 --microbatches 8 --offload 3 --activation-bytes 1 --json") == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["peak_activations"] == answer["peak_bytes"] == [3.0, 3.0, 2.0, 1.0]
@@ -207,8 +207,8 @@ def test_sizes_and_bandwidths_take_units(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--data-strategy zero3", "--data-strategy without --data"),
-        ("--memory-bandwidth 1", "--memory-bandwidth without --offload"),
+        ("--data-strategy zero3", "--data-strategy has no effect without --data"),
+        ("--memory-bandwidth 1", "--memory-bandwidth has no effect without --offload"),
         ("--data 0", "a data axis of degree 0"),
         ("--data 2 --data-granularity chunk", "granularity 'chunk' with strategy 'ddp'"),
         ("--data 2 --data-bandwidth 1", "no parameter_bytes"),
@@ -218,7 +218,7 @@ def test_sizes_and_bandwidths_take_units(capsys):
             "--data 2 --data-bandwidth fast",
             "--data-bandwidth=fast: must be a bandwidth in bytes per second, such as 1.25e9, 12GB",
         ),
-        ("--offload 0", "--offload 0: a rank holds at least"),
+        ("--offload 0", "--offload 0: must be more than 0"),
         ("--offload 1", "need 3; raise the cap"),
     ],
 )

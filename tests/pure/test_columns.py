@@ -65,8 +65,19 @@ def costs_of(schedule: Schedule, seed: int) -> tuple[Costs, Network]:
     return costs, Network(latency_seconds=rng.choice([0.0, 0.3, tuple(some(ranks) for _ in range(ranks))]))
 
 
+@settings(deadline=None, max_examples=150)
+@given(handmade.schedules())
+def test_columns_of_random_schedules_need_what_the_one_relation_says(schedule):
+    columns_equal_the_relation(schedule)
+
+
 @pytest.mark.parametrize("schedule", LEGAL, ids=NAMES)
 def test_columns_need_what_the_one_relation_says(schedule):
+    columns_equal_the_relation(schedule)
+
+
+def columns_equal_the_relation(schedule: Schedule) -> None:
+    """`columns.needs` states the relation a second time: for every action it has to be that of `dependencies`."""
     found = columns.columns_of(schedule)
     places = columns._places(schedule, found)
     actions = [action for _, action in schedule.actions()]

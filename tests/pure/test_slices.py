@@ -85,7 +85,7 @@ def test_slices_in_a_wrong_order_are_refused():
         swapped[first], swapped[second] = swapped[second], swapped[first]
         with pytest.raises(ScheduleError, match="waits at"):
             check(replace(schedule, orders=(tuple(swapped),)))
-    with pytest.raises(ScheduleError, match=r"slices are 0\.\.2"):
+    with pytest.raises(ScheduleError, match=r"Use one of the slices 0\.\.2"):
         check(replace(schedule, orders=((*order[:-1], Action(0, Op.B, 0, 3)),)))
 
 

@@ -247,7 +247,7 @@ def test_bytes_of_versions_come_from_the_costs_file(capsys, tmp_path):
     words = ["--ranks", "2", "--microbatches", "8", "--costs", str(path)]
     assert answer_of(capsys, "pipedream", *words)["weight_version_bytes"] == [16, 10]
     assert answer_of(capsys, "1f1b", *words)["weight_version_bytes"] == [8, 10]
-    assert "versions of the parameters take at most 16 10 bytes" in run(capsys, "pipedream", *words)[1]
+    assert "peak of all parameter versions per rank 16 10 bytes" in run(capsys, "pipedream", *words)[1]
     path.write_text(json.dumps({"stages": [stage, {k: v for k, v in stage.items() if k != "parameter_bytes"}]}))
     assert "key 'parameter_bytes' is in only one of stages[0] and stages[" in run(capsys, "pipedream", *words)[2]
 
@@ -276,14 +276,14 @@ def test_pages_and_pictures_of_streams_are_written(capsys, tmp_path):
         ),
         (["search", "--replicas", "1,1,2"], "schedule 'search' does not take it"),
         (["compare", "1f1b", "gpipe", "--in-flight", "4"], "in_flight=4: schedule '1f1b' does not take it"),
-        (["pipedream", "--replicas", "2,x"], "--replicas 2,x: write the ranks of each stage, such as 2,1,1"),
+        (["pipedream", "--replicas", "2,x"], "--replicas 2,x: must be the number of ranks per stage, such as 2,1,1"),
         (["pipedream", "--replicas", "2,1"], "replicas [2, 1] on 4 ranks"),
         (["pipedream", "--weights", "mean"], "weights are 'mean'"),
         (["pipedream-2bw", "--microbatches-per-update", "2"], "too few for what is in flight; take 3"),
         (["pipedream", "--microbatches-per-update", "3"], "Use a multiple of 3"),
         (["mine.csv", "--weights", "stash"], "weights with schedule 'mine.csv': the file says it"),
         (["pipedream", "--slices", "2"], "does not slice sequences"),
-        (["search", "--slices", "2"], "does not cut sequences"),
+        (["search", "--slices", "2"], "does not slice sequences"),
         (["pipedream", "--chunks", "2"], "has 1 stage per rank"),
     ],
 )

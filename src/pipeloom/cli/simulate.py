@@ -1,4 +1,4 @@
-"""`pipeloom simulate`: what a schedule comes to, before anything runs."""
+"""`pipeloom simulate`: makespan, bubble and memory of a schedule, before anything runs."""
 
 from __future__ import annotations
 
@@ -74,20 +74,21 @@ def _names(options: Any) -> list[str]:
     if names[0] == _COMPARE:
         names = names[1:]
         if not names:
-            raise InputError("simulate compare: no schedule is named; name those to compare, such as 1f1b zb-h1")
-        if options.trace or options.csv:
             raise InputError(
-                "simulate compare: --trace and --csv are of one schedule; leave out compare, or the option"
+                "simulate compare: needs at least one schedule. Name the schedules to compare, such as 1f1b zb-h1."
             )
+        if options.trace or options.csv:
+            raise InputError("simulate compare: --trace and --csv write one schedule. Remove compare, or the option.")
     elif len(names) > 1:
         raise InputError(
-            f"argument {names[1]!r} is one too many: to see several, write `simulate compare {' '.join(names)}`"
+            f"argument {names[1]!r}: simulate takes one schedule. For several, run `pipeloom simulate compare "
+            f"{' '.join(names)}`."
         )
     if options.trace is not None and not options.trace.endswith((".json", ".json.gz")):
-        raise InputError(f"--trace {options.trace}: a trace is JSON; name a file that ends in .json or .json.gz")
+        raise InputError(f"--trace {options.trace}: the file name must end in .json or .json.gz.")
     outputs = [path for path in map(vars(options).get, _OUTPUTS) if path and not path.startswith("/dev/")]
     if twice := next((path for path in outputs if outputs.count(path) > 1), None):
-        raise InputError(f"{twice} is named twice: the second would take the place of the first; name two files")
+        raise InputError(f"{twice} is named twice: the second file would overwrite the first. Use two names.")
     for name in names:
         if not schedules.is_file(name):
             schedules.find(name)
@@ -116,17 +117,17 @@ def _print_notes(answer: dict[str, Any]) -> None:
     """What the tables do not say: memory by its parts, and what the search compared with."""
     name = answer["schedule"]
     if answer.get("forward_only"):
-        print(f"{name}: forwards alone, as an evaluation runs them; without backwards nothing is trained")
+        print(f"{name}: forwards only, as in evaluation; nothing is trained")
     peaks = answer.get("peak_bytes") or answer.get("peak_memory")
     if peaks:
         unit = "bytes" if "peak_bytes" in answer else "rank-shares of one micro-batch"
         over = "" if answer.get("within_memory", True) else ": over the limit"
-        print(f"{name}: holds at most {' '.join(f'{peak:.6g}' for peak in peaks)} {unit}{over}")
+        print(f"{name}: peak memory per rank {' '.join(f'{peak:.6g}' for peak in peaks)} {unit}{over}")
     for line in simulate_data.notes(name, answer, answer["makespan_seconds"]):
         print(line)
     if "weight_version_bytes" in answer and "data" not in answer:
         held = " ".join(f"{size:.6g}" for size in answer["weight_version_bytes"])
-        print(f"{name}: versions of the parameters take at most {held} bytes")
+        print(f"{name}: peak of all parameter versions per rank {held} bytes")
     if "lower_bound_seconds" in answer:
         best = answer["best_named"]
         said = (
@@ -165,9 +166,9 @@ def summary(timeline: Timeline, checked: Checked) -> dict[str, Any]:
 def _parser() -> Parser:
     parser = Parser(
         prog="pipeloom simulate",
-        description="Simulate a schedule, or compare several. Times are seconds of one rank's whole share of the\n"
-        "model for one micro-batch: a chunk takes 1/V of them, a slice 1/K. A full backward takes backward-input +\n"
-        "backward-weight.",
+        description="Simulate a schedule, or compare several. Times are seconds per rank and micro-batch: with V\n"
+        "virtual stages per rank each takes 1/V of them, a slice 1/K. A full backward takes\n"
+        "backward-input + backward-weight.",
         examples=_EXAMPLES,
     )
     names = ", ".join(schedules.FAMILIES)
@@ -179,36 +180,44 @@ def _parser() -> Parser:
     )
     parser.add_argument("--ranks", type=int, required=True, help="processes, each driving one device")
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of one step, or of a stream")
-    parser.add_argument("--chunks", type=int, help="stages a rank; the schedule's own number if not given")
-    parser.add_argument("--slices", type=int, default=1, help="pieces of a micro-batch along the sequence (1)")
-    parser.add_argument("--weights", type=str, help="of pipedream: stash (the default) or vertical")
-    parser.add_argument("--replicas", type=str, help="of a stream: ranks of each stage, such as 2,1,1 (one each)")
-    parser.add_argument("--microbatches-per-update", type=int, help="of a stream: after how many a stage updates")
+    parser.add_argument("--chunks", type=int, help="virtual stages (chunks) per rank (the schedule's own number)")
+    parser.add_argument("--slices", type=int, default=1, help="slices of each sequence (1)")
+    parser.add_argument("--weights", type=str, help="weight versions of pipedream: stash or vertical (stash)")
+    parser.add_argument("--replicas", type=str, help="streams: ranks per stage, such as 2,1,1 (1 each)")
+    parser.add_argument("--microbatches-per-update", type=int, help="streams: micro-batches per update of a stage")
     parser.add_argument(
         "--in-flight",
         type=str,
-        help="of a stream: micro-batches on each rank: noam (the paper's, the default), full (for the full period with "
-        "any replicas), or a number for the input stage",
+        help="streams: in-flight micro-batches per rank: noam (as in the paper), full (no idle time "
+        "with any replicas), or a number for the input stage (noam)",
     )
-    parser.add_argument("--forward", type=float, help="seconds of a forward (1)")
-    parser.add_argument("--backward-input", type=float, help="seconds of the backward of the inputs (1)")
-    parser.add_argument("--backward-weight", type=float, help="seconds of the backward of the weights (1)")
-    parser.add_argument("--overlap", type=float, default=1.0, help="an overlapped F and B, as a part of their sum")
-    parser.add_argument("--latency", type=float, help="seconds of a message between two ranks (0)")
-    parser.add_argument("--costs", type=str, help="JSON file of what every stage takes and keeps, instead of times")
+    parser.add_argument("--forward", type=float, help="seconds per forward (1)")
+    parser.add_argument("--backward-input", type=float, help="seconds per backward of the inputs (1)")
+    parser.add_argument("--backward-weight", type=float, help="seconds per backward of the weights (1)")
     parser.add_argument(
-        "--slow-rank", type=str, action="append", help="RANK:FACTOR, its computations take so much longer; repeatable"
+        "--overlap", type=float, default=1.0, help="time of an overlapped F and B, as a fraction of their sum (1)"
     )
-    parser.add_argument("--memory-limit", type=float, help="most that a rank may hold, in rank-shares of a micro-batch")
-    parser.add_argument("--weight-gradient-memory", type=float, help="part of it that is left between I and W (1)")
-    parser.add_argument("--placement", choices=("loop", "v"), help="of the chunks, for search (loop)")
-    parser.add_argument("--effort", type=float, help="of search: about so many seconds, but the same everywhere (6)")
-    parser.add_argument("--prove", type=float, help="of search: let CP-SAT raise the bound for so many seconds")
+    parser.add_argument("--latency", type=float, help="latency of a message between two ranks in seconds (0)")
+    parser.add_argument("--costs", type=str, help="JSON file with times and sizes per stage, instead of the options")
+    parser.add_argument(
+        "--slow-rank", type=str, action="append", help="RANK:FACTOR, slowdown of a rank's computations; repeatable"
+    )
+    parser.add_argument(
+        "--memory-limit", type=float, help="memory cap per rank, in activations of one rank and micro-batch"
+    )
+    parser.add_argument(
+        "--weight-gradient-memory", type=float, help="fraction of an activation kept between I and W (1)"
+    )
+    parser.add_argument("--placement", choices=("loop", "v"), help="search: placement of virtual stages (loop)")
+    parser.add_argument(
+        "--effort", type=float, help="search: effort in seconds of a usual machine; same result on any machine (6)"
+    )
+    parser.add_argument("--prove", type=float, help="search: seconds for CP-SAT to prove a better bound (none)")
     simulate_data.add_options(parser)
-    parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
-    parser.add_argument("--csv", type=str, help="write the orders as torch.distributed.pipelining loads them")
-    parser.add_argument("--html", type=str, help="write the picture and the numbers as one offline page")
-    parser.add_argument("--svg", type=str, help="write the picture")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--csv", type=str, help="write the orders in the CSV format of torch.distributed.pipelining")
+    parser.add_argument("--html", type=str, help="write timeline and numbers as one HTML file")
+    parser.add_argument("--svg", type=str, help="write the timeline as SVG")
     parser.add_argument("--critical-path", action="store_true", help="mark the critical path in --svg and --html")
     parser.add_argument(
         "--trace", type=str, help="write a trace for https://ui.perfetto.dev, FILE.json or FILE.json.gz"
@@ -230,9 +239,7 @@ def _write_files(timelines: list[Timeline], schedule: Schedule, options: Any) ->
         try:
             _write(kind, timelines, schedule, Path(path), options.critical_path)
         except OSError as error:
-            raise InputError(
-                f"--{kind} {path}: {error.strerror or error}: the file must be writable; name another path"
-            ) from error
+            raise InputError(f"--{kind} {path}: {error.strerror or error}. Use a writable path.") from error
         written.append(path)
     return written
 

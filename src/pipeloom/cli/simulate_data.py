@@ -1,4 +1,4 @@
-"""Options of `pipeloom simulate` for what runs beside computations: copies of the pipeline, and moved activations."""
+"""Options of `pipeloom simulate` for what overlaps with computations: data parallelism and offload of activations."""
 
 from __future__ import annotations
 
@@ -31,21 +31,33 @@ _SIZES = ("parameter_bytes", "activation_bytes")
 
 def add_options(parser: Parser) -> None:
     """Put the options into the parser of the command."""
-    parser.add_argument("--data", type=int, help="copies of the pipeline, each with micro-batches of its own")
+    parser.add_argument(
+        "--data", type=int, help="data-parallel degree; each replica has its own micro-batches (no data parallelism)"
+    )
     strategies, granularities = ([each.value for each in kind] for kind in (DataStrategy, Granularity))
-    parser.add_argument("--data-strategy", choices=strategies, help="what each copy keeps (ddp)")
-    parser.add_argument("--data-granularity", choices=granularities, help="how often zero2 and zero3 share (step)")
+    parser.add_argument("--data-strategy", choices=strategies, help="what each replica shards (ddp)")
+    parser.add_argument(
+        "--data-granularity", choices=granularities, help="how often zero2 and zero3 gather and reduce (step)"
+    )
     rate, size = BytesPerSecond, Bytes
-    parser.add_argument("--data-bandwidth", type=rate, help="bytes a second of a rank to other copies (no limit)")
-    parser.add_argument("--data-sum-bandwidth", type=rate, help="the same while gradients are summed (as the other)")
-    parser.add_argument("--data-latency", type=float, help="seconds of a message between copies (0)")
-    parser.add_argument("--data-slowdown", type=float, help="what computations lose beside collectives, 0 to 1 (0)")
-    parser.add_argument("--units", type=int, help="pieces of a stage, gathered and reduced one by one (a whole stage)")
-    parser.add_argument("--cluster", type=str, help="JSON file of a cluster, for the links of --data and --offload")
-    parser.add_argument("--parameter-bytes", type=size, help="parameters of one rank's share of the model")
-    parser.add_argument("--offload", type=float, help="activations that a rank may hold; others are moved away")
-    parser.add_argument("--memory-bandwidth", type=rate, help="bytes a second to where they are moved (no limit)")
-    parser.add_argument("--activation-bytes", type=size, help="what one rank's share keeps of a micro-batch")
+    parser.add_argument("--data-bandwidth", type=rate, help="bytes per second of a rank to other replicas (no limit)")
+    parser.add_argument("--data-sum-bandwidth", type=rate, help="the same for sums of gradients (--data-bandwidth)")
+    parser.add_argument("--data-latency", type=float, help="latency of a message between replicas in seconds (0)")
+    parser.add_argument(
+        "--data-slowdown",
+        type=float,
+        help="fraction of their speed that computations lose during collectives, 0 to 1 (0)",
+    )
+    parser.add_argument("--units", type=int, help="units per stage, gathered and reduced one by one (1)")
+    parser.add_argument(
+        "--cluster", type=str, help="JSON file of a cluster: bandwidths and latencies for --data and --offload"
+    )
+    parser.add_argument("--parameter-bytes", type=size, help="bytes of parameters per rank")
+    parser.add_argument(
+        "--offload", type=float, help="most activations that a rank holds; the others are offloaded (no offload)"
+    )
+    parser.add_argument("--memory-bandwidth", type=rate, help="bytes per second to the offload target (no limit)")
+    parser.add_argument("--activation-bytes", type=size, help="bytes of activations per rank and micro-batch")
 
 
 def check_options(options: Any) -> None:
@@ -54,26 +66,28 @@ def check_options(options: Any) -> None:
     Raises:
         InputError: what was seen, the rule, the fix; in one line.
     """
-    for names, needed, what in ((_OF_DATA, "data", "copies"), (("memory_bandwidth",), "offload", "moves")):
+    for names, needed in ((_OF_DATA, "data"), (("memory_bandwidth",), "offload")):
         given = next((name for name in names if getattr(options, name) is not None), None)
         if given is not None and getattr(options, needed) is None:
-            raise InputError(f"{_flag(given)} without --{needed}: it is of {what}; give --{needed}, or leave it out")
+            raise InputError(f"{_flag(given)} has no effect without --{needed}. Add --{needed}, or remove it.")
     if options.cluster is not None and options.data is None and options.offload is None:
-        raise InputError("--cluster without --data or --offload: it is for their links; give one, or leave it out")
+        raise InputError("--cluster has no effect without --data or --offload. Add one of them, or remove it.")
     for name in _SIZES:
         if getattr(options, name) is not None and options.costs is not None:
-            raise InputError(f"{_flag(name)} beside --costs: the file says it of every stage; drop one of the two")
+            raise InputError(
+                f"{_flag(name)} with --costs: the file has a value for every stage. Remove one of the two."
+            )
     if options.units is not None:
         if options.costs is not None:
-            raise InputError("--units beside --costs: the file says it of every stage; drop one of the two")
+            raise InputError("--units with --costs: the file has a value for every stage. Remove one of the two.")
         if not 1 <= options.units <= MOST_UNITS:
-            raise InputError(f"--units {options.units}: a stage is of 1 to {MOST_UNITS} units; correct it")
+            raise InputError(f"--units {options.units}: must be from 1 to {MOST_UNITS}.")
     if options.offload is not None and not options.offload > 0:
-        raise InputError(f"--offload {options.offload:g}: a rank holds at least the one it computes; raise it")
+        raise InputError(f"--offload {options.offload:g}: must be more than 0.")
 
 
 def program_of(schedule: Schedule, options: Any) -> Schedule | Program:
-    """What to simulate: the schedule, with copies and moves where they are asked for, a stream with its updates.
+    """What to simulate: the schedule, with data parallelism and offload if asked for; a stream with its updates.
 
     Updates change no time where stages have no replicas, so a large stream goes without.
     """
@@ -150,11 +164,11 @@ def notes(name: str, answer: dict[str, Any], makespan: float) -> list[str]:
     lines = []
     if "data" in answer:
         data = answer["data"]
-        lines.append(f"{name}: {data['degree']} copies, {data['strategy']}, granularity {data['granularity']}")
-    for link, where in (("data", "between copies"), ("memory", "to slower memory")):
+        lines.append(f"{name}: {data['degree']} replicas, {data['strategy']}, granularity {data['granularity']}")
+    for link, where in (("data", "to other replicas"), ("memory", "to the offload target")):
         if seconds := answer.get(f"{link}_link_seconds"):
             busiest = max(seconds)
-            lines.append(f"{name}: a link {where} works for up to {busiest:.6g} s of {makespan:.6g} s")
+            lines.append(f"{name}: a link {where} is busy for up to {busiest:.6g} s of {makespan:.6g} s")
     return lines
 
 

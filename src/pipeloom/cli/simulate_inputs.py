@@ -43,19 +43,17 @@ class Inputs:
         """
         limit, ratio = options.memory_limit, options.weight_gradient_memory
         if limit is not None and not limit > 0:
-            raise InputError(f"--memory-limit {limit:g}: it is more than 0 rank-shares of one micro-batch; raise it")
+            raise InputError(f"--memory-limit {limit:g}: must be more than 0 rank-shares of one micro-batch.")
         if ratio is not None and not 0 <= ratio <= 1:
-            raise InputError(
-                f"--weight-gradient-memory {ratio:g}: it is a part, from 0 to 1, of what F keeps; correct it"
-            )
+            raise InputError(f"--weight-gradient-memory {ratio:g}: must be from 0 to 1, as a fraction of what F keeps.")
         for what in ("effort", "prove"):
             value = getattr(options, what)
             if value is not None and not (value > 0 and math.isfinite(value)):
-                raise InputError(f"--{what} {value:g}: it is more than 0; raise it")
+                raise InputError(f"--{what} {value:g}: must be more than 0 and finite.")
         searched = "search" in options.names
         given = next((what for what in ("placement", "effort", "prove") if getattr(options, what) is not None), None)
         if given is not None and not searched:
-            raise InputError(f"--{given} is of search, which is not asked for; drop it, or name search")
+            raise InputError(f"--{given} has no effect without schedule `search`. Remove it, or add search.")
         if options.costs is None:
             forward, backward_input, backward_weight = (
                 1.0 if seconds is None else seconds
@@ -72,11 +70,13 @@ class Inputs:
             return cls(options=options, costs=costs, network=network, file=None)
         for what in ("forward", "backward_input", "backward_weight", "latency"):
             if getattr(options, what) is not None:
-                raise InputError(f"--{what.replace('_', '-')} beside --costs: the file says it; drop one of the two")
+                raise InputError(
+                    f"--{what.replace('_', '-')} with --costs: the file has its value. Remove one of the two."
+                )
         file = read_json("--costs", options.costs, parse_costs)
         if ratio is not None and file.costs.activation_bytes is not None:
             raise InputError(
-                "--weight-gradient-memory beside the bytes of --costs: the file says it; drop one of the two"
+                "--weight-gradient-memory with the bytes of --costs: the file has its value. Remove one of the two."
             )
         slowness = _slowness(options.slow_rank, options.ranks)
         costs = replace(file.costs, overlap=options.overlap, rank_slowness=slowness)
@@ -118,7 +118,7 @@ class Inputs:
         check_sizes(ranks, microbatches, chunks, slices, most=family.most_actions)
         if name == "search":
             if slices > 1:
-                raise InputError(f"{slices} slices: search does not cut sequences; leave slices at 1, or use seq1f1b")
+                raise InputError(f"{slices} slices: search does not slice sequences. Use 1 slice, or schedule seq1f1b.")
             placement = (Placement.v if options.placement == "v" else Placement.loop)(ranks, chunks)
             return self._search(placement, self.conditions(placement, name))
         measured = self.conditions(Placement.loop(ranks, chunks), name) if family.to_measure else None
@@ -142,7 +142,9 @@ class Inputs:
         replicas = None
         if options.replicas is not None:
             if re.fullmatch(r"\d+(,\d+)*", options.replicas, re.ASCII) is None:
-                raise InputError(f"--replicas {options.replicas}: write the ranks of each stage, such as 2,1,1")
+                raise InputError(
+                    f"--replicas {options.replicas}: must be the number of ranks per stage, such as 2,1,1."
+                )
             replicas = [int(count) for count in options.replicas.split(",")]
         in_flight = options.in_flight
         if in_flight is not None and re.fullmatch(r"\d+", in_flight, re.ASCII):
@@ -179,10 +181,10 @@ class Inputs:
     def _check_stages(self, schedule: Schedule) -> None:
         """Refuse a costs file for another number of stages."""
         if self.file is not None and self.file.num_stages != schedule.num_stages:
-            compared = "; compare schedules with the same stages" if self.options.names[0] == "compare" else ""
+            compared = " Compare schedules with as many stages." if self.options.names[0] == "compare" else ""
             raise InputError(
-                f"--costs {self.options.costs}: it is of {self.file.num_stages} stages, and schedule {schedule.name!r} "
-                f"has {schedule.num_stages} on {schedule.num_ranks} ranks: give one entry for each{compared}"
+                f"--costs {self.options.costs} has {self.file.num_stages} stages, but schedule {schedule.name!r} has "
+                f"{schedule.num_stages} on {schedule.num_ranks} ranks. Give one entry per stage.{compared}"
             )
 
     def _seconds(self, schedule: Schedule) -> float:
@@ -205,9 +207,7 @@ class Inputs:
             kept = share, share if ratio is None else tuple(ratio * part for part in share)
         caps = (self.file.memory_caps if self.file is not None else None) or (math.inf,) * ranks
         if len(caps) != ranks:
-            raise InputError(
-                f"memory_cap_bytes of the costs has {len(caps)} entries for {ranks} ranks; give one for each"
-            )
+            raise InputError(f"memory_cap_bytes has {len(caps)} entries for {ranks} ranks. Give one per rank.")
         if limit is not None:
             whole = sum(kept[0]) / ranks  # one rank-share of one micro-batch
             caps = tuple(min(cap, limit * whole) for cap in caps)
@@ -268,11 +268,11 @@ def _slowness(words: Sequence[str] | None, num_ranks: int) -> tuple[float, ...] 
     for word in words:
         match = re.fullmatch(r"(\d+):(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)", word, re.IGNORECASE | re.ASCII)
         if match is None or not 0 < float(match[2]) < math.inf:
-            raise InputError(f"--slow-rank {word}: write RANK:FACTOR with a factor above 0, such as 2:1.5")
+            raise InputError(f"--slow-rank {word}: must be RANK:FACTOR with a factor > 0, such as 2:1.5.")
         rank = int(match[1])
         if rank >= num_ranks:
-            raise InputError(f"--slow-rank {word}: ranks are 0..{num_ranks - 1}; name one of them")
+            raise InputError(f"--slow-rank {word}: ranks are 0..{num_ranks - 1}.")
         if rank in factors:
-            raise InputError(f"--slow-rank {word}: rank {rank} has a factor already; give each rank one")
+            raise InputError(f"--slow-rank {word}: rank {rank} already has a factor. Give one per rank.")
         factors[rank] = float(match[2])
     return tuple(factors.get(rank, 1.0) for rank in range(num_ranks))

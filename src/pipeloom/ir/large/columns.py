@@ -1,10 +1,10 @@
 """A large schedule as columns of integers, proved legal by whole columns at once.
 
-What `dependencies` says action by action, `needs` says of all actions together; a property test holds the two against
-each other. Of what an action needs, all but one stands on its own rank, where the order alone decides. So every action
-waits for the one before it on its rank and for at most one other, its `remote`; `rounds` walks the ranks by these.
+`needs` states the relation of `dependencies` for all actions together; tests hold the two against each other, over all
+families and over random schedules. All needs of an action but one are on its own rank, where the order alone decides.
+So every action waits for the one before it on its rank and for at most one other, its `remote`; `rounds` walks those.
 
-This says whether a schedule is legal; why it is not, `check` finds out by walking it action by action.
+The columns tell whether a schedule is legal. Why a schedule is illegal, `check` finds rule by rule.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ def _check_caps(work: Work) -> None:
         rank = short[0]
         others = f" (and ranks {', '.join(map(str, short[1:]))} theirs)" if len(short) > 1 else ""
         raise ScheduleError(
-            f"search: rank {rank} may hold {_plain(work.conditions.caps[rank])}, but one micro-batch keeps "
-            f"{_plain(least[rank])} there; raise the limit to at least that{others}: the smallest caps that do are "
+            f"search: rank {rank} has a cap of {_plain(work.conditions.caps[rank])}, but one micro-batch keeps "
+            f"{_plain(least[rank])} there. Raise the cap to at least that{others}: the smallest caps that do are "
             f"{', '.join(map(_plain, least))}"
         )
 
