@@ -13,6 +13,7 @@ from pipeloom.cli.train import parse
 from pipeloom.common.quantities import Bytes
 from pipeloom.errors import InputError
 from pipeloom.plan.memory import KINDS, MemoryRow, write_memory
+from pipeloom.plan.plan import Plan
 from pipeloom.train.config.memory import under_cap
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.output.directory import to_yaml
@@ -137,9 +138,9 @@ def test_the_table_has_what_is_there_and_the_largest_rank(capsys):
     assert main(["memory", *MODEL.split(), "--parallel.data", "2", "--parallel.data_strategy", "parameter-server"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:5] == ["parameters", "gradients", "optimizer", "activations", "buffers"]
-    assert [line[:14] for line in lines[1:5]] == [f"rank {rank}, copy {copy}" for copy in (0, 1) for rank in (0, 1)]
-    assert lines[5].startswith("all ranks, 2 copies: ")
-    assert "rank 0, copy 0 takes most" in lines[5]
+    assert [line[:17] for line in lines[1:5]] == [f"rank {rank}, replica {copy}" for copy in (0, 1) for rank in (0, 1)]
+    assert lines[5].startswith("all ranks, 2 data-parallel replicas: ")
+    assert "largest: rank 0, replica 0 with " in lines[5]
 
 
 def test_a_run_shows_predicted_beside_measured(capsys, tmp_path):
@@ -153,7 +154,7 @@ def test_a_run_shows_predicted_beside_measured(capsys, tmp_path):
     write_memory(tmp_path, [row])
     assert main(["memory", "--run", str(tmp_path)]) == 0
     first, predicted, measured = capsys.readouterr().out.splitlines()
-    assert first.split() == ["parameters", "activations", "at", "most", "at", "once"]
+    assert first.split() == ["parameters", "activations", "peak"]
     assert predicted.split()[-7:] == ["predicted", "1", "KiB", "2", "KiB", "3", "KiB"]
     assert measured.split() == ["measured", "1", "KiB", "1", "KiB", "-"]
     assert main(["memory", "--run", str(tmp_path / "none")]) == 2
@@ -165,8 +166,8 @@ def test_a_run_shows_predicted_beside_measured(capsys, tmp_path):
     [
         ("--memory.cap lots", "memory.cap=lots: must be a size in bytes, such as"),
         ("--parallel.data_bucket_bytes 1MB/s", "parallel.data_bucket_bytes=1MB/s: must be a size in bytes, such as"),
-        ("--costs x.json", "--costs without --memory.cap"),
-        ("--vocabulary_size 0", "a model has at least one token id"),
+        ("--costs x.json", "--costs works only with --memory.cap"),
+        ("--vocabulary_size 0", "--vocabulary_size=0: must be at least 1"),
         ("--parallel.data -1", "give a number"),
         ("--parallel.cut time", "parallel.cut=time: the measured times are unknown before a run"),
         ("--model.width 63", "model width=63 is not a multiple of heads=6. Use heads=7"),
@@ -177,3 +178,36 @@ def test_bad_input_is_one_line(words, said, capsys):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_configuration_is_written_as_a_plan_that_takes_the_same_memory(capsys, tmp_path):
+    path = str(tmp_path / "plan.json")
+    for line in (
+        "--memory.cap 7.5MiB --parallel.cut 1,3",
+        "--schedule bfs --batch.size 32 --parallel.data 4 --parallel.data_strategy zero3 --memory.cap 5MiB",
+        "--schedule seq1f1b --parallel.slices 20,12 --precision.dtype bf16 --memory.recompute full,none",
+        "--schedule pipedream --parallel.replicas 2,1 --steps 4 --eval_steps 2 --save_steps 2 --batch.size 4",
+        "--memory.offload cpu --memory.offload_activations 2 --parallel.data_strategy zero3 "
+        "--memory.offload_parameters true --parallel.data_bucket_bytes 1MiB",
+    ):
+        answer = memory(capsys, f"{MODEL} {line} --out {path}")
+        assert memory(capsys, f"{MODEL} {line}") == answer
+        plan = Plan.load(path)
+        assert list(plan.predicted_memory_bytes) == [rank["peak"] for rank in answer["ranks"]]
+        model = MODEL.partition(" --batch.size")[0]
+        drains = "--steps 4 --eval_steps 2 --save_steps 2"
+        assert memory(capsys, f"{model} {drains} --plan {path}")["ranks"] == answer["ranks"], line
+    assert main(["memory", *MODEL.split(), "--memory.cap", "8MiB", "--out", path]) == 0
+    assert capsys.readouterr().out.endswith(f"wrote {path}; run it: pipeloom train --plan {path}\n")
+    first, second = Plan.load(path).why
+    assert first == "Of the options that keep 8MiB per rank, --memory.recompute none is the fastest."
+    assert "optimizer adamw" in second
+
+
+def test_times_of_a_costs_file_are_the_predicted_step(capsys, tmp_path):
+    path, costs = tmp_path / "plan.json", tmp_path / "costs.json"
+    stage = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
+    costs.write_text(json.dumps({"stages": [stage] * 2}))
+    line = f"{MODEL} --memory.cap 8MiB --costs {costs}"
+    answer = memory(capsys, f"{line} --out {path}")
+    assert Plan.load(path).predicted_step_seconds == answer["chosen"]["step_seconds"]

@@ -374,3 +374,76 @@ def test_the_worked_example_of_the_documentation_is_what_is_printed(capsys, tmp_
     assert run(capsys, *command.split()) == (0, shown, "")
     published = json.loads(run(capsys, *command.split(), "--form", "published", "--json")[1])
     assert [stage["replicas"] for stage in published["stages"]] == [7, 1]
+
+
+def test_a_partition_is_written_as_a_plan(capsys, profile, tmp_path):
+    path = tmp_path / "plan.json"
+    words = ["--profile", profile, "--ranks", "4", "--bandwidth", "100"]
+    plain = run(capsys, *words, "--json")[1]
+    assert run(capsys, *words, "--json", "--out", str(path)) == (0, plain, "")
+    answer, plan = json.loads(plain), Plan.load(path)
+    assert (plan.schedule, plan.pipeline, plan.replicas, plan.cut) == ("pipedream", 2, (3, 1), (3, 1))
+    assert (plan.num_ranks, plan.microbatches, plan.in_flight) == (4, 1, "noam")
+    assert plan.predicted_step_seconds == answer["noam_period_seconds"]
+    first, second = answer["memory_bytes"]
+    assert plan.predicted_memory_bytes == (first, first, first, second)
+    assert any("bottleneck: compute of stage 0" in reason for reason in plan.why)
+    lines = run(capsys, *words, "--out", str(path))[1].splitlines()
+    assert lines[0] == f"wrote {path}"
+    assert f'train it in Python: pl.Pipeline(model, pl.Plan.load("{path}"))' in lines
+    assert lines[-1].endswith(f"pipeloom train --plan {path} --steps 201 --eval_steps 51 --save_steps 102")
+
+
+def test_the_plan_of_a_gpt_is_run_by_the_printed_command(capsys, tmp_path):
+    path, plan = tmp_path / "profile.json", tmp_path / "plan.json"
+    path.write_text(json.dumps({"layers": gpt_1_3_1()}))
+    words = ["--profile", str(path), "--ranks", "5", "--bandwidth", "1e6"]
+    *_, train = run(capsys, *words)[1].splitlines()
+    *_, planned = run(capsys, *words, "--out", str(plan))[1].splitlines()
+    prefix = "train a GPT of pipeloom: pipeloom train "
+    config = parse(planned.removeprefix(prefix).split())
+    validate_settings(config)
+    assert Plan.load(plan).cut == (1, 1, 1)  # the blocks count
+    expected = parse([*train.removeprefix(prefix).split(), "--parallel.chunks", "1", "--batch.microbatches", "1"])
+    assert replace(config, plan=None) == expected
+
+
+def test_a_synchronous_plan_has_as_many_replicas_of_each_stage(capsys, profile, tmp_path):
+    path = tmp_path / "plan.json"
+    words = [
+        "--profile",
+        profile,
+        "--bandwidth",
+        "1e3",
+        "--schedule",
+        "dapple",
+        "--microbatches",
+        "8",
+        "--out",
+        str(path),
+    ]
+    found = []
+    for ranks in range(1, 9):
+        code, out, err = run(capsys, *words, "--ranks", str(ranks), "--json")
+        if code:
+            assert "a synchronous schedule runs the same number of replicas of each stage" in err
+            assert len(err.splitlines()) == 1
+            continue
+        answer, plan = json.loads(out), Plan.load(path)
+        assert {stage["replicas"] for stage in answer["stages"]} == {plan.data}
+        assert (plan.num_processes, plan.microbatches) == (ranks, 8)
+        assert plan.predicted_step_seconds == min(answer["simulated_seconds"].values())
+        found.append(plan)
+    assert found
+    assert "pipeloom train --plan" in run(capsys, *words, "--ranks", str(found[0].num_processes))[1]
+
+
+def test_a_partition_that_no_stream_can_run_is_not_written(capsys, tmp_path):
+    path, plan = tmp_path / "profile.json", tmp_path / "plan.json"
+    layers = [{**layer, "parameter_bytes": 2**21} for layer in gpt_1_3_1()]
+    path.write_text(json.dumps({"layers": layers, "ties": [{"bytes": 2**20, "layers": [0, 5]}]}))
+    words = ["--profile", str(path), "--state-copies", "3", "--bandwidth", "1", "--ranks", "2", "--out", str(plan)]
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert "stages 0 and 1 share weights" in err
+    assert not plan.exists()

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from pipeloom.cli import main
+from pipeloom.plan.plan import Plan
 from pipeloom.schedules import FAMILIES
 
 KEYS = [
@@ -227,3 +228,40 @@ def test_copies_and_moves_that_cannot_be_are_refused(words, said, capsys):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_simulated_schedule_is_written_as_a_plan(tmp_path, capsys):
+    path, costs = tmp_path / "plan.json", tmp_path / "costs.json"
+    stage = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "activation_bytes": 8}
+    costs.write_text(json.dumps({"stages": [stage, {**stage, "forward": 2.0}]}))
+    words = ["--ranks", "2", "--microbatches", "4", "--json"]
+    search = ["simulate", "search", *words, "--effort", "0.01", "--costs", str(costs)]
+    assert main(search) == 0
+    plain = capsys.readouterr().out
+    assert main([*search, "--out", str(path)]) == 0
+    assert capsys.readouterr().out == plain
+    answer, plan = json.loads(plain), Plan.load(path)
+    assert plan.make_schedule().name == "search"
+    assert (plan.pipeline, plan.microbatches, plan.virtual_stages) == (2, 4, 1)
+    assert plan.predicted_step_seconds == answer["makespan_seconds"]
+    assert list(plan.predicted_memory_bytes) == answer["peak_bytes"]
+    assert any("The fastest named schedule" in reason for reason in plan.why)
+    assert main(["simulate", str(path), *words, "--costs", str(costs)]) == 0  # the orders of the plan
+    assert json.loads(capsys.readouterr().out)["makespan_seconds"] == answer["makespan_seconds"]
+    shared = ["--data", "2", "--data-strategy", "zero3", "--data-granularity", "chunk"]
+    assert main(["simulate", "bfs", *words, *shared, "--out", str(path)]) == 0
+    plan = Plan.load(path)
+    assert (plan.schedule, plan.virtual_stages, plan.predicted_step_seconds) == ("bfs", 2, None)
+    assert (plan.data, plan.data_strategy, plan.data_granularity) == (2, "zero3", "chunk")
+    capsys.readouterr()
+    for line, said in (
+        ("pipedream", "is a stream. `pipeloom partition --out` plans streams."),
+        ("1f1b --offload 3", "--offload has no offload target"),
+        ("compare 1f1b gpipe", "write one schedule"),
+    ):
+        path.unlink(missing_ok=True)
+        assert main(["simulate", *line.split(), *words, "--out", str(path)]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert len(error.splitlines()) == 1
+        assert not path.exists()

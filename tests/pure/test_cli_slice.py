@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 from pipeloom.cli import main
+from pipeloom.plan.plan import Plan
 from pipeloom.plan.slicing.scheduled import peak_along
 from pipeloom.schedules import seq1f1b
 
@@ -71,10 +72,10 @@ def test_a_memory_limit_is_that_of_the_schedule_that_runs(capsys, costs):
     for more in ([], ["--memory-limit", "1536"], ["--memory-limit", "1536", "--schedule", "terapipe"]):
         out = run(capsys, *words, *more)[1]
         assert "x in terapipe; " in out
-        assert "at most 1,536 tokens on a rank\n" in out
+        assert "at most 1,536 tokens per rank\n" in out
     code, _, err = run(capsys, *words, "--memory-limit", "1535", "--schedule", "terapipe")
     assert code == 2
-    assert "hold the 1536 tokens" in err
+    assert "holds all 1536 tokens" in err
     finest = json.loads(run(capsys, *words, "--memory-limit", "536", "--json")[1])
     assert {*finest["slices"][0]} == {8}  # beyond the counts that are tried anyway
 
@@ -94,7 +95,7 @@ def test_slices_of_another_schedule_are_simulated(capsys, costs):
     assert first["predicted_seconds"] * 0.999 <= early["predicted_seconds"] < early["unsliced_seconds"]
     code, out, _ = run(capsys, *words, "--schedule", "seq1f1b")
     assert code == 0
-    assert " tokens on a rank\n" in out
+    assert " tokens per rank\n" in out
     assert "\nsliced\nrank 0  " in out
 
 
@@ -103,7 +104,7 @@ def test_the_picture(capsys, costs):
     assert code == 0
     assert "unsliced\nrank 0  " in out
     assert "\nsliced\nrank 0  " in out
-    assert "x a piece of 1: slices " in out
+    assert " x 1 sequence: slices " in out
     assert " with slices, " in out
 
 
@@ -119,8 +120,8 @@ def test_the_picture(capsys, costs):
         (["--ranks", "two"], "ranks"),
         (["--costs", "no/such/file"], "no/such/file"),
         (["--costs", "."], "--costs ."),
-        (["--model.layers", "8"], "--model.layers beside --costs"),
-        (["--write-costs", "x"], "--write-costs beside --costs"),
+        (["--model.layers", "8"], "--model.layers does not work with --costs"),
+        (["--write-costs", "x"], "--write-costs does not work with --costs"),
         (["--gird", "8"], "did you mean --grid?"),
     ],
 )
@@ -154,4 +155,40 @@ def test_costs_that_overflow_are_refused_in_one_line(capsys, tmp_path):
         warnings.simplefilter("error")
         code, _, err = run(capsys, "--sequence", "256", "--ranks", "4", "--batch", "2", "--costs", str(path))
     assert code == 2
+    assert len(err.splitlines()) == 1
+
+
+def test_the_slices_are_written_as_a_plan(capsys, costs, tmp_path):
+    path = tmp_path / "plan.json"
+    words = ["--sequence", "1024", "--ranks", "4", "--batch", "4", "--grid", "32", "--costs", costs]
+    for schedule in ("terapipe", "seq1f1b"):
+        plain = run(capsys, *words, "--schedule", schedule, "--json")[1]
+        assert run(capsys, *words, "--schedule", schedule, "--json", "--out", str(path)) == (0, plain, "")
+        answer, plan = json.loads(plain), Plan.load(path)
+        assert (plan.schedule, plan.pipeline, plan.microbatches) == (schedule, 4, len(answer["batch"]))
+        assert (plan.slices, plan.batch_size) == (tuple(answer["slices"][0]), 4)
+        assert plan.predicted_step_seconds == answer["predicted_seconds"]
+        assert "with slices" in plan.why[0]
+    out = run(capsys, *words, "--out", str(path))[1]
+    assert out.endswith(f"wrote {path}; run it: pipeloom train --plan {path} --model.sequence_length 1024\n")
+
+
+def test_a_plan_cuts_all_micro_batches_alike(capsys, tmp_path):
+    path, costs = tmp_path / "plan.json", tmp_path / "costs.json"
+    rows = {"base": [[8, 1], [16, 1.5], [64, 4], [256, 20]]}
+    costs.write_text(json.dumps({"forward": rows, "backward": rows}))
+    words = ["--sequence", "32", "--ranks", "4", "--batch", "7", "--grid", "8", "--costs", str(costs)]
+    answer = json.loads(run(capsys, *words, "--json", "--out", str(path))[1])
+    assert len(set(map(tuple, answer["slices"]))) > 1
+    plan = Plan.load(path)
+    assert 7 % plan.microbatches == 0
+    assert plan.predicted_step_seconds >= answer["predicted_seconds"]
+    assert "different cuts would take" in plan.why[1]
+
+
+def test_a_plan_that_cannot_be_written_is_one_line(capsys, costs, tmp_path):
+    words = ["--sequence", "64", "--ranks", "2", "--batch", "1", "--costs", costs]
+    code, out, err = run(capsys, *words, "--out", str(tmp_path / "none" / "plan.json"))
+    assert (code, out) == (2, "")
+    assert "--out" in err
     assert len(err.splitlines()) == 1

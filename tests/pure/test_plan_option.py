@@ -12,8 +12,8 @@ from pipeloom.cli import main
 from pipeloom.cli.train import parse
 from pipeloom.errors import InputError
 from pipeloom.plan.plan import Plan
+from pipeloom.train.config.rules import validate_settings
 from pipeloom.train.config.schedule import make_schedule
-from pipeloom.train.config.validate import validate_settings
 from pipeloom.train.output.directory import repeatable, to_yaml
 
 SLICED = Plan(schedule="seq1f1b", pipeline=3, microbatches=4, slices=[40, 44, 44], cut=[3, 2, 1], recompute="full")

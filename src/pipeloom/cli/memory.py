@@ -1,30 +1,34 @@
-"""`pipeloom memory`: how much memory every rank takes, by kind, before a run or after it."""
+"""`pipeloom memory`: peak memory per rank and kind, predicted before a run or compared with it afterwards."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeloom.cli.common.files import read_json
+from pipeloom.cli.common.files import read_json, write_text
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.train_options import make_parser, print_config, read_options, to_config
 from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError
 from pipeloom.plan.memory import KINDS, Choice, MemoryRow, read_memory
+from pipeloom.plan.plan import Plan
+from pipeloom.plan.train_options import plan_of_options
 from pipeloom.sim import parse_costs
 from pipeloom.train.config.memory import chosen_words, planned_memory, under_cap
+from pipeloom.train.config.schedule import make_schedule
 from pipeloom.train.config.train_config import TrainConfig
 
 _DESCRIPTION = """\
-How much memory every rank of a run takes, by kind, from closed forms: nothing is made, and nothing runs. The options
-are those of `pipeloom train`, so that its command line can be pasted here. With --run, what a run took beside what was
-predicted for it."""
+Peak memory per rank and kind from closed forms, without building the model. The options are those of `pipeloom train`,
+so that its command line can be pasted here. With --run, the measured memory of a run and the prediction for it."""
 _EXAMPLES = """
 pipeloom memory --parallel.pipeline 4 --model.layers 24 --model.width 1024 --model.heads 16
 pipeloom memory --parallel.pipeline 2 --parallel.data 4 --parallel.data_strategy zero3 --precision.dtype bf16
 pipeloom memory --parallel.pipeline 2 --parallel.data 4 --parallel.data_strategy zero3 --memory.cap 24MiB
+pipeloom memory --memory.cap 60MiB --out plan.json
 pipeloom memory --run runs/train
 """
 
@@ -39,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     config = to_config(options.as_dict())
     if config.parallel.data == -1:
-        raise InputError("parallel.data is -1: how many copies there are follows from a run's processes; give a number")
+        raise InputError("parallel.data=-1: needs a running process group. Outside `torchrun`, give a number.")
     from pipeloom.train.config.rules import validate_settings
 
     validate_settings(config)
@@ -48,19 +52,55 @@ def main(argv: Sequence[str]) -> int:
         return 0
     vocabulary = _vocabulary(config, options.vocabulary_size)
     if options.costs is not None and config.memory.cap is None:
-        raise InputError("--costs without --memory.cap: times weigh what a cap can cost; give a cap, or leave it out")
+        raise InputError(
+            "--costs works only with --memory.cap, which weighs memory against time. Add a cap, or remove it."
+        )
     file = None if options.costs is None else read_json("--costs", options.costs, parse_costs)
+    cap = config.memory.cap
     config, choice = under_cap(config, vocabulary, file=file)
-    _print_plan(config, vocabulary, choice, as_json=options.json)
+    if options.out is not None:
+        why = (
+            [] if cap is None else [f"Of the options that keep {cap} per rank, {chosen_words(config)} is the fastest."]
+        )
+        seconds = choice.seconds if choice is not None and file is not None else None
+        plan = _plan(config, vocabulary, seconds=seconds, why=why)
+        write_text("--out", options.out, plan.to_json() + "\n")
+    _print_prediction(config, vocabulary, choice, as_json=options.json)
+    if options.out is not None and not options.json:
+        print(f"wrote {options.out}; run it: pipeloom train --plan {options.out}")
     return 0
+
+
+def _plan(config: TrainConfig, vocabulary: int, *, seconds: float | None, why: Sequence[str]) -> Plan:
+    """The configuration as a plan with the predicted memory and, if known, the seconds per step."""
+    peaks = [rank.peak for rank in planned_memory(config, vocabulary)]
+    sizes = config.model
+    counted_for = (
+        f"Memory is predicted for optimizer {config.optimizer.name} and a GPT with {sizes.layers} blocks of width "
+        f"{sizes.width} on sequences of {sizes.sequence_length} tokens."
+    )
+    nested = asdict(config)
+    options = {key: value for key, value in nested.items() if not isinstance(value, dict)}
+    options |= {
+        f"{section}.{key}": nested[section][key] for section in nested.keys() - options for key in nested[section]
+    }
+    return plan_of_options(
+        options,
+        make_schedule(config),
+        microbatches=config.num_microbatches,
+        predicted_step_seconds=seconds,
+        predicted_memory_bytes=tuple(peaks),
+        why=(*why, counted_for),
+    )
 
 
 def _parser() -> Parser:
     parser = make_parser("pipeloom memory", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--run", type=str, help="output_dir of a run: what was predicted and measured there")
-    parser.add_argument("--costs", type=str, help="with a cap: costs file with the times of stages and links")
-    parser.add_argument("--vocabulary_size", type=int, help="token ids; that of data.tokenizer if not given (256)")
-    parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
+    parser.add_argument("--run", type=str, help="output directory of a run: predicted and measured memory")
+    parser.add_argument("--costs", type=str, help="costs file with the times of stages and links, for --memory.cap")
+    parser.add_argument("--vocabulary_size", type=int, help="vocabulary size (default: of data.tokenizer)")
+    parser.add_argument("--out", type=str, help="write the configuration as a plan, for `pipeloom train --plan`")
+    parser.add_argument("--json", action="store_true", help="print the numbers as one JSON object and nothing else")
     return parser
 
 
@@ -70,40 +110,38 @@ def _vocabulary(config: TrainConfig, given: int | None) -> int:
 
         return load_tokenizer(config.data.tokenizer).vocabulary_size
     if given < 1:
-        raise InputError(f"--vocabulary_size {given}: a model has at least one token id; raise it")
+        raise InputError(f"--vocabulary_size={given}: must be at least 1.")
     return given
 
 
-def _print_plan(config: TrainConfig, vocabulary: int, choice: Choice | None, *, as_json: bool) -> None:
-    copies = config.data_degree
-    shown = [0, 1] if copies > 1 and config.parallel.data_strategy == "parameter-server" else [0]
-    ranks = [rank for copy in shown for rank in planned_memory(config, vocabulary, copy=copy)]
-    weights = {copy: copies - 1 if copy else 1 for copy in shown} if len(shown) > 1 else {0: copies}
+def _print_prediction(config: TrainConfig, vocabulary: int, choice: Choice | None, *, as_json: bool) -> None:
+    replicas = config.data_degree
+    shown = [0, 1] if replicas > 1 and config.parallel.data_strategy == "parameter-server" else [0]
+    ranks = [rank for replica in shown for rank in planned_memory(config, vocabulary, copy=replica)]
+    weights = {replica: replicas - 1 if replica else 1 for replica in shown} if len(shown) > 1 else {0: replicas}
     total = sum(weights[rank.copy] * rank.peak for rank in ranks)
     largest = max(ranks, key=lambda rank: rank.peak)
-    chosen = None
-    if choice is not None:
-        chosen = {
-            "data_granularity": config.parallel.data_granularity,
-            "recompute": config.memory.recompute,
-            "step_seconds": choice.seconds,
-        }
     if as_json:
         answer: dict[str, Any] = {
             "ranks": [{"copy": r.copy, "rank": r.rank, **r.kinds, "peak": r.peak} for r in ranks],
-            "copies": copies,
+            "copies": replicas,
             "total": total,
             "largest_rank": largest.rank,
         }
-        print(json.dumps(answer if chosen is None else {**answer, "chosen": chosen}, allow_nan=False))
+        if choice is not None:
+            answer["chosen"] = {
+                "data_granularity": config.parallel.data_granularity,
+                "recompute": config.memory.recompute,
+                "step_seconds": choice.seconds,
+            }
+        print(json.dumps(answer, allow_nan=False))
         return
-    names = {(r.copy, r.rank): f"rank {r.rank}" + (f", copy {r.copy}" if len(shown) > 1 else "") for r in ranks}
-    table = [{"": names[r.copy, r.rank], **_texts(r.kinds), "at most at once": bytes_text(r.peak)} for r in ranks]
-    _print_table(table)
-    of = f", {copies} copies" if copies > 1 else ""
-    most = f"{names[largest.copy, largest.rank]} takes most, {bytes_text(largest.peak)}"
+    names = {(r.copy, r.rank): f"rank {r.rank}" + (f", replica {r.copy}" if len(shown) > 1 else "") for r in ranks}
+    _print_table([{"": names[r.copy, r.rank], **_texts(r.kinds), "peak": bytes_text(r.peak)} for r in ranks])
+    of = f", {replicas} data-parallel replicas" if replicas > 1 else ""
+    most = f"largest: {names[largest.copy, largest.rank]} with {bytes_text(largest.peak)}"
     print(f"all ranks{of}: {bytes_text(total)}; {most}")
-    if chosen is not None:
+    if choice is not None:
         print(f"under the cap with {chosen_words(config)}")
 
 
@@ -124,16 +162,16 @@ def _print_run(rows: Sequence[MemoryRow], *, as_json: bool) -> None:
     table = []
     for row in rows:
         for name, sizes in (("predicted", row.predicted), ("measured", row.measured)):
-            first = f"process {row.process} (rank {row.rank}, copy {row.copy})" if name == "predicted" else ""
+            first = f"process {row.process} (rank {row.rank}, replica {row.copy})" if name == "predicted" else ""
             kinds = {kind: size for kind, size in sizes.items() if kind != "peak"}
             peak = sizes.get("peak")
             most = "-" if peak is None else bytes_text(peak)
-            table.append({"": first, " ": name, **_texts(kinds), "at most at once": most})
+            table.append({"": first, " ": name, **_texts(kinds), "peak": most})
     _print_table(table)
 
 
 def _texts(sizes: Mapping[str, float | None]) -> dict[str, str]:
-    """Of every kind; those that are nowhere are left out of a table."""
+    """Sizes by kind as text."""
     return {kind: "-" if sizes.get(kind) is None else bytes_text(sizes[kind] or 0) for kind in KINDS}
 
 

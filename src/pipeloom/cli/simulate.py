@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeloom import schedules
 from pipeloom.cli import simulate_data
+from pipeloom.cli.common.files import write_text
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.simulate_inputs import Inputs
 from pipeloom.common.atomic_file import write_whole
@@ -19,6 +20,7 @@ from pipeloom.sim import Timeline, simulate
 
 _COMPARE = "compare"
 _OUTPUTS = ("csv", "html", "svg", "trace")
+_FILES = (*_OUTPUTS, "out")
 
 _EXAMPLES = """\
 pipeloom simulate 1f1b --ranks 4 --microbatches 8
@@ -27,7 +29,7 @@ pipeloom simulate 1f1b --ranks 4 --microbatches 16 --latency 0.1 --json
 pipeloom simulate 1f1b --ranks 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg --trace 1f1b.json.gz
 pipeloom simulate zb-auto --ranks 8 --microbatches 24 --memory-limit 12 --weight-gradient-memory 0.4
 pipeloom simulate mine.py:eager --ranks 4 --microbatches 8
-pipeloom simulate search --ranks 4 --microbatches 16 --costs costs.json --csv found.csv
+pipeloom simulate search --ranks 4 --microbatches 16 --costs costs.json --out plan.json
 pipeloom simulate seq1f1b --ranks 4 --microbatches 1 --slices 8
 pipeloom simulate pipedream --ranks 4 --microbatches 16 --replicas 2,1,1 --weights vertical
 pipeloom simulate bfs --ranks 2 --microbatches 4 --data 4 --data-strategy zero3 --data-granularity chunk
@@ -47,6 +49,12 @@ def main(argv: Sequence[str]) -> int:
     made = [_simulate(name, inputs) for name in names]
     timelines = [timeline for timeline, _, _ in made]
     written = _write_files(timelines, made[0][1], options)
+    if options.out is not None:
+        from pipeloom.cli.simulate_plan import plan_of_simulation
+
+        plan = plan_of_simulation(made[0][1], inputs, made[0][2])
+        write_text("--out", options.out, plan.to_json() + "\n")
+        written.append(options.out)
     answers = [answer for _, _, answer in made]
     if options.json:
         print(json.dumps({"schedules": answers} if options.names[0] == _COMPARE else answers[0], allow_nan=False))
@@ -77,8 +85,10 @@ def _names(options: Any) -> list[str]:
             raise InputError(
                 "simulate compare: needs at least one schedule. Name the schedules to compare, such as 1f1b zb-h1."
             )
-        if options.trace or options.csv:
-            raise InputError("simulate compare: --trace and --csv write one schedule. Remove compare, or the option.")
+        if options.trace or options.csv or options.out:
+            raise InputError(
+                "simulate compare: --trace, --csv and --out write one schedule. Remove compare, or the option."
+            )
     elif len(names) > 1:
         raise InputError(
             f"argument {names[1]!r}: simulate takes one schedule. For several, run `pipeloom simulate compare "
@@ -86,7 +96,7 @@ def _names(options: Any) -> list[str]:
         )
     if options.trace is not None and not options.trace.endswith((".json", ".json.gz")):
         raise InputError(f"--trace {options.trace}: the file name must end in .json or .json.gz.")
-    outputs = [path for path in map(vars(options).get, _OUTPUTS) if path and not path.startswith("/dev/")]
+    outputs = [path for path in map(vars(options).get, _FILES) if path and not path.startswith("/dev/")]
     if twice := next((path for path in outputs if outputs.count(path) > 1), None):
         raise InputError(f"{twice} is named twice: the second file would overwrite the first. Use two names.")
     for name in names:
@@ -215,6 +225,7 @@ def _parser() -> Parser:
     parser.add_argument("--prove", type=float, help="search: seconds for CP-SAT to prove a better bound (none)")
     simulate_data.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--out", type=str, help="write the schedule as a plan, for `pipeloom train --plan`")
     parser.add_argument("--csv", type=str, help="write the orders in the CSV format of torch.distributed.pipelining")
     parser.add_argument("--html", type=str, help="write timeline and numbers as one HTML file")
     parser.add_argument("--svg", type=str, help="write the timeline as SVG")

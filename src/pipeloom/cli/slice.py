@@ -1,4 +1,4 @@
-"""`pipeloom slice`: where to cut sequences so that a pipeline has something to do, and what that saves."""
+"""`pipeloom slice`: where to cut sequences into slices, and how much time that saves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 from pipeloom.cli.common.files import read_json, write_text
 from pipeloom.cli.common.model_options import add_model_options, check_file_alone, whole_model
 from pipeloom.cli.common.parser import Parser
-from pipeloom.common.quantities import seconds_text
+from pipeloom.common.quantities import counted, seconds_text
 from pipeloom.errors import InputError
+from pipeloom.plan.plan import Plan
 from pipeloom.plan.slicing import (
     SliceCosts,
     Slicing,
@@ -25,9 +26,10 @@ from pipeloom.plan.slicing import (
 )
 from pipeloom.schedules import FAMILIES
 from pipeloom.sim import Timeline
+from pipeloom.split.layer_chain import even_parts
 
 _GRID = 8
-_MOST_SPANS = 200_000  # a picture of more takes longer than it tells
+_MOST_SPANS = 200_000  # of the picture; more are too small to see
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,20 +54,52 @@ def main(argv: Sequence[str]) -> int:
         whole = slice_for_schedule(costs, schedule=schedule, **sizes, sliced=False)
     if given["write_costs"] is not None:
         write_text("--write-costs", given["write_costs"], costs.to_json() + "\n")
+    if given["out"] is not None:
+        plan = _plan(costs, found, whole, schedule=schedule, sizes=sizes)
+        write_text("--out", given["out"], plan.to_json() + "\n")
     if given["json"]:
         print(json.dumps(answer(found, whole)))
         return 0
     _show(found, whole, costs, errors, schedule)
     if given["write_costs"] is not None:
         print(f"wrote {given['write_costs']}")
+    if given["out"] is not None:
+        print(
+            f"wrote {given['out']}; run it: pipeloom train --plan {given['out']} --model.sequence_length "
+            f"{given['sequence']}"
+        )
     return 0
 
 
+def _plan(costs: SliceCosts, found: Slicing, whole: Slicing, *, schedule: str, sizes: dict[str, Any]) -> Plan:
+    """The slicing as a plan. A run cuts all micro-batches alike; where `found` does not, another slicing does."""
+    why = [_gain(found, whole, schedule)]
+    count = len(found.batch)
+    if len({*found.slices}) > 1 or list(found.batch) != sorted(even_parts(sizes["batch"], count), reverse=True):
+        unequal = found.predicted_seconds
+        found = slice_for_schedule(costs, schedule=schedule, **sizes)
+        count = len(found.batch)
+        why = [
+            _gain(found, whole, schedule),
+            f"All micro-batches are cut alike, as a run needs; different cuts would take {seconds_text(unequal)}.",
+        ]
+    lengths = found.slices[0]
+    return Plan(
+        schedule=schedule,
+        pipeline=found.num_ranks,
+        microbatches=count,
+        batch_size=sizes["batch"],
+        slices=lengths if len(lengths) > 1 else None,
+        predicted_step_seconds=found.predicted_seconds,
+        why=tuple(why),
+    )
+
+
 def _schedule(given: dict[str, Any]) -> str:
-    """The schedule that runs: the one that was named, or one that keeps the memory limit.
+    """The schedule on the command line, or one that keeps the memory limit.
 
     Raises:
-        InputError: terapipe, which holds every token of the batch, under a limit below that.
+        InputError: terapipe, which holds all tokens of the batch, under a lower limit.
     """
     named: str | None = given["schedule"]
     limit, tokens = given["memory_limit"], given["batch"] * given["sequence"]
@@ -73,8 +107,8 @@ def _schedule(given: dict[str, Any]) -> str:
         return named or "terapipe"
     if named == "terapipe":
         raise InputError(
-            f"a memory limit of {limit} tokens under --schedule terapipe: all forwards first hold the {tokens} tokens "
-            "of the batch; allow as many, or leave --schedule out"
+            f"--memory-limit={limit}: --schedule terapipe runs all forwards first and holds all {tokens} tokens of the "
+            "batch. Raise the limit, or remove --schedule."
         )
     return named or "seq1f1b"
 
@@ -93,43 +127,45 @@ def answer(found: Slicing, whole: Slicing) -> dict[str, Any]:
 def _parser() -> Parser:
     parser = Parser(
         prog="pipeloom slice",
-        description="Cut sequences into slices, and a batch into pieces, so that a pipeline takes least time.\n"
-        "What slices cost is read from --costs, or measured here on one rank's share of a GPT's blocks (--model.*).",
+        description="Cut sequences into slices, and a batch into micro-batches, for the shortest step of a pipeline.\n"
+        "Slice times come from --costs, or are measured here on one rank's share of a GPT's blocks (--model.*).",
         examples="""
             pipeloom slice --sequence 2048 --ranks 8 --batch 1 --costs costs.json
             pipeloom slice --sequence 1024 --ranks 2 --batch 1 --model.layers 8 --grid 32
             pipeloom slice --sequence 2048 --ranks 8 --batch 4 --costs costs.json --memory-limit 4096 --json
             pipeloom slice --sequence 2048 --ranks 8 --batch 1 --costs costs.json --schedule seq1f1b
+            pipeloom slice --sequence 1024 --ranks 2 --batch 4 --schedule seq1f1b --out plan.json
         """,
     )
-    parser.add_argument("--sequence", type=int, required=True, help="tokens of a sequence")
-    parser.add_argument("--ranks", type=int, required=True, help="ranks of the pipeline")
-    parser.add_argument("--batch", type=int, required=True, help="sequences of a step")
-    parser.add_argument("--costs", type=str, help="JSON file of what slices cost one rank, instead of measuring")
-    parser.add_argument("--write-costs", type=str, help="write what was measured, for --costs")
-    parser.add_argument("--grid", type=int, help="slices begin at multiples of it (8, or a shorter sequence)")
+    parser.add_argument("--sequence", type=int, required=True, help="sequence length in tokens")
+    parser.add_argument("--ranks", type=int, required=True, help="pipeline-parallel degree")
+    parser.add_argument("--batch", type=int, required=True, help="batch size in sequences")
+    parser.add_argument("--costs", type=str, help="JSON file with the slice times of one rank; default: measure here")
+    parser.add_argument("--write-costs", type=str, help="write the measured slice times, for --costs")
+    parser.add_argument("--grid", type=int, help="slice boundaries are multiples of this (8)")
     parser.add_argument(
         "--schedule",
         choices=[each.name for each in FAMILIES.values() if each.sliced and each.chunks is not None],
-        help="what runs: terapipe, all forwards first, or one whose backwards start early, simulated (terapipe, or "
-        "seq1f1b where that alone keeps --memory-limit)",
+        help="schedule to slice for; terapipe is solved, others are simulated (terapipe, or seq1f1b if only that "
+        "keeps --memory-limit)",
     )
-    parser.add_argument("--memory-limit", type=int, help="most tokens whose activations a rank may hold")
-    parser.add_argument("--json", action="store_true", help="the numbers as one JSON object and nothing else")
+    parser.add_argument("--memory-limit", type=int, help="maximum tokens whose activations a rank holds")
+    parser.add_argument("--out", type=str, help="write the slices as a plan, for `pipeloom train --plan`")
+    parser.add_argument("--json", action="store_true", help="print the numbers as one JSON object and nothing else")
     add_model_options(parser, but=("sequence_length",))
     return parser
 
 
 def _costs(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float] | None]:
-    """What slices cost, and the error of the fit (forward, backward) where they were measured.
+    """The slice times and, where they were measured, the error of the fit (forward, backward).
 
     Raises:
-        InputError: the file cannot be read, it stands beside sizes of a model, or those are wrong.
+        InputError: the file cannot be read, options of a model are given with it, or model sizes are wrong.
     """
     path = given["costs"]
     if path is None:
         return _measured(given)
-    check_file_alone(given, "--costs", ("write_costs",), "what slices cost")
+    check_file_alone(given, "--costs", ("write_costs",), "the slice times")
     return read_json("--costs", path, parse_slice_costs), None
 
 
@@ -152,19 +188,26 @@ def _show(found: Slicing, whole: Slicing, costs: SliceCosts, errors: tuple[float
     from pipeloom.report.terminal import print_comparison
 
     if errors is not None:
-        print(f"measured here; the fit is off by {100 * errors[0]:.1f} % forward, {100 * errors[1]:.1f} % backward")
+        print(f"measured here; error of the fit: {100 * errors[0]:.1f} % forward, {100 * errors[1]:.1f} % backward")
     actions = 2 * found.num_ranks * (sum(map(len, found.slices)) + len(whole.slices))
     if actions <= _MOST_SPANS:
         print_comparison(
             [_timeline(costs, each, schedule, name) for name, each in (("unsliced", whole), ("sliced", found))]
         )
     else:
-        print(f"no picture: {actions:,} spans are more than can be seen")
+        print(f"no picture: too many spans to see ({actions:,})")
     for (size, lengths), group in groupby(zip(found.batch, found.slices, strict=True)):
-        print(f"{len(list(group))} x a piece of {size}: slices {' '.join(map(str, lengths))}")
-    gain = whole.predicted_seconds / found.predicted_seconds if found.predicted_seconds else 1.0
+        samples = counted(size, "sequence")
+        print(f"{len(list(group))} x {samples}: slices {' '.join(map(str, lengths))}")
     print(
+        f"{_gain(found, whole, schedule)}; the longest slice takes {seconds_text(found.max_slice_seconds)}; at most "
+        f"{found.peak_tokens:,} tokens per rank"
+    )
+
+
+def _gain(found: Slicing, whole: Slicing, schedule: str) -> str:
+    gain = whole.predicted_seconds / found.predicted_seconds if found.predicted_seconds else 1.0
+    return (
         f"{seconds_text(found.predicted_seconds)} with slices, {seconds_text(whole.predicted_seconds)} without: "
-        f"{gain:.2f}x in {schedule}; the longest slice takes {seconds_text(found.max_slice_seconds)}; at most "
-        f"{found.peak_tokens:,} tokens on a rank"
+        f"{gain:.2f}x in {schedule}"
     )

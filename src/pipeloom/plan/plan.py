@@ -157,7 +157,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as one JSON object; `from_json` reads it back exactly."""
-        values = {"version": VERSION, **{name: value for name, value in self._values().items() if value is not None}}
+        values = {"version": VERSION, **{name: value for name, value in self._values().items() if _is_set(value)}}
         if isinstance(self.schedule, Schedule):
             values["schedule"] = json.loads(to_json(self.schedule))
         rows = [

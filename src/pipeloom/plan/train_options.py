@@ -1,11 +1,13 @@
-"""The options of `pipeloom train` that a plan sets."""
+"""The options of `pipeloom train` that a plan sets, and the plan of such options."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pipeloom.ir import Schedule
 from pipeloom.plan.plan import Plan
+from pipeloom.schedules import is_file
 
 # Option: attribute of the plan, in the order of a command line. A plan always says the first group.
 _ALWAYS = {
@@ -61,3 +63,36 @@ def _written(value: Any) -> Any:
         return value
     same = isinstance(value[0], str) and len(set(value)) == 1
     return value[0] if same else ",".join(map(str, value))
+
+
+def plan_of_options(options: Mapping[str, Any], schedule: Schedule, **predicted: Any) -> Plan:
+    """The plan that sets these options, the inverse of `options_of_plan`.
+
+    Args:
+        options: values by dotted names; all that a plan can set are there.
+        schedule: what runs with them. A plan holds its orders where the option `schedule` names a file.
+        predicted: more attributes of the plan.
+    """
+    given = {name: _read(name, options[option]) for option, name in (_ALWAYS | _IF_GIVEN).items()}
+    stream = schedule.microbatches_per_update is not None
+    if options["parallel.data"] == 1 and not options["memory.offload_parameters"]:
+        given |= dict.fromkeys(("data_strategy", "data_granularity", "data_bucket_bytes"))
+    if options["memory.offload"] is not None:
+        given |= {name: options[f"memory.{name}"] for name in _OFFLOAD}
+    given["schedule"] = schedule if is_file(options["schedule"]) else schedule.name
+    given["in_flight"] = given["in_flight"] if stream else None
+    return Plan(**{**given, **predicted})
+
+
+def _read(name: str, value: Any) -> Any:
+    """The value of an option as the attribute `name` has it."""
+    if name == "slices" and str(value).isdecimal():
+        return int(value)
+    if name == "data_bucket_bytes":
+        return int(value)
+    if name in ("cut", "replicas", "slices", "recompute") and isinstance(value, str):
+        words = [word.strip() for word in value.split(",")]
+        if all(word.isdecimal() for word in words):
+            return tuple(map(int, words))
+        return tuple(words) if len(words) > 1 else value
+    return value
