@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Precision,
         update_parameters,
     )
+    from pipeloom.plan.plan import Plan
     from pipeloom.sim import Costs, Network, Timeline, simulate
     from pipeloom.training import (
         BarrierStep,
@@ -45,6 +46,7 @@ _LAZY = {
     "ir": "pipeloom.ir",
     "passes": "pipeloom.passes",
     "schedules": "pipeloom.schedules",
+    "Plan": "pipeloom.plan.plan",
     "Costs": "pipeloom.sim",
     "Network": "pipeloom.sim",
     "Timeline": "pipeloom.sim",
@@ -82,6 +84,7 @@ __all__ = [
     "Pipeline",
     "PipeloomError",
     "Placement",
+    "Plan",
     "PostValidatedStep",
     "Precision",
     "Program",

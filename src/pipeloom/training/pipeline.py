@@ -30,6 +30,7 @@ from pipeloom.parallel.offload.activations import open_activation_offload
 from pipeloom.parallel.offload.targets import OffloadActivations
 from pipeloom.parallel.options import DataParallel, Precision
 from pipeloom.passes import merge_backwards, separate_units
+from pipeloom.plan.plan import Plan
 from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
 from pipeloom.slicing import make_sliceable
@@ -42,6 +43,7 @@ from pipeloom.training.argument_checks import (
     check_trains,
 )
 from pipeloom.training.memory_use import MemoryUse
+from pipeloom.training.plan_arguments import arguments_of_plan
 from pipeloom.transport.connect import connect
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Value, join_batch
@@ -54,7 +56,9 @@ class Pipeline:
         model: an nn.Sequential, a block model with `layers`, a list with one module per stage, or `Stages` that are cut
             already. Every rank passes the same model and keeps its own stages.
         schedule: which rank computes what in which order. Its micro-batches are those of every step. The `schedule`
-            attribute is what runs: it has B in place of an I and the W behind it where no rank waits for the I.
+            attribute is what runs: it has B in place of an I and the W behind it where no rank waits for the I. Or a
+            `pipeloom.Plan`, which also gives `cut`, `slices`, `recompute`, `offload`, `data`, `precision` and, for a
+            data-parallel degree above 1, `mesh`; arguments that contradict it are refused.
         loss_fn: ``loss_fn(output, targets)`` of one micro-batch: a scalar, the mean over its samples. `forward` needs
             none.
         layers, cut: how to cut `model`; see `pipeloom.split.split`.
@@ -100,7 +104,7 @@ class Pipeline:
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | Stages,
-        schedule: Schedule,
+        schedule: Schedule | Plan,
         *,
         loss_fn: LossFn | None = None,
         layers: Sequence[str] | None = None,
@@ -115,6 +119,18 @@ class Pipeline:
         blackbox: Any = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
+        if isinstance(schedule, Plan):
+            schedule, cut, slices, recompute, offload, mesh, data, precision = arguments_of_plan(
+                schedule,
+                model,
+                cut=cut,
+                slices=slices,
+                recompute=recompute,
+                offload=offload,
+                mesh=mesh,
+                data=data,
+                precision=precision,
+            )
         check_arguments(schedule, loss_fn, slices, offload, mesh, timeout_seconds)
         schedule = separate_units(merge_backwards(schedule))
         self.schedule, self.mesh = schedule, mesh
