@@ -26,6 +26,7 @@ TITLES = {
     "pipeloom.report": "Timelines as text, SVG, HTML and traces",
     "pipeloom.errors": "Exceptions that pipeloom raises",
     "pipeloom.train.checkpoint": "Saving and loading checkpoints",
+    "pipeloom.plan": "Plans: what a run needs, as data",
     "pipeloom.plan.partition": "Partitioning a model into stages with replicas",
     "pipeloom.plan.slicing": "Where to slice a sequence",
     "pipeloom.plan.memory": "Memory estimates",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import main
+from pipeloom.cli.common.train_command import stream_command
 from pipeloom.cli.train import parse
-from pipeloom.cli.train_command import stream_command
 from pipeloom.errors import InputError
 from pipeloom.plan.plan import Plan
 from pipeloom.train.config.rules import validate_settings

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from pipeloom.cli.train_command import stream_command
+from pipeloom.cli.common.train_command import stream_command
 from pipeloom.common.quantities import bytes_text, counted, seconds_text
 from pipeloom.errors import InputError
 from pipeloom.plan.partition import (

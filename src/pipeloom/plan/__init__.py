@@ -1,1 +1,14 @@
-"""Decide how to run before anything runs: stages and their replicas, slices of the sequence, a cluster's times."""
+"""Decide how to run before anything runs: plans, stages with replicas, slices of sequences, memory, clusters."""
+
+from __future__ import annotations
+
+from pipeloom.common.lazy_exports import lazy_exports
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pipeloom.plan.plan import Plan
+
+__all__ = ["Plan"]
+
+_LAZY = {"Plan": "pipeloom.plan.plan"}
+__getattr__ = lazy_exports(__name__, _LAZY)
