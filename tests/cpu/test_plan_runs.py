@@ -119,7 +119,7 @@ def test_a_planned_run_is_the_run_of_its_options(text: Path, tmp_path: Path, kin
         free = []
     elif kind == "slice":
         costs = tmp_path / "costs.json"
-        rows = '{"base": [[8, 1], [64, 4]]}'
+        rows = '{"base": [[8, 1], [64, 8]]}'
         costs.write_text(f'{{"forward": {rows}, "backward": {rows}}}')
         words = ["--sequence", "32", "--ranks", "2", "--batch", "4", "--schedule", "seq1f1b", "--costs", str(costs)]
         assert main(["slice", *words, "--out", path]) == 0
