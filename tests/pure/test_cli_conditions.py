@@ -207,7 +207,7 @@ def test_numbers_are_finite_or_refused(capsys):
     assert answer_of(capsys, *words)["makespan_seconds"] > 1e200
     code, out, err = run(capsys, "simulate", "1f1b", "--ranks", "4", "--microbatches", "8", "--forward", "1e308")
     assert (code, out) == (2, "")
-    assert "forward is 1e+308: a time is a number of seconds, from 0 to 1e+100" in err
+    assert "forward=1e+308: must be a number of seconds from 0 to 1e+100" in err
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -285,7 +285,7 @@ def test_timelines_that_are_compared_have_one_scale():
             ["search", "--microbatches", "100000"],
             "this schedule has at most 20,000. Use smaller sizes",
         ),
-        (["1f1b", "--overlap", "-1"], "overlap is -1.0: it is a part of the sum of F and B, 0 or more"),
+        (["1f1b", "--overlap", "-1"], "overlap=-1.0: must be a fraction of the sum of F and B, >= 0"),
         (["1f1b", "--effort", "1"], "--effort has no effect without schedule `search`"),
         (["compare", "1f1b", "zb-v", "--placement", "v"], "--placement has no effect without schedule `search`"),
         (["1f1b", "--prove", "1"], "--prove has no effect without schedule `search`"),
@@ -375,9 +375,9 @@ def broken(change):
             lambda d: sized(d).update(links=[link([0, True])]),
             "the costs file: links[0].ranks[0][1]=True: must be an integer",
         ),
-        (lambda d: sized(d).update(links=[link([0, 7])]), "link 0 joins ranks (0, 7): ranks are 0..1"),
+        (lambda d: sized(d).update(links=[link([0, 7])]), "link 0 joins ranks (0, 7): ranks must be in 0..1"),
         (lambda d: sized(d).update(links=[link([0, 1]), link([0, 1])]), "ranks (0, 1) are in two links"),
-        (lambda d: sized(d).update(links=[link([0, 1], 0)]), "bytes_per_second is 0.0"),
+        (lambda d: sized(d).update(links=[link([0, 1], 0)]), "bytes_per_second=0.0: must be finite and > 0"),
         (lambda d: sized(d).update(bytes_per_second="fast"), "the costs file: bytes_per_second='fast'"),
         (lambda d: d.update(memory_cap_bytes=[5]), "memory_cap_bytes has 1 entries for 2 ranks"),
         (lambda d: d.update(memory_cap_bytes=[5, None]), "the costs file: memory_cap_bytes[1]=None"),

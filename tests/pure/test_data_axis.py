@@ -305,7 +305,7 @@ def test_ranks_with_the_same_parameters_sum_when_the_copies_have():
 def test_a_bandwidth_needs_bytes():
     with pytest.raises(InputError, match="no parameter_bytes"):
         simulate(lower(GPIPE, data=zero3()), costs(parameter_bytes=None), Network(data_bytes_per_second=1.0))
-    with pytest.raises(InputError, match="a bandwidth is finite"):
+    with pytest.raises(InputError, match="must be finite and > 0"):
         Network(data_bytes_per_second=0.0)
 
 

@@ -283,11 +283,11 @@ def test_impossible_costs_are_refused():
             Network(latency_seconds=((0.0, bad), (0.0, 0.0)))
         with pytest.raises(InputError, match="send_seconds is"):
             Network(send_seconds=bad)
-    with pytest.raises(InputError, match="backward is their sum"):
+    with pytest.raises(InputError, match="both backward and its parts, whose sum it is"):
         Costs.uniform(backward=2.0, backward_input=1.0)
-    with pytest.raises(InputError, match="give one of the two"):
+    with pytest.raises(InputError, match="need either backward, or both"):
         Costs.per_stage(forward=[1.0])
-    with pytest.raises(InputError, match="give one of the two"):
+    with pytest.raises(InputError, match="need either backward, or both"):
         Costs.per_stage(forward=[1.0], backward=[2.0], backward_input=[1.0], backward_weight=[1.0])
 
 

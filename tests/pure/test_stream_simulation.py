@@ -144,7 +144,7 @@ def test_bytes_of_versions_are_versions_times_parameters():
     flushed = simulate(build("1f1b", num_ranks=3, num_microbatches=9), costs)
     assert flushed.weight_version_bytes == (10.0, 20.0, 30.0)
     assert simulate(stream("stash", (1, 1, 1), 9), Costs.uniform()).weight_version_bytes is None
-    with pytest.raises(InputError, match=r"parameter_bytes has 3 entries: .* has 2 stages; give one for each"):
+    with pytest.raises(InputError, match=r"parameter_bytes has 3 entries: .* has 2 stages. Pass one entry per stage"):
         simulate(stream("stash", (1, 1), 9), replace(costs, activation_bytes=None))
     with pytest.raises(InputError, match="parameter_bytes is -1"):
         replace(costs, parameter_bytes=(-1.0, 1.0, 1.0))

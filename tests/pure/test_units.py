@@ -192,7 +192,7 @@ def test_files_and_options_say_the_same(tmp_path, capsys):
     assert answers[0] == answers[1]
     for given_words, named in (
         (["--units=0"], "--units 0"),
-        (["--data-slowdown=2"], "data_slowdown is 2.0"),
+        (["--data-slowdown=2"], "data_slowdown=2.0"),
         (["--units=2", f"--costs={tmp_path / 'costs.json'}"], "--units beside --costs"),
         ([f"--cluster={tmp_path / 'costs.json'}"], "cluster"),
     ):

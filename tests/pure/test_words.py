@@ -76,7 +76,6 @@ PENDING: set[str] = {
     "src/pipeloom/processes",
     "src/pipeloom/schedules",
     "src/pipeloom/schedules/search",
-    "src/pipeloom/sim",
     "src/pipeloom/train",
     "src/pipeloom/train/config",
     "src/pipeloom/training",

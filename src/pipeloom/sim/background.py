@@ -1,7 +1,7 @@
-"""What runs beside the computations of a rank: gathers and reductions of a data axis, and moves of activations.
+"""Background actions of a rank: all-gathers and gradient reductions of a data axis, and offloading of activations.
 
-Each rank has two links of its own, and either serves one action after the other, in the order in which the rank comes
-to them: the data link goes to the other copies of the pipeline, the memory link to slower memory of its machine. The
+Each rank has two links. A link serves one action at a time, in the order in which the rank issues them: the data link
+connects the rank to other data-parallel replicas, the memory link to slower memory of its machine. The
 rank goes on at once. A computation waits until the parameters that it reads have been gathered, or the activation that
 it needs is back; the sum over ranks that hold the same parameters, for the reductions of its rank.
 
@@ -158,7 +158,7 @@ class Background:
         return now
 
     def _slowed(self, rank: int, now: float, seconds: float) -> float:
-        """When a computation of so many seconds ends that loses speed while the link to other copies works."""
+        """The end of a computation that is slowed down while the data link is busy."""
         busy, left = self._busy[rank], 1 - self._slowdown
         while busy and seconds > 0:
             if busy[0].end <= now:

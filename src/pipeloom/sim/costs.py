@@ -28,8 +28,8 @@ SIZES = (
 class Costs:
     """The time of every computation on one micro-batch.
 
-    A number is the time of **one rank's whole share of the model**: a stage takes `Schedule.stage_share` of it (1/V
-    with V chunks a rank). A tuple has one time for each stage. A slice takes 1/K of either, times its factor.
+    A number is the time of **the full share of one rank**: a stage takes `Schedule.stage_share` of it (1/V with V
+    virtual stages per rank). A tuple has one time per stage. A slice takes 1/K of either, times its factor.
 
     Attributes:
         forward: seconds of F.
@@ -80,24 +80,22 @@ class Costs:
             for seconds in value if isinstance(value, tuple) else (value or 0.0,):
                 check_seconds(what, seconds)
         if not 0 <= self.overlap <= MOST:
-            raise InputError(f"overlap is {self.overlap}: it is a part of the sum of F and B, 0 or more; correct it")
+            raise InputError(f"overlap={self.overlap}: must be a fraction of the sum of F and B, >= 0.")
         for stage, count in enumerate(self.units or ()):
             if not 1 <= count <= MOST_UNITS:
                 raise InputError(
-                    f"stage {stage} has {count:g} units: it goes over the links in 1 to {MOST_UNITS} pieces; correct it"
+                    f"units[{stage}]={count:g}: a stage must be sent over the links in 1 to {MOST_UNITS} units."
                 )
         for factor in chain(*self.slice_factors or ()):
             check_seconds("a slice factor", factor)
         for rank, factor in enumerate(self.rank_slowness or ()):
             if not 0 < factor <= MOST:
-                raise InputError(
-                    f"rank {rank} takes {factor} times as long: a factor is above 0, at most {MOST:g}; correct it"
-                )
+                raise InputError(f"rank_slowness[{rank}]={factor}: slowdown factor must be > 0 and <= {MOST:g}.")
         stages = [(what, getattr(self, what)) for what in (*times, *SIZES, "units")]
         counts = {what: len(value) for what, value in stages if isinstance(value, tuple)}
         if len(set(counts.values())) > 1:
             of = ", ".join(f"{what} has {count} entries" for what, count in counts.items())
-            raise InputError(f"costs are of different stages ({of}): each has one for every stage; correct them")
+            raise InputError(f"costs are of different stages ({of}): each must have one entry per stage.")
         self._check_bytes()
 
     def _check_bytes(self) -> None:
@@ -105,7 +103,7 @@ class Costs:
         for what in SIZES:
             for size in getattr(self, what) or ():
                 if not 0 <= size <= MOST:
-                    raise InputError(f"{what} is {size}: a size is a number of bytes, from 0 to {MOST:g}; correct it")
+                    raise InputError(f"{what}={size}: must be a number of bytes from 0 to {MOST:g}.")
         if self.gradient_message_bytes is not None and self.message_bytes is None:
             raise InputError("gradient_message_bytes without message_bytes: give both for each stage")
         if left is not None:
@@ -114,8 +112,8 @@ class Costs:
             for stage, (whole, part) in enumerate(zip(kept, left, strict=True)):
                 if part > whole:
                     raise InputError(
-                        f"stage {stage} keeps {part:g} weight_gradient_bytes of {whole:g} activation_bytes: what is "
-                        "left after I is a part; lower it"
+                        f"stage {stage} keeps {part:g} weight_gradient_bytes of {whole:g} activation_bytes: the bytes "
+                        "left after I cannot exceed all activation bytes."
                     )
 
     @classmethod
@@ -130,7 +128,7 @@ class Costs:
     ) -> Costs:
         """Every rank's share costs the same. `backward` (2.0 if nothing is said) splits into equal halves."""
         if backward is not None and (backward_input is not None or backward_weight is not None):
-            raise InputError("costs name both backward and its parts: backward is their sum; give one or the other")
+            raise InputError("costs have both backward and its parts, whose sum it is. Pass one or the other.")
         half = (2.0 if backward is None else backward) / 2
         return cls(
             forward=forward,
@@ -151,9 +149,7 @@ class Costs:
     ) -> Costs:
         """One time for each stage. `backward` splits into equal halves unless both parts are given instead."""
         if (backward is None) == (backward_input is None) or (backward_input is None) != (backward_weight is None):
-            raise InputError(
-                "costs per stage need either backward or both backward_input and backward_weight; give one of the two"
-            )
+            raise InputError("costs per stage need either backward, or both backward_input and backward_weight.")
         if backward is not None:
             backward_input = backward_weight = [seconds / 2 for seconds in backward]
         assert backward_input is not None
@@ -238,8 +234,8 @@ class Costs:
         factors = self.rank_slowness
         if factors is not None and len(factors) != schedule.num_ranks:
             raise InputError(
-                f"rank_slowness has {len(factors)} entries: schedule {schedule.name!r} has {schedule.num_ranks} ranks; "
-                "give one factor for each"
+                f"rank_slowness has {len(factors)} entries: schedule {schedule.name!r} has {schedule.num_ranks} ranks. "
+                "Pass one factor per rank."
             )
         return factors
 
@@ -254,7 +250,7 @@ class Costs:
         if any(len(each) != schedule.num_slices for each in self.slice_factors):
             raise InputError(
                 f"slice_factors are for {len(self.slice_factors[0])} and {len(self.slice_factors[1])} slices: schedule "
-                f"{schedule.name!r} has {schedule.num_slices}; give one for each"
+                f"{schedule.name!r} has {schedule.num_slices}. Pass one factor per slice."
             )
         forward, backward = self.slice_factors
         return {Op.F: forward, Op.B: backward, Op.I: backward, Op.W: backward}
@@ -280,7 +276,7 @@ class Costs:
 def check_seconds(what: str, seconds: float) -> None:
     """Refuse what is no duration."""
     if not 0 <= seconds <= MOST:
-        raise InputError(f"{what} is {seconds}: a time is a number of seconds, from 0 to {MOST:g}; correct it")
+        raise InputError(f"{what}={seconds}: must be a number of seconds from 0 to {MOST:g}.")
 
 
 def _by_stage(what: str, value: float | tuple[float, ...], schedule: Schedule) -> tuple[float, ...]:
@@ -294,6 +290,6 @@ def _by_stage(what: str, value: float | tuple[float, ...], schedule: Schedule) -
 def _check_stages(what: str, value: tuple[float, ...], schedule: Schedule) -> None:
     if len(value) != schedule.num_stages:
         raise InputError(
-            f"{what} has {len(value)} entries: schedule {schedule.name!r} has {schedule.num_stages} stages; "
-            "give one for each"
+            f"{what} has {len(value)} entries: schedule {schedule.name!r} has {schedule.num_stages} stages. "
+            "Pass one entry per stage."
         )

@@ -15,7 +15,7 @@ Bandwidth may be left out. With it, each stage has `message_bytes`, which go to 
 source and target rank one after the other; `bytes_per_second` beside `links` is the bandwidth of every pair that is in
 none. `overlap_communication` false keeps both ranks of a message busy while it is transferred.
 
-Of a data axis, `data_bytes_per_second` is the bandwidth of a rank to its like in other copies of the pipeline, and
+Of a data axis, `data_bytes_per_second` is the bandwidth of a rank to the same rank of other replicas, and
 `data_latency_seconds` what a message between them takes beside that; `data_sum_bytes_per_second` is the bandwidth while
 gradients are summed, and `data_slowdown` the part of their speed that computations lose while collectives run beside
 them. Stages may have `gradient_bytes` beside `parameter_bytes`, and `units`: in so many pieces they are gathered and

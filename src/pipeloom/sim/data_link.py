@@ -1,4 +1,4 @@
-"""The link between copies of a pipeline, from a few collectives that were timed."""
+"""Estimates the link between data-parallel replicas from a few timed collectives."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pipeloom.sim.network import Network
 
 
 class TimedCollective(NamedTuple):
-    """One collective by itself.
+    """The time of one collective, without other traffic.
 
     Attributes:
         op: UNSHARD or REDUCE_GRAD.
-        num_bytes: of whole parameters or gradients.
-        seconds: from its start to its end.
+        num_bytes: size of the full parameters or gradients.
+        seconds: its duration.
         cpu_seconds: what it took of this process's cores.
     """
 

@@ -50,16 +50,16 @@ class Network:
 
     Attributes:
         latency_seconds: from the end of the send to the arrival; a number, or ``latency_seconds[source][target]``.
-            Nobody is busy in this time.
+            No rank or link is busy in this time.
         send_seconds: time for which a SEND action keeps its rank busy.
         receive_seconds: time for which a RECV action keeps its rank busy once the message is there.
 
         bytes_per_second: bandwidth of each directed pair of ranks that is in none of `links`; None for no limit.
         links: links that several pairs share.
-        data_bytes_per_second: bandwidth of each rank to the same rank of other copies; None for no limit.
+        data_bytes_per_second: bandwidth of each rank to the same rank of other replicas; None for no limit.
         data_sum_bytes_per_second: the same, while gradients are summed; as `data_bytes_per_second` if None.
         data_latency_seconds: of one message between them.
-        data_slowdown: what a computation loses of its speed while its rank's link to other copies works: nothing (0)
+        data_slowdown: fraction of speed that a computation loses while the data link of its rank is busy: nothing (0)
             where the network does it all, up to everything (1) where collectives need the cores that compute.
         memory_bytes_per_second: between each rank's memory and the slower one to which it moves activations; None for
             no limit. See `pipeloom.sim.background` for what goes over these two.
@@ -95,8 +95,7 @@ class Network:
         check_seconds("data_latency_seconds", self.data_latency_seconds)
         if not 0 <= self.data_slowdown <= 1:
             raise InputError(
-                f"data_slowdown is {self.data_slowdown}: it is the part of their speed that computations lose, from 0 "
-                "to 1; correct it"
+                f"data_slowdown={self.data_slowdown}: must be the fraction of speed that computations lose, 0 to 1."
             )
         beside = (self.data_bytes_per_second, self.data_sum_bytes_per_second, self.memory_bytes_per_second)
         for bandwidth in (self.bytes_per_second, *beside):
@@ -122,7 +121,7 @@ class Network:
         for number, link in enumerate(self.links):
             for pair in sorted(link.ranks):
                 if not all(0 <= rank < num_ranks for rank in pair):
-                    raise InputError(f"link {number} joins ranks {pair}: ranks are 0..{num_ranks - 1}; correct it")
+                    raise InputError(f"link {number} joins ranks {pair}: ranks must be in 0..{num_ranks - 1}.")
         return {pair: number for number, link in enumerate(self.links) for pair in link.ranks}
 
     def latency(self, num_ranks: int) -> tuple[tuple[float, ...], ...]:
@@ -188,4 +187,4 @@ class Network:
 
 def _check_bandwidth(bytes_per_second: float) -> None:
     if not 1 / MOST <= bytes_per_second < math.inf:
-        raise InputError(f"bytes_per_second is {bytes_per_second}: a bandwidth is finite and above 0; correct it")
+        raise InputError(f"bytes_per_second={bytes_per_second}: must be finite and > 0.")

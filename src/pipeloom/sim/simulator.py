@@ -21,7 +21,7 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     """When every action runs if each starts as soon as its rank is free and its dependencies have ended.
 
     * In a `Schedule`, a value that comes from another rank arrives its latency after the computation has ended.
-    * In a `Program`, sends keep their rank busy for `Network.send_seconds` and wait for nobody; a receive lasts from
+    * In a `Program`, sends keep their rank busy for `Network.send_seconds` without waiting; a receive lasts from
       the moment its rank comes to it until the message, sent `latency_seconds` before, is there.
     * Where links have a bandwidth, each transfers one message after the other, see `Network`.
     * An overlapped F and B start once both are ready, and both results are there when the unit ends; its time is

@@ -13,8 +13,8 @@ def steady_period(schedule: Schedule, compute_spans: Sequence[Sequence[Span]]) -
     """Seconds per micro-batch in the steady state of a stream; None where the stream is too short for one.
 
     Warm-up and cool-down are left out. Of the backwards of the input stage that end before one of its ranks begins its
-    last forward, the later half is measured. That is a whole number of update periods, in which all replicas have had
-    the same number of turns. In a short stream the measured half may still contain a part of the warm-up.
+    last forward, the later half is measured. That is an integer number of update periods, in which all replicas have
+    had the same number of turns. In a short stream the measured half may still contain a part of the warm-up.
 
     Args:
         schedule: of the stream.

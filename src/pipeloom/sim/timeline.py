@@ -77,7 +77,7 @@ class Timeline:
 
     @cached_property
     def links(self) -> tuple[str, ...]:
-        """The links beside the ranks that took time: of "data" to other copies and "memory" to slower memory."""
+        """The links that were used: "data" to other data-parallel replicas, "memory" to slower memory."""
         used = {LINKS[span.action.op] for row in self.background for span in row if span.end > span.start}
         return tuple(sorted(used))
 
@@ -115,15 +115,15 @@ class Timeline:
 
     @property
     def is_stream(self) -> bool:
-        """Whether parameters are updated while it runs; its bubble is then that of start-up and drain together."""
+        """Whether parameters are updated during the run; its bubble then includes warm-up and cool-down."""
         return self.microbatches_per_update is not None
 
     @cached_property
     def period_seconds(self) -> float | None:
-        """Seconds a micro-batch takes in the long run.
+        """Seconds per micro-batch in steady state.
 
-        Of a stream in its steady state: see `steady_period`, None where it is too short for one. Else of steps one
-        behind the other: the makespan over the micro-batches.
+        For a stream, see `steady_period`; None if it is too short. For consecutive steps, the makespan divided
+        by the number of micro-batches.
         """
         return (
             steady_period(self.schedule, self.compute_spans)
@@ -133,7 +133,7 @@ class Timeline:
 
     @property
     def ideal_period_seconds(self) -> float:
-        """Seconds a micro-batch would take if the busiest rank never idled: ``max_s (F_s + B_s) / r_s``."""
+        """Seconds per micro-batch if the busiest rank never idled: ``max_s (F_s + B_s) / r_s``."""
         return max(self.busy_seconds, default=0.0) / self.num_microbatches
 
     @property
@@ -217,7 +217,7 @@ class Timeline:
         """The inverse of `to_json`.
 
         Raises:
-            InputError: the text is no JSON of a timeline.
+            InputError: the text is not the JSON of a timeline.
         """
         try:
             data = load_json(text)
