@@ -398,7 +398,7 @@ def test_broken_costs_files_are_refused_in_one_line(capsys, tmp_path, change, me
         ("[" * 100_000, "costs.json: the costs file is not valid JSON (it is nested too deep)"),
         ('{"stages": [{"forward": 1, "forward": 2}]}', "duplicate key 'forward' in one object"),
         (json.dumps({"stages": [STAGE | {"forward": 10**400}]}), "the costs file: stages[0].forward=inf"),
-        (json.dumps({"stages": [STAGE | {"forward": 1e101}]}), "forward is 1e+101: a time is a number of seconds"),
+        (json.dumps({"stages": [STAGE | {"forward": 1e101}]}), "forward=1e+101: must be a number of seconds"),
         (json.dumps({"stages": [STAGE] * 3}), "has 3 stages, but schedule 'search' has 2 on 2 ranks"),
     ],
 )

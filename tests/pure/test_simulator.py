@@ -42,7 +42,7 @@ def test_slices_of_other_lengths_take_other_times():
     ]  # fmt: skip
     with pytest.raises(InputError, match="slice_factors are for 2 and 2 slices: schedule 'gpipe' has 1"):
         simulate(schedules.gpipe(num_ranks=2, num_microbatches=1), costs)
-    with pytest.raises(InputError, match="a slice factor is -1"):
+    with pytest.raises(InputError, match="slice factor=-1.0: must be a number of seconds from 0"):
         replace(costs, slice_factors=((-1.0,), (1.0,)))
 
 
@@ -111,8 +111,8 @@ def test_an_overlapped_pair_is_one_unit():
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (Action(0, F, 0), Action(0, B, 0), "0F0 and 0B0 are no overlapped pair"),
-        (Action(0, B, 0), Action(0, B, 1), "0B0 and 0B1 are no overlapped pair"),
+        (Action(0, F, 0), Action(0, B, 0), "0F0 and 0B0: an overlapped pair is an F with a B or I"),
+        (Action(0, B, 0), Action(0, B, 1), "0B0 and 0B1: an overlapped pair is an F with a B or I"),
         (Action(0, F, 1), Action(0, B, 0), "deadlocks.*0F1 for 1B0.*1F1"),
     ],
 )
@@ -271,9 +271,9 @@ def test_what_is_no_timeline_is_refused(text):
 def test_impossible_costs_are_refused():
     for bad in (-1.0, math.nan, math.inf):
         for what in ("forward", "backward_input", "backward_weight"):
-            with pytest.raises(InputError, match=f"{what} is {bad}"):
+            with pytest.raises(InputError, match=f"{what}={bad}: must be a number of seconds from 0"):
                 Costs.uniform(**{what: bad})
-        with pytest.raises(InputError, match="forward is"):
+        with pytest.raises(InputError, match="forward="):
             Costs.per_stage(forward=[1.0, bad], backward=[1.0, 1.0])
         with pytest.raises(InputError, match="STEP is"):
             Costs.uniform(other={Op.STEP: bad})

@@ -87,7 +87,7 @@ class Costs:
                     f"units[{stage}]={count:g}: a stage must be sent over the links in 1 to {MOST_UNITS} units."
                 )
         for factor in chain(*self.slice_factors or ()):
-            check_seconds("a slice factor", factor)
+            check_seconds("slice factor", factor)
         for rank, factor in enumerate(self.rank_slowness or ()):
             if not 0 < factor <= MOST:
                 raise InputError(f"rank_slowness[{rank}]={factor}: slowdown factor must be > 0 and <= {MOST:g}.")
