@@ -273,7 +273,7 @@ def test_timelines_that_are_compared_have_one_scale():
     [
         (["compare"], "needs at least one schedule. Name the schedules to compare"),
         (["compare", "1f1b", "gpip"], "did you mean 'gpipe'?"),
-        (["compare", "1f1b", "--csv", "x.csv"], "--trace and --csv write one schedule"),
+        (["compare", "1f1b", "--csv", "x.csv"], "--trace, --csv and --out write one schedule. Remove compare"),
         (["1f1b", "gpipe"], "run `pipeloom simulate compare 1f1b gpipe`"),
         (["1f1b", "--memory-limit", "0"], "--memory-limit 0"),
         (["1f1b", "--weight-gradient-memory", "1.5"], "--weight-gradient-memory 1.5"),

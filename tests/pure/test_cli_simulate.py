@@ -103,10 +103,16 @@ def test_files_are_written(capsys, tmp_path):
         (["1f1b", "--ranks", "2.5", "--microbatches", "2"], "ranks"),
         (["1f1b", "--ranks", "2"], "microbatches"),
         (["--ranks", "2", "--microbatches", "2"], "name"),
-        (["1f1b", "--ranks", "2", "--microbatches", "2", "--forward", "-1"], "forward is -1.0"),
+        (
+            ["1f1b", "--ranks", "2", "--microbatches", "2", "--forward", "-1"],
+            "forward=-1.0: must be a number of seconds from 0",
+        ),
         (["1f1b", "--ranks", "2", "--microbatches", "2", "--backward-input", "nan"], "nan"),
         (["1f1b", "--ranks", "2", "--microbatches", "2", "--backward-weight", "inf"], "inf"),
-        (["1f1b", "--ranks", "2", "--microbatches", "2", "--latency", "-0.5"], "latency_seconds is -0.5"),
+        (
+            ["1f1b", "--ranks", "2", "--microbatches", "2", "--latency", "-0.5"],
+            "latency_seconds=-0.5: must be a number of seconds from 0",
+        ),
         (["1f1b", "--ranks", "100000", "--microbatches", "100000"], "Use smaller sizes"),
         (["1f1b", "--ranks", "2", "--microbatches", "2", "--svg", "no/such/place.svg"], "--svg no/such/place.svg"),
         (["1f1b", "--ranks", "2", "--microbatches", "2", "--html", "."], "--html ."),

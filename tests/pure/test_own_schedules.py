@@ -159,7 +159,7 @@ def test_files_as_they_come_or_are_refused_in_one_line(tmp_path, capsys):
     whole = to_json(ONE_F_ONE_B)
     assert "rank 1" in simulated("mark.csv", orders, encoding="utf-8-sig")
     assert "rank 1" in simulated("mark.json", whole, encoding="utf-8-sig")
-    assert "forwards alone" in simulated("forward.csv", "0F0,0F1,0F2\n1F0,1F1,1F2\n")
+    assert "forwards only" in simulated("forward.csv", "0F0,0F1,0F2\n1F0,1F1,1F2\n")
     assert "has no forwards" in simulated("empty.csv", "")
     assert "no action" in simulated("long.csv", "0F" + "1" * 5000)
     assert "nested too deep" in simulated("deep.json", "[" * 100_000)

@@ -42,7 +42,7 @@ def test_slices_of_other_lengths_take_other_times():
     ]  # fmt: skip
     with pytest.raises(InputError, match="slice_factors are for 2 and 2 slices: schedule 'gpipe' has 1"):
         simulate(schedules.gpipe(num_ranks=2, num_microbatches=1), costs)
-    with pytest.raises(InputError, match="slice factor=-1.0: must be a number of seconds from 0"):
+    with pytest.raises(InputError, match=r"slice factor=-1\.0: must be a number of seconds from 0"):
         replace(costs, slice_factors=((-1.0,), (1.0,)))
 
 
@@ -275,11 +275,11 @@ def test_impossible_costs_are_refused():
                 Costs.uniform(**{what: bad})
         with pytest.raises(InputError, match="forward="):
             Costs.per_stage(forward=[1.0, bad], backward=[1.0, 1.0])
-        with pytest.raises(InputError, match="STEP is"):
+        with pytest.raises(InputError, match="STEP="):
             Costs.uniform(other={Op.STEP: bad})
-        with pytest.raises(InputError, match="latency_seconds is"):
+        with pytest.raises(InputError, match="latency_seconds="):
             Network(latency_seconds=bad)
-        with pytest.raises(InputError, match="latency_seconds is"):
+        with pytest.raises(InputError, match="latency_seconds="):
             Network(latency_seconds=((0.0, bad), (0.0, 0.0)))
         with pytest.raises(InputError, match="send_seconds is"):
             Network(send_seconds=bad)

@@ -193,7 +193,10 @@ def test_files_and_options_say_the_same(tmp_path, capsys):
     for given_words, named in (
         (["--units=0"], "--units 0"),
         (["--data-slowdown=2"], "data_slowdown=2.0"),
-        (["--units=2", f"--costs={tmp_path / 'costs.json'}"], "--units beside --costs"),
+        (
+            ["--units=2", f"--costs={tmp_path / 'costs.json'}"],
+            "--units with --costs: the file has a value for every stage",
+        ),
         ([f"--cluster={tmp_path / 'costs.json'}"], "cluster"),
     ):
         assert main([*words, *given_words]) == 2
@@ -222,4 +225,4 @@ def test_a_cluster_file_says_what_goes_beside_ranks(tmp_path, capsys):
     expected = 2 * (3 / 4 * size / (1.875e9 / 4) + 3 * 5e-5)
     assert json.loads(capsys.readouterr().out)["data_link_seconds"] == pytest.approx([expected] * 4)
     assert main(words) == 2
-    assert "--cluster without --data or --offload" in capsys.readouterr().err
+    assert "--cluster has no effect without --data or --offload" in capsys.readouterr().err
