@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeloom.errors import InputError, PeerLost
+import pipeloom as pl
+from pipeloom.errors import InputError, PeerLost, StageError
 from pipeloom.processes import all_gather_bytes
 from pipeloom.transport import Channel, Lane, Transport
 from pipeloom.transport.loopback import LoopbackTransport
@@ -203,3 +204,79 @@ def test_loopback_hands_over_references() -> None:
     transport.outgoing(channel).send(*flatten(tensor))
     assert transport.incoming(channel).ready()
     assert transport.incoming(channel).receive().tensors[0] is tensor
+
+
+class CountingTransport(Transport):
+    """Passes everything to `inner`, as a transport of a user's own does."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner, self.blocking, self.one_process = inner, inner.blocking, inner.one_process
+        self.num_opened = 0
+        self.is_closed = False
+
+    def open(self, channels):
+        channels = list(channels)
+        self.num_opened += len(channels)
+        self.inner.open(channels)
+
+    def outgoing(self, channel):
+        return self.inner.outgoing(channel)
+
+    def incoming(self, channel):
+        return self.inner.incoming(channel)
+
+    def interrupt(self, source):
+        self.inner.interrupt(source)
+
+    def end_step(self):
+        self.inner.end_step()
+
+    def close(self):
+        self.is_closed = True
+        self.inner.close()
+
+
+@pytest.mark.parametrize("blocking", [False, True], ids=["one thread", "a thread per rank"])
+def test_a_transport_inside_one_process_can_be_wrapped(blocking: bool) -> None:
+    schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=4)
+    inputs, targets = torch.randn(8, 3), torch.randn(8, 3)
+    losses = []
+    for transport in ("loopback", CountingTransport(LoopbackTransport(blocking=blocking))):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+        with pl.Pipeline(model, schedule, loss_fn=torch.nn.functional.mse_loss, transport=transport) as pipe:
+            losses.append(pipe.step(inputs, targets))
+    assert torch.equal(*losses)
+    assert transport.num_opened
+    assert transport.is_closed
+
+
+def test_a_rank_that_fails_under_a_wrapped_transport_stops_the_others() -> None:
+    def fails(output, target):
+        raise ValueError("no loss")
+
+    schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=4)
+    transport = CountingTransport(LoopbackTransport(blocking=True))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    with (
+        pl.Pipeline(model, schedule, loss_fn=fails, transport=transport) as pipe,
+        pytest.raises(StageError, match="no loss"),
+    ):
+        pipe.step(torch.randn(4, 3), torch.randn(4, 3))
+
+
+def test_ranks_that_are_threads_of_a_transport_do_not_recompute() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=4)
+    transport = CountingTransport(LoopbackTransport(blocking=True))
+    with pytest.raises(InputError, match="recompute='full' does not work with ranks that are threads"):
+        pl.Pipeline(model, schedule, recompute="full", transport=transport)
+
+
+def test_a_transport_between_processes_needs_a_process_group() -> None:
+    transport = CountingTransport(LoopbackTransport())
+    transport.one_process = False
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=4)
+    with pytest.raises(InputError, match=r"^transport=CountingTransport: it needs a process group"):
+        pl.Pipeline(model, schedule, transport=transport)

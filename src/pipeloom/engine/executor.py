@@ -92,7 +92,7 @@ class Executor:
         self._bound: dict[tuple[int, bool], Bound] = {}
         self._threads: RankThreads | None = None
         if connection.rank is None and self._transport.blocking and len(self.local_ranks) > 1:
-            self._threads = RankThreads(len(self.local_ranks), self._transport)  # type: ignore[arg-type]
+            self._threads = RankThreads(len(self.local_ranks), self._transport)
         self._running = False
         self.num_calls = 0
         self.before_call: Callable[[], None] | None = None

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from pipeloom.errors import PeerLost
-from pipeloom.transport.loopback import LoopbackTransport
+from pipeloom.transport.interface import Transport
 
 
 class RankThreads:
     """A thread for each rank; the cores are shared among them."""
 
-    def __init__(self, num_ranks: int, transport: LoopbackTransport) -> None:
+    def __init__(self, num_ranks: int, transport: Transport) -> None:
         self._transport = transport
         cores = max(1, torch.get_num_threads() // num_ranks)
         self._pool = ThreadPoolExecutor(num_ranks, "rank", initializer=torch.set_num_threads, initargs=(cores,))

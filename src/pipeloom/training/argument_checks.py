@@ -18,6 +18,7 @@ from pipeloom.parallel.offload.targets import OffloadActivations
 from pipeloom.passes import check_has_backwards
 from pipeloom.split import Stages
 from pipeloom.split.module import StageModule
+from pipeloom.transport.interface import Transport
 
 
 def check_arguments(
@@ -94,9 +95,12 @@ def check_recompute(
             surely has no attention, as all its modules are torch's own.
     """
     kinds = recompute_of_stages(given, schedule.num_stages)
-    if transport == "threads" and any(kind is not Recompute.NONE for kind in kinds):
+    threads = transport == "threads" or (
+        isinstance(transport, Transport) and transport.one_process and transport.blocking
+    )
+    if threads and any(kind is not Recompute.NONE for kind in kinds):
         raise InputError(
-            f"recompute={given!r} does not work with transport='threads': recomputation resets the process's random "
+            f"recompute={given!r} does not work with ranks that are threads: recomputation resets the process's random "
             "generators, from which other threads draw. Use transport='loopback', or processes."
         )
     for stage, (module, kind) in enumerate(zip(modules, kinds, strict=False)):

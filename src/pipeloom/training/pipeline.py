@@ -64,8 +64,9 @@ class Pipeline:
         layers, cut: how to cut `model`; see `pipeloom.split.split`.
         transport: "auto", "loopback" (all ranks in this process, one after another), "threads" (all ranks in this
             process, one thread each), "shared-memory" (ranks are processes of one machine), "torch"
-            (torch.distributed), or a `Transport`. "auto" is loopback without a process group, else shared memory
-            between CPU ranks of one machine and torch between all others.
+            (torch.distributed), or a `Transport` made for this rank, which the pipeline closes and whose own timeout
+            applies to its messages. "auto" is loopback without a process group, else shared memory between CPU ranks of
+            one machine and torch between all others.
         slices: the number of tokens of each slice, for a schedule with slices. Sequences of another length are cut in
             proportion. None: equal slices. Inputs and targets then hold sequences along dimension 1, and `loss_fn` is
             the mean over the tokens of a slice. Dropout masks do not depend on the lengths; a list of one length, for

@@ -18,8 +18,10 @@ from pipeloom.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from pipeloom.transport.hybrid import HybridTransport
-    from pipeloom.transport.interface import Channel, Incoming, Lane, Outgoing, Transport
+    from pipeloom.transport.interface import Channel, Incoming, Lane, Message, Outgoing, Transport
     from pipeloom.transport.loopback import LoopbackTransport
+    from pipeloom.transport.shared_memory import SharedMemoryTransport
+    from pipeloom.transport.torch_distributed import TorchDistributedTransport
     from pipeloom.transport.values import Layout
 
 # Public names, and the module that each lives in.
@@ -30,7 +32,10 @@ _HOMES = {
     "Lane": "pipeloom.transport.interface",
     "Layout": "pipeloom.transport.values",
     "LoopbackTransport": "pipeloom.transport.loopback",
+    "Message": "pipeloom.transport.interface",
     "Outgoing": "pipeloom.transport.interface",
+    "SharedMemoryTransport": "pipeloom.transport.shared_memory",
+    "TorchDistributedTransport": "pipeloom.transport.torch_distributed",
     "Transport": "pipeloom.transport.interface",
 }
 
@@ -41,7 +46,10 @@ __all__ = [
     "Lane",
     "Layout",
     "LoopbackTransport",
+    "Message",
     "Outgoing",
+    "SharedMemoryTransport",
+    "TorchDistributedTransport",
     "Transport",
 ]
 

@@ -89,7 +89,7 @@ def connect(
     grouped = dist.is_available() and dist.is_initialized()
     if transport == "auto" and not grouped:
         transport = "loopback"
-    if transport in ("loopback", "threads") or isinstance(transport, LoopbackTransport):
+    if transport in ("loopback", "threads") or (isinstance(transport, Transport) and transport.one_process):
         if replicas is not None and len(replicas) > 1:
             raise InputError(
                 f"the transport stays inside one process, but the mesh has {len(replicas)} data-parallel replicas: "
@@ -99,8 +99,9 @@ def connect(
             transport = LoopbackTransport(blocking=transport == "threads", timeout_seconds=timeout_seconds)
         return Connection(None, transport, None)
     if not grouped:
+        name = repr(transport) if isinstance(transport, str) else type(transport).__name__
         raise InputError(
-            f"transport={transport!r} needs a process group. Start one process per rank with torchrun and call "
+            f"transport={name}: it needs a process group. Start one process per rank with torchrun and call "
             "torch.distributed.init_process_group, or use transport='loopback'."
         )
     made: tuple[dist.ProcessGroup, ...] = ()

@@ -97,24 +97,40 @@ class Incoming(ABC):
 class Transport(ABC):
     """One rank's access to the channels that start or end at it.
 
+    A wrapper forwards both attributes and every method, `interrupt` included.
+
     Attributes:
         blocking: whether `Incoming.receive` may wait. False where one thread runs several ranks: `receive` is then
-            called only after `ready` returned True.
+            called only after `ready` returned True, so it never waits.
+        one_process: whether one object carries the messages of all ranks, which share this process. If it is also
+            `blocking`, each rank has a thread and calls its own ends at the same time as the others: state that the
+            ends share needs a lock.
     """
 
     blocking: bool = True
+    one_process: bool = False
 
     @abstractmethod
     def open(self, channels: Iterable[Channel]) -> None:
-        """Open `channels`. Every rank calls this with the same channels in the same order."""
+        """Open `channels`; may be called again with more. Every rank passes the same channels in the same order."""
 
     @abstractmethod
     def outgoing(self, channel: Channel) -> Outgoing:
-        """The sending end of an open channel that starts at this rank."""
+        """The sending end of an open channel that starts at this rank.
+
+        May be called several times for one channel. All ends of a channel share its state.
+        """
 
     @abstractmethod
     def incoming(self, channel: Channel) -> Incoming:
-        """The receiving end of an open channel that ends at this rank."""
+        """The receiving end of an open channel that ends at this rank.
+
+        May be called several times for one channel. All ends of a channel share its state.
+        """
+
+    def interrupt(self, source: int) -> None:
+        """Wake all ranks that wait for rank `source` with PeerLost. Called only where `one_process` and `blocking`."""
+        raise NotImplementedError(f"{type(self).__name__} has one_process=True: it must define interrupt().")
 
     @abstractmethod
     def end_step(self) -> None:

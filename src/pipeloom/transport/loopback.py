@@ -52,6 +52,8 @@ class LoopbackTransport(Transport):
         timeout_seconds: how long a rank may wait for a message.
     """
 
+    one_process = True
+
     def __init__(self, *, blocking: bool = False, timeout_seconds: float = 1800.0) -> None:
         self.blocking = blocking
         self._timeout_seconds = timeout_seconds
