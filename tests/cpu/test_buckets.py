@@ -11,8 +11,8 @@ from torch import nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError
-from pipeloom.parallel.data.reductions import UnitGradients
 from pipeloom.parallel.data.replica_group import ReplicaGroup
+from pipeloom.parallel.data.unit_gradients import UnitGradients
 from tests.cpu.ranks import run_ranks
 
 BUCKETS = (0, 700, 2**20)  # a layer of 8 x 8 numbers has 576 bytes

@@ -187,7 +187,7 @@ def test_a_disk_without_room_is_told_before_the_first_step(
     assert main(words(text, tmp_path / "out", "--local", "--model.width=64", *_away(tmp_path / "place"))) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "there is no room for" in error
+    assert ": no space for" in error
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 

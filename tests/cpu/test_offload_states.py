@@ -210,7 +210,7 @@ def test_a_disk_that_is_full_is_told_before_the_first_step(tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         parameters = [nn.Parameter(torch.zeros(1 << 18))]
-        with pytest.raises(InputError, match=r"no room for 2\.0 MiB more beside 0\.0 MiB"):
+        with pytest.raises(InputError, match=r"no space for 2\.0 MiB in addition to 0\.0 MiB"):
             OffloadedOptimizer(torch.optim.Adam(parameters), f"disk:{tmp_path}")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

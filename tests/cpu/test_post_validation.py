@@ -19,7 +19,9 @@ from torch import Tensor, nn
 import pipeloom as pl
 from pipeloom.cli import main
 from pipeloom.errors import InputError, StageError
+from pipeloom.ir import Action, Op, Placement
 from pipeloom.passes import lower, repeat_steps, warm_up_lengths
+from pipeloom.training.post_validation.step import _RankUpdate
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, make_mlp, tokens
 
@@ -167,6 +169,31 @@ def test_processes_train_as_with_a_barrier(transport: str, name: str, optimizer:
     answers = run_ranks(_in_processes, 4, transport, name, optimizer)
     rollbacks = [*({rank: NUM_WRONG_BEFORE_LAST} for rank in range(3)), {3: 0}]
     assert answers == [(own, NUM_WRONG) for own in rollbacks]
+
+
+def _language_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return language_loss(output, targets) * 20
+
+
+def test_repeated_slices_of_the_last_stage_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses of slices add up. Rank 0 computes those of micro-batch 0 before the update is validated."""
+    monkeypatch.setattr(_RankUpdate, "ready", lambda update: update._behind is None)
+    orders = [
+        [Action(0, op, rank, piece) for op, pieces in ((Op.F, (0, 1)), (Op.B, (1, 0))) for piece in pieces]
+        for rank in range(2)
+    ]
+    schedule = pl.Schedule(
+        name="slices", num_microbatches=2, num_slices=2, placement=Placement(replicas=((0, 1),)), orders=orders
+    )
+    assert warm_up_lengths(lower(schedule))[0] == 2
+    batches = [tokens(batch=4, seed=seed) for seed in range(NUM_STEPS)]
+    arguments = (schedule, OPTIMIZERS["adamw"], batches)
+    facts = []
+    for kind in (pl.BarrierStep, pl.PostValidatedStep):
+        found, stepper = _train(make_gpt(), *arguments, kind=kind, transport="threads", loss_fn=_language_loss)
+        facts.append(found)
+    _assert_same(facts[1], facts[0])
+    assert stepper.num_repeats > 0
 
 
 # --- replicas, tied weights, random numbers, buffers ------------------------------------------------------------------

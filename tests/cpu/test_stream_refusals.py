@@ -57,7 +57,7 @@ def test_an_optimizer_that_counts_in_its_groups_has_one_stage(count) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"discount": "pipemare", "discount_updates": -5}, "discount_updates=-5 .* a whole number >= 1"),
+        ({"discount": "pipemare", "discount_updates": -5}, "discount_updates=-5 .* an integer >= 1"),
         ({"discount": "pipemare", "discount_updates": 2.5}, "discount_updates=2.5"),
         ({"discount": "pipemare", "discount_updates": "a"}, "discount_updates='a'"),
         ({"learning_rate": 0.1}, "learning_rate=0.1: .* Pass a function"),
@@ -66,7 +66,7 @@ def test_an_optimizer_that_counts_in_its_groups_has_one_stage(count) -> None:
         ({"max_norm": None}, "max_norm=None"),
         ({"max_norm": True}, "max_norm=True"),
         ({"num_batches": -1}, "num_batches=-1"),
-        ({"num_batches": 2.5}, "num_batches=2.5: .* whole number"),
+        ({"num_batches": 2.5}, "num_batches=2.5: must be an integer"),
     ],
 )
 def test_options_are_checked_when_a_stream_is_made(options, text: str) -> None:
@@ -151,7 +151,7 @@ def test_numbers_of_batches_are_whole_and_there() -> None:
             ((batches, 2.0), "num_batches=2.0"),
             ((batches, "3"), "num_batches='3'"),
             ((batches, True), "num_batches=True"),
-            ((batches[:3], 5), "num_batches=5: batches has only 3"),
+            ((batches[:3], 5), "num_batches=5: `batches` has only 3"),
             ((unknown,), "without a length"),
         ):
             with pytest.raises(InputError, match=text):

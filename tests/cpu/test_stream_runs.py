@@ -446,7 +446,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         for arguments, text in (
             ((batches[:11],), "a stream of 11 micro-batches.* multiple of 2"),
             ((iter(batches),), "without a length.* Pass num_batches"),
-            (([],), "a run of 0 batches"),
+            (([],), "num_batches=0: must be at least 1"),
             ((None, 12), "batches are a NoneType: .* Pass an iterable"),
         ):
             with pytest.raises(InputError, match=text):
@@ -465,7 +465,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         for options, text in (
             ({"max_norm": 0.0}, "max_norm=0.0"),
             ({"discount": "some"}, "discount='some'"),
-            ({"discount": "pipemare"}, "'pipemare' needs a whole number >= 1"),
+            ({"discount": "pipemare"}, "'pipemare' needs an integer >= 1"),
             ({"discount": "inverse", "discount_updates": 3}, "other discounts do not use it"),
         ):
             with pytest.raises(InputError, match=text):
@@ -500,7 +500,10 @@ def _disagree(rank: int) -> None:
         stream = pl.Stream(pipe, optimizer, on_update=(lambda *row: told.append(row)) if rank == 0 else None)
         updates = stream.run(make_batches(6))
         assert [(update.batch, update.loss) for update in updates] == told or rank == 1
-        with pytest.raises((RunError, PeerLost), match="inputs hold 5 samples and targets 4" if rank else "rank 1"):
+        with pytest.raises(
+            (RunError, PeerLost),
+            match="inputs have 5 samples and targets 4: every sample needs a target" if rank else "rank 1",
+        ):
             stream.run(make_batches(6, samples=5 - rank))
 
 

@@ -24,10 +24,10 @@ from pipeloom.transport.interface import Channel, program_channels
 
 
 class Executor:
-    """One thread drives all ranks of the process in turn, or a thread each where the transport blocks.
+    """Runs all ranks of the process in one thread, or in one thread per rank where the transport blocks.
 
-    `Pipeline` calls `run`. `Stream` and post-validation, which run other things than one program after another, use
-    `drive`, `workers`, `open_channels`, `before_call` and `ended_by_errors`.
+    `Pipeline` calls `run`. `Stream` and post-validation, which do not run one program after another, use `drive`,
+    `workers`, `open_channels`, `before_call` and `ended_by_errors`.
 
     Args:
         state: the stages and parameters of this process.
@@ -36,7 +36,7 @@ class Executor:
         loss_fn: loss of one micro-batch; None: no loss is computed.
         sliced: whether micro-batches run in slices, even if in one.
         recompute: what backwards recompute, per stage of the model.
-        open_mover: makes the mover of one rank's activations; it gives None where none are offloaded.
+        open_mover: makes the mover of one rank's activations; returns None without activation offload.
         blackbox: a writable buffer for the label of the running action.
 
     Attributes:
@@ -44,10 +44,10 @@ class Executor:
         loss_fn: as given.
         local_ranks: the ranks of this process.
         workers: by rank of this process.
-        num_calls: calls so far. All ranks count alike.
-        before_call: called once before the next call, for whoever left work to finish. `settle` calls it too.
-        last_run: per rank of this process, what returns the records of its last run.
-        ended: why nothing can run any more; None while it can.
+        num_calls: calls so far, equal on all ranks.
+        before_call: called once before the next call or by `settle`, to finish work of the last call.
+        last_run: per rank of this process, a function that returns the records of its last run.
+        ended: why nothing can run any more; None while the executor can run.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class Executor:
 
         Args:
             share_results: whether ranks wait for the losses or outputs of other ranks.
-            warm_up: runs the first instructions of each rank in its own way, in place of `before_call`; not where ranks
-                take turns.
+            warm_up: runs the first instructions of each rank, in place of `before_call`. Ignored where one thread runs
+                all ranks.
         """
         if warm_up is None or not self._transport.blocking:
             warm_up = None
@@ -163,9 +163,9 @@ class Executor:
         """Run every rank of this process to its end, then `finish`, as one call of the pipeline.
 
         Args:
-            runs: what each rank does.
-            finish: runs once all ranks have ended.
-            records: per rank, what returns the records of this run.
+            runs: one per rank.
+            finish: called once all ranks have ended.
+            records: per rank, a function that returns the records of this run.
         """
         self.num_calls += 1
         self.last_run = records
@@ -179,14 +179,14 @@ class Executor:
             self._transport.end_step()
 
     def settle(self) -> None:
-        """Finish what the last call left to the next one. Every rank calls it."""
+        """Finish the work that the last call left. Every rank calls it."""
         before, self.before_call = self.before_call, None
         if before is not None:
             before()
 
     @contextmanager
     def ended_by_errors(self, runs: Iterable[Run] = ()) -> Generator[None]:
-        """Stops for good after an error inside the block, since ranks are out of step then."""
+        """An error inside the block ends the executor, since ranks are out of step afterwards."""
         try:
             yield
         except BaseException as error:
@@ -198,7 +198,7 @@ class Executor:
 
     def _end(self, reason: str, runs: Iterable[Run] = ()) -> None:
         self.ended = self.ended or reason
-        for run in runs:  # the ranks that were waiting let go of what they hold
+        for run in runs:  # ranks that were waiting release their values
             with suppress(Exception):  # an error here would hide the first one
                 run.close()
         if self._threads is not None:
@@ -223,10 +223,10 @@ class Executor:
 
     def waits(self) -> dict[int, dict[Action, float]]:
         """Per rank of this process, the seconds that each action of the last run waited for overlapped work."""
-        return {rank: worker.beside.waits for rank, worker in self.workers.items()}
+        return {rank: worker.overlap.waits for rank, worker in self.workers.items()}
 
 
 def _take_turns(runs: list[Run]) -> None:
-    """One thread drives all runs: each goes on until it has to wait for another."""
+    """Run all ranks in this thread: each runs until it has to wait for another."""
     while runs:
         runs = [run for run in runs if next(run, runs) is not runs]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeloom.engine.stores.ownership import Ownership, common_dtype, own_stages
 from pipeloom.engine.stores.parameter_range import Range
-from pipeloom.engine.stores.parameter_store import Sharing
+from pipeloom.engine.stores.parameter_store import RankModules, Sharing
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
 from pipeloom.split import Stages
@@ -32,12 +32,12 @@ class ModelState:
 
     Attributes:
         stages_of: by rank of this process, its modules by stage.
-        stages: modules by stage. A stage that several ranks of this process hold is that of the lowest.
+        stages: modules by stage. Where several ranks of this process hold a stage, the module of the lowest.
         parameter_names: canonical names of all parameters of the model, in its order.
         ownership: which main parameters and buffers each rank of this process holds.
-        stores: by rank, where its parameters live.
+        stores: by rank, the store of its parameters.
         sharing: as given.
-        norm_dtype: the dtype in which norms of all parameters add up, the same on every rank.
+        norm_dtype: the dtype in which norms of all parameters are summed, the same on every rank.
         ties: the canonical name for every other name of a tied parameter.
         has_copies: whether several ranks of this process hold the same parameter.
     """
@@ -51,7 +51,7 @@ class ModelState:
         found = Ownership.find(self.stages_of, cut_model, program)
         self.sharing = sharing
         self.stores = {
-            rank: sharing.store(stages, found.held[rank], found.homes, cut_model.layers)
+            rank: sharing.store(RankModules(stages, found.held[rank], found.homes, cut_model.layers))
             for rank, stages in self.stages_of.items()
         }
         main = {rank: dict(store.parameters) for rank, store in self.stores.items()}
@@ -183,7 +183,7 @@ class ModelState:
             for name, mine in own.items():
                 canonical = self.ties.get(name, name)
                 if canonical not in values:
-                    raise InputError(f"the state has no {name!r}, which this process holds. Pass this model's state.")
+                    raise InputError(f"the state has no {name!r}: this process holds it. Pass this model's state.")
                 value = values[canonical]
                 if isinstance(mine, Tensor) and getattr(value, "shape", None) != mine.shape:
                     seen = (
@@ -206,7 +206,7 @@ class ModelState:
         values: dict[str, Any] = {}
         for name, value in state.items():
             if name not in self._all_names and not name.endswith("_extra_state"):
-                raise InputError(f"the state has {name!r}, which the model does not have. Pass this model's state.")
+                raise InputError(f"the state has {name!r}: the model does not have it. Pass this model's state.")
             canonical = self.ties.get(name, name)
             other = values.setdefault(canonical, value)
             if other is not value and isinstance(value, Tensor) and not torch.equal(other, value):

@@ -1,4 +1,4 @@
-"""`OverlapTimes`: when collectives and moves of a run were under way, and how long computations waited for them."""
+"""`OverlapTimes`: when the collectives and transfers of a run were in flight, and how long computations waited."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from time import perf_counter
 
 from pipeloom.ir import Action
 
-Wait = Callable[[], None]  # returns when something that was started has ended
+Wait = Callable[[], None]  # returns when a collective or transfer has ended
 
 
 def no_wait() -> None:
-    """The `Wait` of something that is there already."""
-
-
-_Record = tuple[Action, float, float]
+    """The `Wait` where nothing is in flight."""
 
 
 class OverlapTimes:
-    """What ran beside the actions of one rank in its last run; all times are those of time.perf_counter, in seconds.
+    """Collectives and transfers that overlapped the actions of one rank in its last run. Times: perf_counter seconds.
 
     Attributes:
-        action: what the rank runs now, for those who begin something in it; None: nobody wants to know.
-        waits: for each action that waited for what ran beside it, how long.
+        action: the running action, to which collectives that start now belong; None: nothing is recorded.
+        waits: seconds that each action waited for collectives and transfers.
     """
 
     def __init__(self) -> None:
@@ -36,29 +33,30 @@ class OverlapTimes:
         self.action, self.waits, self._spans = None, {}, []
 
     def started(self, action: Action) -> Callable[[], None]:
-        """Something for `action` is under way from now on; call what is returned when it has ended, from any thread.
+        """Record that a collective or transfer of `action` has started.
 
-        The first call counts.
+        Returns:
+            A function that records the end, callable from any thread. Only its first call counts.
         """
         span = _Span(action)
         self._spans.append(span)
         return span.stop
 
     def running(self, action: Action, run: Callable[[], None]) -> Callable[[], None]:
-        """`run` as that of `action`."""
+        """`run`, with `action` as the running action."""
 
-        def noted() -> None:
+        def recorded() -> None:
             self.action = action
             try:
                 run()
             finally:
                 self.action = None
 
-        return noted
+        return recorded
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait for something that was started."""
+        """Around a wait for a collective or transfer."""
         start = perf_counter()
         try:
             yield
@@ -66,8 +64,8 @@ class OverlapTimes:
             if self.action is not None:
                 self.waits[self.action] = self.waits.get(self.action, 0.0) + perf_counter() - start
 
-    def records(self) -> list[_Record]:
-        """What has ended, in the order in which it began; an action stands there as often as something was started."""
+    def records(self) -> list[tuple[Action, float, float]]:
+        """What has ended, in the order of the starts; one record per collective or transfer."""
         return [(span.action, span.start, span.end) for span in self._spans if span.end is not None]
 
 

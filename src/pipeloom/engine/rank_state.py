@@ -1,4 +1,4 @@
-"""`RankState`: what one rank holds while its program runs, and how long.
+"""`RankState`: the values that one rank holds while its program runs, and their lifetimes.
 
     arrived[stage, b]    input of a forward, from RECV_F or the previous chunk on this rank     until F
     saved[stage, b]      input leaves and roots of the autograd graph: one live activation      F to B or I
@@ -7,7 +7,7 @@
     departing[action]    a result that another rank needs                                       until its SEND
     contexts[stage, b]   keys and values of a micro-batch in slices                             F to B of its slice 0
 
-Of a stage's output only the graph is kept. Its values are not read again after they are sent.
+Only the graph of a stage's output is kept. Its values are not read again after they are sent.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Batch:
         if needs_targets:
             batch.targets, sizes = _cut(targets, num_microbatches, "targets", "last")
             if needs_inputs and sum(sizes) != batch.num_samples:
-                raise InputError(unequal_lengths(batch.num_samples, sum(sizes)))
+                raise InputError(sample_mismatch(batch.num_samples, sum(sizes)))
             batch.num_samples, batch.sizes = sum(sizes), sizes
             batch.weigh(batch.num_samples)
         return batch
@@ -111,18 +111,21 @@ class Batch:
 
 def _cut(value: Value, num_microbatches: int, what: str, where: str) -> tuple[list[Value], list[int]]:
     if value is None:
-        raise InputError(f"{what} are None on the rank with the {where} stage, which reads them. Pass the batch.")
+        raise InputError(f"{what}=None: the rank with the {where} stage reads them. Pass the batch.")
     pieces = split_batch(value, num_microbatches, what)
     if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in flatten(value)[1]):
         raise InputError(
-            f"{what} were computed with gradients: a step computes none beyond its batch. Pass {what}.detach()."
+            f"{what} require gradients: a step does not continue the backward beyond its batch. Pass {what}.detach()."
         )
     return pieces
 
 
-def unequal_lengths(inputs: int, targets: int) -> str:
-    """The error text for so many samples in inputs and in targets."""
-    return f"inputs hold {inputs} samples and targets {targets}: both must have the same length."
+def sample_mismatch(inputs: int, targets: int) -> str:
+    """The error text for inputs and targets with different numbers of samples."""
+    return (
+        f"inputs have {inputs} samples and targets {targets}: every sample needs a target. Pass inputs and targets of "
+        "the same batch."
+    )
 
 
 def refuse_other_call(source: int, theirs: int, ours: int) -> None:
@@ -132,7 +135,7 @@ def refuse_other_call(source: int, theirs: int, ours: int) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankWiring:
-    """What stays the same in all runs of one rank.
+    """What all runs of one rank share.
 
     Attributes:
         rank: the rank.
@@ -142,9 +145,8 @@ class RankWiring:
         sliced: whether micro-batches run in slices, even if in one.
         recompute: what backwards recompute, per stage of the model; empty: nothing.
         mover: moves saved activations, where programs have OFFLOAD and RELOAD.
-        forwards: what F of each stage calls in training: its module, or a wrapper that saves less for the backward.
-        copies_input: by stage, whether it gets a copy of its input, since it may change it in place and a leaf may not
-            be changed.
+        forwards: by stage, the function that F calls in training: the module, or a wrapper that saves less.
+        copies_input: by stage, whether it receives a copy of its input: leaves must not change in place.
     """
 
     rank: int
@@ -171,8 +173,8 @@ class ActivationStores:
 
     Attributes:
         num_offloaded: entries of `saved` that are offloaded.
-        peak_live: the most entries that `saved` had in the last run, without offloaded ones.
-        to_offload: the entries that the program which is bound next offloads.
+        peak_live: peak number of entries of `saved` in the last run, without offloaded ones.
+        to_offload: the entries that the next program to be bound offloads.
     """
 
     arrived: dict[Key, tuple[Value, list[Tensor]]] = field(default_factory=dict)
@@ -196,7 +198,7 @@ class ActivationStores:
 
 @dataclass(slots=True, eq=False)
 class SliceStores:
-    """What slices of one micro-batch share on one rank.
+    """Values that the slices of one micro-batch share on one rank.
 
     Attributes:
         contexts: by stage and micro-batch, keys and values of earlier slices.
@@ -216,10 +218,10 @@ class SliceStores:
 
 @dataclass(slots=True, eq=False)
 class RankState:
-    """What the functions that binders make of one rank's actions read and write.
+    """Values that the bound actions of one rank read and write.
 
     Attributes:
-        wiring: what stays the same in all runs.
+        wiring: what all runs share.
         activations, slices: values between actions.
         batch: of the running step.
         call: number of the running step in its messages (see `pipeloom.transport.call_numbers`).
@@ -249,7 +251,7 @@ class RankState:
         self.batch = Batch()
 
     def forget(self) -> None:
-        """Drop what was computed; the batch stays."""
+        """Drop computed values; keep the batch."""
         self.activations.clear()
         self.slices.clear()
         self.loss_weights.clear()

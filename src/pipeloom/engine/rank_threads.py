@@ -1,4 +1,4 @@
-"""Drive the ranks of one process by a thread each."""
+"""Runs the ranks of one process in one thread per rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeloom.transport.interface import Transport
 
 
 class RankThreads:
-    """A thread for each rank; the cores are shared among them."""
+    """One thread per rank, which share the cores evenly."""
 
     def __init__(self, num_ranks: int, transport: Transport) -> None:
         self._transport = transport
@@ -24,18 +24,17 @@ class RankThreads:
         self._pool = ThreadPoolExecutor(num_ranks, "rank", initializer=torch.set_num_threads, initargs=(cores,))
 
     def run(self, runs: Mapping[int, Iterator[None]]) -> None:
-        """Run all ranks to their ends; raises what went wrong first.
+        """Run all ranks to their ends; raises the error that came first.
 
-        An interrupt of the caller, such as Ctrl-C, is raised when every rank stopped, at its next wait.
+        An interrupt of the caller, such as Ctrl-C, is raised once every rank has stopped, at its next wait.
         """
         modes = _thread_modes()
-
         futures: list[Future[None]] = []
         begin = threading.Event()
 
         def drive(rank: int) -> None:
             begin.wait()
-            if len(futures) < len(runs):  # the caller was interrupted before all were there
+            if len(futures) < len(runs):  # the caller was interrupted before all were submitted
                 return
             try:
                 with ExitStack() as stack:
@@ -58,7 +57,7 @@ class RankThreads:
             begin.set()
             wait(futures)
             raise
-        if errors:  # the cause, rather than those who lost their peer through it
+        if errors:  # the cause rather than a PeerLost that followed from it
             raise min(errors, key=lambda error: isinstance(error, PeerLost))
 
     def close(self) -> None:
@@ -66,7 +65,7 @@ class RankThreads:
 
 
 def _thread_modes() -> list[Callable[[], AbstractContextManager[Any]]]:
-    """The caller's modes that torch keeps for each thread: gradients on or off, autocast. Not saved-tensor hooks."""
+    """The caller's thread-local modes of torch: gradients on or off, autocast. Saved-tensor hooks are left out."""
     modes: list[Callable[[], AbstractContextManager[Any]]] = [
         functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())
     ]

@@ -1,8 +1,7 @@
 """`Worker`: one rank's stages and the loop that runs its program.
 
-A program is bound once: every action becomes a function without arguments that has its module, its channel and its
-place in the rank's stores (`pipeloom.engine.rank_state`) at hand. A step then is one loop over those functions;
-nothing is looked up in it.
+A program is bound once: every action becomes a function without arguments, a closure over its module, its channel and
+the rank's stores (`pipeloom.engine.rank_state`). A step is then one loop over these functions, without look-ups.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.ir.walk import meets
 from pipeloom.transport.interface import Transport
 
-# Runs the first instructions of a run in its own way, and returns how many of them are done.
+# Runs the first instructions of a run, and returns how many of them are done.
 WarmUp = Callable[["Worker", "Bound"], int]
 
 _BINDERS: dict[Op, Binder] = {
@@ -57,22 +56,22 @@ class Bound:
     Attributes:
         instructions: what it runs.
         program: what was bound.
-        beside: when collectives and moves of the last run were under way.
+        overlap: when the collectives and transfers of the last run were in flight.
     """
 
     instructions: InstructionList
     program: Program
-    beside: OverlapTimes
+    overlap: OverlapTimes
 
     @property
     def training(self) -> bool:
         return not self.program.schedule.forward_only
 
     def records(self) -> list[Record]:
-        """The last run: every action with its start and end; of collectives and moves, when they were under way."""
-        beside = self.beside.records()
-        known = {action for action, _, _ in beside}
-        return [record for record in self.instructions.records() if record[0] not in known] + beside
+        """The last run: every action with its start and end, and when collectives and transfers were in flight."""
+        overlapped = self.overlap.records()
+        known = {action for action, _, _ in overlapped}
+        return [record for record in self.instructions.records() if record[0] not in known] + overlapped
 
 
 class Worker:
@@ -81,12 +80,12 @@ class Worker:
     Args:
         rank, stages, loss_fn, transport, sliced, recompute, mover: see `pipeloom.engine.rank_state.RankWiring`.
         gradient_sum: sums gradients of parameters that other ranks hold too.
-        store: where this rank's parameters live.
-        blackbox: a buffer of at least `BLACKBOX_BYTES` bytes for the label of the running action, which tells after a
-            crash what this rank was doing.
+        store: this rank's parameters.
+        blackbox: a buffer of at least `BLACKBOX_BYTES` bytes for the label of the running action, read after a crash.
 
     Attributes:
-        state: what this rank holds while it runs.
+        state: values that this rank holds while it runs.
+        overlap: when its collectives and transfers were in flight.
     """
 
     def __init__(
@@ -106,9 +105,9 @@ class Worker:
         self.rank = rank
         self.stages = stages
         self.state = RankState(RankWiring(rank, stages, loss_fn, transport, sliced, recompute, mover))
-        self.beside = store.times
+        self.overlap = store.times
         if mover is not None:
-            mover.times = self.beside
+            mover.times = self.overlap
         self._gradient_sum = gradient_sum
         self._store = store
         self._blackbox = blackbox
@@ -120,7 +119,7 @@ class Worker:
 
     @property
     def peak_live_activations(self) -> int:
-        """The most activations held at once in the last run."""
+        """The peak number of activations in the last run."""
         return self.state.activations.peak_live
 
     def bind(self, program: Program) -> Bound:
@@ -128,10 +127,10 @@ class Worker:
         self.state.activations.to_offload = moved_keys(program, self.rank)
         order = program.orders[self.rank]
         instructions = self.bind_steps((action, step) for action in order for step in self.steps(action, program))
-        return Bound(instructions, program, self.beside)
+        return Bound(instructions, program, self.overlap)
 
     def bind_steps(self, steps: Iterable[tuple[Action, Step]]) -> InstructionList:
-        """Instructions of this rank, one for each of `steps`."""
+        """Instructions of this rank, one per step."""
         return InstructionList(self.rank, steps, blocking=self.state.wiring.transport.blocking, blackbox=self._blackbox)
 
     def steps(self, action: Action, program: Program) -> list[Step]:
@@ -140,13 +139,13 @@ class Worker:
             (first, ready), *rest = self._gradient_sum.bind(action.stage)
 
             def begin() -> None:
-                self._store.finish()  # what is summed over ranks has been summed over copies
+                self._store.finish()  # sums over replicas come before sums over ranks
                 first()
 
             return [(begin, ready), *rest]
         if action.op in _STORE_OPS:
             run, ready = self._store.bind(action, program)
-            return [(self.beside.running(action, run), ready)]
+            return [(self.overlap.running(action, run), ready)]
         binder = _BINDERS.get(action.op)
         if binder is None:
             raise InputError(
@@ -160,23 +159,23 @@ class Worker:
             return [step]
         run, ready = self._store.around(action, step, program)
         alone = program.data is None and self.state.wiring.mover is None
-        return [(run if alone else self.beside.running(action, run), ready)]
+        return [(run if alone else self.overlap.running(action, run), ready)]
 
     def run(self, bound: Bound, batch: Batch, call: int, warm_up: WarmUp | None = None) -> Run:
         """Run a bound program; yields whenever it has to wait and the transport does not block.
 
         Args:
             bound: the program.
-            batch: what it reads and writes.
-            call: a number that is the same on all ranks if they make the same calls; it goes with every message.
-            warm_up: runs the first instructions in its own way, before anything else of the run begins.
+            batch: inputs, targets and results.
+            call: the number of the call, sent with every message: equal on all ranks that make the same calls.
+            warm_up: runs the first instructions, before the rest of the run begins.
 
         Raises:
             StageError: the module, the loss or autograd raised.
-            PeerLost: a rank it waited for went away.
+            PeerLost: a rank that it waited for ended.
         """
         self.state.begin(batch, call)
-        self.beside.begin()
+        self.overlap.begin()
         self.state.loss_scale = self._store.loss_scale
         try:
             start = 0 if warm_up is None else warm_up(self, bound)

@@ -41,7 +41,7 @@ class Mesh:
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise InputError(
-                "a Mesh without a process group: start the processes with torchrun and call "
+                "Mesh() needs a process group: start the processes with torchrun and call "
                 "torch.distributed.init_process_group(). In a single process, remove mesh."
             )
         self.rank = dist.get_rank()
@@ -69,7 +69,7 @@ class Mesh:
         self._made += tuple(group for group in self._groups.values() if group is not dist.group.WORLD)
 
     def _agree(self) -> None:
-        """Compare meshes before groups are made: making different groups hangs."""
+        """Compare the meshes of all processes before groups are made: different groups would hang."""
         own = f"{self.shape} in the order {','.join(self.shape.axes)}"
         for rank, other in enumerate(all_gather_bytes(own.encode(), self.cpu_group)):
             if other != own.encode():
@@ -95,15 +95,17 @@ class Mesh:
         if axis in self._groups:
             return self._groups[axis]
         if self._is_closed:
-            raise InputError(f"a mesh of {self} after its close(): its groups are gone. Close it last.")
+            raise InputError(f"mesh {self} is closed: its groups are gone. Close it last.")
         if axis in self.shape.axes and self.degree(axis) > 1:
-            raise InputError(f"a mesh of {self} after a pipeline on it failed: make a new mesh and new pipelines.")
+            raise InputError(
+                f"mesh {self} has no group along {axis}: a pipeline on it failed. Make a new mesh and new pipelines."
+            )
         raise InputError(f"mesh axis {axis!r} has degree 1 here, so it has no group. Use a degree above 1.")
 
     def leave(self, axis: str) -> None:
-        """This process failed, and those along an axis may wait for it: let them know. The axis has no group then.
+        """Called after an error: closes the group of an axis, so that its other processes stop waiting for this one.
 
-        They are told by connections of gloo that close; NCCL tells nobody, and waits there end after their timeout.
+        With gloo they notice the closed connections. With NCCL they wait until their timeout.
         """
         if self._is_closed or axis not in self._groups or "nccl" in dist.get_backend_config(self._groups[axis]):
             return
@@ -125,22 +127,22 @@ class Mesh:
         return self.shape.lines(axis)
 
     def close(self) -> None:
-        """Destroy the groups that were made here, with their threads and sockets; every process closes its mesh.
+        """Destroy the groups of this mesh, with their threads and sockets; every process closes its mesh.
 
-        Pipelines on it are closed before. ``torch.distributed.destroy_process_group()`` does it too; closing is for
-        processes that make one mesh after another. Closing twice does nothing.
+        Close its pipelines first. Needed where a process makes one mesh after another:
+        ``torch.distributed.destroy_process_group()`` destroys the groups too. Closing twice does nothing.
         """
         destroy_groups(self._made)
         self._made, self._is_closed = (), True
         self._groups.clear()
-        if hasattr(self, "device_mesh"):  # it is part of a cycle, and would hold them until that is found
+        if hasattr(self, "device_mesh"):  # part of a reference cycle, which would keep the groups alive
             getattr(self.device_mesh, "_pg_registry", {}).clear()
 
     def __enter__(self) -> Mesh:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # else others may be gone, and what was begun with them never ends
+        if kind is None:  # after an error, collectives with lost processes never end
             self.close()
 
     def __str__(self) -> str:

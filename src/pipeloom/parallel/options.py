@@ -13,8 +13,8 @@ Layout = Literal["elements", "parameters"]
 DType = Literal["fp32", "bf16", "fp16"]
 GradientDType = Literal["float32", "same"]
 
-# Default of `DataParallel.bucket_bytes`, that of torch's DDP: a large model takes a few messages. Smaller buckets were
-# no faster where they were measured (see docs/how-to/data-parallel.md).
+# Default of `DataParallel.bucket_bytes`, as in torch's DDP: few messages for a large model. Smaller buckets were no
+# faster in measurements (see docs/how-to/data-parallel.md).
 BUCKET_BYTES = 25 << 20
 
 
@@ -26,8 +26,8 @@ class DataParallel:
         strategy: ddp, parameter-server, zero1, zero2 or zero3.
         granularity: step, chunk or microbatch: how often zero3 gathers parameters, and zero2 and zero3 reduce
             gradients. None: step.
-        layout: of the shards: "elements", an equal part of each bucket's elements per replica, or "parameters", whole
-            parameters, for optimizers that need whole matrices.
+        layout: of the shards: "elements", an equal part of each bucket's elements per replica, or "parameters", where
+            each replica owns full parameters, for optimizers that need full matrices.
         bucket_bytes: bytes, in the format of forwards, of neighbouring parameters that are gathered and reduced
             together. 0: each parameter alone, or each layer where layers are not cut (granularity microbatch, layout
             "parameters"). Checkpoints do not depend on it.
@@ -111,7 +111,7 @@ def axis_of(data: DataParallel, precision: Precision, degree: int) -> DataAxis |
     """The data axis of `degree` replicas; None for a single pipeline without masters.
 
     Raises:
-        InputError: the parameters to offload are those that every forward reads.
+        InputError: every forward reads the parameters to offload.
     """
     if data.offload is not None and data.strategy != "zero3" and not precision.has_masters:
         raise InputError(

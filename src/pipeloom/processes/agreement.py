@@ -1,7 +1,7 @@
-"""How processes agree on what they are about to run, before they exchange anything else.
+"""Compares what processes are about to run, before they exchange anything else.
 
-Every process tells the others its terms, plain values by name. `first_difference` names the rank and the term that
-differ. `RunFingerprint` holds the terms of a pipeline; a stream compares its own (see
+Every process sends its terms, plain values by name, to the others. `first_difference` names the rank and the term that
+differ. `RunFingerprint` holds the terms of a pipeline. A stream compares its own terms (see
 `pipeloom.training.stream.update_rules`).
 """
 
@@ -43,10 +43,10 @@ def first_difference(terms: Iterable[tuple[int, Mapping[str, Any]]]) -> Differen
 def gather_json(
     value: Any, group: dist.ProcessGroup | None, *, lost: str, timeout_seconds: float | None = None
 ) -> list[Any]:
-    """The values of all processes of `group`, by rank, as JSON gives them back; without a group only the own one.
+    """All-gather a value as JSON; returns the values of all processes of `group`. None: only this process.
 
     Raises:
-        PeerLost: a process ended or timed out; in the words `lost`.
+        PeerLost: a process ended or timed out; the message is `lost`.
     """
     payload = json.dumps(value).encode()
     if group is None:
@@ -58,8 +58,8 @@ class RunFingerprint(NamedTuple):
     """What one process is about to run.
 
     Attributes:
-        schedule: its name and sizes, in words.
-        digest: a hash of everything that has to be the same.
+        schedule: its name and sizes, for errors.
+        digest: a hash of everything that must be equal on all processes.
     """
 
     schedule: str
@@ -92,15 +92,15 @@ class RunFingerprint(NamedTuple):
         return cls(f"{schedule.name!r} of {sizes}{cut}", digest)
 
     def agree(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
-        """Compare with all processes of `group`; every one of them calls this.
+        """Compare with all processes of `group`, a collective call.
 
         Raises:
-            InputError: on all of them, where two differ.
-            PeerLost: one of them ended or timed out.
+            InputError: two processes differ; raised on all of them.
+            PeerLost: a process ended or timed out.
         """
         lost = "another rank ended or timed out before every rank had made its Pipeline; see its error"
-        told = gather_json(self._asdict(), group, lost=lost, timeout_seconds=timeout_seconds)
-        found = first_difference(enumerate(told))
+        terms = gather_json(self._asdict(), group, lost=lost, timeout_seconds=timeout_seconds)
+        found = first_difference(enumerate(terms))
         if found is None:
             return
         if found.name == "schedule":
@@ -109,7 +109,7 @@ class RunFingerprint(NamedTuple):
                 "schedule. Pass the same one on each."
             )
         raise InputError(
-            f"ranks 0 and {found.rank} both have schedule {told[0]['schedule']}, but their orders, cuts, slices, tied "
+            f"ranks 0 and {found.rank} both have schedule {terms[0]['schedule']}, but their orders, cuts, slices, tied "
             "parameters, data-parallel options or number formats differ: all ranks must run the same program. Pass the "
             "same model and arguments on each."
         )

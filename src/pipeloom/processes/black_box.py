@@ -15,7 +15,7 @@ def label_of(action: Action) -> bytes:
 
 
 class BlackBox:
-    """A page of memory that a rank shares with the launcher, and that outlives the rank."""
+    """A page of memory that a rank shares with the launcher. It outlives the rank."""
 
     _ACTION, _PHASE, _WORDS, SIZE = slice(0, BLACKBOX_BYTES), slice(BLACKBOX_BYTES, 192), slice(192, 4096), 4096
 

@@ -1,4 +1,4 @@
-"""Collectives over a CPU process group, without pickling, and errors that say that a process was lost."""
+"""Collectives over a CPU process group, without pickling, which raise PeerLost where a process was lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 @contextmanager
 def noticing_lost_peers(lost: str = _LOST) -> Iterator[None]:
-    """Turn errors about a process that ended or timed out into PeerLost with the words `lost`."""
+    """Turn errors about a process that ended or timed out into PeerLost with the message `lost`."""
     try:
         yield
     except RuntimeError as error:
@@ -54,7 +54,7 @@ def first_line(error: BaseException) -> str:
 
 
 def cpu_group() -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
-    """A gloo group of all processes, and the groups made for it: none where the default group is a gloo group."""
+    """A gloo group of all processes, and the groups to destroy later: none where the default group is a gloo group."""
     let_gloo_finish()
     if "gloo" not in dist.get_backend_config():
         made = dist.new_group(backend="gloo")
@@ -97,7 +97,7 @@ def all_gather_bytes(
         payload: of this rank.
         group: of the ranks; None: the default group.
         device: where the group's backend needs its tensors.
-        lost: words of the error.
+        lost: the message of PeerLost.
         timeout_seconds: None: the timeout of the group.
 
     Raises:

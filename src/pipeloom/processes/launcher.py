@@ -55,7 +55,7 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     """The membership that the environment describes; None where this process is not part of a run.
 
     Raises:
-        InputError: RANK, LOCAL_RANK or WORLD_SIZE is not a number, or RANK is not below WORLD_SIZE.
+        InputError: RANK, LOCAL_RANK or WORLD_SIZE is not an integer, or RANK is not below WORLD_SIZE.
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
@@ -63,12 +63,12 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     if _LAUNCHED in environment:
         launcher, file, box = (int(number) for number in environment[_LAUNCHED].split(":"))
         _die_with(launcher)
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # Ctrl-C reaches the launcher; this is for one rank alone
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # of one rank alone, since Ctrl-C reaches the launcher
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # peers would report a loss before Python has unwound
         meeting, black_box = f"file:///proc/self/fd/{file}", BlackBox(box)
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if rank >= world_size:  # it would wait for ranks that do not exist
-        raise InputError(f"environment variable RANK is {rank}: it is below WORLD_SIZE, {world_size}; correct it")
+        raise InputError(f"RANK={rank}: must be below WORLD_SIZE={world_size}. Start the processes with torchrun.")
     return Membership(
         rank=rank,
         local_rank=_number(environment, "LOCAL_RANK"),
@@ -81,7 +81,7 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "0")
     if not text.isdecimal():
-        raise InputError(f"environment variable {name} is {text!r}: it must be a number; torchrun sets it")
+        raise InputError(f"{name}={text!r}: must be an integer of at least 0. Start the processes with torchrun.")
     return int(text)
 
 
@@ -94,9 +94,9 @@ def _die_with(launcher: int) -> None:
 
 @contextmanager
 def last_words(member: Membership | None) -> Iterator[None]:
-    """Write an error into the black box, if there is one, and end this rank with the error's exit code.
+    """Around the work of a rank: writes an error into the black box and ends the rank with the error's exit code.
 
-    The launcher then prints the error once for all ranks. Without a black box the error is raised with the rank's name.
+    The launcher then prints the error once for all ranks. Without a black box, the error names the rank.
     """
     try:
         yield
@@ -131,31 +131,34 @@ class _Rank:
 
 
 def launch(names: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
-    """Run ``python ARGUMENTS`` as one process for each of `names`, the ranks, and wait for them.
+    """Run ``python ARGUMENTS`` in one process per rank, and wait for all of them.
 
-    `environment` adds variables to those of this process.
+    When a rank fails or is killed, the launcher ends the other ranks and prints one line: which rank, how, and in which
+    step and action. SIGINT, SIGTERM and SIGHUP end all ranks too, except where the launcher itself ignores them (SIGHUP
+    under nohup). When a rank is stopped, the launcher prints a warning and waits. It leaves no process and no file.
 
-    When a rank ends with an error or by a signal, all others are ended and one line says which, how, and in which step
-    and action. SIGINT, SIGTERM and SIGHUP end all ranks too, unless they are ignored already, as SIGHUP is under nohup.
-    A rank that is stopped is told of and waited for. Nothing is left behind: no process, no file.
+    Args:
+        names: one name per rank, for messages.
+        arguments: of the Python interpreter.
+        environment: variables to add to those of this process.
 
     Returns:
-        0 when all ranks did their work, 2 when one refused its input, 128 + number after a signal, else 1.
+        0 when all ranks succeeded, 2 for invalid input, 128 + number after a signal, else 1.
 
     Raises:
-        InputError: this machine is not Linux, whose memfd and parent-death signal the launcher stands on.
+        InputError: this machine is not Linux: the launcher needs memfd and the parent-death signal.
     """
     if not hasattr(os, "memfd_create"):
-        raise InputError(f"the launcher needs Linux, this is {sys.platform}: use torchrun, or `--local`")
+        raise InputError(f"platform {sys.platform}: the launcher needs Linux. Use torchrun, or `--local`.")
     ranks: list[_Rank] = []
-    signals: list[int] = []  # that came, to be looked at in turn: raised, a second one would cut short what ends ranks
+    signals: list[int] = []  # received; if handlers raised, a second signal would interrupt the clean-up
 
     def note(number: int, frame: FrameType | None) -> None:
         signals.append(number)
 
     asked = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
     previous = {number: signal.signal(number, note) for number in asked}
-    # Ranks inherit this: they are background processes, which a terminal with `stty tostop` would stop as they write.
+    # Ranks inherit this: a terminal with `stty tostop` stops background processes that write.
     previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
         with _anonymous_file("meeting") as meeting:
@@ -177,7 +180,7 @@ def launch(names: Sequence[str], arguments: Sequence[str], environment: Mapping[
 
 @contextmanager
 def _anonymous_file(name: str, size: int = 0) -> Iterator[int]:
-    """A descriptor of a file in memory that has no name; children may inherit it."""
+    """The descriptor of an unnamed file in memory, which children may inherit."""
     descriptor = os.memfd_create(f"pipeloom-{name}")
     try:
         os.truncate(descriptor, size)
@@ -204,13 +207,13 @@ def _start(
             env={**defaults, **os.environ, **environment, **place},
             stdin=subprocess.DEVNULL,
             pass_fds=(meeting, descriptor),
-            process_group=0,  # a Ctrl-C of the terminal reaches the launcher alone, which ends the ranks in order
+            process_group=0,  # only the launcher receives Ctrl-C from the terminal, and ends the ranks
         )
         return _Rank(names[rank], process, BlackBox(descriptor))
 
 
 def _watch(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str | None]:
-    """Wait until all ranks are done, one is lost or a signal is in `signals`; the exit code, and a line about it."""
+    """Wait until all ranks are done, one fails or a signal arrives; returns the exit code and the line to print."""
     deadline = None
     while True:
         if signals:
@@ -224,12 +227,12 @@ def _watch(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str | N
             deadline = deadline or time.monotonic() + _CAUSE_SECONDS
             if set(lost.values()) != {_PEER_LOST} or None not in codes or time.monotonic() > deadline:
                 return _explain(ranks, lost)
-        _tell_of_stops(ranks)
+        _warn_of_stops(ranks)
         time.sleep(_POLL_SECONDS)
 
 
-def _tell_of_stops(ranks: Sequence[_Rank]) -> None:
-    """Say which ranks were stopped since the last call: all others wait for them, in silence."""
+def _warn_of_stops(ranks: Sequence[_Rank]) -> None:
+    """Print a warning for each rank that was stopped since the last call. The other ranks wait for it silently."""
     for rank in ranks:
         number, found = rank.process.pid, None
         if rank.process.returncode is None:
@@ -238,18 +241,18 @@ def _tell_of_stops(ranks: Sequence[_Rank]) -> None:
         if found is not None:
             sys.stderr.write(
                 f"pipeloom: warning: {rank.name} (process {number}) was stopped by {_signal_name(found.si_status)}; "
-                f"the run waits for it: `kill -CONT {number}` lets it go on\n"
+                f"the run waits for it. Continue it with `kill -CONT {number}`.\n"
             )
             sys.stderr.flush()
 
 
 def _explain(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> tuple[int, str]:
-    """The exit code, and which rank was lost first, how, and where it was."""
+    """The exit code, and a line with the rank that failed first, how, and in which step and action."""
 
-    def likelihood(rank: int) -> int:  # of being the cause: killed, refused its input, failed, lost a peer
+    def order(rank: int) -> int:  # the likeliest cause first: killed, invalid input, failed, lost a peer
         return 0 if lost[rank] < 0 else {2: 1, _PEER_LOST: 3}.get(lost[rank], 2)
 
-    rank = min(lost, key=likelihood)
+    rank = min(lost, key=order)
     code, name, box = lost[rank], ranks[rank].name, ranks[rank].black_box
     if code == 2 and box.last_words:
         return 2, f"error: {box.last_words}"

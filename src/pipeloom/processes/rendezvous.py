@@ -1,4 +1,4 @@
-"""How the processes of a run meet: through a part of a store that belongs to this attempt alone.
+"""How the processes of a run meet: through a part of a store that only this attempt uses.
 
 torchrun restarts all processes when one fails. Its store may outlive them and keep their addresses, and a process that
 reads an old address waits for a process that has ended. torchrun's restart count cannot tell attempts apart, since
@@ -47,7 +47,7 @@ def fresh_part(store: Store, rank: int, size: int, timeout_seconds: float = 1800
     Raises:
         PeerLost: a process timed out.
     """
-    lost = f"rank {rank} waited {timeout_seconds:g} s for the others to meet"
+    lost = f"rank {rank} waited {timeout_seconds:g} s for the other ranks to start"
     with noticing_lost_peers(lost):
         if rank == 0:
             generation = store.add("pipeloom/generation", 1)
@@ -55,7 +55,7 @@ def fresh_part(store: Store, rank: int, size: int, timeout_seconds: float = 1800
             for other in range(1, size):
                 while not store.check([f"pipeloom/taken/{generation}/{other}"]):
                     if time.monotonic() > deadline:
-                        raise PeerLost(f"{lost}: rank {other} did not come")
+                        raise PeerLost(f"{lost}: rank {other} did not start")
                     asked = store.add(f"pipeloom/asked/{other}", 0)
                     store.set(f"pipeloom/answer/{other}/{asked}", str(generation))
                     time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Offload in a run: what the pipeline and the optimizer are told, and the numbers of it in the metrics."""
+"""Offload in a run: the options of the pipeline and the optimizer, and the offload metrics."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ NUM_NUMBERS = 4  # of `offload_numbers`
 
 
 def data_parallel(config: TrainConfig, device: str) -> DataParallel | None:
-    """How replicas share, with the offload target of their parameters."""
+    """The data-parallel options, with the offload target of main parameters."""
     target = config.memory.offload if config.memory.offload_parameters and offloads(config, device) else None
     return config.shared and replace(config.shared, offload=target)
 
 
 def with_offload(optimizer: torch.optim.Optimizer, config: TrainConfig, device: str) -> torch.optim.Optimizer:
-    """The optimizer that the run steps: `optimizer`, or one that streams its states and parameters.
+    """`optimizer`, wrapped in an `OffloadedOptimizer` where the run offloads states or parameters.
 
     Raises:
-        InputError: there is no room for them.
+        InputError: the offload target is full.
     """
     states, parameters = config.memory.offload_states, config.memory.offload_parameters
     if not (offloads(config, device) and (states or parameters)):
@@ -36,14 +36,14 @@ def with_offload(optimizer: torch.optim.Optimizer, config: TrainConfig, device: 
 
 
 def offload_notices(config: TrainConfig, device: str) -> list[str]:
-    """That nothing is offloaded, where that is so in spite of a target."""
+    """A notice where nothing is offloaded although an offload target is set."""
     if config.memory.offload is None or offloads(config, device):
         return []
     return ["memory.offload=cpu: has no effect, because this run computes on the CPU. Use disk:PATH."]
 
 
 def offload_numbers(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Offloaded bytes of states and of parameters, bytes moved and seconds waited so far, of this process.
+    """Of this process: offloaded bytes of states and of parameters, bytes moved so far, seconds waited so far.
 
     Shape [4], float64.
     """

@@ -65,7 +65,7 @@ def _check_loss(loss_fn: LossFn | None) -> None:
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn={loss_fn!r}: must be a function, called as loss_fn(output, targets).")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        raise InputError(f"loss_fn is the class {loss_fn.__name__}. Pass an object of it: {loss_fn.__name__}(...).")
+        raise InputError(f"loss_fn={loss_fn.__name__}: must not be a class. Pass {loss_fn.__name__}(...).")
     if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
         raise InputError(
             "loss_fn is a module with parameters, which no stage would train. Put layers with parameters at the end of "
@@ -92,7 +92,7 @@ def check_recompute(
 
     Raises:
         InputError: an unknown name, another number of stages, ranks that are threads, or "selective" for a stage that
-            surely has no attention, as all its modules are torch's own.
+            certainly has no attention: all its modules are torch's own.
     """
     kinds = recompute_of_stages(given, schedule.num_stages)
     threads = transport == "threads" or (
@@ -113,7 +113,7 @@ def check_recompute(
 
 
 def _has_no_attention(part: nn.Module) -> bool:
-    """Whether the module itself calls no attention; its submodules are asked on their own."""
+    """Whether the module itself calls no attention; its submodules are checked separately."""
     known = type(part).__module__.startswith("torch.nn.modules.") or isinstance(part, StageModule)
     hooked = part._forward_hooks or part._forward_pre_hooks
     return known and not hooked and not isinstance(part, nn.MultiheadAttention)

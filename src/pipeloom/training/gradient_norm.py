@@ -18,7 +18,7 @@ def gradient_norms(pipeline: Pipeline, rank: int | None = None) -> Tensor:
     """
     norms = torch.zeros(2, len(pipeline.state.parameter_names), dtype=torch.float64)
     sharing = pipeline.state.sharing
-    if sharing.copy > 0 and not sharing.sharded:
+    if sharing.replica > 0 and not sharing.sharded:
         return norms
     owned = [(position, p.grad) for position, p in pipeline.state.owned_parameters(rank) if p.grad is not None]
     if owned:

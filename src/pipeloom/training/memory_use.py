@@ -1,4 +1,4 @@
-"""`MemoryUse`: what the ranks of one process hold in memory, and what they offloaded."""
+"""`MemoryUse`: the memory of the ranks of one process, and their offload traffic."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pipeloom.engine.stores.parameter_bytes import HeldBytes, Offloaded, PeakByt
 
 
 class OffloadTraffic(NamedTuple):
-    """Moves of activations and main parameters so far.
+    """Transfers of activations and main parameters so far.
 
     Attributes:
         moved_bytes: bytes written and read.
-        wait_seconds: how long ranks waited for moves. An optimizer counts its own waits.
+        wait_seconds: how long ranks waited for transfers. An optimizer counts its own waits.
     """
 
     moved_bytes: int
@@ -22,7 +22,7 @@ class OffloadTraffic(NamedTuple):
 
 
 class MemoryUse:
-    """Memory of one process, as `Pipeline.memory`."""
+    """`Pipeline.memory`: the memory of one process."""
 
     def __init__(self, state: ModelState, executor: Executor) -> None:
         self._stores, self._workers = state.stores, executor.workers
@@ -34,7 +34,7 @@ class MemoryUse:
 
     @property
     def peak_live_activations(self) -> dict[int, int]:
-        """Per rank of this process, the most activations held at once in the last run."""
+        """Per rank of this process, the peak number of activations in the last run."""
         return {rank: worker.peak_live_activations for rank, worker in self._workers.items()}
 
     def held_bytes(self) -> HeldBytes:
@@ -43,7 +43,7 @@ class MemoryUse:
         return HeldBytes(*map(sum, zip(*held, strict=True)))
 
     def record_peaks(self, wanted: bool = True) -> None:
-        """Have runs measure the bytes of gradients for `peak_bytes`, which takes some time."""
+        """Whether runs measure gradients for `peak_bytes`, which takes some time."""
         for store in self._stores.values():
             store.records_peaks = wanted
 
@@ -54,12 +54,12 @@ class MemoryUse:
 
     @property
     def offloaded_parameters(self) -> Offloaded:
-        """Main parameters that are offloaded between updates, and what moved so far."""
-        return Offloaded(*map(sum, zip(*(store.away for store in self._stores.values()), strict=True)))
+        """Bytes and transfers of offloaded main parameters."""
+        return Offloaded(*map(sum, zip(*(store.offloaded for store in self._stores.values()), strict=True)))
 
     @property
     def offload_traffic(self) -> OffloadTraffic:
-        """What moved so far: activations, and main parameters whoever moved them."""
+        """Transfers of activations and main parameters so far."""
         movers = [m for m in (worker.state.wiring.mover for worker in self._workers.values()) if m is not None]
         parameters = self.offloaded_parameters
         return OffloadTraffic(

@@ -1,4 +1,4 @@
-"""One training step: gradients, their norm over all ranks, and the update that both decide about.
+"""One training step: gradients, their norm over all ranks, and the update.
 
     BarrierStep         every rank waits for the norm over all ranks, then updates its parameters
     PostValidatedStep   every rank updates at once and validates the update later (post_validation/)
@@ -25,8 +25,8 @@ from pipeloom.transport.values import Value
 
 Numbers = Callable[[], Tensor]
 
-# Of torch: rows and columns, or an orthogonal matrix, or one step for all. Others cannot be known by name.
-_LOOK_AT_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon")
+# Optimizers of torch whose update of an element depends on other elements.
+_NEED_FULL_PARAMETERS = ("Adafactor", "LBFGS", "Muon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def check_optimizer(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Non
             "the optimizer has parameters that are not the pipeline's. Make it from pipeline.parameters()."
         )
     cut = any(span.stop - span.start > 0 and not span.is_whole for span in pipeline.state.ranges.values())
-    if cut and type(optimizer).__name__ in _LOOK_AT_WHOLE_PARAMETERS:
+    if cut and type(optimizer).__name__ in _NEED_FULL_PARAMETERS:
         raise InputError(
             f"{type(optimizer).__name__} cannot update shards of parameters: its update of an element depends on the "
             'others. Pass data=pipeloom.DataParallel(..., layout="parameters") to Pipeline.'
@@ -100,7 +100,7 @@ class OptimizerStep(ABC):
         """Make all updates final; every rank calls it before weights or optimizer state are read.
 
         Returns:
-            Those that have become final.
+            The updates that have become final.
         """
 
 

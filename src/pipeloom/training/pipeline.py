@@ -55,10 +55,10 @@ class Pipeline:
     Args:
         model: an nn.Sequential, a block model with `layers`, a list with one module per stage, or `Stages` that are cut
             already. Every rank passes the same model and keeps its own stages.
-        schedule: which rank computes what in which order. Its micro-batches are those of every step. The `schedule`
-            attribute is what runs: it has B in place of an I and the W behind it where no rank waits for the I. Or a
+        schedule: the order of every rank's actions, for the micro-batches of one step. The `schedule` attribute is
+            the one that runs: an I and the W behind it are merged into B where no rank waits for the I. Or a
             `pipeloom.Plan`, which also gives `cut`, `slices`, `recompute`, `offload`, `data`, `precision` and, for a
-            data-parallel degree above 1, `mesh`; arguments that contradict it are refused.
+            data-parallel degree above 1, `mesh`; arguments must not contradict it.
         loss_fn: ``loss_fn(output, targets)`` of one micro-batch: a scalar, the mean over its samples. `forward` needs
             none.
         layers, cut: how to cut `model`; see `pipeloom.split.split`.
@@ -85,7 +85,7 @@ class Pipeline:
         timeout_seconds: how long a rank waits for a message, or for other replicas.
 
     Attributes:
-        schedule: what runs.
+        schedule: the schedule that runs.
         mesh: as given.
         state: the stages and parameters of this process: main parameters, their ranges and checkpoints.
         executor: runs the programs on the ranks of this process.
@@ -94,12 +94,12 @@ class Pipeline:
     The optimizer updates `parameters()`. They are the model's own parameters, with two exceptions: with shards or
     masters (`data`, `precision`), every run writes their values into the model's parameters; and where all ranks share
     this process, each higher rank has its own copy of a parameter that several ranks hold, as in a process of its own.
-    Where this process is one rank, the C library is told to keep freed memory, or with zero3 to return it (see
-    `pipeloom.processes.host_memory`).
+    Where this process is one rank, it sets the C library to keep freed memory, or with zero3 to return it to the
+    system (see `pipeloom.processes.host_memory`).
 
     Raises:
         InputError: an illegal schedule, a model that cannot be cut this way, a process group of another size, or ranks
-            that are about to run different things.
+            with different programs.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Pipeline:
 
     @property
     def program(self) -> Program:
-        """What `step` runs: the schedule with communication, gradient reduction and offload actions."""
+        """The program of `step`: the schedule with communication, gradient reduction and offload actions."""
         return self.executor.programs.train
 
     @property
@@ -221,7 +221,7 @@ class Pipeline:
     def accumulate(
         self, inputs: Value = None, targets: Value = None, *, warm_up: WarmUp | None = None
     ) -> dict[int, Tensor]:
-        """`step` that does not wait for the losses of other ranks.
+        """`step`, without waiting for the losses of other ranks.
 
         Args:
             inputs, targets: as for `step`.
@@ -293,9 +293,8 @@ class Pipeline:
                 cut_sequences(batch, self.schedule.num_slices, self._slice_lengths)
         except Exception as error:
             refusal = error
-        # With several replicas, the ranks with the last stage tell each other. Other ranks already run when one of them
-        # hears of it, or when a rank before the last raises: closing tells them. With one replica, the same rank may
-        # call again.
+        # With several replicas, the ranks with the last stage exchange the error. Other ranks may already run: closing
+        # the transport ends them. With one replica, this rank may call again.
         has_processes = self.rank is not None and self.schedule.num_ranks > 1
         has_replicas = sharing.axis is not None and sharing.axis.degree > 1
         with self.executor.ended_by_errors() if has_processes and has_replicas else nullcontext():
@@ -311,8 +310,8 @@ class Pipeline:
     def records(self) -> list[tuple[int, list[Record]]]:
         """For each rank of this process, the actions of the last run with start and end (perf_counter seconds).
 
-        Gathers, reductions over replicas and offload moves come last, each with the time in which it ran: one record
-        for each of a stage's units.
+        Gathers, reductions over replicas and offload transfers come last, with their own start and end: one record per
+        unit of a stage.
         """
         return self.executor.records()
 

@@ -148,24 +148,26 @@ def _between_processes(
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
 
-    def make_far(idle: Callable[[], bool] = lambda: True) -> TorchDistributedTransport:
+    def make_remote(idle: Callable[[], bool] = lambda: True) -> TorchDistributedTransport:
         return TorchDistributedTransport(
             rank, device=device, replicas=replicas, timeout_seconds=timeout_seconds, idle=idle
         )
 
     if name == "torch" or (name == "auto" and (device.type != "cpu" or not shared_memory.available())):
-        return make_far()
+        return make_remote()
     if not shared_memory.available():
         raise InputError("transport='shared-memory' needs Linux. Use transport='torch'.")
     exchange = functools.partial(all_gather_bytes, group=group)
     own = next(replica for replica in replicas if dist.get_rank() in replica)
-    near = shared_memory.SharedMemoryTransport(rank, exchange, processes=own, timeout_seconds=timeout_seconds)
+    local = shared_memory.SharedMemoryTransport(rank, exchange, processes=own, timeout_seconds=timeout_seconds)
     if name == "shared-memory":
-        remote = [peer for peer in range(len(own)) if not near.reaches(peer, of=rank)]
+        remote = [peer for peer in range(len(own)) if not local.reaches(peer, of=rank)]
         if remote:
             raise InputError(
                 f"transport='shared-memory' connects processes of one machine, and ranks {remote} are on another. Use "
                 "transport='auto'."
             )
-        return near
-    return HybridTransport(near, make_far(near.flush), lambda channel: near.reaches(channel.source, of=channel.target))
+        return local
+    return HybridTransport(
+        local, make_remote(local.flush), lambda channel: local.reaches(channel.source, of=channel.target)
+    )

@@ -1,7 +1,7 @@
-"""Binders of SEND and RECV. They raise where ranks make different calls, or have batches of different size.
+"""Binders of SEND and RECV. They raise where ranks make different calls, or have batches of different sizes.
 
-A number travels with every message: which call this is, and how many samples its batch has. A rank that reads neither
-inputs nor targets learns the number of samples from the first message that has it, and passes it on.
+Every message carries the number of the call and the number of samples of its batch. A rank that reads neither inputs
+nor targets takes the number of samples from the first message that has it, and passes it on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipeloom.engine.binders.forward import bind_entry
-from pipeloom.engine.rank_state import RankState, Step, unequal_lengths
+from pipeloom.engine.rank_state import RankState, Step, sample_mismatch
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program, peer_of
 from pipeloom.transport.call_numbers import call_only, num_samples_of
@@ -55,9 +55,9 @@ def bind_receive(state: RankState, action: Action, program: Program) -> Step:
 
 
 def _of_this_call(state: RankState, source: int, message: Message, receive: Callable[[], Message]) -> Message:
-    """The first message from here on that belongs to this call; messages that `other_call` accepts are dropped.
+    """`message`, or the first one after it, that belongs to this call; `other_call` raises or accepts the others.
 
-    This rank then knows how many samples the batch has, if the message says so.
+    Updates the number of samples of the batch, if the message has it.
     """
     while call_only(message.call) != call_only(state.call):
         state.other_call(source, call_only(message.call), call_only(state.call))
@@ -72,7 +72,7 @@ def _agreed(state: RankState, source: int, theirs: int) -> int:
     if sent and own and sent != own:
         reads_inputs, reads_targets = bool(state.batch.inputs), state.batch.targets is not None
         if reads_inputs != reads_targets:
-            raise RunError(unequal_lengths(own, sent) if reads_inputs else unequal_lengths(sent, own))
+            raise RunError(sample_mismatch(own, sent) if reads_inputs else sample_mismatch(sent, own))
         raise RunError(
             f"rank {source} has a batch of {sent} samples and this rank one of {own}: all ranks must step on the same "
             "batch. Pass the same one on every rank."

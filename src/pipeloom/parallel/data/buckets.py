@@ -2,14 +2,14 @@
 
 Every collective has a start-up cost: processes wait for each other and threads wake up. A model with hundreds of small
 layers must not pay it hundreds of times per step. A model with a few large layers must not delay its reductions until
-all gradients are there. So parameters go into buckets, as in PyTorch's DDP (Li et al., VLDB 2020, section 3.2.3),
+all gradients are computed. So parameters go into buckets, as in PyTorch's DDP (Li et al., VLDB 2020, section 3.2.3),
 filled from the last layer to the first, in the order in which backwards finish them. The remainder is the first bucket,
-the one that forwards wait for and that no backward overlaps.
+which forwards wait for and no backward overlaps.
 
-At granularity microbatch, where every forward and backward gathers layers, a bucket is also what is in memory at once.
-There layers are not cut, and only small layers share a bucket.
+At granularity microbatch, every forward and backward gathers layers, so a bucket is also the unit of memory. There
+layers are not cut, and only small layers share a bucket.
 
-Runs (`pipeloom.parallel.data.stage_parameters`) and memory forecasts (`pipeloom.plan.memory`) both ask this file.
+Both runs (`pipeloom.parallel.data.stage_parameters`) and predictions (`pipeloom.plan.memory`) use this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from pipeloom.ir import Granularity
 
-# At granularity microbatch, the least bytes of a bucket. Below it a collective's start-up cost exceeds its transfer.
+# The minimum size of a bucket at granularity microbatch. Below it the start-up of a collective exceeds its transfer.
 _SMALL_BYTES = 1 << 20
 
 
@@ -36,7 +36,7 @@ class BucketRule:
     """The size of buckets.
 
     Attributes:
-        least_bytes: the least bytes of every bucket but a stage's first.
+        least_bytes: minimum size of every bucket but a stage's first.
         whole_layers: whether the parameters of one layer stay together.
     """
 
@@ -45,7 +45,7 @@ class BucketRule:
 
     @classmethod
     def of(cls, granularity: Granularity, bucket_bytes: int, *, whole_parameters: bool) -> BucketRule:
-        """With `whole_parameters`, layers are not cut: whole parameters spread evenly only if there are many."""
+        """With `whole_parameters`, layers are not cut: only many parameters spread evenly over replicas."""
         by_microbatch = granularity is Granularity.MICROBATCH
         least = min(bucket_bytes, _SMALL_BYTES) if by_microbatch else bucket_bytes
         return cls(least, by_microbatch or whole_parameters)
@@ -70,7 +70,7 @@ class BucketRule:
 
 @dataclass(frozen=True, slots=True)
 class ParameterUse:
-    """A parameter of a stage, and who reads it.
+    """A parameter of a stage, and the layers and stages that read it.
 
     Attributes:
         name: the canonical name.

@@ -13,9 +13,7 @@ from pipeloom.engine.overlap_times import Wait
 from pipeloom.ir import DataStrategy, Op
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 
-_Start = Callable[
-    [Tensor, Tensor, Tensor], Wait
-]  # of parameters or gradients: allocated before, this replica's shard, new
+_Start = Callable[[Tensor, Tensor, Tensor], Wait]  # full tensor, this replica's shard, newly allocated full tensor
 
 
 def time_collectives(
@@ -31,8 +29,8 @@ def time_collectives(
     """Time the gather (UNSHARD) or reduction (REDUCE_GRAD) of a strategy; every replica passes the same arguments.
 
     Args:
-        replicas: who takes part.
-        strategy: which determines the collective.
+        replicas: the processes of the collective.
+        strategy: determines the collective.
         op: UNSHARD or REDUCE_GRAD.
         sizes: bytes of full parameters or gradients, float32.
         device: of the tensors; the CPU by default.

@@ -1,9 +1,9 @@
-"""`FlatLayout`: the parameters of a unit, one behind the other in one flat tensor, cut into equal segments.
+"""`FlatLayout`: the parameters of a unit in one flat tensor, cut into equal segments.
 
 elements      |a a a a b b b|b b c c c c .|      cut anywhere
-parameters    |a a a a c c c c|b b b b b . . .|  every parameter in one segment as a whole
+parameters    |a a a a c c c c|b b b b b . . .|  no parameter is cut
 
-No torch here: predictions lay out parameters that do not exist.
+No torch here: predictions lay out parameters without allocating them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def own_segment(strategy: DataStrategy, replica: int) -> int | None:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where the parameters of one unit lie.
+    """The offsets of the parameters of one unit.
 
     Attributes:
         sizes: elements of each parameter.
@@ -55,7 +55,7 @@ class FlatLayout:
         Args:
             sizes: elements of each parameter.
             data: one segment per replica where replicas update different elements, else one segment.
-            loads: where replicas own whole parameters, the elements that each owns so far (see `by_parameters`).
+            loads: for layout "parameters", the elements that each replica owns so far (see `by_parameters`).
         """
         if data.strategy in (DataStrategy.DDP, DataStrategy.PARAMETER_SERVER):
             return cls.by_elements(sizes, 1)
@@ -72,7 +72,7 @@ class FlatLayout:
 
     @classmethod
     def by_parameters(cls, sizes: Sequence[int], loads: list[int]) -> FlatLayout:
-        """Whole parameters: from the largest on, each goes into the segment with the fewest elements.
+        """Uncut parameters: from the largest on, each goes into the segment with the fewest elements.
 
         Args:
             sizes: elements of each parameter.

@@ -1,11 +1,11 @@
 """`LayerHooks`: runs the unit actions of a computation between its layers (see `pipeloom.ir.unit_actions`).
 
-In a forward, the stage says which layer comes next. In a backward, hooks on the layers' outputs do: autograd runs first
-what was computed last, so once it comes to the gradient of a layer's output, it is done with the layers behind. In I it
-is the same; W reads no parameters.
+In a forward, the stage calls these hooks before and after each layer. In B and I, hooks on the layers' outputs call
+them: autograd runs in reverse order, so when it computes the gradient of a layer's output, the layers behind it are
+done. W reads no parameters.
 
-All replicas must start their collectives in one order, whatever parameters their samples leave without a gradient. So
-where a backward gathers units too, these hooks start its reductions, and not the gradients that arrive.
+All replicas must start their collectives in the same order, also where some parameters get no gradient from their
+samples. Where a backward also gathers units, these hooks therefore start its reductions, not the arrival of gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LayerHooks:
 
     Args:
         units: of the stage.
-        layers: for each layer, the numbers of the units that it reads.
+        layers: the numbers of the units that each layer reads.
         data: the data axis.
 
     Attributes:
@@ -58,7 +58,7 @@ class LayerHooks:
         self._run(self._actions[forward].unshard)
 
     def begin(self, *, forward: bool) -> None:
-        """A computation of the stage begins."""
+        """Called when a computation of the stage begins."""
         self._forward, self._current = forward, len(self._layers)
         for unit in self.outside:
             unit.wait()
@@ -70,7 +70,7 @@ class LayerHooks:
 
     @contextmanager
     def completing(self, completion: Completion) -> Iterator[None]:
-        """Around the last backward that a REDUCE_GRAD covers: layers that are done start its reductions."""
+        """Around the last backward that a REDUCE_GRAD covers: finished layers start its reductions."""
         self._completion = completion
         completion.begin()
         try:
@@ -99,7 +99,7 @@ class LayerHooks:
                 self._kept.update(self._layers[index])
 
     def _enter(self, index: int, gradient: Tensor) -> None:
-        """The backward of a layer begins. Layers that were skipped, such as dropped ones, count as done."""
+        """Called when the backward of a layer begins. Skipped layers, such as dropped ones, count as done."""
         while self._current > index:
             self._current -= 1
             for unit in self._layers[self._current]:

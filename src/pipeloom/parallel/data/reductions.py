@@ -1,10 +1,4 @@
-"""The gradients of one rank, from autograd to the optimizer.
-
-module gradients      as autograd makes them: ``.grad`` of module parameters, until a reduction takes them
-flat gradients        of a unit, full: the flat tensor that a collective sums over replicas
-sums over replicas    of a unit, this replica's segment: kept until the run ends
-main gradients        ``.grad`` of main parameters: what earlier runs left, plus the sums
-"""
+"""`Reductions`: when the gradients of each unit of one rank are summed over replicas."""
 
 from __future__ import annotations
 
@@ -13,162 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeloom.engine.overlap_times import Wait
-from pipeloom.errors import RunError
-from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program
-from pipeloom.parallel.data.flat_layout import FlatLayout, own_segment
+from pipeloom.ir import Action, DataAxis, Granularity, Op, Program
 from pipeloom.parallel.data.replica_group import ReplicaGroup
-
-
-class UnitGradients:
-    """The gradients of one unit, summed over micro-batches and replicas.
-
-    Args:
-        parameters: the module's.
-        main: the main parameters by name, in the same order.
-        layout: how the parameters lie in flat memory.
-        dtype: the number format of the gradients.
-        strategy: which replica keeps what.
-        replicas: over whom to sum.
-
-    Attributes:
-        present: for each parameter, whether this run made a gradient on this replica.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        main: Mapping[str, nn.Parameter],
-        layout: FlatLayout,
-        dtype: torch.dtype,
-        strategy: DataStrategy,
-        replicas: ReplicaGroup,
-    ) -> None:
-        self.parameters, self._main = parameters, main
-        self._layout, self._dtype = layout, dtype
-        self._strategy, self._replicas = strategy, replicas
-        self._segment = own_segment(strategy, replicas.index)
-        self._gaps = layout.gaps
-        self._own_sum: Tensor | None = None  # of this replica's segment
-        self._sums: list[Tensor | None] = [None] * len(parameters)  # instead, where there is one replica
-        self._reducing: deque[tuple[Wait, Tensor, Tensor]] = deque()  # with this replica's segment, and all segments
-        self._aside: list[Tensor | None] = []
-        self.present = [False] * len(parameters)
-        self._trained = [parameter.requires_grad for parameter in parameters]
-
-    def begin(self) -> None:
-        """Set aside the gradients that earlier runs left."""
-        pairs = zip(self.parameters, self._main.values(), strict=True)
-        self._aside = [parameter.grad if parameter is main else None for parameter, main in pairs]
-        for index, (parameter, main) in enumerate(zip(self.parameters, self._main.values(), strict=True)):
-            parameter.grad = None
-            if parameter.requires_grad is not main.requires_grad:  # the user froze or unfroze one of the two
-                changed = main if main.requires_grad is not self._trained[index] else parameter
-                parameter.requires_grad_(changed.requires_grad)
-                main.requires_grad_(changed.requires_grad)
-            self._trained[index] = main.requires_grad
-        self.present = [False] * len(self.parameters)
-
-    @property
-    def trains(self) -> bool:
-        """Whether there will be gradients."""
-        return any(parameter.requires_grad for parameter in self.parameters)
-
-    @property
-    def late(self) -> bool:
-        """Whether there are gradients that no reduction has taken."""
-        return any(parameter.grad is not None for parameter in self.parameters)
-
-    def start(self, look: Callable[[Tensor], None]) -> None:
-        """Take the module's gradients and begin to sum them over replicas; does not wait. One replica: once per run.
-
-        Args:
-            look: called at peak memory, with the flat gradients, which `tensors` does not have yet.
-        """
-        gradients = [parameter.grad for parameter in self.parameters]
-        for index, (name, gradient) in enumerate(zip(self._main, gradients, strict=True)):
-            if gradient is not None:
-                if gradient.is_sparse:
-                    raise RunError(
-                        f"parameter {name!r} has a sparse gradient, which data parallelism does not support. Build "
-                        "its layer with sparse=False."
-                    )
-                self.present[index] = True
-        flat = None
-        if self._replicas.degree == 1:
-            self._sums = gradients
-        else:
-            flat = self._flattened(gradients)
-            look(flat)
-        for parameter in self.parameters:
-            parameter.grad = None
-        del gradient, gradients  # before the sum is allocated
-        if flat is not None:
-            self._reducing.append((*self._reduce(flat), flat))
-
-    @torch.no_grad()
-    def _flattened(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """The gradients in flat memory, with zeros for missing ones and in the gaps."""
-        flat = self.parameters[0].new_empty(self._layout.num_elements, dtype=self._dtype)
-        row: list[Tensor] = []
-        for gap, index in self._gaps:
-            gradient = gradients[index]
-            row += [flat.new_zeros(gap)] if gap else []
-            row.append(flat.new_zeros(self._layout.sizes[index]) if gradient is None else gradient.reshape(-1))
-        row.append(flat.new_zeros(flat.numel() - sum(map(torch.numel, row))))
-        return torch.cat(row, out=flat)
-
-    def _reduce(self, flat: Tensor) -> tuple[Wait, Tensor]:
-        """Begin the sum; returns what waits for it, and where this replica's segment will be."""
-        match self._strategy:
-            case DataStrategy.DDP:
-                return self._replicas.all_reduce(flat), flat
-            case DataStrategy.PARAMETER_SERVER:
-                return self._replicas.reduce(flat), flat if self._segment is not None else flat[:0].clone()
-            case _:
-                own = flat.new_empty(self._layout.segment_elements)
-                return self._replicas.reduce_scatter(flat, own), own
-
-    def wait_first(self) -> None:
-        """Wait for the oldest reduction."""
-        wait, own, _ = self._reducing.popleft()
-        wait()
-        self._own_sum = own if self._own_sum is None else self._own_sum.add_(own)
-
-    def deposit(self, present: Sequence[bool], loss_scale: float) -> None:
-        """Add the run's sums to the main gradients.
-
-        Args:
-            present: for each parameter, whether some replica has a gradient of it.
-            loss_scale: by which the sums are divided.
-        """
-        sums = self._sums if self._own_sum is None else self._layout.shards(self._own_sum, self._segment)
-        for index, main in enumerate(self._main.values()):
-            total = sums[index] if present[index] and main.numel() else None
-            before = self._aside[index] if main is self.parameters[index] else main.grad
-            if total is not None:
-                total = total.view(main.shape) if loss_scale == 1.0 else total.view(main.shape).div_(loss_scale)
-                total = total if before is None else before.add_(total)
-            main.grad = before if total is None else total
-        self.drop()
-
-    def drop(self) -> None:
-        """Forget what a run left."""
-        self._own_sum, self._aside = None, []
-        self._sums = [None] * len(self.parameters)
-        self._reducing.clear()
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Everything that holds gradients now."""
-        for parameter in (*self.parameters, *self._main.values()):
-            if parameter.grad is not None:
-                yield parameter.grad
-        yield from (tensor for tensor in (self._own_sum, *self._sums, *self._aside) if tensor is not None)
-        for _, own, flat in self._reducing:
-            yield from (own, flat)
+from pipeloom.parallel.data.unit_gradients import UnitGradients
 
 
 class Completion:
@@ -208,21 +51,20 @@ class Completion:
                 handle.remove()
 
     def reach(self, unit: UnitGradients) -> None:
-        """All gradients of `unit` are there. Units come in their order, also those that are not reduced here."""
+        """All gradients of `unit` are computed. Called in the order of the units, also for those not reduced here."""
         if self._queue and self._queue[0] is unit:
             self._start(self._queue.popleft())
 
     def flush(self) -> None:
         """Start all that remain, also units with missing gradients."""
         if not self._begun:
-            self._queue.extend(unit for unit in self._units if unit.trains)
+            self.begin()
         while self._queue:
             self._start(self._queue.popleft())
-        self._missing.clear()
-        self._begun = False
+        self.drop()
 
     def drop(self) -> None:
-        """Forget a run that failed."""
+        """Drop all state of the run."""
         self._queue.clear()
         self._missing.clear()
         self._begun = False
@@ -243,8 +85,8 @@ class Reductions:
         by_stage: the units of each stage, in its order.
         data: the data axis. Where gradients are sharded, a reduction waits for the one before, because each holds the
             flat gradients of a unit.
-        replicas: over whom to sum.
-        look: called at peak memory, with flat gradients that are in no unit yet.
+        replicas: the processes to sum over.
+        look: called at peak memory, with flat gradients that `tensors` does not yield yet.
     """
 
     def __init__(
@@ -260,7 +102,7 @@ class Reductions:
         self._reducing: deque[UnitGradients] = deque()
 
     def completion(self, action: Action, program: Program) -> Completion:
-        """What starts the reductions of a REDUCE_GRAD."""
+        """The `Completion` of a REDUCE_GRAD."""
         if action not in self._completions:
             self._completions[action] = Completion(self._reduced_at(action, program), self._start)
         return self._completions[action]
@@ -280,8 +122,8 @@ class Reductions:
         return [unit for unit in reversed(own) if unit not in waiting]
 
     def _start(self, unit: UnitGradients) -> None:
-        """Begin to sum the gradients of a unit; does not wait for it."""
-        if self._replicas.degree == 1:  # autograd goes on adding up in place until the run ends
+        """Start the reduction of a unit without waiting."""
+        if self._replicas.degree == 1:  # autograd accumulates in place until the run ends
             return
         if self._data.shards_optimizer:
             self._wait()
@@ -306,12 +148,12 @@ class Reductions:
             unit.deposit(present[unit], loss_scale)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that holds gradients now."""
+        """All tensors that hold gradients now."""
         for unit in self._units:
             yield from unit.tensors()
 
     def drop(self) -> None:
-        """Forget what a run left."""
+        """Drop all state of the run."""
         self._reducing.clear()
         for completion in self._completions.values():
             completion.drop()
@@ -324,6 +166,6 @@ class Reductions:
             unit.begin()
 
     def _wait(self) -> None:
-        """For all reductions that have started."""
+        """Wait for all reductions that have started."""
         while self._reducing:
             self._reducing.popleft().wait_first()

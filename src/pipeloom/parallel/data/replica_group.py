@@ -28,8 +28,8 @@ class ReplicaGroup:
     """The processes along the axis dp of a mesh. With one replica, collectives do nothing.
 
     Args:
-        mesh: None: there is one replica.
-        timeout_seconds: how long to wait for the others. A collective raises PeerLost after that.
+        mesh: with the replicas along axis dp; None: one replica.
+        timeout_seconds: how long a collective waits for the other replicas before it raises PeerLost.
 
     Attributes:
         degree: number of replicas.
@@ -49,11 +49,11 @@ class ReplicaGroup:
         self._small = torch.device("cuda") if "nccl" in backend else torch.device("cpu")
 
     def broadcast(self, values: Tensor) -> Wait:
-        """The values of replica 0, in place."""
+        """Broadcast the values of replica 0, in place."""
         return self._start(dist.broadcast, values, op=Op.UNSHARD, group_src=0)
 
     def reduce(self, values: Tensor) -> Wait:
-        """The sum over replicas, in place, on replica 0; the others' values are lost."""
+        """The sum over replicas, in place, on replica 0; the other replicas' values are lost."""
         return self._start(dist.reduce, values, op=Op.REDUCE_GRAD, group_dst=0)
 
     def all_reduce(self, values: Tensor) -> Wait:
@@ -92,14 +92,14 @@ class ReplicaGroup:
         return finish
 
     def sum_in_order(self, values: Tensor) -> Tensor:
-        """The sum of a few numbers, in the order of replicas: the same bits on every replica."""
+        """The sum of a small tensor, in the order of replicas: the same bits on every replica."""
         total, *others = self.gather(values)
         for part in others:
             total = total + part
         return total.to(values.device)
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """A few numbers of every replica."""
+        """A small tensor of every replica."""
         if self._mesh is None:
             return [values]
         rows = torch.empty((self.degree, *values.shape), dtype=values.dtype, device=self._small)
@@ -115,9 +115,9 @@ class ReplicaGroup:
         return found
 
     def leave(self) -> None:
-        """This replica failed: let the others, which may wait for it, know at once."""
+        """Called after an error: closes the connections, so that the other replicas stop waiting at once."""
         self._has_left = True
-        for works in self._begun.values():  # they keep connections open, and a traceback may keep their owners alive
+        for works in self._begun.values():  # works keep connections open, and a traceback keeps works alive
             works.clear()
         self._begun.clear()
         if self._mesh is not None:
@@ -130,9 +130,8 @@ class ReplicaGroup:
     def _exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor], op: Op | None) -> Wait:
         """Send to and receive from each other replica directly.
 
-        gloo's own all-gather and reduce-scatter go round a ring, copy data, and wake threads: they take 1.5 times (13
-        MB, two replicas) to 4 times (4 KB) as long. There is no callback for the end of an exchange: its record lasts
-        until the wait for it.
+        gloo's own all-gather and reduce-scatter use a ring, copies and threads: they take 1.5 times (13 MB, two
+        replicas) to 4 times (4 KB) as long. An exchange has no callback for its end: its record ends with its wait.
         """
         if self._mesh is None:
             return no_wait

@@ -1,14 +1,13 @@
-"""`DataSharing`: what a pipeline shares with its replicas, and its number formats."""
+"""`DataSharing`: how data-parallel replicas share parameters and gradients, and in which number formats."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeloom.engine.stores.parameter_store import LossFn, ParameterStore, Sharing
+from pipeloom.engine.stores.parameter_store import LossFn, ParameterStore, RankModules, Sharing
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis
 from pipeloom.parallel.data.replica_group import ReplicaGroup
@@ -21,10 +20,10 @@ from pipeloom.transport.values import Value, flatten, unflatten
 
 
 def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) -> Sharing:
-    """What the replicas of a pipeline share.
+    """How the replicas of a pipeline share parameters and gradients.
 
     Args:
-        mesh: its axis dp holds the replicas; None: there is one.
+        mesh: axis dp holds the replicas; None: one replica.
         data: `DataParallel`, the name of a strategy, or None for ddp.
         precision: `Precision`, the name of a format, or None for the model's own.
         timeout_seconds: how long replicas wait for each other.
@@ -40,15 +39,15 @@ def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) 
 
 
 class DataSharing(Sharing):
-    """Main parameters in addition to the modules' own, or sums over replicas."""
+    """For several replicas, shards, or master parameters."""
 
     def __init__(self, axis: DataAxis, data: DataParallel, precision: Precision, replicas: ReplicaGroup) -> None:
         self._data, self._precision, self._replicas = data, precision, replicas
         self.axis = axis
-        self.copy = replicas.index
+        self.replica = replicas.index
         self.sharded = axis.shards_optimizer
-        away = "memory" if data.offload is None else OffloadTarget.parse(data.offload).kind
-        self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients, away]
+        target = "memory" if data.offload is None else OffloadTarget.parse(data.offload).kind
+        self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients, target]
 
     def check_device(self, device: torch.device) -> None:
         if self._data.offload is not None and OffloadTarget.parse(self._data.offload).kind == device.type:
@@ -57,15 +56,9 @@ class DataSharing(Sharing):
                 "Use `disk:PATH`, or remove it."
             )
 
-    def store(
-        self,
-        stages: Mapping[int, nn.Module],
-        held: Mapping[str, nn.Parameter],
-        homes: Mapping[str, tuple[int, ...]],
-        layers: Sequence[Sequence[str]],
-    ) -> ParameterStore:
+    def store(self, rank: RankModules) -> ParameterStore:
         assert self.axis is not None
-        return UnitStore(stages, held, homes, layers, self.axis, self._data, self._precision, self._replicas)
+        return UnitStore(rank, self.axis, self._data, self._precision, self._replicas)
 
     def sum_samples(self, count: int, refusal: Exception | None = None) -> int:
         own = torch.tensor([count if refusal is None else -1], dtype=torch.int64)
@@ -87,9 +80,8 @@ class DataSharing(Sharing):
         self._replicas.leave()
 
     def inputs(self, value: Value) -> Value:
-        return (
-            value if not self._precision.has_masters or value is None else _cast(value, DTYPES[self._precision.dtype])
-        )
+        cast = self._precision.has_masters and value is not None
+        return _cast(value, DTYPES[self._precision.dtype]) if cast else value
 
     def loss_fn(self, loss_fn: LossFn | None) -> LossFn | None:
         if loss_fn is None or not self._precision.has_masters:

@@ -1,4 +1,4 @@
-"""The parameters of a rank's stages before they form units: who reads each, and what data parallelism cannot hold."""
+"""The parameters of a rank's stages before they form units: which layers read them, and whether they are supported."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def claim(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def release(modules: Iterable[nn.Module]) -> None:
-    """The opposite of `claim`."""
+    """Undo `claim`."""
     for module in modules:
         for parameter in module.parameters():
             vars(parameter).pop(_HELD, None)
 
 
-def refuse_sparse(stages: Mapping[int, nn.Module]) -> None:
+def check_dense(stages: Mapping[int, nn.Module]) -> None:
     """Raises InputError where a layer produces sparse gradients."""
     for stage in stages.values():
         for name, module in stage.named_modules():

@@ -2,7 +2,7 @@
 
     module parameters      full, in the format of forwards; zero3 frees them between uses (`full_parameters`)
     main parameters        this replica's shards, in the format of updates (`pipeloom.parallel.offload.main_parameters`)
-    gradients              see `reductions`
+    gradients              see `unit_gradients`
 
 Main parameters share memory with the module's where both have one format and nothing is freed. Under ddp without
 masters they are the module's parameters. Where they have memory of their own, they may be offloaded: a gather then
@@ -22,10 +22,10 @@ from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.ir import DataStrategy
 from pipeloom.parallel.data.flat_layout import FlatLayout, own_segment
 from pipeloom.parallel.data.full_parameters import FullParameters
-from pipeloom.parallel.data.reductions import UnitGradients
 from pipeloom.parallel.data.replica_group import ReplicaGroup
+from pipeloom.parallel.data.unit_gradients import UnitGradients
 from pipeloom.parallel.mixed_precision import NumberFormats
-from pipeloom.parallel.offload.main_parameters import MainShard, OffloadedShard, ResidentShard, offloaded_parameter
+from pipeloom.parallel.offload.main_parameters import MainShard, OffloadedShard, offloaded_parameter
 from pipeloom.parallel.offload.mover import Mover
 
 
@@ -33,18 +33,18 @@ class Unit:
     """Parameters of one number format on one device.
 
     Args:
-        parameters: the module's, by canonical name.
-        layout: how they lie in flat memory.
+        parameters: of the module, by canonical name.
+        layout: of the parameters in flat memory.
         formats: number formats.
-        strategy: which replica keeps what.
-        replicas: who shares the parameters. The values are those of replica 0.
+        strategy: decides what each replica keeps.
+        replicas: the processes that share the parameters. Replica 0 broadcasts its values.
         gathered: counts gathered bytes that will be freed.
-        mover: to the offload target of main parameters; None: they stay in memory.
+        mover: to the offload target of main parameters; None: no offload.
 
     Attributes:
         main: main parameters by name.
         ranges: of main parameters that do not have the parameter's shape.
-        filled: whether module parameters have this run's values.
+        filled: whether module parameters have the current values.
         gradients: of the parameters.
     """
 
@@ -97,8 +97,8 @@ class Unit:
         )
         self._make_main_parameters(own)
         self._main_dtype = own.dtype
-        self._shard: MainShard = ResidentShard(own)
-        if apart and self._mover is not None:  # on all replicas alike, also where this one has no element
+        self._shard = MainShard(own)
+        if apart and self._mover is not None:  # also where this replica has no element
             self._shard = OffloadedShard(own, self.main.values(), self._mover, formats.compute, self._gathered)
             self._reads = True
         self.free()
@@ -118,7 +118,7 @@ class Unit:
             else:
                 self.ranges[name] = Range(start, stop, tuple(shape))
             main = nn.Parameter(shard, requires_grad=module_parameter.requires_grad)
-            vars(main).update(vars(module_parameter))  # what users note on parameters, such as "no weight decay"
+            vars(main).update(vars(module_parameter))  # attributes that users set, such as "no weight decay"
             if module_parameter.is_floating_point():
                 module_parameter.grad_dtype = formats.gradient
                 if formats.gradient != formats.main:
@@ -128,7 +128,7 @@ class Unit:
     # Gathering
 
     def start_gather(self) -> None:
-        """Begin to give module parameters the values of the main ones; does not wait."""
+        """Start to copy or all-gather main parameters into module parameters, without waiting."""
         if self.filled or self._gathering is not None:
             return
         if self._full is None:
@@ -147,7 +147,7 @@ class Unit:
             self._gathering = self._replicas.all_gather(self._full.flat, own)
 
     def _awaited(self, arrive: Wait) -> Wait:
-        """`arrive`, whose time counts as waiting if it waits for a read."""
+        """`arrive`; where it waits for a read, the time is recorded as waiting."""
         if not self._reads:
             return arrive
 
@@ -168,14 +168,14 @@ class Unit:
         return self._reads and self._collects
 
     def prefetch(self) -> None:
-        """Begin the read that a gather has to wait for; does not wait."""
+        """Start the read that a gather has to wait for, without waiting."""
         if self.waits_for_reads and not self.filled and self._gathering is None:
             assert self._full is not None
             there = self._full.is_there and self._segment is not None
             self._shard.prefetch(self._own_segment(self._full.flat) if there else None)
 
     def wait(self) -> None:
-        """Module parameters have their values when it returns."""
+        """Wait until module parameters have their values."""
         if self.filled:
             return
         self.start_gather()
@@ -187,13 +187,13 @@ class Unit:
             self.filled = True
 
     def make_writable(self) -> None:
-        """Until they are freed, values may be written into module parameters."""
+        """Allow writes into module parameters until they are freed."""
         if self._full is not None:
             self._full.allocate()
             self._full.show()
 
     def free(self) -> None:
-        """Free what was gathered (zero3); waits for a gather that has started."""
+        """Free gathered parameters (zero3), after a gather in flight."""
         if self._full is None or not self._full.frees:
             return
         gathering, self._gathering = self._gathering, None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 
 from torch import Tensor, nn
 
-from pipeloom.engine.overlap_times import OverlapTimes
 from pipeloom.engine.rank_state import Step
 from pipeloom.engine.stores.parameter_bytes import Gauge, HeldBytes, Offloaded, PeakBytes
-from pipeloom.engine.stores.parameter_store import ParameterStore
+from pipeloom.engine.stores.parameter_store import ParameterStore, RankModules
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, DataAxis, Op, Program
 from pipeloom.parallel.data.buckets import BucketRule, ParameterUse, group_parameters, units_by_layer
@@ -19,7 +18,7 @@ from pipeloom.parallel.data.flat_layout import FlatLayout
 from pipeloom.parallel.data.layer_hooks import LayerHooks
 from pipeloom.parallel.data.reductions import Reductions
 from pipeloom.parallel.data.replica_group import ReplicaGroup
-from pipeloom.parallel.data.stage_parameters import claim, parameter_uses, refuse_sparse, release
+from pipeloom.parallel.data.stage_parameters import check_dense, claim, parameter_uses, release
 from pipeloom.parallel.data.unit import Unit
 from pipeloom.parallel.mixed_precision import DTYPES, NumberFormats, cast_tables, with_statistics
 from pipeloom.parallel.offload.main_parameters import offloaded_bytes, open_mover, value_of
@@ -38,7 +37,7 @@ class _Unshard:
 
 
 class UnitStore(ParameterStore):
-    """What one rank holds, shared with the other replicas.
+    """The parameters of one rank, shared with the other replicas.
 
     Why not DistributedDataParallel or `fully_shard`, which use the same collectives: their hooks run when autograd's
     engine ends, which is in I and not in W where a backward is split. They reduce after every backward or not at all,
@@ -46,60 +45,45 @@ class UnitStore(ParameterStore):
     each unit is gathered and reduced (`pipeloom.ir.unit_actions`).
 
     Args:
-        stages, held, homes, layers: see `Sharing.store`.
+        rank: its modules.
         axis: the data axis.
         data, precision: the user's options.
-        replicas: who shares the parameters.
+        replicas: the processes that share the parameters.
     """
 
     def __init__(
-        self,
-        stages: Mapping[int, nn.Module],
-        held: Mapping[str, nn.Parameter],
-        homes: Mapping[str, tuple[int, ...]],
-        layers: Sequence[Sequence[str]],
-        axis: DataAxis,
-        data: DataParallel,
-        precision: Precision,
-        replicas: ReplicaGroup,
+        self, rank: RankModules, axis: DataAxis, data: DataParallel, precision: Precision, replicas: ReplicaGroup
     ) -> None:
         self._axis, self._data, self._precision, self._replicas = axis, data, precision, replicas
-        refuse_sparse(stages)
+        check_dense(rank.stages)
         if axis.unshards:
-            claim(held)
-        self.times = replicas.times = OverlapTimes()
+            claim(rank.held)
         self.gathered, self.reduced = Gauge(), Gauge()
         self._mover = open_mover(data.offload)
-        self._modules = list(stages.values())
-        self._wide = with_statistics(self._modules)
+        self._wide = with_statistics(rank.stages.values())
         self._units: list[Unit] = []
         self._by_stage: dict[int, list[Unit]] = {}
         self._hooks: dict[int, LayerHooks] = {}
         self._unbound: dict[int, _Unshard] = {}  # by stage, the last bound UNSHARD, until its computation is bound
-        for stage, module in stages.items():
-            self._add_stage(stage, module, held, homes, layers[stage])
+        for stage in rank.stages:
+            self._add_stage(stage, rank)
         main = {name: parameter for unit in self._units for name, parameter in unit.main.items()}
-        self.parameters = {name: main[name] for name in held}
+        super().__init__({name: main[name] for name in rank.held}, rank.stages.values())
+        replicas.times = self.times
         self.ranges = {name: span for unit in self._units for name, span in unit.ranges.items()}
         if precision.has_masters:
-            cast_tables(stages.values(), DTYPES[precision.dtype])
+            cast_tables(self._modules, DTYPES[precision.dtype])
         self._users: dict[Unit, set[int]] = {unit: set() for unit in self._units}  # stages that hold it gathered
         gradients = {stage: [unit.gradients for unit in units] for stage, units in self._by_stage.items()}
         self._reductions = Reductions(gradients, axis, replicas, self._look)
         self._open = False
 
-    def _add_stage(
-        self,
-        stage: int,
-        module: nn.Module,
-        held: Mapping[str, nn.Parameter],
-        homes: Mapping[str, tuple[int, ...]],
-        layers: Sequence[str],
-    ) -> None:
-        """Form the units of a stage. What an earlier stage of the rank holds too is in that stage's units."""
+    def _add_stage(self, stage: int, rank: RankModules) -> None:
+        """Form the units of a stage. Parameters that an earlier stage of the rank holds too are in its units."""
+        module, held, layers = rank.stages[stage], rank.held, rank.layers[stage]
         by_elements, degree = self._data.layout == "elements", self._replicas.degree
         rule = BucketRule.of(self._axis.granularity, self._data.bucket_bytes, whole_parameters=not by_elements)
-        uses = parameter_uses(module, layers, held, homes, self._num_bytes)
+        uses = parameter_uses(module, layers, held, rank.homes, self._num_bytes)
         unit_of = {parameter: unit for unit in self._units for parameter in unit.parameters}
         loads = [0] * degree  # per stage: every rank that holds the stage lays it out alike
         for group in group_parameters(uses, rule):
@@ -167,7 +151,7 @@ class UnitStore(ParameterStore):
         return last_backward, ready
 
     def _bind_unshard(self, stage: int) -> Callable[[], None]:
-        """UNSHARD has no micro-batch: the computation that is bound next says in which order units are needed."""
+        """UNSHARD has no micro-batch: the next computation to be bound decides in which order units are gathered."""
         hooks, this = self._hooks.get(stage), _Unshard()
         self._unbound[stage] = this
 
@@ -185,7 +169,7 @@ class UnitStore(ParameterStore):
         return unshard
 
     def _with_parameters(self, action: Action, step: Step) -> Step:
-        """A computation that waits for the parameters that it reads."""
+        """A computation that first waits for the parameters that it reads."""
         (run, ready), units, hooks = step, self._by_stage[action.stage], self._hooks.get(action.stage)
         forward = action.op is Op.F
         if action.stage in self._unbound:
@@ -229,7 +213,7 @@ class UnitStore(ParameterStore):
         if not self._axis.shards_parameters:
             release(self._modules)
         if self._mover is not None:
-            self._mover.stop()  # what is in its store stays, for `whole`
+            self._mover.stop()  # its store stays readable, for `whole`
 
     # Values
 
@@ -247,7 +231,7 @@ class UnitStore(ParameterStore):
         return PeakBytes(self.gathered.peak, self.reduced.peak)
 
     @property
-    def away(self) -> Offloaded:
+    def offloaded(self) -> Offloaded:
         return offloaded_bytes(self.parameters.values(), self._mover)
 
     def value(self, name: str) -> Tensor:

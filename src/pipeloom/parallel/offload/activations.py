@@ -1,10 +1,10 @@
-"""`OffloadedActivations`: what forwards saved, in a store until their backwards.
+"""`OffloadedActivations`: the tensors that forwards save, in a store until their backwards.
 
-Hooks on saved tensors note their storages, each once, however many tensors view it. Parameters, buffers, the batch and
-what slices share have other owners, so offloading them would free nothing. Small storages are not worth a transfer. Of
-the stage's input, the leaf of the graph stays, without its values.
+Hooks on saved tensors record each storage once, also where several tensors view it. Parameters, buffers, the batch and
+keys and values of slices have other owners, so offloading them would free nothing. Small storages are not worth a
+transfer. The leaf of the graph that is the stage's input stays, without its values.
 
-A tensor may be unpacked several times (by a split backward and by autograd): each time it is made from its storage.
+A tensor may be unpacked several times, by a split backward and by autograd: each time it is made from its storage.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Noted(Repeatable):
             self.watched.check()
         storage = self.piece.storage
         if storage is None:
-            raise RunError("a saved tensor is still offloaded: its RELOAD must come before. Check the program.")
+            raise RunError("a saved tensor is still offloaded: RELOAD must come before its use. Check the program.")
         made = torch.empty(0, dtype=self.dtype, device=self.piece.device)
         return made.set_(storage, self.offset, self.shape, self.stride)
 
@@ -107,7 +107,7 @@ class _Left(Repeatable):
 
 @dataclass(eq=False)
 class _Entry:
-    """What one forward saved.
+    """The tensors that one forward saved.
 
     Attributes:
         pieces: by storage (``_cdata``), until they are offloaded.
@@ -230,7 +230,9 @@ class OffloadedActivations(ActivationMover):
         if entry.region is None:
             return
         if entry.back is None:
-            raise RunError(f"activations of {key} are still offloaded: a RELOAD must come before. Check the program.")
+            raise RunError(
+                f"activations of {key} are still offloaded: RELOAD must come before the backward. Check the program."
+            )
         self._wait(entry.back)
         for leaf, noted in entry.leaves:
             leaf.data = noted.tensor()
@@ -240,7 +242,7 @@ class OffloadedActivations(ActivationMover):
         for entry in self._entries.values():
             for move in (entry.written, entry.back):
                 if move is not None:
-                    with suppress(Exception):  # reported where it was awaited
+                    with suppress(Exception):  # raised where it was awaited
                         move.result()
             if entry.region is not None:
                 self._mover.store.release(entry.region)

@@ -12,7 +12,6 @@ An offloaded main parameter reads as NaN, in its own shape, and takes gradients 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from functools import cache, partial
@@ -66,7 +65,7 @@ class OffloadedParameter:
     def write(self, values: Tensor) -> None:
         """Write all values of the parameter."""
         if self.written is not None:
-            wait([self.written])  # whatever came of it
+            wait([self.written])  # also if it failed
             self.written = None
         flat = values.detach().to(self.dtype).reshape(-1).contiguous()
         self.store.write(self.region, flat.view(torch.uint8))
@@ -103,51 +102,33 @@ def open_mover(target: str | None) -> Mover | None:
 
 
 def offloaded_bytes(parameters: Iterable[nn.Parameter], mover: Mover | None) -> Offloaded:
-    """How many bytes of these parameters are offloaded, and how many have been moved so far."""
+    """Bytes and transfers of the offloaded ones among these parameters."""
     if mover is None:
         return Offloaded(0, 0, 0.0)
     held = sum(home.num_bytes for parameter in parameters if (home := offloaded_parameter(parameter)) is not None)
     return Offloaded(held, mover.store.read_bytes + mover.store.written_bytes, mover.wait_seconds)
 
 
-class MainShard(ABC):
-    """This replica's segment of a unit, in the format of updates."""
-
-    @abstractmethod
-    def fill(self, place: Tensor) -> Wait:
-        """Begin to copy it to its place in gathered memory, in that format; returns what waits for it."""
-
-    @abstractmethod
-    def prefetch(self, place: Tensor | None) -> None:
-        """Begin the read that `fill` needs. None: the place is not allocated yet."""
-
-    @abstractmethod
-    def drop(self) -> None:
-        """Discard what `prefetch` read."""
-
-    @abstractmethod
-    def copy_to(self, place: Tensor) -> None:
-        """`fill`, and wait; works on a closed pipeline too."""
-
-
-class ResidentShard(MainShard):
-    """A segment in memory, `own`."""
+class MainShard:
+    """This replica's segment of a unit, in the format of updates. In this class it is in memory, `own`."""
 
     def __init__(self, own: Tensor) -> None:
         self._own = own
 
     def fill(self, place: Tensor) -> Wait:
+        """Start to copy it to its place in gathered memory, in the format of that memory; returns the `Wait`."""
         if place.data_ptr() != self._own.data_ptr():
             place.copy_(self._own)
         return no_wait
 
     def prefetch(self, place: Tensor | None) -> None:
-        pass
+        """Start the read that `fill` needs. None: the place is not allocated yet."""
 
     def drop(self) -> None:
-        pass
+        """Discard what `prefetch` read."""
 
     def copy_to(self, place: Tensor) -> None:
+        """`fill`, and wait; works on a closed pipeline too."""
         place.copy_(self._own)
 
 
@@ -250,7 +231,7 @@ class OffloadedShard(MainShard):
 
 @cache
 def _watch_steps() -> None:
-    """From now on, optimizers of this process refuse to update offloaded parameters."""
+    """From now on, optimizers of this process raise on an update of offloaded parameters."""
     register_optimizer_step_pre_hook(_refuse_offloaded)
 
 
@@ -260,6 +241,6 @@ def _refuse_offloaded(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             home = offloaded_parameter(parameter)
             if home is not None and home.is_away and parameter.grad is not None:
                 raise InputError(
-                    f"step() of {type(optimizer).__name__}, whose parameters are offloaded: they are not in memory. "
+                    f"{type(optimizer).__name__}.step(): the parameters are offloaded and not in memory. "
                     "Wrap it in pipeloom.OffloadedOptimizer and call step() of the wrapper."
                 )

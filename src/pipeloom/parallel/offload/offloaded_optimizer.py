@@ -82,7 +82,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     "where=None: there is nothing to offload, because the parameters are in memory. Name an offload "
                     "target for the states, such as `disk:PATH`, or pass data=pipeloom.DataParallel(..., offload=...)."
                 )
-            where, least_bytes = HostStore(), sys.maxsize  # of nothing
+            where, least_bytes = HostStore(), sys.maxsize  # holds nothing
         self.wrapped = optimizer
         self._mover = Mover(where)
         try:
@@ -144,7 +144,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters that have a gradient."""
         if self._mover.closed:
-            raise InputError("step() of an OffloadedOptimizer after its close(): its states are gone. Close it last.")
+            raise InputError("OffloadedOptimizer.step() after close(): the states are deleted. Close it last.")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -160,22 +160,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of the wrapped optimizer."""
+        """`zero_grad` of the wrapped optimizer."""
         self.wrapped.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the wrapped optimizer, read on access: use or copy it before the next step."""
+        """The wrapped optimizer's state dict, read on access: use or copy it before the next step."""
         self._adopt()
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of the wrapped optimizer; the loaded states are offloaded."""
+        """Load a state dict of the wrapped optimizer, and offload its states."""
         self.wrapped.load_state_dict(state_dict)
         self._adopt()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises InputError: the store is reserved when the optimizer is wrapped."""
-        raise InputError("add_param_group() of an OffloadedOptimizer: unsupported. Add the group before wrapping.")
+        raise InputError("OffloadedOptimizer.add_param_group() is unsupported. Add the group before wrapping.")
 
     def close(self) -> None:
         """Delete the offloaded states. Closing twice does nothing."""
@@ -214,7 +214,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with _here(portion, buffer), _only(self.wrapped, portion.parameters, before) as after:
             update_parameters(self.wrapped)
         self._writes[id(buffer)] = self._states.put(portion, after, buffer)
-        if len(after) > len(before):  # states were born, and lay between what stays: the heap has holes
+        if len(after) > len(before):  # states were just made, between tensors that stay: the heap has holes
             after.clear()
             give_back_now()
 
@@ -222,7 +222,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 def _refuse_direct_steps(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if isinstance(optimizer.state, OffloadedStates):
         raise InputError(
-            f"step() of {type(optimizer).__name__}, whose states are offloaded: it would change copies of them. Call "
+            f"{type(optimizer).__name__}.step(): the states are offloaded, and it would change copies of them. Call "
             "step() of the OffloadedOptimizer."
         )
 

@@ -1,6 +1,6 @@
 """`Store`: bytes outside of the device's memory, in regions.
 
-    HostStore    memory of the host, pinned, for what a GPU computes with
+    HostStore    host memory, pinned where there is a GPU
     FileStore    one unnamed file, which the kernel deletes when the process ends, however it ends
 
 Reads and writes block. Each `Mover` calls them from two threads, a reader and a writer.
@@ -25,8 +25,8 @@ from pipeloom.errors import RunError
 from pipeloom.parallel.offload.targets import CPU, OffloadTarget
 
 _HOST = torch.device("cpu")
-PAGE_BYTES = 4096  # what direct I/O asks of addresses, offsets and lengths
-PIECE_BYTES = 4 << 20  # what goes through a thread's own buffer at once; whole pages
+PAGE_BYTES = 4096  # alignment of addresses, offsets and lengths for direct I/O
+PIECE_BYTES = 4 << 20  # size of a thread's own buffer; whole pages
 
 
 class Region(NamedTuple):
@@ -46,7 +46,7 @@ def aligned(num_bytes: int) -> int:
 
 
 class Ready:
-    """The work queued on a device before this moment: on a GPU, whoever moves memory has to wait for it."""
+    """The work queued on a device so far. On a GPU, a thread that moves memory has to wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -75,7 +75,7 @@ class Store(ABC):
         """A region of whole pages.
 
         Raises:
-            RunError: there is no room.
+            RunError: the store is full.
         """
         size = aligned(num_bytes)
         with self._lock:
@@ -87,7 +87,7 @@ class Store(ABC):
             return region
 
     def release(self, region: Region) -> None:
-        """The region may be given out again, for as many bytes."""
+        """Free the region, for reuse by a region of the same size."""
         with self._lock:
             self._free.setdefault(region.num_bytes, []).append(region)
 
@@ -171,7 +171,7 @@ class HostStore(Store):
 
 
 def copy_across(target: Tensor, source: Tensor) -> None:
-    """Copy between any formats and devices, and wait for it; to or from a GPU on a stream of this thread."""
+    """Copy between any dtypes and devices, and wait; to or from a GPU on a new stream."""
     device = next((t.device for t in (target, source) if t.device.type == "cuda"), None)
     if device is None:
         target.copy_(source)
@@ -202,18 +202,13 @@ class FileStore(Store):
         with suppress(OSError, AttributeError):  # a file system or a system without
             self._direct = os.open(f"/proc/self/fd/{self._plain}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether it bypasses the page cache."""
-        return self._direct is not None
-
     def _grow(self, region: Region) -> None:
         try:
             os.posix_fallocate(self._plain, region.offset, region.num_bytes)
         except OSError as error:
             raise RunError(
-                f"offload to {self._directory}: there is no room for {region.num_bytes / 2**20:,.1f} MiB more beside "
-                f"{self._end / 2**20:,.1f} MiB ({error.strerror}). Free space, or name another directory."
+                f"offload to {self._directory}: no space for {region.num_bytes / 2**20:,.1f} MiB in addition to "
+                f"{self._end / 2**20:,.1f} MiB ({error.strerror}). Free space, or use another directory."
             ) from error
 
     def _write(self, region: Region, values: Tensor) -> None:
@@ -284,7 +279,7 @@ class FileStore(Store):
         self._file.close()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # such as an attribute that it never got
+        with suppress(Exception):  # after an error in the constructor
             self.close()
 
 

@@ -33,13 +33,13 @@ class OffloadTarget:
         """The target that "cpu" or "disk:PATH" names.
 
         Raises:
-            InputError: the text is neither of them, or the directory is not writable.
+            InputError: another text, or a directory that is not writable.
         """
         kind, _, path = text.partition(":") if isinstance(text, str) else ("", "", "")
         if (kind, path) == (CPU, ""):
             return cls(CPU)
         if kind != DISK or not path:
-            raise InputError(f"offload={text!r}: must be `cpu`, or `disk:PATH` with a directory. Correct it.")
+            raise InputError(f"offload={text!r}: must be `cpu`, or `disk:PATH` with a writable directory.")
         directory = Path(path)
         try:
             with tempfile.TemporaryFile(dir=directory):
@@ -65,7 +65,7 @@ class OffloadActivations:
         least_bytes: tensors below this size are not offloaded.
 
     Raises:
-        InputError: `where` is no offload target, or its directory is not writable.
+        InputError: `where` is not an offload target, or its directory is not writable.
     """
 
     where: str

@@ -1,1 +1,1 @@
-"""What a training run is told, and what is refused of it before anything starts. No torch here."""
+"""The options of a training run, and their validation before it starts. No torch here."""

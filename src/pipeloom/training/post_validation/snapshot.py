@@ -1,4 +1,4 @@
-"""What an optimizer changes, put by, so that an update can be taken back to the last bit."""
+"""`Snapshot`: copies of everything that an optimizer changes, to undo an update bitwise."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 class Snapshot:
-    """Parameters, gradients and optimizer state of some parameters. Its memory serves for the next one too.
+    """Copies of some parameters, their gradients and optimizer states. The memory is reused by the next snapshot.
 
-    A copy is exact for every optimizer, which the inverse of an update is for none: it divides what was multiplied.
+    Copies restore every optimizer exactly. The inverse of an update would not: it divides what was multiplied.
     """
 
     def __init__(self) -> None:
@@ -23,13 +23,13 @@ class Snapshot:
         self._gradients: dict[nn.Parameter, Tensor] = {}
 
     def take(self, parameters: Sequence[nn.Parameter], state: Mapping[Tensor, dict[Any, Any]]) -> None:
-        """Note everything as it is now.
+        """Copy the current values.
 
         Args:
-            parameters: that the update may change.
-            state: of the optimizer; those without an entry have none yet.
+            parameters: those that the update may change.
+            state: of the optimizer; a parameter without an entry has no state yet.
         """
-        changing = [p for p in parameters if p.grad is not None]  # optimizers leave the others as they are
+        changing = [p for p in parameters if p.grad is not None]  # optimizers skip the others
         self._gradients = {p: p.grad for p in changing if p.grad is not None}
         self._states = {
             p: {key: value if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in state[p].items()}
@@ -50,7 +50,7 @@ class Snapshot:
             self._copies = [tensor.clone() for tensor in self._tensors]
 
     def restore(self, state: dict[Tensor, dict[Any, Any]]) -> None:
-        """Make everything as it was."""
+        """Restore the copied values."""
         with torch.no_grad():
             _copy(self._tensors, self._copies)
         for parameter, gradient in self._gradients.items():
@@ -61,10 +61,10 @@ class Snapshot:
                 state.pop(parameter, None)
 
     def release(self) -> None:
-        """Forget whose values these are; the memory is kept for the next snapshot."""
+        """Drop the references; keep the memory for the next snapshot."""
         self._tensors, self._states, self._gradients = [], {}, {}
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:  # torch refuses empty lists: a rank may have nothing to train
+    if targets:  # torch raises on empty lists; a rank may have nothing to train
         torch._foreach_copy_(targets, sources)

@@ -1,18 +1,18 @@
 """The optimizer step without a barrier: post-validation (Zero Bubble, arXiv:2401.10241, section 4).
 
-Clipping and the check for numbers that are not finite need the gradients of all ranks, so all ranks wait for the
-slowest. Yet nearly always the answer is "update, and do not clip". So each rank adds its share to what it got from the
-rank before, passes it on, updates as if that were all, and begins its next step. The last rank then has the sum of all
-shares and sends it back the other way. A rank that it reaches during its warm-up learns whether it was right.
+Clipping and the check for finite gradients need the gradients of all ranks, so with a barrier all ranks wait for the
+slowest. The result is nearly always "update, without clipping". Here each rank adds its share to the sum of the earlier
+ranks, passes the sum on, updates as if it were complete, and begins its next step. The last rank has the complete sum
+and sends it back to the earlier ranks, which receive it during their warm-up and validate their update.
 
     rank 0   B W W |U0| F F F F F . . . V B        U0..U2: update, by the sum of the shares so far
-    rank 1     B W W |U1| F F F . . . V B          U2 has them all and knows what is right
+    rank 1     B W W |U1| F F F . . . V B          U2 has the complete sum
     rank 2       B W W |U2| F B                    V: validate, before the first backward
               shares ─▶ ─▶   ◀─ ◀─ all shares
 
-If somebody was wrong, everybody cancels the forwards of the warm-up, those who were wrong take their update back and
-do the right one, and all begin the step anew. What a rank sees at its first backward thus is what it would have seen
-behind a barrier, to the last bit.
+If the update of any rank was wrong, all ranks cancel the forwards of their warm-up, the ranks with a wrong update undo
+it and make the right one, and all ranks begin the step again. At its first backward, every rank therefore has bitwise
+the same values as with a barrier.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Change(IntEnum):
 
 @dataclass(frozen=True)
 class _Shares:
-    """What an update depends on, summed over some ranks or over all.
+    """The values that decide about an update, summed over some or all ranks.
 
     Attributes:
         norms: [2, parameters of the model], as `gradient_norms` returns it.
@@ -76,24 +76,23 @@ class _Shares:
         end.send(*flatten((sums, self.losses)), call)
 
     def received(self, value: Any) -> _Shares:
-        """The shares in a peer's message. Its parts have the same lengths as these."""
+        """The shares in a peer's message, whose parts have the same lengths as these."""
         sums, losses = value
         parts = torch.split(sums.cpu(), [self.norms.numel(), self.changes.numel(), self.numbers.numel()])
         return _Shares(parts[0].view_as(self.norms), parts[1], parts[2], losses)
 
 
 class PostValidatedStep(OptimizerStep):
-    """No rank waits for a later rank before it updates; a rank whose update was wrong repeats it.
+    """Updates without waiting for later ranks; a rank whose update was wrong undoes and repeats it.
 
     Works with torch optimizers whose update of a parameter depends only on that parameter, its gradient, its state and
-    the options of its group. Each rank holds a second copy of its parameters, gradients and optimizer state. Any other
-    call of the pipeline settles first, by itself. Call `settle` before you read weights or optimizer state, and at the
-    end.
+    the options of its group. Each rank holds a second copy of its parameters, gradients and optimizer state. Other
+    calls of the pipeline settle first. Call `settle` before you read weights or optimizer state, and at the end.
 
     Attributes:
         num_updates: updates so far.
-        num_rollbacks: for each rank of this process, the number of updates that it took back.
-        num_repeats: how often the forwards of a warm-up were repeated.
+        num_rollbacks: for each rank of this process, the number of updates that it undid.
+        num_repeats: the number of repeated warm-ups.
 
     Raises:
         InputError: see `OptimizerStep`; later, an optimizer that keeps state in the options of its groups.
@@ -109,7 +108,7 @@ class PostValidatedStep(OptimizerStep):
         if not isinstance(optimizer.state, dict):
             raise InputError(
                 f"PostValidatedStep does not support {type(optimizer).__name__}, which offloads its states: an update "
-                "that may be taken back needs them in memory. Use BarrierStep, or do not offload states."
+                "that may be undone needs them in memory. Use BarrierStep, or do not offload states."
             )
         self._executor = pipeline.executor
         ranks = self._executor.local_ranks
@@ -127,7 +126,7 @@ class PostValidatedStep(OptimizerStep):
         return {rank: update.num_rollbacks for rank, update in self._ranks.items()}
 
     def step(self, inputs: Value = None, targets: Value = None, numbers: Numbers | None = None) -> list[Update]:
-        validates = self._executor.before_call == self._validate  # the update before waits for its validation
+        validates = self._executor.before_call == self._validate  # the previous update is not validated yet
         losses = self._pipeline.accumulate(inputs, targets, warm_up=self._warm_up if validates else None)
         final = self._final()
         own = numbers().double() if numbers is not None else torch.empty(0, dtype=torch.float64)
@@ -135,7 +134,7 @@ class PostValidatedStep(OptimizerStep):
         with self._executor.ended_by_errors():
             for update in self._ranks.values():
                 update.begin(self.num_updates, losses, own)
-                losses, own = {}, torch.zeros_like(own)  # of a process, its first rank has them
+                losses, own = {}, torch.zeros_like(own)  # only the first rank of a process adds them
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or learning rate schedulers warn
         self._pending = True
         self._executor.before_call = self._validate
@@ -149,14 +148,14 @@ class PostValidatedStep(OptimizerStep):
         return self._warm_ups[worker.rank](worker, bound)
 
     def _validate(self) -> None:
-        """Make the update final on all ranks of this process, before anything but a step of this object runs."""
+        """Make the update final on all ranks of this process, before any other call runs."""
         with self._executor.ended_by_errors():
-            for update in reversed(self._ranks.values()):  # the last rank knows first
+            for update in reversed(self._ranks.values()):  # the last rank has the sum first
                 update.validate()
             self._executor.connection.transport.end_step()
 
     def _final(self) -> list[Update]:
-        """The update before, which all ranks of this process have validated."""
+        """The previous update, which all ranks of this process have validated."""
         if not self._pending:
             return []
         self._pending = False
@@ -166,7 +165,7 @@ class PostValidatedStep(OptimizerStep):
 
 
 class _RankUpdate:
-    """One rank's part."""
+    """The update of one rank."""
 
     def __init__(self, rank: int, pipeline: Pipeline, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         self._rank = rank
@@ -182,7 +181,7 @@ class _RankUpdate:
         self._snapshot = Snapshot()
         self._options: list[dict[str, Any]] = []
         self._number = 0
-        self._shares: _Shares  # those up to this rank's; after validation, all
+        self._shares: _Shares  # the sum up to this rank; after validation, the complete sum
         self._change = _Change.NONE
         self.stands = True  # whether no rank made a wrong update
         self.num_rollbacks = 0
@@ -192,7 +191,7 @@ class _RankUpdate:
         return (parameter for group in self._groups for parameter in group)
 
     def begin(self, number: int, losses: dict[int, Tensor], numbers: Tensor) -> None:
-        """Update by the shares known to this rank, and pass them on."""
+        """Update by the shares received so far, and pass them on."""
         self._number = number
         # A later step may have other options, such as a learning rate, before this one is validated.
         self._options = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
@@ -205,8 +204,8 @@ class _RankUpdate:
         if self._before is not None:
             shares = shares + self._receive(shares, self._before[1])
         right = self._right_change(shares)
-        # Shares only grow: an update that is clipped or skipped by some of them is clipped or skipped by all of them.
-        # Only the last rank knows by how much gradients are clipped.
+        # Shares only grow: what a partial sum clips or skips, the complete sum clips or skips too. Only the last rank
+        # knows the clipping factor.
         self._change = right if self._behind is None or right is _Change.WHOLE else _Change.NONE
         shares.changes[self._rank] = self._change
         self._know(shares)
@@ -220,7 +219,7 @@ class _RankUpdate:
         return self._behind is None or self._behind[1].ready()
 
     def validate(self) -> bool:
-        """Wait for all shares, pass them on, and correct this rank's update; True where every rank's was right."""
+        """Wait for the complete sum, pass it on, and correct this rank's update; returns whether all were right."""
         if self._behind is None:  # this rank had all shares when it updated
             return self.stands
         self._know(self._receive(self._shares, self._behind[1]), is_all=True)
@@ -263,7 +262,7 @@ class _RankUpdate:
         return total_norm(self._pipeline, shares.norms)
 
     def _right_change(self, shares: _Shares) -> _Change:
-        """The right change if these were all shares."""
+        """The right change if these shares were complete."""
         norm, losses = self._norm(shares), shares.losses
         if not norm.isfinite() or (losses and not total(losses).isfinite()):
             return _Change.NONE
@@ -276,7 +275,7 @@ class _RankUpdate:
             return
         if change is _Change.CLIPPED:
             torch.nn.utils.clip_grads_with_norm_(self._all_parameters, self._max_norm, self._norm(self._shares))
-        # The optimizer as it would be if it were for this rank alone; the state is the same object.
+        # A view of the optimizer with this rank's parameters only; the state is the same object.
         kind = type(self._optimizer)
         view = object.__new__(kind)
         view.__dict__ = {key: value for key, value in self._optimizer.__dict__.items() if key != "step"}
@@ -290,7 +289,7 @@ class _RankUpdate:
             if written:
                 raise InputError(
                     f"{kind.__name__} writes {', '.join(written)} into its parameter groups: an update that may be "
-                    "taken back must keep its state per parameter. Use BarrierStep with this optimizer."
+                    "undone must keep its state per parameter. Use BarrierStep with this optimizer."
                 )
 
     def _drop_gradients(self) -> None:

@@ -1,7 +1,7 @@
-"""Forwards that run before it is known whether their parameters stand, and how they are done again.
+"""Forwards that run before their parameters are validated, and how they are cancelled and repeated.
 
-The call of a rank that has to begin anew gets the next call's number. The rank tells its peers with a message without a
-value, whose number says which call it cancels.
+A rank that repeats its warm-up takes the number of the next call. It sends its peers a message without a value, whose
+number names the cancelled call.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ class CancelledCall(PeerLost):
 
 
 class SpeculativeWarmUp:
-    """The warm-up of one rank, given to `Executor.run`: it ends as soon as the last update can be validated.
+    """The warm-up of one rank, for `Executor.run`. It ends as soon as the last update can be validated.
 
     Args:
         ready: whether `validate` would return at once.
-        validate: waits for the other ranks and corrects the parameters; returns whether what was computed meanwhile
-            counts.
-        draws_alone: whether no other rank draws from this process's random generators.
+        validate: waits for the other ranks and corrects the parameters; returns whether the forwards stand.
+        draws_alone: whether this rank alone draws from the random generators of the process.
     """
 
     def __init__(self, ready: Callable[[], bool], validate: Callable[[], bool], *, draws_alone: bool) -> None:
@@ -44,11 +43,13 @@ class SpeculativeWarmUp:
         self._length = 0  # instructions of the warm-up of `_bound`
 
     def __call__(self, worker: Worker, bound: Bound) -> int:
-        """Run forwards until the parameters are validated; returns how many instructions count."""
+        """Run forwards until the parameters are validated; returns how many instructions are done."""
         state, batch = worker.state, worker.state.batch
         state.other_call = self._cancelled
         before = ForwardState.take(worker.stages.values(), with_random_state=self._draws_alone)
-        state.batch = replace(batch, inputs=_Copies(batch.inputs))  # stages may change their inputs in place
+        losses: dict[int, Tensor] = {}  # of slices, they add up: only losses that stand may enter the batch
+        # Stages may change their inputs in place.
+        state.batch = replace(batch, inputs=_Copies(batch.inputs), losses=losses)
         failure: RunError | None = None
         position, length = 0, self._length_of(bound, worker.rank)
         self._cancelled.speculating = True
@@ -70,6 +71,7 @@ class SpeculativeWarmUp:
         if self._validate():
             if failure is not None:
                 raise failure
+            batch.losses.update(losses)
             return position
         if failure is None:
             _cancel(worker, bound)
@@ -90,11 +92,11 @@ class SpeculativeWarmUp:
 
 
 class _CancelledCalls:
-    """What a rank does with messages of calls that were cancelled.
+    """Handles messages of cancelled calls.
 
     Attributes:
-        speculating: whether the forwards that run may have to be done again.
-        numbers: numbers of cancelled calls of which messages may still come.
+        speculating: whether the running forwards may have to be repeated.
+        numbers: numbers of cancelled calls whose messages may still arrive.
     """
 
     def __init__(self) -> None:
@@ -110,7 +112,7 @@ class _CancelledCalls:
 
 
 def _cancel(worker: Worker, bound: Bound) -> None:
-    """Tell every rank that may wait for a message of this call that none will come."""
+    """Notify every rank that may wait for a message of this call."""
     for channel in sorted(program_channels(bound.program)):
         if channel.source == worker.rank and channel.lane is Lane.PIPELINE:
             end = worker.state.wiring.transport.outgoing(channel)
@@ -132,7 +134,7 @@ class _Copies(Sequence[Any]):
 
 @dataclass
 class ForwardState:
-    """What forwards change outside the graph: buffers, such as running means, and random generators."""
+    """Copies of state that forwards change outside the graph: buffers, such as running means, and random generators."""
 
     _buffers: list[tuple[nn.Module, str, Tensor, Tensor]]  # owner, name, the buffer and a copy of it
     _random: Tensor | None
@@ -140,7 +142,7 @@ class ForwardState:
 
     @classmethod
     def take(cls, modules: Iterable[nn.Module], *, with_random_state: bool) -> ForwardState:
-        """Copy everything as it is now."""
+        """Copy the current state."""
         buffers = [
             (module, name, buffer, buffer.clone())
             for stage in modules
@@ -156,7 +158,7 @@ class ForwardState:
         )
 
     def restore(self) -> None:
-        """Make everything as it was."""
+        """Restore the copied state."""
         with torch.no_grad():
             for module, name, buffer, values in self._buffers:
                 module._buffers[name] = buffer.copy_(values)

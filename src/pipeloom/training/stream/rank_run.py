@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from pipeloom.engine.instructions import Record, Run
-from pipeloom.engine.rank_state import Step, unequal_lengths
+from pipeloom.engine.rank_state import Step, sample_mismatch
 from pipeloom.engine.stores.ownership import Ownership
 from pipeloom.engine.worker import Worker
 from pipeloom.errors import RunError
@@ -218,7 +218,7 @@ class StreamRank:
         batches.take_until(microbatch)
         own, said = batches.num_samples[batch], num_samples_of(self._calls.get(batch, 0))
         if said and own != said:
-            raise RunError(unequal_lengths(*((own, said) if batches.batch.inputs else (said, own))))
+            raise RunError(sample_mismatch(*((own, said) if batches.batch.inputs else (said, own))))
         self._calls[batch] = self._plan.call + call_number(0, False, own)
 
     def _backward(self, stage: int, microbatch: int, run: Callable[[], None]) -> Callable[[], None]:

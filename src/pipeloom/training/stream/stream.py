@@ -114,7 +114,7 @@ class Stream:
 
     @num_batches.setter
     def num_batches(self, count: int) -> None:
-        count = _whole(count)
+        count = _integer(count)
         if count < 0:
             raise InputError(f"num_batches={count}: must be at least 0.")
         check_drained(self._pipeline.schedule, count, f"num_batches={count}")
@@ -136,7 +136,7 @@ class Stream:
             Loss and gradient norm of every batch, on every rank.
 
         Raises:
-            InputError: before any communication: a stage would not make a whole number of updates, parameters have
+            InputError: before any communication: a stage would not make an integer number of updates, parameters have
                 gradients, or ranks differ in their arguments.
             CallerError: `batches`, `learning_rate` or `on_update` raised, or returned an invalid value.
             RunError: a loss or a gradient is not finite, the optimizer has one state for several stages, or a peer
@@ -144,7 +144,7 @@ class Stream:
             StageError: a stage, the loss or the optimizer raised. The modules then hold the user's parameters again,
                 with the updates that were made.
         """
-        count = self._count(batches, num_batches if num_batches is None else _whole(num_batches))
+        count = self._count(batches, num_batches if num_batches is None else _integer(num_batches))
         self._check_length(batches, count)
         executor = self._pipeline.executor
         executor.check_free()
@@ -195,7 +195,7 @@ class Stream:
                 )
             num_batches = length
         if num_batches < 1:
-            raise InputError(f"a run of {num_batches} batches: must be at least 1.")
+            raise InputError(f"num_batches={num_batches}: must be at least 1.")
         reads = self._pipeline.needs_inputs or self._pipeline.needs_targets
         if reads and not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
             raise InputError(
@@ -208,7 +208,7 @@ class Stream:
         length, pipeline = length_of(batches), self._pipeline
         if length is not None and length < count and (pipeline.needs_inputs or pipeline.needs_targets):
             raise InputError(
-                f"num_batches={count}: batches has only {length}. Pass more batches, or a smaller num_batches."
+                f"num_batches={count}: `batches` has only {length}. Pass more batches, or a smaller num_batches."
             )
 
     def _check_ready(self) -> list[float] | None:
@@ -248,7 +248,7 @@ class Stream:
         return self._last_length
 
     def _agree(self, count: int, rates: list[float] | None) -> bool:
-        """Compare the arguments of all processes; returns whether rank 0 wants losses during the run."""
+        """Compare the arguments of all processes; returns whether rank 0 needs losses during the run."""
         options = self._options
         own = {
             "batches": count,
@@ -262,10 +262,7 @@ class Stream:
         return agree(self._pipeline, own, rules, self._on_update is not None)
 
 
-def _whole(value: Any) -> int:
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise InputError(f"num_batches={value!r}: must be a whole number.")
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InputError(f"num_batches={value!r}: must be an integer.")
+    return operator.index(value)

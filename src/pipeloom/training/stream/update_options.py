@@ -58,11 +58,11 @@ class UpdateOptions:
                 "set the learning rate in the optimizer."
             )
         updates = self.discount_updates
-        whole = isinstance(updates, int) and not isinstance(updates, bool) and updates >= 1
-        if not whole if self.discount == "pipemare" else updates is not None:
+        counts = isinstance(updates, int) and not isinstance(updates, bool) and updates >= 1
+        if not counts if self.discount == "pipemare" else updates is not None:
             raise InputError(
-                f"discount_updates={updates!r} with discount={self.discount!r}: 'pipemare' needs a whole number >= 1, "
-                "the updates until the discount ends; other discounts do not use it. Correct one of them."
+                f"discount_updates={updates!r} with discount={self.discount!r}: 'pipemare' needs an integer >= 1, the "
+                "updates until the discount ends; other discounts do not use it. Correct one of them."
             )
 
     @property

@@ -1,0 +1,169 @@
+"""`UnitGradients`: the gradients of one unit, from autograd to the optimizer.
+
+module gradients      ``.grad`` of module parameters, as autograd makes them, until a reduction takes them
+flat gradients        full: the flat tensor that a collective sums over replicas
+sums over replicas    this replica's segment, kept until the run ends
+main gradients        ``.grad`` of main parameters: the sums, added to the gradients of earlier runs
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.engine.overlap_times import Wait
+from pipeloom.errors import RunError
+from pipeloom.ir import DataStrategy
+from pipeloom.parallel.data.flat_layout import FlatLayout, own_segment
+from pipeloom.parallel.data.replica_group import ReplicaGroup
+
+
+class UnitGradients:
+    """The gradients of one unit, summed over micro-batches and replicas.
+
+    Args:
+        parameters: of the module.
+        main: the main parameters by name, in the same order.
+        layout: of the parameters in flat memory.
+        dtype: the number format of the gradients.
+        strategy: decides what each replica keeps.
+        replicas: the processes to sum over.
+
+    Attributes:
+        present: for each parameter, whether this replica has a gradient in this run.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        main: Mapping[str, nn.Parameter],
+        layout: FlatLayout,
+        dtype: torch.dtype,
+        strategy: DataStrategy,
+        replicas: ReplicaGroup,
+    ) -> None:
+        self.parameters, self._main = parameters, main
+        self._layout, self._dtype = layout, dtype
+        self._strategy, self._replicas = strategy, replicas
+        self._segment = own_segment(strategy, replicas.index)
+        self._gaps = layout.gaps
+        self._own_sum: Tensor | None = None  # of this replica's segment
+        self._sums: list[Tensor | None] = [None] * len(parameters)  # instead, where there is one replica
+        self._reducing: deque[tuple[Wait, Tensor, Tensor]] = deque()  # with this replica's segment, and all segments
+        self._aside: list[Tensor | None] = []
+        self.present = [False] * len(parameters)
+        self._trained = [parameter.requires_grad for parameter in parameters]
+
+    def begin(self) -> None:
+        """Set aside the gradients of earlier runs."""
+        pairs = zip(self.parameters, self._main.values(), strict=True)
+        self._aside = [parameter.grad if parameter is main else None for parameter, main in pairs]
+        for index, (parameter, main) in enumerate(zip(self.parameters, self._main.values(), strict=True)):
+            parameter.grad = None
+            if parameter.requires_grad is not main.requires_grad:  # the user froze or unfroze one of the two
+                changed = main if main.requires_grad is not self._trained[index] else parameter
+                parameter.requires_grad_(changed.requires_grad)
+                main.requires_grad_(changed.requires_grad)
+            self._trained[index] = main.requires_grad
+        self.present = [False] * len(self.parameters)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter requires a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def late(self) -> bool:
+        """Whether there are gradients that no reduction has taken."""
+        return any(parameter.grad is not None for parameter in self.parameters)
+
+    def start(self, look: Callable[[Tensor], None]) -> None:
+        """Take the module's gradients and start their reduction, without waiting. One replica: once per run.
+
+        Args:
+            look: called at peak memory, with flat gradients that `tensors` does not yield yet.
+        """
+        gradients = [parameter.grad for parameter in self.parameters]
+        for index, (name, gradient) in enumerate(zip(self._main, gradients, strict=True)):
+            if gradient is not None:
+                if gradient.is_sparse:
+                    raise RunError(
+                        f"parameter {name!r} has a sparse gradient, which data parallelism does not support. Build "
+                        "its layer with sparse=False."
+                    )
+                self.present[index] = True
+        flat = None
+        if self._replicas.degree == 1:
+            self._sums = gradients
+        else:
+            flat = self._flattened(gradients)
+            look(flat)
+        for parameter in self.parameters:
+            parameter.grad = None
+        del gradient, gradients  # before the sum is allocated
+        if flat is not None:
+            self._reducing.append((*self._reduce(flat), flat))
+
+    @torch.no_grad()
+    def _flattened(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """The gradients in flat memory, with zeros for missing ones and in the gaps."""
+        flat = self.parameters[0].new_empty(self._layout.num_elements, dtype=self._dtype)
+        row: list[Tensor] = []
+        for gap, index in self._gaps:
+            gradient = gradients[index]
+            row += [flat.new_zeros(gap)] if gap else []
+            row.append(flat.new_zeros(self._layout.sizes[index]) if gradient is None else gradient.reshape(-1))
+        row.append(flat.new_zeros(flat.numel() - sum(map(torch.numel, row))))
+        return torch.cat(row, out=flat)
+
+    def _reduce(self, flat: Tensor) -> tuple[Wait, Tensor]:
+        """Start the sum; returns its `Wait` and the tensor that receives this replica's segment."""
+        match self._strategy:
+            case DataStrategy.DDP:
+                return self._replicas.all_reduce(flat), flat
+            case DataStrategy.PARAMETER_SERVER:
+                return self._replicas.reduce(flat), flat if self._segment is not None else flat[:0].clone()
+            case _:
+                own = flat.new_empty(self._layout.segment_elements)
+                return self._replicas.reduce_scatter(flat, own), own
+
+    def wait_first(self) -> None:
+        """Wait for the oldest reduction."""
+        wait, own, _ = self._reducing.popleft()
+        wait()
+        self._own_sum = own if self._own_sum is None else self._own_sum.add_(own)
+
+    def deposit(self, present: Sequence[bool], loss_scale: float) -> None:
+        """Add the run's sums to the main gradients.
+
+        Args:
+            present: for each parameter, whether any replica has a gradient.
+            loss_scale: the divisor of the sums.
+        """
+        sums = self._sums if self._own_sum is None else self._layout.shards(self._own_sum, self._segment)
+        for index, main in enumerate(self._main.values()):
+            total = sums[index] if present[index] and main.numel() else None
+            before = self._aside[index] if main is self.parameters[index] else main.grad
+            if total is not None:
+                total = total.view(main.shape) if loss_scale == 1.0 else total.view(main.shape).div_(loss_scale)
+                total = total if before is None else before.add_(total)
+            main.grad = before if total is None else total
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop all state of the run."""
+        self._own_sum, self._aside = None, []
+        self._sums = [None] * len(self.parameters)
+        self._reducing.clear()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors that hold gradients now."""
+        for parameter in (*self.parameters, *self._main.values()):
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from (tensor for tensor in (self._own_sum, *self._sums, *self._aside) if tensor is not None)
+        for _, own, flat in self._reducing:
+            yield from (own, flat)
