@@ -98,4 +98,4 @@ def test_the_command_measures_and_writes_what_it_measured(capsys, tmp_path):
     assert main(["slice", *sizes, "--costs", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == first
     assert main(["slice", *sizes, *model]) == 0
-    assert "the fit is off by" in capsys.readouterr().out
+    assert "measured here; error of the fit: " in capsys.readouterr().out

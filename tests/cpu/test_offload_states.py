@@ -195,7 +195,7 @@ def test_what_cannot_be_offloaded_is_refused_in_one_line(tmp_path: Path) -> None
             make()
         assert "\n" not in str(caught.value)
     offloaded = OffloadedOptimizer(inner, FileStore(tmp_path))
-    with pytest.raises(InputError, match="take BarrierStep"):
+    with pytest.raises(InputError, match=r"Use BarrierStep, or do not offload states\."):
         _post_validated(FileStore(tmp_path))
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)

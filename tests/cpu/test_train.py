@@ -426,7 +426,8 @@ def test_a_damaged_checkpoint_is_refused_before_any_rank_starts(text: Path, refe
         file.write_bytes(content)
     done = run(text, tmp_path / "out", f"--resume_from_checkpoint={damaged}", "--model.width=32")
     assert done.returncode == 2
-    assert "is of a model with model.width 16, this run has 32" in done.stderr
+    assert "model.width=32: checkpoint " in done.stderr
+    assert "checkpoint-9 has 16; both must be equal. Change the option" in done.stderr
 
 
 def ranks_of(process: subprocess.Popen[Any]) -> list[int]:

@@ -266,7 +266,7 @@ def test_micro_batches_are_what_the_schedule_wants_unless_they_are_given(
     base = [word for word in words(text, tmp_path / "out", "--local", "--steps=2") if "microbatches" not in word]
     for more, expected in (([], 6), (["--schedule=pipedream"], 1), (["--schedule=pipedream", "--batch.size=9"], 1)):
         assert main([*base, *more]) == 0
-        assert f", {counted(expected, 'micro-batch')} a step" in capsys.readouterr().out
+        assert f", {counted(expected, 'micro-batch')} per step" in capsys.readouterr().out
     assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["batch"]["microbatches"] is None
 
 
