@@ -187,7 +187,7 @@ def _hold(rank: int, directory: str) -> list[tuple[dict[str, int], dict[str, flo
                 elsewhere=frozenset({"masters"} if away else ()),
             ),
             mesh.coordinate("pp"),
-            copy=mesh.coordinate("dp"),
+            replica=mesh.coordinate("dp"),
         )
         if away:
             stepped.close()

@@ -147,7 +147,7 @@ def test_a_disk_that_is_full_ends_a_step_in_one_line_and_leaves_the_pipeline_cle
     with pl.Pipeline(make_mlp(), schedule, loss_fn=F.mse_loss, offload=offload, transport="loopback") as pipe:
         monkeypatch.setattr(os, "posix_fallocate", full)
         with pytest.raises(
-            RunError, match=r"rank 0, stage 0, action 0OFFLOAD1, micro-batch 1: .*no room.*No space left"
+            RunError, match=r"rank 0, stage 0, action 0OFFLOAD1, micro-batch 1: .*no space.*No space left"
         ) as caught:
             pipe.step(x, x)
         assert "\n" not in str(caught.value)

@@ -406,7 +406,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_ends_the_run(
     assert main(words(text, tmp_path / "out", "--local", *more)) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "training cannot go on" in error
+    assert "training cannot continue" in error
     last = metrics(tmp_path / "out")[-1]  # strict JSON, the number is null
     assert None in (last["loss"], last["grad_norm"])
 

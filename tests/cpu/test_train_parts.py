@@ -260,7 +260,7 @@ def test_on_a_full_disk_the_files_of_a_run_stay_as_they_are(
     def write() -> None:
         with writing(tmp_path):
             prepare_output(replace(config, seed=1), tmp_path / "checkpoint-1", 1)
-            write_memory(tmp_path, [MemoryRow(process=0, copy=0, rank=0, predicted={}, measured={})])
+            write_memory(tmp_path, [MemoryRow(process=0, replica=0, rank=0, predicted={}, measured={})])
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(RunError, match=rf"{name} cannot be written: No space left on device. Free space"):

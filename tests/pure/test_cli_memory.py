@@ -146,7 +146,7 @@ def test_the_table_has_what_is_there_and_the_largest_rank(capsys):
 def test_a_run_shows_predicted_beside_measured(capsys, tmp_path):
     row = MemoryRow(
         process=0,
-        copy=0,
+        replica=0,
         rank=0,
         predicted={"parameters": 1024.0, "activations": 2048.0, "peak": 3072.0},
         measured={"parameters": 1024.0, "activations": 1024.0, "peak": None},

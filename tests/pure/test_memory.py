@@ -86,7 +86,7 @@ def test_states_are_those_of_the_zero_paper(degree):
 
 def test_a_server_holds_what_the_others_do_not():
     axis = DataAxis(degree=4, strategy=DataStrategy.PARAMETER_SERVER)
-    server, other = (memory_of_ranks(one_rank(axis), model(1), copy=copy)[0] for copy in (0, 3))
+    server, other = (memory_of_ranks(one_rank(axis), model(1), replica=replica)[0] for replica in (0, 3))
     assert (server.kinds["optimizer"], other.kinds["optimizer"]) == (8 * 160, 0)
     assert server.kinds["parameters"] == other.kinds["parameters"] == 4 * 160
 
@@ -107,7 +107,7 @@ def test_pieces_are_padded_so_that_copies_have_equal_ones():
     """100 numbers lie in 112 of aligned memory; three segments of 48 hold them, the last one only 4."""
     data = DataAxis(degree=3, strategy=DataStrategy.ZERO3)
     sizes = [
-        unit_bytes({"w": (100,)}, data=data, formats=FP32, optimizer="adam", in_blocks=(), copy=c) for c in range(3)
+        unit_bytes({"w": (100,)}, data=data, formats=FP32, optimizer="adam", in_blocks=(), replica=c) for c in range(3)
     ]
     assert [(unit.parameters, unit.masters) for unit in sizes] == [(0, 4 * 48)] * 3
     assert [unit.gathered for unit in sizes] == [4 * 144] * 3
@@ -117,14 +117,14 @@ def test_pieces_are_padded_so_that_copies_have_equal_ones():
 def test_whole_parameters_go_where_least_is():
     data = DataAxis(degree=2, strategy=DataStrategy.ZERO1)
     shapes = {"a": (16, 4), "b": (16, 2), "c": (16, 2)}
-    for copy, states_of in ((0, 64), (1, 64)):
+    for replica, states_of in ((0, 64), (1, 64)):
         unit = unit_bytes(
             shapes,
             data=data,
             formats=FP32,
             optimizer="momentum",
             in_blocks=shapes,
-            copy=copy,
+            replica=replica,
             loads=[0, 0],
         )
         assert unit.optimizer == 4 * states_of
@@ -297,7 +297,7 @@ def test_memory_of_a_run_reads_back(tmp_path):
     rows = [
         MemoryRow(
             process=1,
-            copy=0,
+            replica=0,
             rank=1,
             predicted={"parameters": 4.0, "peak": 9.0},
             measured={"parameters": 4.0, "peak": None},

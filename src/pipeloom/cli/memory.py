@@ -117,13 +117,13 @@ def _vocabulary(config: TrainConfig, given: int | None) -> int:
 def _print_prediction(config: TrainConfig, vocabulary: int, choice: Choice | None, *, as_json: bool) -> None:
     replicas = config.data_degree
     shown = [0, 1] if replicas > 1 and config.parallel.data_strategy == "parameter-server" else [0]
-    ranks = [rank for replica in shown for rank in planned_memory(config, vocabulary, copy=replica)]
+    ranks = [rank for replica in shown for rank in planned_memory(config, vocabulary, replica=replica)]
     weights = {replica: replicas - 1 if replica else 1 for replica in shown} if len(shown) > 1 else {0: replicas}
-    total = sum(weights[rank.copy] * rank.peak for rank in ranks)
+    total = sum(weights[rank.replica] * rank.peak for rank in ranks)
     largest = max(ranks, key=lambda rank: rank.peak)
     if as_json:
         answer: dict[str, Any] = {
-            "ranks": [{"copy": r.copy, "rank": r.rank, **r.kinds, "peak": r.peak} for r in ranks],
+            "ranks": [{"copy": r.replica, "rank": r.rank, **r.kinds, "peak": r.peak} for r in ranks],
             "copies": replicas,
             "total": total,
             "largest_rank": largest.rank,
@@ -136,10 +136,12 @@ def _print_prediction(config: TrainConfig, vocabulary: int, choice: Choice | Non
             }
         print(json.dumps(answer, allow_nan=False))
         return
-    names = {(r.copy, r.rank): f"rank {r.rank}" + (f", replica {r.copy}" if len(shown) > 1 else "") for r in ranks}
-    _print_table([{"": names[r.copy, r.rank], **_texts(r.kinds), "peak": bytes_text(r.peak)} for r in ranks])
+    names = {
+        (r.replica, r.rank): f"rank {r.rank}" + (f", replica {r.replica}" if len(shown) > 1 else "") for r in ranks
+    }
+    _print_table([{"": names[r.replica, r.rank], **_texts(r.kinds), "peak": bytes_text(r.peak)} for r in ranks])
     of = f", {replicas} data-parallel replicas" if replicas > 1 else ""
-    most = f"largest: {names[largest.copy, largest.rank]} with {bytes_text(largest.peak)}"
+    most = f"largest: {names[largest.replica, largest.rank]} with {bytes_text(largest.peak)}"
     print(f"all ranks{of}: {bytes_text(total)}; {most}")
     if choice is not None:
         print(f"under the cap with {chosen_words(config)}")
@@ -150,7 +152,7 @@ def _print_run(rows: Sequence[MemoryRow], *, as_json: bool) -> None:
         processes = [
             {
                 "process": row.process,
-                "copy": row.copy,
+                "copy": row.replica,
                 "rank": row.rank,
                 "predicted": row.predicted,
                 "measured": row.measured,
@@ -162,7 +164,7 @@ def _print_run(rows: Sequence[MemoryRow], *, as_json: bool) -> None:
     table = []
     for row in rows:
         for name, sizes in (("predicted", row.predicted), ("measured", row.measured)):
-            first = f"process {row.process} (rank {row.rank}, replica {row.copy})" if name == "predicted" else ""
+            first = f"process {row.process} (rank {row.rank}, replica {row.replica})" if name == "predicted" else ""
             kinds = {kind: size for kind, size in sizes.items() if kind != "peak"}
             peak = sizes.get("peak")
             most = "-" if peak is None else bytes_text(peak)

@@ -28,7 +28,7 @@ from pipeloom.train.output.step_metrics import (
 from pipeloom.train.run_parts import Batches, Live, RunParts
 from pipeloom.training import Update
 
-_LEAST_LOSS_SCALE = 2.0**-10  # gradients that overflow below it do so at any scale
+_LEAST_LOSS_SCALE = 2.0**-10  # gradients that overflow below it overflow at any scale
 
 
 class _Begun(NamedTuple):
@@ -41,14 +41,14 @@ class _Begun(NamedTuple):
 
 
 class FlushSteps:
-    """Runs steps one after the other, with a barrier after each or with post-validation.
+    """Runs steps one after another, with a barrier after each or with post-validation.
 
     Args:
         parts: of the run, on this process.
         probe: of the memory of the first steps.
 
     Attributes:
-        done: how many steps have been made, over all runs.
+        done: number of completed steps, over all runs.
     """
 
     def __init__(self, parts: RunParts, probe: MemoryProbe) -> None:
@@ -65,7 +65,7 @@ class FlushSteps:
 
         Args:
             batches: inputs and targets, where this process reads them.
-            count: how many.
+            count: number of steps.
             live: unused: a step is final at once, or after the next one.
         """
         for _ in range(count):
@@ -83,7 +83,7 @@ class FlushSteps:
         return measured, self._parts.predictor.predict(self._parts.pipeline.program)
 
     def _step(self, step: int, batches: Batches) -> list[Update]:
-        """One step; the updates that are final now, of it or of the one before."""
+        """Run one step; returns the updates that are final now: its own or the previous one."""
         self._parts.journal.enter(f"step {step}")
         started = time.perf_counter()
         rate = learning_rate(step - 1, self._parts.config.steps, self._parts.config.optimizer)
@@ -116,7 +116,7 @@ class FlushSteps:
         self._parts.journal.write(row)
         if not update.applied and not (update.skipped and begun.loss_scale >= _LEAST_LOSS_SCALE):
             raise RunError(
-                f"step {begun.step} has loss {loss} and gradient norm {norm}, so training cannot go on. Lower "
+                f"step {begun.step} has loss {loss} and gradient norm {norm}: training cannot continue. Lower "
                 "optimizer.learning_rate, or resume from an earlier checkpoint with another seed."
             )
         return row

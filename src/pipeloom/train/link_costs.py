@@ -48,7 +48,7 @@ class DataCosts:
             ]
             for form, sizes in ((gather_seconds, self.parameter_bytes), (reduce_seconds, self.gradient_bytes))
         )
-        if not data.shards_parameters:  # gathered once a step
+        if not data.shards_parameters:  # gathered once per step
             gathers = [0.0] * len(gathers)
         both = [a + b for a, b in zip(gathers, reductions, strict=True)]
         less: dict[str, Any] = {
@@ -61,7 +61,7 @@ class DataCosts:
 
 
 def measure_data_costs(pipeline: Pipeline, group: Group) -> DataCosts | None:
-    """Every process calls it and gets the same answer; None with one replica."""
+    """Measure collectives; a collective call with the same result on all processes. None with one replica."""
     program = pipeline.program
     if group.mesh is None or program.data is None or program.data.degree == 1:
         return None

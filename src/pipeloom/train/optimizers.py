@@ -35,10 +35,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for some groups of parameters, AdamW for the others, as one optimizer.
 
     Muon (https://kellerjordan.github.io/posts/muon) makes the momentum of a matrix nearly orthogonal; it is meant for
-    matrices between hidden layers, and everything else has AdamW (arXiv:1711.05101).
+    matrices between hidden layers. AdamW (arXiv:1711.05101) updates everything else.
 
     Args:
-        groups: with ``algorithm`` "muon" or "adamw" and the options of that; all of muon's are matrices.
+        groups: with ``algorithm`` "muon" or "adamw" and its options. Parameters of muon are matrices.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -85,7 +85,7 @@ def make_optimizer(
     for name, parameter in parameters:
         shape = (shapes or {}).get(name, parameter.shape)
         if config.name == "muon" and len(shape) == 2 and name.startswith(_HIDDEN):
-            if parameter.numel():  # it needs full ones; the others are on other replicas
+            if parameter.numel():  # empty shards: the full matrix is on another replica
                 hidden.append(parameter)
         else:
             (matrices if len(shape) >= 2 else vectors).append(parameter)

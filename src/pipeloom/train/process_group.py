@@ -1,4 +1,4 @@
-"""The process group of a run, and its small collectives beside the pipeline's own messages."""
+"""The process group of a run, and its small collectives."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Group:
         return all_gather_bytes(payload)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over processes, in place and on the CPU; in the order of ranks, so it repeats to the last bit."""
+        """The sum over processes, in place and on the CPU, in the order of ranks: bitwise reproducible."""
         if self.size > 1:
             with noticing_lost_peers():
                 dist.all_reduce(values)

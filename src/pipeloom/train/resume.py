@@ -26,7 +26,7 @@ def agreed_checkpoint(config: TrainConfig, group: Group) -> Path | None:
     Processes that look by themselves could find different ones, because another run may save meanwhile.
 
     Raises:
-        CheckpointError: there is none, and `auto` was not asked for.
+        CheckpointError: there is none, and the option is not `auto`.
     """
     found = resume_path(config) if group.rank == 0 else None
     answer = group.all_gather(os.fsencode(found) if found else b"")[0]
@@ -34,7 +34,7 @@ def agreed_checkpoint(config: TrainConfig, group: Group) -> Path | None:
 
 
 def save(run: RunParts, step: int) -> Path:
-    """Write ``checkpoint-{step}``: every process what it holds; float32 main parameters of 16-bit formats."""
+    """Write ``checkpoint-{step}``; each process writes its shards. 16-bit formats: float32 main parameters."""
     config, pipe = run.config, run.pipeline
     sizes = config.gpt(run.corpus.vocabulary_size)
     state: dict[str, Any] = {
@@ -110,7 +110,7 @@ def _names(run: RunParts) -> dict[Tensor, str]:
 
 
 def _layout(run: RunParts) -> dict[str, Any]:
-    """Which process holds what, for readers of the checkpoint, and to tell whether random states can be restored."""
+    """What each process holds, for readers, and to decide whether random states can be restored."""
     parallel, group = run.config.parallel, run.group
     replicas = {"copies": group.data_degree, "order": parallel.order, "data_strategy": parallel.data_strategy}
     return {
@@ -123,5 +123,5 @@ def _layout(run: RunParts) -> dict[str, Any]:
 
 
 def _places(layout: dict[str, Any]) -> dict[str, Any]:
-    """Which process computes what; which one updates it does not matter."""
+    """The part of a layout that decides which process computes what."""
     return {key: value for key, value in layout.items() if key != "data_strategy"}

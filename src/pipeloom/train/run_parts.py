@@ -47,11 +47,11 @@ class RunParts:
         stages: of the model; those of this process have values, the others are on the meta device.
         pipeline: of this process.
         base_optimizer: over this process's parameters; checkpoints hold its states.
-        optimizer: what steps: `base_optimizer`, or one that streams offloaded states through it.
+        optimizer: makes the steps: `base_optimizer`, or an `OffloadedOptimizer` around it.
         scaler: of the loss, for fp16.
-        predictor: takes in what steps cost.
+        predictor: of steps, from the costs of earlier ones.
         sampler: the order of samples.
-        samples_seen: how many samples have been trained on, over all runs.
+        samples_seen: samples trained on so far, over all runs.
         notices: lines to show before the first step.
     """
 
@@ -147,7 +147,7 @@ def _build_stages(
         cut = _agree_on_cut(config, sizes, schedule, corpus, exchange)
     with torch.device("meta"):
         model = GPT(sizes)
-    if rank is None:  # all stages are here: what is tied stays one parameter
+    if rank is None:  # all stages are here: tied parameters stay one parameter
         materialize(model, config.seed, device)
         return split(model, schedule.num_stages, cut=cut)
     stages = split(model, schedule.num_stages, cut=cut)

@@ -27,14 +27,14 @@ _MOST_SHOWN = 256  # micro-batches of a run in its report
 class StreamSteps:
     """Runs streams and collects the metrics of their steps.
 
-    A step is one batch. Its loss is known while the stream runs; the norm of its gradient, the bubble and the memory
-    at the drain.
+    A step is one batch. Its loss is known while the stream runs. Gradient norms, bubble and memory are known at the
+    drain.
 
     Args:
         parts: of the run, on this process.
 
     Attributes:
-        done: how many steps have been made, over all runs.
+        done: number of completed steps, over all runs.
     """
 
     def __init__(self, parts: RunParts) -> None:
@@ -71,8 +71,8 @@ class StreamSteps:
 
         Args:
             batches: inputs and targets, where this process reads them.
-            count: how many.
-            live: told of each loss as it comes, on process 0; not of the last.
+            count: number of batches.
+            live: called with each loss but the last, on process 0.
         """
         self._parts.journal.enter(f"steps {self.done + 1} to {self.done + count}")
         try:
@@ -127,7 +127,7 @@ class StreamSteps:
 
     def _came(self, batch: int, loss: float) -> None:
         self._known.append({"step": batch + 1, "loss": loss, "lr": self._rate(batch)})
-        if self._live is not None and batch + 1 < self._last:  # that one comes with all its numbers
+        if self._live is not None and batch + 1 < self._last:  # the last one comes with all its metrics
             seconds = max(time.perf_counter() - self._begun, 1e-9)
             self._live(batch + 1, loss, self._tokens * (batch + 2 - self._first) / seconds)
 
@@ -135,7 +135,7 @@ class StreamSteps:
 def _moments(records: Records, schedule: Schedule, count: int, begun: float, ended: float) -> list[float]:
     """When the run began, when each batch but the last was through the last stage, and when the run ended.
 
-    Ranks keep records of the end of a long run alone; the batches before share its time evenly.
+    Ranks keep records of the end of a long run only; earlier batches share the remaining time evenly.
     """
     size, last = schedule.num_microbatches // count, schedule.num_stages - 1
     through: dict[int, float] = {}

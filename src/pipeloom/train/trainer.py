@@ -1,4 +1,4 @@
-"""`train`, the loop of `pipeloom train`, and `Trainer`, one process's part of it, step by step."""
+"""`train`, the loop of `pipeloom train`, and `Trainer`, its steps on one process."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ from pipeloom.train.stream_steps import StreamSteps
 def train(config: TrainConfig, member: Membership | None) -> None:
     """Train as one rank of `member`'s run, or as all ranks in this process; `validate` has passed.
 
-    Every process says the same things in the same order.
-
     Raises:
         RunError: a loss or gradient that is not finite, a lost rank, a model that raises.
     """
@@ -69,12 +67,12 @@ def train(config: TrainConfig, member: Membership | None) -> None:
             trainer.report(shown)
             if config.sample_tokens:
                 shown.say(f"sample:\n{trainer.sample()}")
-        except InputError as error:  # the input passed: now it is a failure, such as a disk that is full
+        except InputError as error:  # options are valid: now it is a failure, such as a full disk
             raise RunError(str(error)) from error
 
 
 def _stretches(done: int, config: TrainConfig) -> Iterator[tuple[int, int]]:
-    """First and last steps of the stretches between which the weights are read."""
+    """First and last steps of the stretches between evaluations and checkpoints."""
     first = done + 1
     for step in range(first, config.steps + 1):
         if step == config.steps or any(_is_due(step, n, config.steps) for n in (config.eval_steps, config.save_steps)):
@@ -115,7 +113,7 @@ class Trainer:
         self._held.close()
 
     def resume(self, checkpoint: Path | None) -> int:
-        """Load a checkpoint where there is one; returns how many steps are done."""
+        """Load the checkpoint, if any; returns the number of completed steps."""
         resume.seed_generators(self.config.seed, 0, self.group.rank)
         self._resumed = checkpoint
         if checkpoint is None:
@@ -127,7 +125,7 @@ class Trainer:
         return done
 
     def open_output(self, shown: Display) -> None:
-        """Make the output directory ready and say what is about to run."""
+        """Prepare the output directory and show the settings of the run."""
         output_dir, corpus, schedule = self.run.output_dir, self.run.corpus, self.run.schedule
         if self.group.rank == 0:
             if not self._launched:  # else the launcher holds it
@@ -212,7 +210,7 @@ class Trainer:
         )
 
     def _batch(self, samples_seen: int) -> tuple[Tensor | None, Tensor | None]:
-        """This process's part of the batch after so many samples."""
+        """This process's part of the batch that starts after `samples_seen` samples."""
         windows = self.run.sampler.batch(samples_seen, self.config.batch.size)
         return self._placed(*self.run.corpus.windows(windows, self.config.model.sequence_length))
 

@@ -28,12 +28,12 @@ class MemoryRow:
 
     Attributes:
         process: global rank.
-        copy, rank: number of its replica, and its rank in the pipeline.
+        replica, rank: number of its replica, and its rank in the pipeline.
         predicted, measured: bytes by kind, and "peak"; None: unknown.
     """
 
     process: int
-    copy: int
+    replica: int
     rank: int
     predicted: Mapping[str, float | None]
     measured: Mapping[str, float | None]
@@ -45,7 +45,7 @@ def write_memory(directory: Path, rows: Sequence[MemoryRow]) -> Path:
     processes = [
         {
             "process": row.process,
-            "copy": row.copy,
+            "copy": row.replica,
             "rank": row.rank,
             "predicted": dict(row.predicted),
             "measured": dict(row.measured),
@@ -78,9 +78,13 @@ def read_memory(directory: Path) -> list[MemoryRow]:
 
 def _row(row: Entry) -> MemoryRow:
     data = row.fields(("process", "copy", "rank", "predicted", "measured"))
-    process, copy, rank = (data[name].whole() for name in ("process", "copy", "rank"))
+    process, replica, rank = (data[name].whole() for name in ("process", "copy", "rank"))
     return MemoryRow(
-        process=process, copy=copy, rank=rank, predicted=_sizes(data["predicted"]), measured=_sizes(data["measured"])
+        process=process,
+        replica=replica,
+        rank=rank,
+        predicted=_sizes(data["predicted"]),
+        measured=_sizes(data["measured"]),
     )
 
 

@@ -43,47 +43,47 @@ class RankMemory:
 
     Attributes:
         rank: of the pipeline.
-        copy: number of the replica.
+        replica: number of the replica.
         kinds: peak memory of each of `KINDS`.
         peak: peak memory of all kinds together; at most the sum of `kinds`, whose peaks may be at different moments.
     """
 
     rank: int
-    copy: int
+    replica: int
     kinds: Mapping[str, float]
     peak: float
 
 
-def memory_of_ranks(program: Program, model: MemoryModel, *, copy: int = 0) -> list[RankMemory]:
+def memory_of_ranks(program: Program, model: MemoryModel, *, replica: int = 0) -> list[RankMemory]:
     """The memory of every rank of one replica while it runs `program` and updates its parameters.
 
     Args:
         program: what every replica runs.
         model: the layers, and how they are trained.
-        copy: number of the replica. Under `parameter-server`, replica 0 holds more than the others. Where replicas own
-            whole parameters, they differ a little.
+        replica: number of the replica. Under `parameter-server`, replica 0 holds more than the others. With uncut
+            parameters, replicas differ a little.
 
     Raises:
         InputError: the model has another number of stages, or an unknown optimizer.
     """
-    return [memory_of_rank(program, model, rank, copy=copy) for rank in range(program.num_ranks)]
+    return [memory_of_rank(program, model, rank, replica=replica) for rank in range(program.num_ranks)]
 
 
-def memory_of_rank(program: Program, model: MemoryModel, rank: int, *, copy: int = 0) -> RankMemory:
+def memory_of_rank(program: Program, model: MemoryModel, rank: int, *, replica: int = 0) -> RankMemory:
     """One rank of `memory_of_ranks`."""
     stages = program.schedule.num_stages
     if len(model.stages) != stages:
         raise InputError(
             f"model.stages has {len(model.stages)} entries: the schedule has {stages} stages. Give the layers of each."
         )
-    return _Walk(program, model, rank, copy).memory()
+    return _Walk(program, model, rank, replica).memory()
 
 
 class _Walk:
     """One rank, from the first action of its program to the last."""
 
-    def __init__(self, program: Program, model: MemoryModel, rank: int, copy: int) -> None:
-        self._program, self._model, self._rank, self._copy = program, model, rank, copy
+    def __init__(self, program: Program, model: MemoryModel, rank: int, replica: int) -> None:
+        self._program, self._model, self._rank, self._replica = program, model, rank, replica
         self._held = program.placement.stages_of[rank]
         self._formats = NumberBytes.of(model.precision)
         self._units: dict[int, list[UnitBytes]] = {}  # by stage; units that several stages share, on the first of them
@@ -114,7 +114,7 @@ class _Walk:
             formats=self._formats,
             optimizer=self._model.optimizer,
             in_blocks={use.name for use in uses if layers[use.layers[0]].is_block},
-            copy=self._copy,
+            replica=self._replica,
             loads=loads,
         )
 
@@ -125,7 +125,7 @@ class _Walk:
             for kind, size in now.items():
                 most[kind] = max(most[kind], size)
             peak = max(peak, sum(always.values()) + sum(now.values()))
-        return RankMemory(rank=self._rank, copy=self._copy, kinds=most, peak=peak)
+        return RankMemory(rank=self._rank, replica=self._replica, kinds=most, peak=peak)
 
     def _always(self) -> dict[str, float]:
         units = [unit for units in self._units.values() for unit in units]

@@ -100,7 +100,7 @@ def unit_bytes(
     formats: NumberBytes,
     optimizer: str,
     in_blocks: Collection[str],
-    copy: int = 0,
+    replica: int = 0,
     loads: list[int] | None = None,
 ) -> UnitBytes:
     """The bytes of a unit on one replica.
@@ -111,7 +111,7 @@ def unit_bytes(
         formats: bytes per number.
         optimizer: a name of `OPTIMIZERS`.
         in_blocks: the parameters of repeated layers.
-        copy: number of the replica.
+        replica: number of the replica.
         loads: where replicas own whole parameters, the elements that each owns so far (`FlatLayout.by_parameters`).
             None: they own equal shards.
     """
@@ -129,7 +129,7 @@ def unit_bytes(
             sending=0.0,
             reduced=whole,
         )
-    layout, segment = FlatLayout.of_unit(sizes, data, loads), own_segment(data.strategy, copy)
+    layout, segment = FlatLayout.of_unit(sizes, data, loads), own_segment(data.strategy, replica)
     shards = [layout.shard(index, segment) for index in range(len(sizes))]
     parts = [(stop - start) / size if size else 0.0 for (start, stop), size in zip(shards, sizes, strict=True)]
     own = layout.segment_elements if segment is not None else 0

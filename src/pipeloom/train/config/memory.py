@@ -1,4 +1,4 @@
-"""Memory of a run, from its configuration: what is offloaded, what each rank holds, what a cap chooses. No torch."""
+"""Memory of a run, from its configuration: offload, predicted memory per rank, and the choice under a cap. No torch."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 
 def offloads(config: TrainConfig, device: str) -> bool:
-    """Whether the offload target is other memory than that of a `device` ("cpu", "cuda")."""
+    """Whether the offload target differs from the memory of a `device` ("cpu", "cuda")."""
     return config.memory.offload is not None and not OffloadTarget.parse(config.memory.offload).kind == CPU == device
 
 
 def activation_offload(config: TrainConfig) -> OffloadActivations | None:
-    """How activations are offloaded; None if they stay."""
+    """The offload of activations; None without one."""
     target, kept = config.memory.offload, config.memory.offload_activations
     return None if target is None or kept is None else OffloadActivations(target, kept or None)
 
 
 def data_axis(config: TrainConfig) -> DataAxis | None:
-    """How replicas share; None for one replica with its own parameters."""
+    """The data axis; None for one replica without master parameters."""
     return axis_of(config.shared or DataParallel(), config.number_format, config.data_degree)
 
 
@@ -104,9 +104,9 @@ def _stages(config: TrainConfig, layers: list[LayerMemory], num_stages: int) -> 
 
 
 def planned_memory(
-    config: TrainConfig, vocabulary_size: int, *, copy: int = 0, device: str = "cuda"
+    config: TrainConfig, vocabulary_size: int, *, replica: int = 0, device: str = "cuda"
 ) -> list[RankMemory]:
-    """What every rank of a replica (`copy`) holds on a `device`; "cpu" offloads nothing to "cpu".
+    """The predicted memory of every rank of a replica; on device "cpu" nothing is offloaded to "cpu".
 
     Raises:
         InputError: options that contradict each other, or a cut by measured times.
@@ -114,18 +114,18 @@ def planned_memory(
     schedule = make_schedule(config)
     program = planned_program(config, schedule, device=device)
     model = planned_model(config, vocabulary_size, schedule.num_stages, device=device)
-    return memory_of_ranks(program, model, copy=copy)
+    return memory_of_ranks(program, model, replica=replica)
 
 
 def memory_rows(config: TrainConfig, vocabulary_size: int, device: torch.device) -> list[MemoryRow]:
     """The prediction for every process of a run, by process number on the mesh."""
     shape = config.mesh_shape(config.num_ranks * config.data_degree)
     rows = []
-    for copy in range(config.data_degree):
-        for memory in planned_memory(config, vocabulary_size, copy=copy, device=device.type):
-            process = shape.process({"dp": copy, "pp": memory.rank})
+    for replica in range(config.data_degree):
+        for memory in planned_memory(config, vocabulary_size, replica=replica, device=device.type):
+            process = shape.process({"dp": replica, "pp": memory.rank})
             predicted: dict[str, float | None] = {**memory.kinds, "peak": memory.peak}
-            rows.append(MemoryRow(process=process, copy=copy, rank=memory.rank, predicted=predicted, measured={}))
+            rows.append(MemoryRow(process=process, replica=replica, rank=memory.rank, predicted=predicted, measured={}))
     return sorted(rows, key=lambda row: row.process)
 
 
@@ -161,7 +161,7 @@ def under_cap(
 
 
 def _granularities(config: TrainConfig) -> list[TrainConfig]:
-    """`config` with every granularity that its strategy has."""
+    """`config` with each granularity of its strategy."""
     data = data_axis(config)
     if data is None or not data.shards_gradients:
         return [config]
@@ -172,7 +172,7 @@ def _granularities(config: TrainConfig) -> list[TrainConfig]:
 
 
 def _with(config: TrainConfig, choice: Choice) -> TrainConfig:
-    """`config` with what was chosen."""
+    """`config` with the chosen values."""
     kinds = [str(kind) for kind in choice.model.recompute]
     recompute = kinds[0] if len(set(kinds)) == 1 else ",".join(kinds)
     data, parallel = choice.program.data, config.parallel
@@ -182,7 +182,7 @@ def _with(config: TrainConfig, choice: Choice) -> TrainConfig:
 
 
 def chosen_words(config: TrainConfig) -> str:
-    """The options that a cap has chosen, as they are written on a command line."""
+    """The options chosen under a cap, as on a command line."""
     granularity = config.parallel.data_granularity
     data = f"--parallel.data_granularity {granularity} " if granularity else ""
     return f"{data}--memory.recompute {config.memory.recompute}"

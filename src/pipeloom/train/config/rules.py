@@ -1,4 +1,4 @@
-"""What is refused of the options of a run, whatever the machine and the data. No torch.
+"""Validates the options of a run, without its machine and its data. No torch.
 
 Every message is ``option=value: rule. Fix.`` on one line.
 """
@@ -45,7 +45,7 @@ _USERS = {  # optimizers that an option is for
 
 
 def validate_settings(config: TrainConfig) -> None:
-    """Refuse options that are out of range, contradict each other or have no effect.
+    """Validate that options are in range, do not contradict each other and have an effect.
 
     Raises:
         InputError: the first of them.
@@ -66,7 +66,7 @@ def validate_settings(config: TrainConfig) -> None:
 
 
 def check_sizes(config: TrainConfig) -> None:
-    """Refuse numbers that are out of range, and a model or a batch that cannot be divided as asked."""
+    """Validate numbers, and that the model and the batch can be divided as configured."""
     values = {f"{section}.{name}": value for section, part in _sections(config) for name, value in part.items()}
     values |= {name: getattr(config, name) for name in ("steps", "seed", "save_steps", "eval_steps", "sample_tokens")}
     values |= {name: getattr(config, name) for name in ("eval_batches", "log_steps", "save_total_limit")}
@@ -134,7 +134,7 @@ def staleness(config: TrainConfig) -> tuple[str, int | None]:
 
 
 def _check_stream_options(config: TrainConfig, schedule: Schedule) -> None:
-    """Options of asynchronous schedules with another schedule, and steps at which a stream cannot drain."""
+    """Validate options of asynchronous schedules, and that a stream can drain at the steps that need it."""
     kind, _ = staleness(config)
     if schedule.microbatches_per_update is not None:
         check_stream(config)
@@ -155,7 +155,7 @@ def _check_stream_options(config: TrainConfig, schedule: Schedule) -> None:
 
 
 def check_stream(config: TrainConfig) -> None:
-    """Refuse what no asynchronous schedule has; no schedule has to be made for it.
+    """Validate options that no asynchronous schedule supports, before one is made.
 
     Raises:
         InputError: the first option.
@@ -183,7 +183,7 @@ def steps_between_drains(config: TrainConfig) -> int:
 
 
 def _check_data_parallel(config: TrainConfig, schedule: Schedule) -> None:
-    """What replicas, 16-bit formats and offloaded parameters cannot be combined with."""
+    """Validate combinations with data-parallel replicas, 16-bit formats and offloaded parameters."""
     degree, dtype = config.data_degree, config.precision.dtype
     config.data_parallel  # noqa: B018  # a granularity that the strategy does not have
     config.number_format  # noqa: B018  # gradients that the format does not have
@@ -211,7 +211,7 @@ def _check_data_parallel(config: TrainConfig, schedule: Schedule) -> None:
 
 
 def _check_memory(config: TrainConfig, schedule: Schedule) -> None:
-    """Offload without a target, and what offload does not go with."""
+    """Validate that offload has a target, and its combinations."""
     memory = config.memory
     recompute_of_stages(memory.recompute, schedule.num_stages)
     if memory.offload is None:
@@ -239,7 +239,7 @@ def _check_memory(config: TrainConfig, schedule: Schedule) -> None:
 
 
 def check_unused(config: TrainConfig) -> None:
-    """Refuse options that were given and have no effect; an option with its default was not given.
+    """Raise for options that have no effect. An option with its default value counts as not given.
 
     Raises:
         InputError: the first of them.
@@ -249,7 +249,7 @@ def check_unused(config: TrainConfig) -> None:
 
 
 def _unused(config: TrainConfig) -> Iterator[tuple[str, Any, str, str]]:
-    """(option, its value, with what it has no effect, how it would have one) of each."""
+    """Per option: its name, its value, the setting with which it has no effect, and the fix."""
     for name, users in _USERS.items():
         if config.optimizer.name not in users and _given(config.optimizer, name):
             value, where = getattr(config.optimizer, name), f"with optimizer.name={config.optimizer.name}"

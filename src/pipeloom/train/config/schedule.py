@@ -103,7 +103,7 @@ def parse_cut(config: TrainConfig, num_stages: int) -> str | list[int]:
 
 
 def schedule_name(config: TrainConfig) -> str:
-    """The schedule that ``auto`` stands for, else the one that was named."""
+    """The name of the schedule, with ``auto`` resolved."""
     if config.schedule != AUTO:
         return config.schedule
     return "1f1b" if config.parallel.slices is None else "seq1f1b"
@@ -133,7 +133,7 @@ def slice_lengths(config: TrainConfig) -> tuple[int, ...] | None:
 
 
 def check_slices(config: TrainConfig) -> None:
-    """Refuse slices of a schedule that has none.
+    """Validate that the schedule supports slices.
 
     Raises:
         InputError: what `slice_lengths` refuses, or `auto` for a schedule without a free number of slices.
@@ -169,7 +169,7 @@ def stream_length(config: TrainConfig) -> int:
 
 
 def check_replicas(config: TrainConfig) -> None:
-    """Refuse replicas per stage with which a stream can hardly ever drain, before a schedule is made of them.
+    """Validate that a stream with these replicas per stage drains often enough, before its schedule is made.
 
     Raises:
         InputError: their least common multiple is too large.

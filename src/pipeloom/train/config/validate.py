@@ -1,4 +1,4 @@
-"""Refuse a run that cannot work on this machine, with its files, before any process starts. No torch."""
+"""Validates a run against this machine and its files, before any process starts. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LEAST_VOCABULARY = 256
 
 
 def validate(config: TrainConfig, *, world_size: int | None) -> None:
-    """Refuse `config` where it cannot be trained as it stands.
+    """Validate that `config` can be trained.
 
     Args:
         config: as given.
@@ -119,7 +119,7 @@ def _check_writable(output_dir: Path) -> None:
 
 
 def _check_data(config: TrainConfig, corpus: Corpus) -> None:
-    """There is text to train on, and enough of it for an evaluation."""
+    """Validate that there is text to train on, and enough for an evaluation."""
     length, degree, count = config.model.sequence_length, config.data_degree, config.num_microbatches
     corpus.num_windows(length)
     if not config.eval_steps:
@@ -134,7 +134,7 @@ def _check_data(config: TrainConfig, corpus: Corpus) -> None:
 
 
 def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest) -> None:
-    """The model has the same sizes, and a stream could have drained at its step."""
+    """Validate that a checkpoint has the model's sizes, and that a stream can drain at its step."""
     saved = manifest.state.get("model")
     if not isinstance(saved, dict):
         raise CheckpointError(f"{checkpoint}: was not written by `pipeloom train`. Name one that was.")
@@ -156,7 +156,7 @@ def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest)
 
 
 def check_machine(config: TrainConfig, environment: Mapping[str, str]) -> None:
-    """Refuse a model or a batch that needs more than all memory of this machine, by a lower bound.
+    """Validate that a lower bound of the model's and the batch's memory fits this machine.
 
     Raises:
         InputError: the sizes, the bytes they need, and the bytes there are.

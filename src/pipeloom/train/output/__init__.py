@@ -1,1 +1,1 @@
-"""What a run leaves in its output directory and shows on the terminal."""
+"""The output directory of a run, and its display on the terminal."""

@@ -1,4 +1,4 @@
-"""The output directory of a run: locked, cleared of earlier runs without losing them, written whole."""
+"""The output directory of a run: locked, with outputs of earlier runs moved aside, and written atomically."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Journal:
         self._black_box, self._directory = black_box, directory
 
     def enter(self, phase: str) -> None:
-        """Tell the black box which phase begins."""
+        """Record in the black box which phase begins."""
         if self._black_box is not None:
             self._black_box.phase = phase
 

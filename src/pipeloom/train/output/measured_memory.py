@@ -71,7 +71,7 @@ class MemoryProbe:
         }
 
     def write(self, directory: Path) -> None:
-        """Every process calls it at the end; process 0 writes."""
+        """Write the file on process 0; every process calls it at the end."""
         states = (value for state in self._optimizer.state.values() for value in state.values())
         sizes = [value.nbytes for value in states if isinstance(value, Tensor) and value.dim()]
         self._measured["optimizer"] = sum(sizes) - getattr(self._optimizer, "offloaded_bytes", 0)
@@ -89,8 +89,10 @@ class MemoryProbe:
 
 def _together(rows: list[MemoryRow]) -> MemoryRow:
     kinds = {kind: sum(row.predicted[kind] or 0.0 for row in rows) for kind in rows[0].predicted}
-    return MemoryRow(process=0, copy=0, rank=0, predicted=kinds, measured={})
+    return MemoryRow(process=0, replica=0, rank=0, predicted=kinds, measured={})
 
 
 def _measured(row: MemoryRow, measured: dict[str, float | None]) -> MemoryRow:
-    return MemoryRow(process=row.process, copy=row.copy, rank=row.rank, predicted=row.predicted, measured=measured)
+    return MemoryRow(
+        process=row.process, replica=row.replica, rank=row.rank, predicted=row.predicted, measured=measured
+    )

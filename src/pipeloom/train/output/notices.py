@@ -1,4 +1,4 @@
-"""Lines that a run shows before it starts, about what may surprise."""
+"""Notices that a run shows before it starts."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Predictor:
         self._warm = False
 
     def observe(self, cost: StepCost) -> None:
-        """Take in a step. The first one, which warms up, counts only until there is another."""
+        """Add the costs of a step. The first step, a warm-up, is dropped once there is another."""
         if not self._warm and self._recent:
             self._recent.clear()
             self._factors.clear()
@@ -142,11 +142,11 @@ class Predictor:
             self._factors.append(cost.slice_factors)
 
     def observe_messages(self, records: Records) -> None:
-        """Take in what the messages of a step took; records of all ranks, one clock."""
+        """Add the message times of a step; records of all ranks, on one clock."""
         self._messages.append(message_times(records))
 
     def predict(self, program: Program) -> Timeline:
-        """A step or a stream of the stages that were observed, as it should go."""
+        """The predicted timeline of a step or a stream, from observed costs."""
         f, b, i, w = torch.stack(list(self._recent)).median(0).values.unbind(1)
         costs = Costs(  # a stage has seconds of B, of I and W, or of all three
             forward=tuple(f.tolist()),
@@ -194,7 +194,7 @@ class Predictor:
 
 
 def cost_metrics(cost: StepCost, predictor: Predictor, program: Program, group: Group) -> dict[str, Any]:
-    """The keys of a row of metrics for a cost; process 0 also predicts."""
+    """The metrics of a cost; on process 0 also the prediction."""
     return {
         "bubble_fraction": cost.bubble_fraction,
         "predicted_bubble_fraction": predictor.predict(program).bubble_fraction if group.rank == 0 else math.nan,
@@ -246,7 +246,7 @@ def message_times(records: Records) -> MessageTimes:
 
 
 def gathered_waits(group: Group, waits: Waits, num_ranks: int) -> list[float]:
-    """For each rank of the first replica, how long computations waited inside; every process calls it with its own."""
+    """The waits inside computations per rank of the first replica; a collective call."""
     own = {
         rank: math.fsum(seconds for action, seconds in found.items() if action.op in _OPS)
         for rank, found in waits.items()
