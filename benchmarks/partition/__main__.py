@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.common.report import Table, environment, markdown, save, table
 from benchmarks.partition.networks import read_cluster, resnet50, vgg16
 
-from pipeloom.plan.partition import Partition, Profile, data_parallel, partition_layers, plan_synchronous
+from pipeloom.plan.partition import Partition, Profile, data_parallel, partition_layers, partition_synchronous
 from pipeloom.schedules import dapple_pb, one_f_one_b
 
 RANKS = 16
@@ -76,7 +76,7 @@ def speed(num_layers: int, rounds: int) -> list[dict[str, Any]]:
         _, capped = _timed(profiles, levels, [0.8 * each.memory_bytes for each in found])
         results.append({"cluster": name, "seconds": free, "capped_seconds": capped})
     start = process_time()
-    plan_synchronous(profiles[0], ranks=64, bandwidth=1e9, num_microbatches=64)
+    partition_synchronous(profiles[0], ranks=64, bandwidth=1e9, num_microbatches=64)
     results.append({"cluster": "flat, DAPPLE", "seconds": process_time() - start, "capped_seconds": None})
     return results
 
@@ -101,7 +101,7 @@ def accuracy(plans: int) -> list[dict[str, Any]]:
             rng = random.Random(seed)
             profile, ranks = draw(rng, rng.randint(4, 24)), rng.randint(2, 12)
             bandwidth, count = 10 ** rng.uniform(7.5, 9), rng.randint(2, 32)
-            plan = plan_synchronous(
+            plan = partition_synchronous(
                 profile, ranks=ranks, bandwidth=bandwidth, num_microbatches=count, published=published
             )
             steps.append(plan.simulate(schedule))

@@ -171,6 +171,7 @@ PAGES = (
     "docs/how-to/slicing.md",
     "docs/how-to/streams.md",
     "docs/how-to/partitioning.md",
+    "docs/how-to/plans.md",
     "docs/how-to/reducing-memory.md",
     "docs/reference/checkpoints.md",
 )

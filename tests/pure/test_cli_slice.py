@@ -111,12 +111,12 @@ def test_the_picture(capsys, costs):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ranks", "0"], "ranks 0"),
-        (["--sequence", "0"], "sequence 0"),
-        (["--batch", "-1"], "batch -1"),
-        (["--grid", "0"], "grid 0"),
-        (["--grid", "257"], "grid of 257 on a sequence of 256"),
-        (["--memory-limit", "255"], "allow 280"),
+        (["--ranks", "0"], "ranks=0: must be at least 1"),
+        (["--sequence", "0"], "sequence=0: must be at least 1"),
+        (["--batch", "-1"], "batch=-1: must be at least 1"),
+        (["--grid", "0"], "grid=0: must be at least 1"),
+        (["--grid", "257"], "grid=257: must be at most the sequence, 256 tokens"),
+        (["--memory-limit", "255"], "Raise it to 280"),
         (["--ranks", "two"], "ranks"),
         (["--costs", "no/such/file"], "no/such/file"),
         (["--costs", "."], "--costs ."),
@@ -144,7 +144,7 @@ def test_a_bad_costs_file_names_its_key(capsys, tmp_path):
 def test_ranks_beyond_the_blocks_are_refused_before_anything_is_measured(capsys):
     code, _, err = run(capsys, "--sequence", "64", "--ranks", "3", "--batch", "1", "--model.layers", "2")
     assert code == 2
-    assert "3 ranks share 2 blocks" in err
+    assert "num_ranks=3: the model has 2 blocks" in err
 
 
 def test_costs_that_overflow_are_refused_in_one_line(capsys, tmp_path):

@@ -90,9 +90,9 @@ def test_neighbours_share_a_node_where_they_fit():
     assert {s.message for s in pipeline_stages(V100, **sizes, pipeline=12, tensor=8)} == {"network"}
     two = pipeline_stages(V100, **sizes, pipeline=12, tensor=4)
     assert [s.message for s in two[:4]] == ["node", "network", "node", "network"]
-    with pytest.raises(InputError, match="12 layers in 5 stages"):
+    with pytest.raises(InputError, match="pipeline=5: must divide the 12 layers"):
         pipeline_stages(V100, **sizes, pipeline=5)
-    with pytest.raises(InputError, match="divide the heads"):
+    with pytest.raises(InputError, match="tensor=16: must divide the 32 heads"):
         pipeline_stages(V100, **sizes, pipeline=12, tensor=16)
 
 

@@ -67,9 +67,9 @@ def link(ranks: Any = frozenset({(0, 1)}), bytes_per_second: Any = 1.0) -> Link:
         ),
         (lambda: OffloadActivations("cpu", beside=-1), "beside=-1: must be at least 0"),
         (lambda: OffloadActivations("cpu", least_bytes=-1), "least_bytes=-1: must be at least 0"),
-        (lambda: LinearTime(base=()), "base has tokens []: there is one point at least"),
+        (lambda: LinearTime(base=()), "base has tokens []: needs at least one point"),
         (lambda: LinearTime(base=((8.0,),)), "LinearTime.base[0]=(8.0,): must be a tuple of a number and a number"),
-        (lambda: LinearTime(base=((8.0, 1.0), (8.0, 2.0))), "base has tokens [8.0, 8.0]: there is one"),
+        (lambda: LinearTime(base=((8.0, 1.0), (8.0, 2.0))), "base has tokens [8.0, 8.0]: needs at least one"),
         (lambda: Profile(("x",)), "Profile.layers[0]='x': must be a LayerProfile"),
         (
             lambda: Profile((LayerProfile("a", "x", 1, 1, 1),)),

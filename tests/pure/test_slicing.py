@@ -225,14 +225,14 @@ def test_many_cells_make_no_worse_answer_than_even_ones():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"sequence": 0}, "sequence 0"),
-        ({"num_ranks": 0}, "ranks 0"),
-        ({"batch": 0}, "batch 0"),
-        ({"grid": 0}, "grid 0"),
-        ({"grid": 65}, "grid of 65 on a sequence of 64"),
-        ({"sequence": 10**6, "grid": 1}, "use a grid of 489"),
-        ({"memory_limit": 5, "batch": 9}, "allow 112"),
-        ({"memory_limit": -1, "batch": 1}, "allow 64"),
+        ({"sequence": 0}, "sequence=0: must be at least 1"),
+        ({"num_ranks": 0}, "ranks=0: must be at least 1"),
+        ({"batch": 0}, "batch=0: must be at least 1"),
+        ({"grid": 0}, "grid=0: must be at least 1"),
+        ({"grid": 65}, "grid=65: must be at most the sequence, 64 tokens"),
+        ({"sequence": 10**6, "grid": 1}, "Use 489 or more"),
+        ({"memory_limit": 5, "batch": 9}, "Raise it to 112"),
+        ({"memory_limit": -1, "batch": 1}, "Raise it to 64"),
     ],
 )
 def test_refused_sizes(sizes, message):
@@ -248,11 +248,11 @@ def test_refused_sizes(sizes, message):
 
 
 def test_refused_costs():
-    with pytest.raises(InputError, match=r"the backward of 4 tokens behind 4 others, for a batch of 1, takes -1"):
+    with pytest.raises(InputError, match=r"length=4, context=4\): the backward takes -1 s: must be at least 0"):
         slice_batch(lambda b, n, c: (1.0, -1.0 if c == 4 else 1.0), sequence=8, num_ranks=2, grid=4)
     with pytest.raises(InputError, match="takes nan"):
         slice_batch(lambda b, n, c: (math.nan, 1.0), sequence=8, num_ranks=2, grid=4)
-    with pytest.raises(InputError, match="costs of 2 ranks for a pipeline of 3"):
+    with pytest.raises(InputError, match="costs has 2 entries for 3 ranks"):
         slice_batch([lambda b, n, c: (1.0, 1.0)] * 2, sequence=8, num_ranks=3, grid=4)
     with pytest.raises(InputError, match="slices"):
         slicing_seconds(lambda b, n, c: (1.0, 1.0), [(4, 0)], num_ranks=2)
@@ -295,7 +295,7 @@ def test_a_fit_recovers_the_form_and_says_how_far_off_it_is():
     assert error == pytest.approx(math.sqrt(((12 / 17) ** 2 + (3 / 17) ** 2) / 2))
     with pytest.raises(InputError, match="without context"):
         fit([Sample(8, 8, 1.0)])
-    with pytest.raises(InputError, match="measure it again"):
+    with pytest.raises(InputError, match="Measure it again"):
         fit([Sample(8, 0, 0.0)])
 
 
@@ -473,12 +473,12 @@ def test_slices_for_a_schedule_fit_into_memory():
     tight = slice_for_schedule(costs, schedule="seq1f1b", **sizes, memory_limit=90)
     assert tight.peak_tokens <= 90
     assert tight.predicted_seconds >= free.predicted_seconds
-    with pytest.raises(InputError, match=r"allow 7[0-9]"):
+    with pytest.raises(InputError, match=r"Raise it to 7[0-9]"):
         slice_for_schedule(costs, schedule="seq1f1b", **sizes, memory_limit=10)
-    with pytest.raises(InputError, match="allow 256"):
+    with pytest.raises(InputError, match="Raise it to 256"):
         slice_for_schedule(costs, schedule="terapipe", **sizes, memory_limit=255)
     assert slice_for_schedule(costs, schedule="seq1f1b", **sizes, sliced=False).slices[0] == (64,)
-    with pytest.raises(InputError, match="cut differently"):
+    with pytest.raises(InputError, match="needs equal pieces with the same cut"):
         scheduled_timeline(costs, replace(free, slices=((64,), (32, 32)), batch=(2, 2)), schedule="seq1f1b", name="")
 
 
@@ -498,12 +498,12 @@ def test_costs_may_be_whole_numbers(costs):
 @pytest.mark.parametrize(
     ("costs", "said"),
     [
-        (lambda *_: 1.0, "are 1.0: they are two numbers"),
-        (lambda *_: None, "are None: they are two numbers"),
-        (lambda *_: (1, 2, 3), "two numbers"),
-        (lambda *_: (10**5000, 1), "too large: they are two numbers"),
-        (5, "costs are 5"),
-        ([5, 6], "costs are 5"),
+        (lambda *_: 1.0, "costs=1.0: must return two numbers"),
+        (lambda *_: None, "costs=None: must return two numbers"),
+        (lambda *_: (1, 2, 3), "must return two numbers"),
+        (lambda *_: (10**5000, 1), "too large: must return two numbers"),
+        (5, "costs=5: must be a function"),
+        ([5, 6], "costs=5: must be a function"),
     ],
 )
 def test_costs_that_are_no_pairs_are_refused(costs, said):
@@ -512,5 +512,5 @@ def test_costs_that_are_no_pairs_are_refused(costs, said):
 
 
 def test_equal_work_needs_a_width():
-    with pytest.raises(InputError, match="width 0"):
+    with pytest.raises(InputError, match=r"width=0, .*: the width must be at least 1"):
         balanced(sequence=64, num_slices=2, width=0)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.plan.partition import Profile, SynchronousPlan, pivot_seconds, plan_synchronous
+from pipeloom.plan.partition import Profile, SynchronousPartition, partition_synchronous, pivot_seconds
 from pipeloom.schedules import dapple_pb, one_f_one_b
 
 
-def draw(seed: int, *, transfers: float = 0.0, alike: bool = False, published: bool = False) -> SynchronousPlan:
+def draw(seed: int, *, transfers: float = 0.0, alike: bool = False, published: bool = False) -> SynchronousPartition:
     """2 to 10 stages with any times, and the formula's step; `alike`: backward over forward is the same everywhere."""
     rng = random.Random(seed)
     count, ratio = rng.randint(2, 10), rng.uniform(1.0, 3.0)
@@ -29,7 +29,7 @@ def draw(seed: int, *, transfers: float = 0.0, alike: bool = False, published: b
         (forward[-1], backward[-1], reduce[-1]),
     ]
     step = pivot_seconds(*zip(*rows, strict=True), num_microbatches=num_microbatches, published=published)
-    return SynchronousPlan(
+    return SynchronousPartition(
         stages=tuple((k, k, 1) for k in range(count)),
         num_microbatches=num_microbatches,
         step_seconds=float(step),
@@ -160,7 +160,9 @@ def test_plans_are_near_the_best_of_all(published):
         rng = random.Random(seed)
         profile, ranks = layers(rng, rng.randint(1, 6)), rng.randint(1, 6)
         bandwidth, count = rng.uniform(0.5, 20.0), rng.randint(1, 16)
-        found = plan_synchronous(profile, ranks=ranks, bandwidth=bandwidth, num_microbatches=count, published=published)
+        found = partition_synchronous(
+            profile, ranks=ranks, bandwidth=bandwidth, num_microbatches=count, published=published
+        )
         stages = [(first, last + 1, replicas) for first, last, replicas in found.stages]
         assert found.step_seconds == pytest.approx(step_of(profile, stages, bandwidth, count, published), rel=1e-9)
         best = min(
@@ -174,20 +176,20 @@ def test_plans_are_near_the_best_of_all(published):
 
 def test_what_plans_look_like():
     free = Profile.of((f"layer {k}", 1.0, 2.0, 1.0, 0.0) for k in range(8))
-    [stage] = plan_synchronous(free, ranks=4, bandwidth=1.0, num_microbatches=4).stages
+    [stage] = partition_synchronous(free, ranks=4, bandwidth=1.0, num_microbatches=4).stages
     assert stage == (0, 7, 4)  # nothing to reduce: data parallelism
     heavy = Profile.of((f"layer {k}", 1.0, 2.0, 0.0, 1e6) for k in range(8))
-    plan = plan_synchronous(heavy, ranks=4, bandwidth=1.0, num_microbatches=32)
+    plan = partition_synchronous(heavy, ranks=4, bandwidth=1.0, num_microbatches=32)
     assert plan.stages == ((0, 1, 1), (2, 3, 1), (4, 5, 1), (6, 7, 1))
     assert plan.step_seconds == pytest.approx(plan.simulate(one_f_one_b)) == pytest.approx(35 * 6.0)
-    with pytest.raises(InputError, match="microbatches 0"):
-        plan_synchronous(heavy, ranks=4, bandwidth=1.0, num_microbatches=0)
+    with pytest.raises(InputError, match="microbatches=0: must be from 1"):
+        partition_synchronous(heavy, ranks=4, bandwidth=1.0, num_microbatches=0)
 
 
 def test_what_layers_of_a_stage_share_is_reduced_once():
     """Half of the weights is the other half: as one stage on two ranks both halves are one."""
     rows = [("embedding", 1.0, 2.0, 1e9, 500.0), ("head", 1.0, 2.0, 1e9, 500.0)]
     for ties, held in (((), 1000.0), ([(400.0, (0, 1))], 600.0)):
-        plan = plan_synchronous(Profile.of(rows, ties), ranks=2, bandwidth=100.0, num_microbatches=4)
+        plan = partition_synchronous(Profile.of(rows, ties), ranks=2, bandwidth=100.0, num_microbatches=4)
         assert [replicas for _, _, replicas in plan.stages] == [2]
         assert plan.reduce_seconds == (2 * held / 2 / 100.0,)

@@ -1,4 +1,4 @@
-"""`pipeloom memory`: peak memory per rank and kind, predicted before a run or compared with it afterwards."""
+"""`pipeloom memory`: predicted peak memory per rank and kind, or predicted and measured memory of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeloom.train.config.train_config import TrainConfig
 
 _DESCRIPTION = """\
 Peak memory per rank and kind from closed forms, without building the model. The options are those of `pipeloom train`,
-so that its command line can be pasted here. With --run, the measured memory of a run and the prediction for it."""
+so its command line can be pasted here. With --run, the predicted and measured memory of a run."""
 _EXAMPLES = """
 pipeloom memory --parallel.pipeline 4 --model.layers 24 --model.width 1024 --model.heads 16
 pipeloom memory --parallel.pipeline 2 --parallel.data 4 --parallel.data_strategy zero3 --precision.dtype bf16
@@ -96,11 +96,11 @@ def _plan(config: TrainConfig, vocabulary: int, *, seconds: float | None, why: S
 
 def _parser() -> Parser:
     parser = make_parser("pipeloom memory", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--run", type=str, help="output directory of a run: predicted and measured memory")
-    parser.add_argument("--costs", type=str, help="costs file with the times of stages and links, for --memory.cap")
+    parser.add_argument("--run", type=str, help="output directory of a run whose predicted and measured memory to show")
+    parser.add_argument("--costs", type=str, help="JSON file with times of stages and links, for --memory.cap")
     parser.add_argument("--vocabulary_size", type=int, help="vocabulary size (default: of data.tokenizer)")
-    parser.add_argument("--out", type=str, help="write the configuration as a plan, for `pipeloom train --plan`")
-    parser.add_argument("--json", action="store_true", help="print the numbers as one JSON object and nothing else")
+    parser.add_argument("--out", type=str, help="plan file to write, for `pipeloom train --plan`")
+    parser.add_argument("--json", action="store_true", help="output as one JSON object")
     return parser
 
 

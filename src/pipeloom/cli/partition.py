@@ -1,4 +1,4 @@
-"""`pipeloom partition`: which layers make a stage, on how many ranks, and why."""
+"""`pipeloom partition`: layers and ranks per stage, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeloom.plan.partition import Form, Profile, check_levels, parse_profile
 
 
 def main(argv: Sequence[str]) -> int:
-    """Find the partition and show it; returns the exit code."""
+    """Find and show a partition; returns the exit code."""
     given = _parser().parse_args(list(argv)).as_dict()
     levels = _levels(given)
     check_levels(levels)
@@ -69,7 +69,7 @@ def _parser() -> Parser:
         "--levels", type=str, help="hierarchical cluster: components@bandwidth per level, innermost first"
     )
     parser.add_argument(
-        "--form", type=Form, default="summed", help="how compute and sync add up; published: as in PipeDream's papers"
+        "--form", type=Form, default="summed", help="cost model of compute and sync; published: of PipeDream's papers"
     )
     parser.add_argument("--memory-cap", type=Bytes | None, help="maximum memory per rank")
     parser.add_argument(
@@ -79,13 +79,16 @@ def _parser() -> Parser:
         help="memory for gradients and optimizer states, in multiples of the weights (AdamW: 3)",
     )
     parser.add_argument(
-        "--schedule", type=Literal["pipedream", "dapple"], default="pipedream", help="dapple: synchronous 1F1B"
+        "--schedule",
+        type=Literal["pipedream", "dapple"],
+        default="pipedream",
+        help="schedule; dapple: synchronous 1F1B",
     )
     parser.add_argument("--microbatches", type=int | None, help="micro-batches per step, for --schedule dapple")
-    parser.add_argument("--batch", type=int | None, help="sequences per minibatch to measure with (1)")
-    parser.add_argument("--write-profile", type=str, help="write the measured layer times, for --profile")
-    parser.add_argument("--out", type=str, help="write the partition as a plan, for `pipeloom train --plan`")
-    parser.add_argument("--json", action="store_true", help="print the numbers as one JSON object and nothing else")
+    parser.add_argument("--batch", type=int | None, help="sequences per measured minibatch (1)")
+    parser.add_argument("--write-profile", type=str, help="JSON file to write with layer times, for --profile")
+    parser.add_argument("--out", type=str, help="plan file to write, for `pipeloom train --plan`")
+    parser.add_argument("--json", action="store_true", help="output as one JSON object")
     add_model_options(parser)
     return parser
 

@@ -1,4 +1,4 @@
-"""What `pipeloom partition` answers: numbers for scripts, lines for people, and a plan."""
+"""The output of `pipeloom partition`: numbers for ``--json``, lines of text, and a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeloom.plan.partition import (
     data_parallel,
     noam_period,
     partition_layers,
-    plan_synchronous,
+    partition_synchronous,
     shared_weights,
     stream_plan,
     synchronous_plan,
@@ -24,7 +24,7 @@ from pipeloom.plan.partition import (
 from pipeloom.plan.plan import Plan
 from pipeloom.schedules import find, steady_length
 
-_MOST_SIMULATED = 50_000  # forwards per step; more take longer than they are worth
+_MOST_SIMULATED = 50_000  # forwards per step; larger steps are not simulated
 _NEARLY = 1.001  # relative difference below which two periods count as equal
 _POLICIES = ("1f1b", "dapple-pb")
 
@@ -70,7 +70,7 @@ class StreamAnswer:
         self._waits = waits
 
     def numbers(self) -> dict[str, Any]:
-        """The numbers that scripts read."""
+        """The numbers of ``--json``."""
         found, fewer, straight, together = self._found, self._found.fewer_ranks, self._straight, self._together
         return {
             "stages": [{"layers": [stage.first, stage.last], "replicas": stage.replicas} for stage in found.stages],
@@ -93,7 +93,7 @@ class StreamAnswer:
         """The partition as a plan of schedule `pipedream`.
 
         Raises:
-            InputError: no stream can run it.
+            InputError: several stages share weights.
         """
         first, *others = self._reasons()
         return stream_plan(
@@ -105,7 +105,7 @@ class StreamAnswer:
         )
 
     def lines(self, path: str | None) -> list[str]:
-        """The answer for people; `path` is the plan's file, where one was written."""
+        """The answer as text; `path` is the plan file, if one was written."""
         first, *others = self._reasons()
         ties = _ties(self._profile, [(stage.first, stage.last) for stage in self._found.stages])
         return [first, *self._table(), *others, *_shared(ties), *self._waiting(), *self._training(path)]
@@ -144,7 +144,7 @@ class StreamAnswer:
         return _table(rows)
 
     def _waiting(self) -> list[str]:
-        """That stages wait for each other with PipeDream's NOAM; nothing where they do not."""
+        """A line if stages wait for each other with PipeDream's NOAM."""
         if not self._waits:
             return []
         noam = ", ".join(str(stage.in_flight) for stage in self._found.stages)
@@ -156,7 +156,7 @@ class StreamAnswer:
         return [f"{slower}; in flight full ({full}) reaches the period and needs {size}"]
 
     def _training(self, path: str | None) -> list[str]:
-        """How to train the partition with pipeloom's GPT and, for the model of a file, in Python; or why not."""
+        """Lines on how to train the partition, or why it cannot be trained."""
         try:
             plan = self.plan()
         except InputError as error:
@@ -173,7 +173,7 @@ class StreamAnswer:
         return lines if here else [f"train it in Python: pl.Pipeline(model, {_in_python(plan, path)})", *lines]
 
     def _compared(self, name: str, other: Partition | None) -> str | None:
-        """A line on another partition; None where there is none."""
+        """A line on another partition, or None."""
         if other is None:
             return None
         ratio = other.period_seconds / self._found.period_seconds if self._found.period_seconds else 1.0
@@ -193,13 +193,13 @@ class StreamAnswer:
 
 
 class SynchronousAnswer:
-    """DAPPLE's plan, and the simulated step under DAPPLE's two policies.
+    """DAPPLE's partition, and the simulated step under DAPPLE's two policies.
 
     Args:
         profile: of one micro-batch.
         ranks, bandwidth: of the cluster.
         num_microbatches: per step.
-        published: judge plans by the paper's pivot.
+        published: judge partitions by the paper's pivot.
         options: options of a training run on the measured model.
     """
 
@@ -214,14 +214,14 @@ class SynchronousAnswer:
         options: Mapping[str, Any],
     ) -> None:
         self._profile, self._ranks, self._options = profile, ranks, options
-        self._found = found = plan_synchronous(
+        self._found = found = partition_synchronous(
             profile, ranks=ranks, bandwidth=bandwidth, num_microbatches=num_microbatches, published=published
         )
         small = num_microbatches * len(found.stages) <= _MOST_SIMULATED
         self._simulated = {name: found.simulate(find(name)) for name in _POLICIES} if small else {}
 
     def numbers(self) -> dict[str, Any]:
-        """The numbers that scripts read."""
+        """The numbers of ``--json``."""
         found = self._found
         return {
             "stages": [{"layers": [first, last], "replicas": replicas} for first, last, replicas in found.stages],
@@ -231,7 +231,7 @@ class SynchronousAnswer:
         }
 
     def plan(self) -> Plan:
-        """DAPPLE's plan under its faster policy.
+        """The partition as a plan under the faster policy.
 
         Raises:
             InputError: stages have different numbers of replicas.
@@ -248,7 +248,7 @@ class SynchronousAnswer:
         )
 
     def lines(self, path: str | None) -> list[str]:
-        """The answer for people."""
+        """The answer as text."""
         found = self._found
         rows: list[tuple[str, ...]] = [("stage", "layers", "", "replicas", "forward", "backward", "transfer", "sync")]
         times = (found.forward_seconds, found.backward_seconds, (*found.transfer_seconds, 0.0), found.reduce_seconds)

@@ -1,4 +1,4 @@
-"""`pipeloom simulate`: makespan, bubble and memory of a schedule, before anything runs."""
+"""`pipeloom simulate`: predicted makespan, bubble and memory of a schedule."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _names(options: Any) -> list[str]:
-    """The schedules that are asked for; all known.
+    """The names of the schedules, validated.
 
     Raises:
-        InputError: none to compare, or several without `compare`.
+        InputError: no schedule to compare, several without `compare`, or wrong output files.
     """
     names: list[str] = options.names
     if names[0] == _COMPARE:
@@ -124,10 +124,10 @@ def _simulate(name: str, inputs: Inputs) -> tuple[Timeline, Schedule, dict[str, 
 
 
 def _print_notes(answer: dict[str, Any]) -> None:
-    """What the tables do not say: memory by its parts, and what the search compared with."""
+    """Print the numbers that the tables leave out: memory per rank, links, and the bound of the search."""
     name = answer["schedule"]
     if answer.get("forward_only"):
-        print(f"{name}: forwards only, as in evaluation; nothing is trained")
+        print(f"{name}: forwards only, as in evaluation")
     peaks = answer.get("peak_bytes") or answer.get("peak_memory")
     if peaks:
         unit = "bytes" if "peak_bytes" in answer else "rank-shares of one micro-batch"
@@ -145,13 +145,11 @@ def _print_notes(answer: dict[str, Any]) -> None:
             if best is None
             else (f"the best named schedule is {best['name']} with {best['makespan_seconds']:.6g} s")
         )
-        print(
-            f"{name}: {answer['makespan_seconds']:.6g} s; {said}; none is below {answer['lower_bound_seconds']:.6g} s"
-        )
+        print(f"{name}: {answer['makespan_seconds']:.6g} s; {said}; lower bound {answer['lower_bound_seconds']:.6g} s")
 
 
 def summary(timeline: Timeline, checked: Checked) -> dict[str, Any]:
-    """The numbers that scripts read."""
+    """The numbers of ``--json``."""
     answer: dict[str, Any] = {
         "schedule": timeline.name,
         "ranks": timeline.num_ranks,
@@ -176,9 +174,9 @@ def summary(timeline: Timeline, checked: Checked) -> dict[str, Any]:
 def _parser() -> Parser:
     parser = Parser(
         prog="pipeloom simulate",
-        description="Simulate a schedule, or compare several. Times are seconds per rank and micro-batch: with V\n"
-        "virtual stages per rank each takes 1/V of them, a slice 1/K. A full backward takes\n"
-        "backward-input + backward-weight.",
+        description="Simulate a schedule, or compare several. Times are seconds per rank and micro-batch. With V\n"
+        "virtual stages per rank each stage takes 1/V of the time, and with K slices each slice takes 1/K. A full\n"
+        "backward takes backward-input + backward-weight.",
         examples=_EXAMPLES,
     )
     names = ", ".join(schedules.FAMILIES)
@@ -188,56 +186,40 @@ def _parser() -> Parser:
         nargs="+",
         help=f"schedule, or `compare` and several: {names}; or a file: .csv, .json, .py:function",
     )
-    parser.add_argument("--ranks", type=int, required=True, help="processes, each driving one device")
-    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of one step, or of a stream")
-    parser.add_argument("--chunks", type=int, help="virtual stages (chunks) per rank (the schedule's own number)")
-    parser.add_argument("--slices", type=int, default=1, help="slices of each sequence (1)")
-    parser.add_argument("--weights", type=str, help="weight versions of pipedream: stash or vertical (stash)")
-    parser.add_argument("--replicas", type=str, help="streams: ranks per stage, such as 2,1,1 (1 each)")
-    parser.add_argument("--microbatches-per-update", type=int, help="streams: micro-batches per update of a stage")
-    parser.add_argument(
-        "--in-flight",
-        type=str,
-        help="streams: in-flight micro-batches per rank: noam (as in the paper), full (no idle time "
-        "with any replicas), or a number for the input stage (noam)",
-    )
-    parser.add_argument("--forward", type=float, help="seconds per forward (1)")
-    parser.add_argument("--backward-input", type=float, help="seconds per backward of the inputs (1)")
-    parser.add_argument("--backward-weight", type=float, help="seconds per backward of the weights (1)")
-    parser.add_argument(
-        "--overlap", type=float, default=1.0, help="time of an overlapped F and B, as a fraction of their sum (1)"
-    )
-    parser.add_argument("--latency", type=float, help="latency of a message between two ranks in seconds (0)")
-    parser.add_argument("--costs", type=str, help="JSON file with times and sizes per stage, instead of the options")
-    parser.add_argument(
-        "--slow-rank", type=str, action="append", help="RANK:FACTOR, slowdown of a rank's computations; repeatable"
-    )
-    parser.add_argument(
-        "--memory-limit", type=float, help="memory cap per rank, in activations of one rank and micro-batch"
-    )
-    parser.add_argument(
-        "--weight-gradient-memory", type=float, help="fraction of an activation kept between I and W (1)"
-    )
-    parser.add_argument("--placement", choices=("loop", "v"), help="search: placement of virtual stages (loop)")
-    parser.add_argument(
-        "--effort", type=float, help="search: effort in seconds of a usual machine; same result on any machine (6)"
-    )
-    parser.add_argument("--prove", type=float, help="search: seconds for CP-SAT to prove a better bound (none)")
+    option = parser.add_argument
+    option("--ranks", type=int, required=True, help="pipeline-parallel degree")
+    option("--microbatches", type=int, required=True, help="micro-batches per step, or of a stream")
+    option("--chunks", type=int, help="virtual stages (chunks) per rank (the schedule's own number)")
+    option("--slices", type=int, default=1, help="slices per sequence (1)")
+    option("--weights", type=str, help="weight versions of pipedream: stash or vertical (stash)")
+    option("--replicas", type=str, help="streams: ranks per stage, such as 2,1,1 (1 each)")
+    option("--microbatches-per-update", type=int, help="streams: micro-batches per update of a stage")
+    option("--in-flight", type=str, help="streams: in-flight micro-batches: noam, full, or a number (noam)")
+    option("--forward", type=float, help="seconds per forward (1)")
+    option("--backward-input", type=float, help="seconds per backward of the inputs (1)")
+    option("--backward-weight", type=float, help="seconds per backward of the weights (1)")
+    option("--overlap", type=float, default=1.0, help="time of an overlapped F and B, as a fraction of their sum (1)")
+    option("--latency", type=float, help="latency of a message between two ranks in seconds (0)")
+    option("--costs", type=str, help="JSON file with times and sizes per stage, instead of the options")
+    option("--slow-rank", type=str, action="append", help="RANK:FACTOR, slowdown of a rank's computations; repeatable")
+    option("--memory-limit", type=float, help="memory cap per rank, in activations of one rank and micro-batch")
+    option("--weight-gradient-memory", type=float, help="fraction of an activation kept between I and W (1)")
+    option("--placement", choices=("loop", "v"), help="search: placement of virtual stages (loop)")
+    option("--effort", type=float, help="search: effort, about seconds; the result is reproducible (6)")
+    option("--prove", type=float, help="search: seconds for CP-SAT to prove a better bound (none)")
     simulate_data.add_options(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--out", type=str, help="write the schedule as a plan, for `pipeloom train --plan`")
-    parser.add_argument("--csv", type=str, help="write the orders in the CSV format of torch.distributed.pipelining")
-    parser.add_argument("--html", type=str, help="write timeline and numbers as one HTML file")
-    parser.add_argument("--svg", type=str, help="write the timeline as SVG")
-    parser.add_argument("--critical-path", action="store_true", help="mark the critical path in --svg and --html")
-    parser.add_argument(
-        "--trace", type=str, help="write a trace for https://ui.perfetto.dev, FILE.json or FILE.json.gz"
-    )
+    option("--json", action="store_true", help="output as one JSON object")
+    option("--out", type=str, help="plan file to write, for `pipeloom train --plan`")
+    option("--csv", type=str, help="CSV file to write, in the format of torch.distributed.pipelining")
+    option("--html", type=str, help="HTML file to write, with timeline and numbers")
+    option("--svg", type=str, help="SVG file to write, with the timeline")
+    option("--critical-path", action="store_true", help="critical path highlighted in --svg and --html")
+    option("--trace", type=str, help="trace to write for https://ui.perfetto.dev, .json or .json.gz")
     return parser
 
 
 def _write_files(timelines: list[Timeline], schedule: Schedule, options: Any) -> list[str]:
-    """Write what `options` ask for; returns the paths.
+    """Write the output files of `options`; returns their paths.
 
     Raises:
         InputError: a file cannot be written.

@@ -1,4 +1,4 @@
-"""Options of `pipeloom simulate` for what overlaps with computations: data parallelism and offload of activations."""
+"""Data parallelism and activation offload in `pipeloom simulate`: options, links and numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeloom.common.quantities import Bytes, BytesPerSecond
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule
 from pipeloom.passes import insert_offload, lower
-from pipeloom.plan.cluster import links_beside, parse_cluster
+from pipeloom.plan.cluster import data_links, parse_cluster
 from pipeloom.sim import Costs, Network, Timeline
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.costs import MOST_UNITS
@@ -30,41 +30,29 @@ _SIZES = ("parameter_bytes", "activation_bytes")
 
 
 def add_options(parser: Parser) -> None:
-    """Put the options into the parser of the command."""
-    parser.add_argument(
-        "--data", type=int, help="data-parallel degree; each replica has its own micro-batches (no data parallelism)"
-    )
+    """Add the options to the parser."""
+    option, rate, size = parser.add_argument, BytesPerSecond, Bytes
     strategies, granularities = ([each.value for each in kind] for kind in (DataStrategy, Granularity))
-    parser.add_argument("--data-strategy", choices=strategies, help="what each replica shards (ddp)")
-    parser.add_argument(
-        "--data-granularity", choices=granularities, help="how often zero2 and zero3 gather and reduce (step)"
-    )
-    rate, size = BytesPerSecond, Bytes
-    parser.add_argument("--data-bandwidth", type=rate, help="bytes per second of a rank to other replicas (no limit)")
-    parser.add_argument("--data-sum-bandwidth", type=rate, help="the same for sums of gradients (--data-bandwidth)")
-    parser.add_argument("--data-latency", type=float, help="latency of a message between replicas in seconds (0)")
-    parser.add_argument(
-        "--data-slowdown",
-        type=float,
-        help="fraction of their speed that computations lose during collectives, 0 to 1 (0)",
-    )
-    parser.add_argument("--units", type=int, help="units per stage, gathered and reduced one by one (1)")
-    parser.add_argument(
-        "--cluster", type=str, help="JSON file of a cluster: bandwidths and latencies for --data and --offload"
-    )
-    parser.add_argument("--parameter-bytes", type=size, help="bytes of parameters per rank")
-    parser.add_argument(
-        "--offload", type=float, help="most activations that a rank holds; the others are offloaded (no offload)"
-    )
-    parser.add_argument("--memory-bandwidth", type=rate, help="bytes per second to the offload target (no limit)")
-    parser.add_argument("--activation-bytes", type=size, help="bytes of activations per rank and micro-batch")
+    option("--data", type=int, help="data-parallel degree; micro-batches are per replica (no data parallelism)")
+    option("--data-strategy", choices=strategies, help="sharding strategy (ddp)")
+    option("--data-granularity", choices=granularities, help="frequency of all-gathers and reductions (step)")
+    option("--data-bandwidth", type=rate, help="bandwidth per rank to other replicas (no limit)")
+    option("--data-sum-bandwidth", type=rate, help="bandwidth per rank of gradient reductions (--data-bandwidth)")
+    option("--data-latency", type=float, help="latency of a message between replicas in seconds (0)")
+    option("--data-slowdown", type=float, help="slowdown of computations during collectives, 0 to 1 (0)")
+    option("--units", type=int, help="units per stage, gathered and reduced one by one (1)")
+    option("--cluster", type=str, help="JSON file with bandwidths and latencies for --data and --offload")
+    option("--parameter-bytes", type=size, help="bytes of parameters per rank")
+    option("--offload", type=float, help="activations kept per rank; the others are offloaded (no offload)")
+    option("--memory-bandwidth", type=rate, help="bandwidth to the offload target (no limit)")
+    option("--activation-bytes", type=size, help="bytes of activations per rank and micro-batch")
 
 
 def check_options(options: Any) -> None:
-    """Refuse options that mean nothing without another.
+    """Validate options that need or exclude each other.
 
     Raises:
-        InputError: what was seen, the rule, the fix; in one line.
+        InputError: an option without the option it needs, or beside one that it contradicts.
     """
     for names, needed in ((_OF_DATA, "data"), (("memory_bandwidth",), "offload")):
         given = next((name for name in names if getattr(options, name) is not None), None)
@@ -87,9 +75,9 @@ def check_options(options: Any) -> None:
 
 
 def program_of(schedule: Schedule, options: Any) -> Schedule | Program:
-    """What to simulate: the schedule, with data parallelism and offload if asked for; a stream with its updates.
+    """The schedule or program to simulate, with data parallelism, offload and the updates of a stream.
 
-    Updates change no time where stages have no replicas, so a large stream goes without.
+    Updates take no time where stages have no replicas, so a large stream is simulated without them.
     """
     if options.data is None and options.offload is None:
         stream = schedule.microbatches_per_update is not None
@@ -107,7 +95,7 @@ def program_of(schedule: Schedule, options: Any) -> Schedule | Program:
 
 
 def costs_of(schedule: Schedule, costs: Costs, options: Any) -> Costs:
-    """`costs` with the sizes of the options, equal on all stages."""
+    """`costs` with the sizes from the options, equal for all stages."""
     sizes: dict[str, Any] = {
         name: (getattr(options, name) * schedule.stage_share,) * schedule.num_stages
         for name in _SIZES
@@ -119,14 +107,14 @@ def costs_of(schedule: Schedule, costs: Costs, options: Any) -> Costs:
 
 
 def network_of(network: Network, options: Any) -> Network:
-    """`network` with the links beside the ranks; what an option says counts more than the cluster or costs file.
+    """`network` with the links of data parallelism and offload; options override the cluster and costs file.
 
     Raises:
-        InputError: the cluster file is none.
+        InputError: the cluster file cannot be read.
     """
     if options.cluster is not None:
         cluster = read_json("--cluster", options.cluster, parse_cluster)
-        found = links_beside(cluster, devices=options.ranks, copies=options.data or 1)
+        found = data_links(cluster, devices=options.ranks, replicas=options.data or 1)
         used = {"data": options.data is not None, "memory": options.offload is not None}
         network = replace(network, **{name: value for name, value in found.items() if used[name.split("_")[0]]})
     given = {
@@ -140,7 +128,7 @@ def network_of(network: Network, options: Any) -> Network:
 
 
 def numbers(pipeline: Schedule | Program, timeline: Timeline) -> dict[str, Any]:
-    """What scripts read of it; empty where nothing runs beside the ranks."""
+    """The numbers of data parallelism and offload for ``--json``; empty without either."""
     answer: dict[str, Any] = {}
     if isinstance(pipeline, Program) and pipeline.data is not None:
         data = pipeline.data
@@ -160,7 +148,7 @@ def numbers(pipeline: Schedule | Program, timeline: Timeline) -> dict[str, Any]:
 
 
 def notes(name: str, answer: dict[str, Any], makespan: float) -> list[str]:
-    """The same for people, in lines."""
+    """The numbers of `numbers` as lines of text."""
     lines = []
     if "data" in answer:
         data = answer["data"]

@@ -1,4 +1,4 @@
-"""What `pipeloom simulate` simulates: schedules, costs, links and memory from the options and the costs file."""
+"""The inputs of `pipeloom simulate`: schedules, costs, links and memory from the options and the costs file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pipeloom.sim import Costs, CostsFile, Network, Timeline, parse_costs, simul
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The options of one call, read and checked.
+    """The options of one call, validated.
 
     Attributes:
-        options: of the command line.
-        costs, network: what computations and messages cost.
-        file: the costs file, if one was named.
+        options: the parsed command line.
+        costs, network: times of computations and messages.
+        file: the costs file, if given.
     """
 
     options: Any
@@ -36,10 +36,10 @@ class Inputs:
 
     @classmethod
     def read(cls, options: Any) -> Inputs:
-        """From the options.
+        """Read the options.
 
         Raises:
-            InputError: the costs file cannot be read, or options that exclude each other.
+            InputError: the costs file cannot be read, or options exclude each other.
         """
         limit, ratio = options.memory_limit, options.weight_gradient_memory
         if limit is not None and not limit > 0:
@@ -88,10 +88,10 @@ class Inputs:
         return self.costs.activation_bytes is not None
 
     def schedule(self, name: str) -> tuple[Schedule, Found | None]:
-        """The schedule `name` under these conditions, and what the search says of it, if that made it.
+        """The schedule `name`, and the result of the search if it was searched.
 
         Raises:
-            ScheduleError, InputError: unknown name, or sizes and costs that do not fit it.
+            ScheduleError, InputError: an unknown name, or sizes or costs that the schedule does not support.
         """
         schedule, found = self._make(name)
         self._check_stages(schedule)
@@ -109,7 +109,7 @@ class Inputs:
         family = schedules.find(name)
         stream = self.stream(name)
         family.check_stream(stream)
-        least = 2 if name == "search" and options.placement == "v" else 1  # of one stage a rank there is no V
+        least = 2 if name == "search" and options.placement == "v" else 1  # a V needs two virtual stages per rank
         if chunks is None and family.chunks is None and self.file is not None and ranks > 0:
             chunks = max(least, self.file.num_stages // ranks)
         if chunks is None:
@@ -133,10 +133,10 @@ class Inputs:
         return schedule, None
 
     def stream(self, name: str) -> StreamOptions:
-        """What is said of a stream; among several schedules, those take an option who have it, if any does.
+        """The options of a stream. When comparing, an option goes to the schedules that support it, if any does.
 
         Raises:
-            InputError: the replicas are no numbers.
+            InputError: `--replicas` is not a list of integers.
         """
         options = self.options
         replicas = None
@@ -160,10 +160,10 @@ class Inputs:
         return cast("StreamOptions", {what: value for what, value in given.items() if what not in others})
 
     def _search(self, placement: Placement, conditions: Conditions) -> tuple[Schedule, Found]:
-        """Search, and prove if asked to.
+        """Search, and with ``--prove`` prove a bound.
 
         Raises:
-            ScheduleError, InputError: caps that nothing keeps; no solver to prove with.
+            ScheduleError, InputError: no schedule keeps the caps, or no solver is installed.
         """
         options = self.options
         effort = int(schedules.EFFORT if options.effort is None else options.effort * 1_000_000)
@@ -179,7 +179,7 @@ class Inputs:
         return found.schedule, found
 
     def _check_stages(self, schedule: Schedule) -> None:
-        """Refuse a costs file for another number of stages."""
+        """Raise InputError if the costs file has another number of stages."""
         if self.file is not None and self.file.num_stages != schedule.num_stages:
             compared = " Compare schedules with as many stages." if self.options.names[0] == "compare" else ""
             raise InputError(
@@ -188,13 +188,13 @@ class Inputs:
             )
 
     def _seconds(self, schedule: Schedule) -> float:
-        """What a step takes, with all messages and all waits for links."""
+        """The simulated seconds per step."""
         return simulate(schedule, self.costs, self.network).makespan
 
     def conditions(self, placement: Placement, name: str) -> Conditions:
-        """What the schedule `name` is made for on `placement`; memory in bytes or rank-shares, see `in_bytes`.
+        """The costs and caps that the schedule `name` is built for; memory in bytes or rank-shares, see `in_bytes`.
 
-        Where ranks do not compute while they send and receive, that is part of their computations.
+        Without overlap of communication, messages count as part of the computations.
         """
         plan = Schedule(name=name, num_microbatches=1, placement=placement, orders=())
         self._check_stages(plan)
@@ -234,9 +234,9 @@ class Inputs:
         )
 
     def memory(self, schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-        """For each rank the most it holds, and whether that is within the caps; empty where nobody asked.
+        """Peak memory per rank and whether it is within the caps; empty without a memory option.
 
-        A slice keeps 1/K of what its micro-batch keeps.
+        A slice keeps 1/K of the activations of its micro-batch.
         """
         options = self.options
         asked = options.memory_limit is not None or options.weight_gradient_memory is not None
@@ -261,7 +261,7 @@ def _stream_options(name: str) -> set[str]:
 
 
 def _slowness(words: Sequence[str] | None, num_ranks: int) -> tuple[float, ...] | None:
-    """The factors of ``--slow-rank RANK:FACTOR``; None where none is given."""
+    """The factors of ``--slow-rank RANK:FACTOR``; None without the option."""
     if not words:
         return None
     factors: dict[int, float] = {}

@@ -16,12 +16,12 @@ from pipeloom.plan.plan import Plan
 def plan_of_simulation(schedule: Schedule, inputs: Inputs, answer: Mapping[str, Any]) -> Plan:
     """The simulated schedule as a plan.
 
-    A schedule that was made for the given costs, or read from a file, keeps its orders; other plans name the schedule.
+    A schedule that was built for the given costs, or read from a file, is stored with its orders; others by name.
 
     Args:
-        schedule: what was simulated.
-        inputs: under which conditions.
-        answer: the numbers of the simulation. They are predictions where the costs come from a file.
+        schedule: the simulated schedule.
+        inputs: the options of the simulation.
+        answer: the numbers of the simulation; predictions if the costs come from a file.
 
     Raises:
         InputError: a stream, an evaluation, or offloaded activations without a target.

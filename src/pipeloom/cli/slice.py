@@ -1,4 +1,4 @@
-"""`pipeloom slice`: where to cut sequences into slices, and how much time that saves."""
+"""`pipeloom slice`: the best slices of sequences, and the time that they save."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from pipeloom.sim import Timeline
 from pipeloom.split.layer_chain import even_parts
 
 _GRID = 8
-_MOST_SPANS = 200_000  # of the picture; more are too small to see
+_MOST_SPANS = 200_000  # of the timeline; more are too small to see
 
 
 def main(argv: Sequence[str]) -> int:
-    """Find the slices and show them; returns the exit code."""
+    """Find and show slices; returns the exit code."""
     given = _parser().parse_args(list(argv)).as_dict()
     if given["grid"] is None:
         given["grid"] = max(1, min(_GRID, given["sequence"]))
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     check_sizes(**sizes)
     schedule, limit = _schedule(given), given["memory_limit"]
     costs, errors = _costs(given)
-    if schedule == "terapipe":  # pieces may differ, and the answer is the best there is
+    if schedule == "terapipe":  # pieces may differ; the answer is optimal
         found, whole = slice_batch(costs, **sizes), slice_batch(costs, **sizes, sliced=False)
         found = replace(found, peak_tokens=given["batch"] * given["sequence"])
     else:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(costs: SliceCosts, found: Slicing, whole: Slicing, *, schedule: str, sizes: dict[str, Any]) -> Plan:
-    """The slicing as a plan. A run cuts all micro-batches alike; where `found` does not, another slicing does."""
+    """The slicing as a plan. A run cuts all micro-batches alike; if `found` does not, another slicing is found."""
     why = [_gain(found, whole, schedule)]
     count = len(found.batch)
     if len({*found.slices}) > 1 or list(found.batch) != sorted(even_parts(sizes["batch"], count), reverse=True):
@@ -114,7 +114,7 @@ def _schedule(given: dict[str, Any]) -> str:
 
 
 def answer(found: Slicing, whole: Slicing) -> dict[str, Any]:
-    """The numbers that scripts read."""
+    """The numbers of ``--json``."""
     return {
         "slices": [list(lengths) for lengths in found.slices],
         "batch": list(found.batch),
@@ -141,17 +141,16 @@ def _parser() -> Parser:
     parser.add_argument("--ranks", type=int, required=True, help="pipeline-parallel degree")
     parser.add_argument("--batch", type=int, required=True, help="batch size in sequences")
     parser.add_argument("--costs", type=str, help="JSON file with the slice times of one rank; default: measure here")
-    parser.add_argument("--write-costs", type=str, help="write the measured slice times, for --costs")
-    parser.add_argument("--grid", type=int, help="slice boundaries are multiples of this (8)")
+    parser.add_argument("--write-costs", type=str, help="JSON file to write with the measured slice times, for --costs")
+    parser.add_argument("--grid", type=int, help="granularity of slice boundaries in tokens (8)")
     parser.add_argument(
         "--schedule",
         choices=[each.name for each in FAMILIES.values() if each.sliced and each.chunks is not None],
-        help="schedule to slice for; terapipe is solved, others are simulated (terapipe, or seq1f1b if only that "
-        "keeps --memory-limit)",
+        help="schedule to slice for (terapipe; seq1f1b if only that keeps --memory-limit)",
     )
-    parser.add_argument("--memory-limit", type=int, help="maximum tokens whose activations a rank holds")
-    parser.add_argument("--out", type=str, help="write the slices as a plan, for `pipeloom train --plan`")
-    parser.add_argument("--json", action="store_true", help="print the numbers as one JSON object and nothing else")
+    parser.add_argument("--memory-limit", type=int, help="maximum tokens per rank whose activations are kept")
+    parser.add_argument("--out", type=str, help="plan file to write, for `pipeloom train --plan`")
+    parser.add_argument("--json", action="store_true", help="output as one JSON object")
     add_model_options(parser, but=("sequence_length",))
     return parser
 
@@ -195,7 +194,7 @@ def _show(found: Slicing, whole: Slicing, costs: SliceCosts, errors: tuple[float
             [_timeline(costs, each, schedule, name) for name, each in (("unsliced", whole), ("sliced", found))]
         )
     else:
-        print(f"no picture: too many spans to see ({actions:,})")
+        print(f"no timeline: {actions:,} spans are too many to show")
     for (size, lengths), group in groupby(zip(found.batch, found.slices, strict=True)):
         samples = counted(size, "sequence")
         print(f"{len(list(group))} x {samples}: slices {' '.join(map(str, lengths))}")

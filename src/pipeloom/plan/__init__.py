@@ -1,4 +1,4 @@
-"""Decide how to run before anything runs: plans, stages with replicas, slices of sequences, memory, clusters."""
+"""Planning before a run: plans, partitions, sequence slices, memory estimates and cluster files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster in figures from data sheets, as a JSON file.
+"""A cluster described by data-sheet figures, as a JSON file.
 
     {"name": "p3.16xlarge", "devices_per_node": 8,
      "device": {"name": "V100-SXM2-16GB", "operations_per_second": 125e12, "memory_bytes_per_second": 900e9,
@@ -7,10 +7,10 @@
      "between_nodes": {"bytes_per_second": 3.125e9, "latency_seconds": 5e-5, "sum_bytes_per_second": 1.875e9},
      "efficiency": 0.75}
 
-`device` may have `host_bytes_per_second`, to the memory of its host, where activations can go.
+`device` may have `host_bytes_per_second`, the bandwidth to host memory, for offloaded activations.
 
-All rates are peaks but `sum_bytes_per_second`, which collectives were measured to reach. `efficiency` is the part of
-every peak that programs reach: the one figure that no data sheet has.
+All rates are peak rates except `sum_bytes_per_second`, which is measured with collectives. `efficiency` is the fraction
+of the peak rates that programs reach; data sheets do not list it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Device:
     """One accelerator.
 
     Attributes:
-        name: for people.
-        operations_per_second: multiplications and additions of matrices, in the type that is trained in.
-        memory_bytes_per_second: of its own memory.
-        launch_seconds: what starting one kernel costs the host.
-        host_bytes_per_second: to and from the memory of its host; None where it is not known.
+        name: shown in output.
+        operations_per_second: peak of matrix multiplications, in the data type of training.
+        memory_bytes_per_second: bandwidth of device memory.
+        launch_seconds: host time per kernel launch.
+        host_bytes_per_second: bandwidth to host memory; None if unknown.
     """
 
     name: str
@@ -45,9 +45,9 @@ class NodeLinks:
     """Links between the devices of a node.
 
     Attributes:
-        bytes_per_second: that one device sends over all its links at once, in one direction.
-        pair_bytes_per_second: from one device to one other.
-        latency_seconds: of a message.
+        bytes_per_second: bandwidth of one device over all its links together, in one direction.
+        pair_bytes_per_second: bandwidth between two devices.
+        latency_seconds: latency per message.
     """
 
     bytes_per_second: float
@@ -56,14 +56,14 @@ class NodeLinks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """What a node sends to all others together, in one direction.
+class NodeNetwork:
+    """Links from one node to all other nodes together, in one direction.
 
     Attributes:
-        bytes_per_second: of messages.
-        latency_seconds: of a message.
-        sum_bytes_per_second: of rings that sum gradients, as measured: the slowest of all sockets decides. Left out:
-            the rate of messages.
+        bytes_per_second: bandwidth of messages.
+        latency_seconds: latency per message.
+        sum_bytes_per_second: measured bandwidth of ring all-reduces, which the slowest socket limits. Default:
+            `bytes_per_second`.
     """
 
     bytes_per_second: float
@@ -73,28 +73,28 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Nodes that are all alike. Rates are peaks where nothing else is said; programs reach `efficiency` of each."""
+    """Equal nodes. Programs reach the fraction `efficiency` of the peak rates."""
 
     name: str
     devices_per_node: int
     device: Device
     inside_node: NodeLinks
-    between_nodes: Network
+    between_nodes: NodeNetwork
     efficiency: float
 
 
-def links_beside(cluster: Cluster, *, devices: int, copies: int) -> dict[str, Any]:
-    """What `pipeloom.sim.Network` has of links beside the ranks, by its names; those that are not known are left out.
+def data_links(cluster: Cluster, *, devices: int, replicas: int) -> dict[str, Any]:
+    """Links between data-parallel replicas and to host memory, as keyword arguments of `pipeloom.sim.Network`.
 
-    Copies live in different nodes unless all of them fit into one; all devices of a node then share its network.
+    Replicas run on different nodes unless all of them fit into one node. All devices of a node share its network.
 
     Args:
-        cluster: where they run.
-        devices: of one copy.
-        copies: how many.
+        cluster: the cluster they run on.
+        devices: devices per replica.
+        replicas: data-parallel degree.
     """
     inside, network, sharing = cluster.inside_node, cluster.between_nodes, min(cluster.devices_per_node, devices)
-    if devices * copies <= cluster.devices_per_node:
+    if devices * replicas <= cluster.devices_per_node:
         rate = total = cluster.efficiency * inside.bytes_per_second
         latency = inside.latency_seconds
     else:
@@ -107,32 +107,32 @@ def links_beside(cluster: Cluster, *, devices: int, copies: int) -> dict[str, An
     return found
 
 
-Part = TypeVar("Part", Cluster, Device, NodeLinks, Network)
-_PARTS: dict[str, Any] = {"device": Device, "inside_node": NodeLinks, "between_nodes": Network}
+Section = TypeVar("Section", Cluster, Device, NodeLinks, NodeNetwork)
+_SECTIONS: dict[str, Any] = {"device": Device, "inside_node": NodeLinks, "between_nodes": NodeNetwork}
 
 
 def parse_cluster(text: str) -> Cluster:
     """Read the JSON of a cluster file.
 
     Raises:
-        InputError: it is not one; the message names the key and the rule.
+        InputError: invalid JSON or a wrong value; the message names the key and the rule.
     """
     return _read(Cluster, read_json(text, "the cluster file", "an object with name, device, ..."))
 
 
-def _read(kind: type[Part], entry: Entry) -> Part:
+def _read(kind: type[Section], entry: Entry) -> Section:
     optional = {field.name for field in fields(kind) if field.default is not MISSING}
     required = [field.name for field in fields(kind) if field.name not in optional]
     return kind(**{name: _value(name, value) for name, value in entry.fields(required, sorted(optional)).items()})
 
 
 def _value(name: str, entry: Entry) -> Any:
-    if name in _PARTS:
-        return _read(_PARTS[name], entry)
+    if name in _SECTIONS:
+        return _read(_SECTIONS[name], entry)
     if name == "name":
         return entry.text()
     if name == "devices_per_node":
         return entry.whole(least=1)
     if name == "efficiency":
-        return entry.number(above=True, most=1)  # a part of the peaks
+        return entry.number(above=True, most=1)
     return entry.number(above=not name.endswith("_seconds"))  # a latency may be 0

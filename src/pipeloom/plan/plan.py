@@ -40,7 +40,7 @@ _SEQUENCES = ("cut", "replicas", "slices", "recompute", "predicted_memory_bytes"
 class Plan:
     """How to train a model on a number of processes. Lists become tuples.
 
-    A value of None leaves the choice to the run, where nothing else is said.
+    None leaves the choice to the run, unless an attribute says otherwise.
 
     Attributes:
         schedule: name of a schedule (`pipeloom schedules`), or a `Schedule` with its orders.
@@ -229,7 +229,7 @@ class Plan:
             given = getattr(self, name)
             wrong = [each for each in (given if isinstance(given, tuple) else (given or 1,)) if each < 1]
             if wrong or given == ():
-                raise InputError(f"{name}={_plain(given)}: each must be at least 1. Correct it.")
+                raise InputError(f"{name}={_plain(given)}: each must be at least 1. Raise it.")
         if self.replicas is not None:
             if not isinstance(self.schedule, Schedule) and "replicas" not in find(self.schedule).stream:
                 raise InputError(
@@ -339,7 +339,7 @@ class Plan:
                 raise InputError(f"{given[0]}={getattr(self, given[0])}: no offload target. Add offload='cpu'.")
             return
         if self.offload != "cpu" and not (self.offload.startswith("disk:") and len(self.offload) > len("disk:")):
-            raise InputError(f"offload={self.offload!r}: must be cpu or disk:PATH. Correct it.")
+            raise InputError(f"offload={self.offload!r}: must be cpu or disk:PATH. Use one of them.")
         if not given:
             raise InputError(f"offload={self.offload!r}: nothing is offloaded. Remove it, or set offload_states=True.")
 

@@ -1,11 +1,11 @@
-"""What a transformer takes on a cluster, from arithmetic: slices of a stage, and what ends a step.
+"""Times of a transformer on a cluster, by arithmetic: slices of a stage, and the end of a step.
 
-A phase of a slice takes what its device takes, or what its host takes to start the kernels, whichever is longer; then
-its message. A matrix product takes as long as its arithmetic or its memory traffic, whichever is longer; everything
-else takes its memory traffic. Values have two bytes.
+The time of a slice is its kernels' time, one launch per kernel, and its message. A matrix product takes as long as its
+arithmetic or its memory traffic, whichever is longer; every other operation takes as long as its memory traffic. Values
+have two bytes.
 
 The layers are GPT-3's as PyTorch runs them without fused kernels: matrices of 12 width**2 values, heads that keep
-their scores, dropout, tensor parallelism as in Megatron-LM (arXiv:1909.08053): two all-reduces a layer and direction.
+their scores, dropout, tensor parallelism as in Megatron-LM (arXiv:1909.08053): two all-reduces per layer and direction.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.plan.cluster import Cluster, links_beside
+from pipeloom.plan.cluster import Cluster, data_links
 from pipeloom.plan.slicing.slice_costs import Array
 
 _VALUE_BYTES = 2
-_TILE = 128  # rows of a product that a processor of the device takes at once: fewer take as long
-# Reads and writes of a whole tensor by what is not a matrix product, in the forward; the backward has twice as many.
+_TILE = 128  # rows of a product per tile; fewer rows take as long
+# Reads and writes of a tensor outside matrix products, per forward; a backward has twice as many.
 _PASSES_WIDTH = 18  # of [tokens, width]: two norms (2 each), two dropouts with bias and residual (7 each)
 _PASSES_SHARD = 30  # of [tokens, width / tensor]: bias and GELU of 4 width (4 x 4), bias and transposes of heads (14)
 _PASSES_SCORES = 7  # of [heads, tokens, keys]: scale and mask (3), softmax (2), dropout (2)
 _PASSES_ACCUMULATE = 3  # of a weight's gradient: read both, write the sum
-_PASSES_CONTEXT = 6  # of keys and values of the context, backward alone: gradients of slices are added to theirs
+_PASSES_CONTEXT = 6  # of keys and values of the context, backward only: gradients of slices are added to theirs
 _KERNELS = 24  # of a layer's forward; its backward has twice as many
-_OPTIMIZER_BYTES = 40  # Adam, a parameter: master, two moments (read and write, 24), gradient and copies of both types
+_OPTIMIZER_BYTES = 40  # Adam, per parameter: master, two moments (read and write, 24), gradient, both number formats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,14 @@ class StageTime:
     """Seconds of one stage of a transformer on a slice: a `SliceTime`.
 
     Attributes:
-        cluster: what it runs on.
-        layers: of the stage.
-        width: of the residual stream.
-        heads: attention heads of a layer.
-        tensor: devices that share every layer, inside a node.
-        message: where its output goes: "node" to a device of its node, "network" to another node.
-        streams: messages that share the network of a node at once.
-        recompute: the backward runs the forward again.
+        cluster: the cluster it runs on.
+        layers: layers per stage.
+        width: width of the residual stream.
+        heads: attention heads per layer.
+        tensor: tensor-parallel degree, inside a node.
+        message: destination of the output: "node" for the same node, "network" for another node.
+        streams: messages that share the network of a node at the same time.
+        recompute: full activation recomputation.
     """
 
     cluster: Cluster
@@ -58,8 +58,8 @@ class StageTime:
     def __post_init__(self) -> None:
         if self.heads % self.tensor or self.tensor > self.cluster.devices_per_node:
             raise InputError(
-                f"{self.tensor} devices share {self.heads} heads in nodes of {self.cluster.devices_per_node}: they "
-                "divide the heads and live in one node; use fewer"
+                f"tensor={self.tensor}: must divide the {self.heads} heads and be at most the "
+                f"{self.cluster.devices_per_node} devices per node. Use fewer."
             )
 
     @property
@@ -140,7 +140,7 @@ class StageTime:
         return np.asarray(2 * (n - 1) * (part + links.latency_seconds))
 
     def _message(self, tokens: Array) -> Array:
-        """The output, sent once, from one device to one; which passes it on to those that share the next layer."""
+        """The output, sent from one device to one, which sends it on to its tensor-parallel group."""
         inside, outside = self.cluster.inside_node, self.cluster.between_nodes
         count = _VALUE_BYTES * tokens * self.width / self.cluster.efficiency
         if self.message == "node":
@@ -161,16 +161,13 @@ def pipeline_stages(
     tensor: int = 1,
     recompute: bool = False,
 ) -> list[StageTime]:
-    """The stages of a pipeline; neighbours live in the same node where they fit into it.
-
-    The last stage of a node sends over the network; where a whole pipeline fits into half a node, as many as fit share
-    the network.
+    """The stages of a pipeline, packed into nodes; the last stage of each node sends over the network.
 
     Raises:
-        InputError: stages of unequal size.
+        InputError: `pipeline` does not divide `layers`.
     """
     if layers % pipeline:
-        raise InputError(f"{layers} layers in {pipeline} stages: the stages are equal; use a number that divides them")
+        raise InputError(f"pipeline={pipeline}: must divide the {layers} layers. Use a divisor.")
     per_node = max(1, cluster.devices_per_node // tensor)
     common = {
         "cluster": cluster,
@@ -187,15 +184,13 @@ def pipeline_stages(
 def step_end_seconds(
     cluster: Cluster, *, layers: int, width: int, pipeline: int, tensor: int = 1, data: int = 1
 ) -> float:
-    """What follows the pipeline: the sum of the gradients over `data` replicas, and Adam.
+    """Seconds after the last backward: the ring all-reduce of gradients over `data` replicas, then Adam.
 
-    A ring over the replicas of each stage. The replicas of a stage live in different nodes unless several pipelines fit
-    into one; all devices of a node then share its network. The first stage is the last to begin: what others do before
-    does not count.
+    The first stage begins last and decides; `data_links` says which links the ring uses.
     """
     parameters = 12 * width**2 * layers / pipeline / tensor
     count = 2 * (data - 1) / data * _VALUE_BYTES * parameters
-    links = links_beside(cluster, devices=pipeline * tensor, copies=data)
+    links = data_links(cluster, devices=pipeline * tensor, replicas=data)
     seconds: float = count / links["data_sum_bytes_per_second"]
     update = _OPTIMIZER_BYTES * parameters / cluster.device.memory_bytes_per_second
     return seconds + update / cluster.efficiency

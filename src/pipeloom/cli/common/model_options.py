@@ -35,7 +35,7 @@ def whole_model(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_file_alone(given: dict[str, Any], file: str, others: Sequence[str], content: str) -> None:
-    """Refuse sizes of a model, and `others`, together with an option whose file has `content`.
+    """Validate that model sizes and `others` are not combined with an option whose file has `content`.
 
     Raises:
         InputError: the first such option.

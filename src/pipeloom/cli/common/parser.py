@@ -25,9 +25,9 @@ _RULES = {
 }
 _METAVARS = {int: "N", float: "X", bool: "BOOL", Bytes: "BYTES", BytesPerSecond: "RATE"}
 _NAME_COLUMNS = 44  # of an option and its value in the help
-_MOST_LETTERS = 24  # of choices that stand in the place of a value
-_WIDE_COLUMNS = 116  # of a terminal; in a narrower one descriptions stand below the names
-_GIVEN = "alue: "  # behind it, errors of jsonargparse end with the value that was given
+_MOST_LETTERS = 24  # of choices that the help shows as the value
+_WIDE_COLUMNS = 116  # of a terminal; in a narrower one, descriptions are below the names
+_GIVEN = "alue: "  # errors of jsonargparse end with this and the given value
 register_type(Bytes, serializer=lambda size: Bytes(size).written, deserializer=lambda given: _parsed(Bytes, given))
 register_type(BytesPerSecond, serializer=float, deserializer=lambda given: _parsed(BytesPerSecond, given))
 
@@ -82,10 +82,10 @@ class _HelpFormatter(DefaultHelpFormatter):
 
 
 class Parser(ArgumentParser):
-    """jsonargparse's parser, with errors for people.
+    """jsonargparse's parser with errors of one line on stderr and exit code 2.
 
-    A mistyped option is answered with the nearest right one. Every error is one line on stderr, exit code 2.
-    Abbreviated options are refused, so that a script keeps its meaning when options are added. So are empty values.
+    An unknown option is reported with the nearest known one. Abbreviated options and empty values are errors; so a
+    script keeps its meaning when options are added.
 
     Args:
         prog: the command as typed, such as ``pipeloom simulate``.
@@ -94,7 +94,7 @@ class Parser(ArgumentParser):
     """
 
     may_be_empty: frozenset[str] = frozenset()  # options that mean something when empty
-    place: str = ""  # where the values that are read stand, if not on the command line
+    place: str = ""  # source of the values, if not the command line
 
     def __init__(self, prog: str | None = None, description: str = "", *, examples: str = "", **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _HelpFormatter)
@@ -104,12 +104,12 @@ class Parser(ArgumentParser):
         super().__init__(prog=prog, description=description, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say `message` in one line, with the nearest option where one is unknown, and exit with code 2."""
+        """Print `message` in one line, with the nearest option for an unknown one, and exit with code 2."""
         sys.stderr.write(f"{self.prog or 'pipeloom'}: error: {unwrapped(self._explain(unwrapped(str(message)), ex))}\n")
         raise SystemExit(2)
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:  # type: ignore[override]
-        """As jsonargparse's; a value that is there but empty is refused, unless the option is in `may_be_empty`."""
+        """As jsonargparse's; an empty value is an error unless the option is in `may_be_empty`."""
         words = list(sys.argv[1:] if args is None else args)
         for before, word in zip([None, *words], words, strict=False):
             name, equals, value = word.partition("=")
@@ -120,7 +120,7 @@ class Parser(ArgumentParser):
         return super().parse_args(words, *more, **options)
 
     def _explain(self, message: str, error: Exception | None) -> str:
-        """Name, value, rule and fix. jsonargparse names types of Python and lists every alternative."""
+        """Name, value, rule and fix; jsonargparse itself names Python types and lists every alternative."""
         if isinstance(error, argparse.ArgumentError) and error.argument_name is not None:
             name = error.argument_name.split("/")[0]
             return f"option {name} needs a value." if "expected one" in error.message else f"{name}: {error.message}"
@@ -158,7 +158,7 @@ class Parser(ArgumentParser):
 
 
 def metavar_of(kind: Any, otherwise: str = "TEXT") -> str:
-    """How the help names a value of this type."""
+    """The name of a value of this type in the help."""
     plain = _without_none(kind)
     if plain is None or get_origin(plain) is Literal:  # None: of choices
         return "NAME"
@@ -176,7 +176,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """``did you mean X?`` for the name nearest to `word`, None where nothing is near.
+    """``did you mean X?`` for the name nearest to `word`, or None.
 
     A dotted name is also compared by its last part: ``--layers`` finds ``--model.layers``.
     """

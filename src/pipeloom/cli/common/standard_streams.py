@@ -29,10 +29,10 @@ class _Stream(io.FileIO):
                 return super().write(data)
             except OSError as error:
                 self._failed = True
-                self._tell(error)
+                self._report(error)
         return memoryview(data).nbytes
 
-    def _tell(self, error: OSError) -> None:
+    def _report(self, error: OSError) -> None:
         if not self._lasting:
             if isinstance(error, BrokenPipeError):
                 raise error
@@ -41,21 +41,20 @@ class _Stream(io.FileIO):
             )
         if self.fileno() == 1:
             sys.stderr.write(
-                f"pipeloom: warning: standard output cannot be written: {error.strerror}; the run goes on without "
-                "it, and metrics.jsonl has the metrics\n"
+                f"pipeloom: warning: standard output cannot be written: {error.strerror}; the run continues without "
+                "it; metrics.jsonl has the metrics\n"
             )
 
 
 @contextmanager
 def standard_streams(*, lasting: bool) -> Iterator[None]:
-    """Inside, closed standard streams are null devices, and the first failing write is answered.
+    """Replace closed standard streams by null devices, and handle failing writes.
 
     Args:
-        lasting: the command goes on without its output, after one line of warning: a run of hours does not end because
-            the terminal that shows it is closed.
+        lasting: warn once and go on without output, so that a long run survives its terminal.
 
     Raises:
-        BrokenPipeError: the reader is gone, unless `lasting`.
+        BrokenPipeError: the reader of a pipe is gone, unless `lasting`.
         RunError: standard output cannot be written, unless `lasting`.
     """
     _open_closed()

@@ -1,9 +1,9 @@
 """The options of `pipeloom train`, also those of `pipeloom memory`: plan < config file < environment < command line.
 
 The dataclasses of `pipeloom.train.config` are the schema; jsonargparse reads, merges and type-checks the values. Two
-things are done here, because jsonargparse does not: a config file counts less than the environment wherever `--config`
-stands, and a slip in a file or a variable (a key that stands twice, an unknown name, an empty value) is an error of one
-line that names the place.
+things are done here, because jsonargparse does not: the environment overrides a config file wherever `--config` stands,
+and a mistake in a file or a variable (a duplicate key, an unknown name, an empty value) is an error of one line
+that names the place.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def make_parser(prog: str, description: str, examples: str) -> Parser:
         nargs="?",
         const="all",
         choices=("all", "skip_default"),
-        help="print the configuration as YAML, all of it or what differs from defaults",
+        help="configuration printed as YAML, in full or without defaults",
     )
     group.add_argument("-h", "--help", action="help", help="this text")
     return parser
@@ -103,10 +103,10 @@ def read_options(parser: Parser, argv: Sequence[str]) -> Namespace:
 
 
 def _read_plan(parser: Parser, given: Namespace) -> Namespace | None:
-    """The options of the plan that is `given`: below all that is given, above the defaults.
+    """The options of ``--plan``; they override defaults alone.
 
     Raises:
-        InputError: the plan cannot be read, or what is given contradicts it.
+        InputError: the plan cannot be read, or a given option contradicts it.
     """
     path = given.get("plan")
     if path is None:
@@ -147,7 +147,7 @@ def _difference(mapping: Mapping[str, Any], other: Mapping[str, Any]) -> dict[st
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key stands once: of two, the first would be ignored in silence."""
+    """YAML without duplicate keys; the default loader silently ignores the first of two."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -156,7 +156,7 @@ class _UniqueKeys(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.YAMLError(f"line {line}: a key must be a word, such as steps")
             if key.value in seen:
-                raise yaml.YAMLError(f"line {line}: key {key.value} stands twice. Remove one")
+                raise yaml.YAMLError(f"line {line}: key {key.value} is duplicated. Remove one")
             if key.tag != "tag:yaml.org,2002:merge":
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -198,7 +198,7 @@ def _read_file(file: str) -> dict[str, Any]:
     for key, value in rows:
         inside = next((name for name in kinds if name.startswith(f"{key}.")), None)
         if names.count(key) > 1:
-            problem = f"key {key} stands twice, nested and with a dot. Remove one."
+            problem = f"key {key} is duplicated, nested and with a dot. Remove one."
         elif value == "" and key not in _MAY_BE_EMPTY:
             problem = f"{key} has an empty value. Give a value, or remove the key."
         elif value is None and type(None) not in get_args(kinds.get(key, None | int)):
@@ -216,7 +216,7 @@ def _read_file(file: str) -> dict[str, Any]:
 
 
 def _flat(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything that is no section with keys."""
+    """Dotted key and value of every leaf."""
     for name, value in content.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")

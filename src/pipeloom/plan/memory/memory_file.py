@@ -69,11 +69,10 @@ def read_memory(directory: Path) -> list[MemoryRow]:
         return [_row(row) for row in data["processes"].members()]
     except OSError as error:
         raise InputError(
-            f"{path} cannot be read ({error.strerror or error}): a run of `pipeloom train` writes it; name its "
-            "output_dir"
+            f"{path}: {error.strerror or error}. `pipeloom train` writes it; name the output directory of a run."
         ) from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is no text: remove it, or name another directory") from error
+        raise InputError(f"{path}: not a text file. Name the output directory of a run.") from error
 
 
 def _row(row: Entry) -> MemoryRow:

@@ -66,8 +66,8 @@ class MemoryModel:
         precision: number formats.
         optimizer: a name of `pipeloom.plan.memory.state_bytes.OPTIMIZERS`.
         recompute: the kind of recomputation of every stage; empty: none.
-        whole_parameters: whether replicas own whole parameters (`pipeloom.DataParallel.layout`).
-        elsewhere: those of `KINDS` that are offloaded while they are not used.
+        whole_parameters: whether replicas own full parameters instead of shards (`pipeloom.DataParallel.layout`).
+        elsewhere: the kinds of `KINDS` that are offloaded while they are not used.
         bucket_bytes: as in `pipeloom.DataParallel`.
     """
 

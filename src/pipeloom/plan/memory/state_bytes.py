@@ -112,7 +112,7 @@ def unit_bytes(
         optimizer: a name of `OPTIMIZERS`.
         in_blocks: the parameters of repeated layers.
         replica: number of the replica.
-        loads: where replicas own whole parameters, the elements that each owns so far (`FlatLayout.by_parameters`).
+        loads: where replicas own full parameters, the elements that each owns so far (`FlatLayout.by_parameters`).
             None: they own equal shards.
     """
     sizes = [math.prod(shape) for shape in shapes.values()]

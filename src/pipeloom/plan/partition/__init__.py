@@ -1,9 +1,9 @@
-"""Which layers make a stage, and on how many ranks: PipeDream's partitioner, and DAPPLE's planner.
+"""Layers and ranks per stage: PipeDream's partitioner and DAPPLE's planner.
 
-`measure` alone needs torch, and is not imported here.
+`measure_layers` needs torch and is not imported here.
 """
 
-from pipeloom.plan.partition.dapple import SynchronousPlan, pivot_seconds, plan_synchronous
+from pipeloom.plan.partition.dapple import SynchronousPartition, partition_synchronous, pivot_seconds
 from pipeloom.plan.partition.in_flight import noam_period
 from pipeloom.plan.partition.pipedream import Bottleneck, Partition, Stage, data_parallel, partition_layers
 from pipeloom.plan.partition.plans import shared_weights, stream_plan, synchronous_plan
@@ -19,14 +19,14 @@ __all__ = [
     "Problem",
     "Profile",
     "Stage",
-    "SynchronousPlan",
+    "SynchronousPartition",
     "check_levels",
     "data_parallel",
     "noam_period",
     "parse_profile",
     "partition_layers",
+    "partition_synchronous",
     "pivot_seconds",
-    "plan_synchronous",
     "shared_weights",
     "stream_plan",
     "synchronous_plan",

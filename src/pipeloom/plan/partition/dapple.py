@@ -1,24 +1,25 @@
 """DAPPLE's planner (arXiv:2007.01045): stages with replicas for synchronous 1F1B, by the latency of a pivot stage.
 
-A step of M micro-batches takes, where every stage runs 1F1B and then sums its gradients over its replicas,
+Where every stage runs 1F1B and then all-reduces its gradients over its replicas, a step of M micro-batches takes
 
     warm-up   sum of F_s over s <= Q
     steady    (M - 1) (F_Q + B_Q)
     end       max over s of  AR_s + (sum of B_a over a = s..Q if s <= Q, else  - sum of B_a over a = Q..s)
 
-seconds. A stage on r ranks splits every micro-batch among them (PipeDream deals out whole ones): F_s and B_s are the
-sums of its layers over r, AR_s = 2 (r - 1) W / (r B) seconds of a ring for W bytes of weights. A transfer between
-stages counts as one more stage: forward and backward, the output's bytes over B and over the replicas of the side that
-has fewer.
+seconds. A stage on r ranks splits every micro-batch among them; in PipeDream, a replica takes full ones. F_s and B_s
+are the times of its layers divided by r, and AR_s = 2 (r - 1) W / (r B) is the ring all-reduce of W bytes of weights. A
+transfer between stages counts as one more stage. Its forward and its backward each take the output's bytes divided by B
+and by the smaller number of replicas.
 
-The paper chooses one pivot Q: the last stage, or an earlier one whose steady phase is longer than that of the pivot so
-far and all F + B between them. Without reductions, no step is shorter than the formula says of any stage. So what the
-formula says of all of them at most is nearer to a step, and a planner that minimises it finds better plans: that is
-the default here, and the paper's choice is `published`.
+The paper chooses one pivot Q: the last stage, or an earlier one whose steady phase is longer than the current pivot's
+plus all F + B between them. Without reductions, the formula is a lower bound of a step for every pivot. So the largest
+of these bounds is the tightest, and minimising it finds better partitions. It is the default here; `published` selects
+the paper's pivot.
 
-The search is the paper's: of all plans whose first layers are planned on some ranks, and whose others are one stage on
-the rest, keep the fastest; cut that one stage in all ways; and so on. That finds good plans, not always the best. The
-paper's three ways to place a stage on nodes make no difference here, where all ranks are joined alike.
+The search is the paper's. Each state plans the first layers on some of the ranks and puts the remaining layers into one
+stage on the remaining ranks. The fastest partition per state is kept, and its last stage is cut in all ways. The result
+is good, but not always optimal. The paper's three placements of a stage on nodes are equal here, because all ranks have
+the same links.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from pipeloom.sim import Costs, Link, Network, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SynchronousPlan:
+class SynchronousPartition:
     """Stages for a synchronous step.
 
     Attributes:
-        stages: (first layer, last layer, replicas) of each; layers from 0, both inclusive.
-        num_microbatches: of a step.
-        step_seconds: by the formula. Without reductions, no simulated step is shorter.
-        forward_seconds, backward_seconds: of the stages, on a micro-batch.
-        reduce_seconds: of the stages' gradients, once a step.
-        transfer_seconds: between neighbours, on a micro-batch, each way; shape (stages - 1,).
+        stages: (first layer, last layer, replicas) per stage; layers from 0, both inclusive.
+        num_microbatches: micro-batches per step.
+        step_seconds: the formula's time. Without reductions, no simulated step is shorter.
+        forward_seconds, backward_seconds: per stage and micro-batch.
+        reduce_seconds: gradient all-reduce per stage and step.
+        transfer_seconds: between neighbours, per micro-batch and direction; shape (stages - 1,).
     """
 
     stages: tuple[tuple[int, int, int], ...]
@@ -61,9 +62,9 @@ class SynchronousPlan:
     transfer_seconds: tuple[float, ...]
 
     def simulate(self, family: Callable[..., Schedule]) -> float:
-        """Seconds of a step under a schedule of one stage a rank, such as `one_f_one_b` or `dapple_pb`.
+        """Seconds per step under a schedule with one stage per rank, such as `one_f_one_b` or `dapple_pb`.
 
-        The two directions of a link share it, as in the formula; each stage reduces when its last backward has ended.
+        Both directions share a link, as in the formula. Each stage reduces after its last backward.
         """
         count = len(self.stages)
         half = tuple(seconds / 2 for seconds in self.backward_seconds)
@@ -71,7 +72,7 @@ class SynchronousPlan:
             forward=self.forward_seconds,
             backward_input=half,
             backward_weight=half,
-            message_bytes=(*self.transfer_seconds, 0.0),  # over links of one byte a second
+            message_bytes=(*self.transfer_seconds, 0.0),  # over links of 1 byte per second
         )
         pairs = (frozenset({(d, d + 1), (d + 1, d)}) for d in range(count - 1))
         network = Network(links=tuple(Link(ranks=pair, bytes_per_second=1.0) for pair in pairs))
@@ -88,19 +89,19 @@ def pivot_seconds(
     num_microbatches: int,
     published: bool = False,
 ) -> Array:
-    """The formula above; each stage's times are numbers, or arrays of shapes that broadcast together.
+    """The formula of this module; the times are numbers, or arrays that broadcast together.
 
     Args:
         forward, backward: F and B of each stage.
-        reduce: its AR.
+        reduce: AR of each stage.
         num_microbatches: M.
-        published: for the paper's pivot, not the one of which the formula says most.
+        published: use the paper's pivot, not the one with the longest step.
 
     Returns:
-        Seconds of a step, of the broadcast shape.
+        Seconds per step, in the broadcast shape.
     """
     steady = [(num_microbatches - 1) * (f + b) for f, b in zip(forward, backward, strict=True)]
-    behind = [np.asarray(-np.inf)]  # for the stages behind each, from the last: the largest AR less all B up to there
+    behind = [np.asarray(-np.inf)]  # per stage, from the last: the largest AR behind it minus the sum of B up to there
     through = list(accumulate(backward, initial=0.0))
     for seconds, passed in zip(reduce[:0:-1], through[:1:-1], strict=True):
         behind.append(np.maximum(behind[-1], seconds - passed))
@@ -136,7 +137,7 @@ class _Times:
         self._forward, self._backward = (np.array(column) for column in total.values())
 
     def stage(self, first: Any, end: Any, replicas: Any) -> tuple[Any, Any, Any]:
-        """Of layers first..end-1."""
+        """F, B and AR of layers first..end-1."""
         weights = self._problem.weights[first, np.asarray(end) - 1]
         return (
             (self._forward[end] - self._forward[first]) / replicas,
@@ -159,29 +160,27 @@ class _Times:
         return zip(*rows, strict=True)
 
 
-def plan_synchronous(
+def partition_synchronous(
     profile: Profile, *, ranks: int, bandwidth: float, num_microbatches: int, published: bool = False
-) -> SynchronousPlan:
+) -> SynchronousPartition:
     """Stages with replicas for a synchronous step of 1F1B.
 
     Args:
         profile: of one micro-batch.
-        ranks: to use, all of them.
-        bandwidth: of each rank, in bytes per second.
-        num_microbatches: of a step.
-        published: judge plans by the paper's pivot.
+        ranks: number of ranks; all are used.
+        bandwidth: bytes per second per rank.
+        num_microbatches: micro-batches per step.
+        published: judge partitions by the paper's pivot.
 
     Raises:
-        InputError: a number is impossible.
+        InputError: a number out of range.
     """
     if not 1 <= num_microbatches <= MOST:
-        raise InputError(
-            f"microbatches {folded(num_microbatches)}: a step has one at least, and finitely many; correct it"
-        )
+        raise InputError(f"microbatches={folded(num_microbatches)}: must be from 1 to {MOST:g}. Use 1 or more.")
     times = _Times(profile, ranks, bandwidth)
     judge = partial(pivot_seconds, num_microbatches=num_microbatches, published=published)
     num_layers = len(profile.layers)
-    latency = np.full((num_layers, ranks), np.inf)  # of plans whose first j layers are planned on m ranks
+    latency = np.full((num_layers, ranks), np.inf)  # of partitions whose first j layers are planned on m ranks
     parent = np.zeros((num_layers, ranks, 2), dtype=np.int64)
     latency[0, 0] = judge(*times.rows([(0, num_layers, ranks)]))
     for layers in range(num_layers - 1):
@@ -200,7 +199,7 @@ def plan_synchronous(
     layers, used = divmod(int(np.argmin(latency)), ranks)
     stages = [*_planned(parent, layers, used), (layers, num_layers, ranks - used)]
     forward, backward, reduce = times.rows(stages)
-    return SynchronousPlan(
+    return SynchronousPartition(
         stages=tuple((first, end - 1, replicas) for first, end, replicas in stages),
         num_microbatches=num_microbatches,
         step_seconds=float(latency.min()),
@@ -212,7 +211,7 @@ def plan_synchronous(
 
 
 def _planned(parent: Any, layers: int, used: int) -> list[tuple[int, int, int]]:
-    """The stages (first, end, replicas) of the plan that is kept for these."""
+    """The stages (first, end, replicas) of the partition kept for this state."""
     stages = []
     while layers:
         first, before = (int(each) for each in parent[layers, used])

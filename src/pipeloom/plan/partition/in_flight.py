@@ -1,4 +1,4 @@
-"""What a partition gives up where no more minibatches are in flight than PipeDream's NOAM."""
+"""The period of a partition whose in-flight minibatches are limited to PipeDream's NOAM."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pipeloom.plan.partition.pipedream import Partition
 
 
 def noam_period(found: Partition) -> float:
-    """Seconds of a minibatch in the steady state with NOAM in flight, exactly.
+    """Exact seconds per minibatch in the steady state with NOAM minibatches in flight.
 
-    Stages may wait for each other where NOAM is less than `Stage.full_in_flight`; elsewhere it is the period of the
-    partition. Synchronising counts as a part of the backward; a transfer takes its turn beside the others, and no time
-    on the way.
+    It exceeds the period of the partition where NOAM is less than `Stage.full_in_flight` and stages wait for each
+    other. Gradient synchronisation counts as part of the backward; transfers have no latency.
     """
     stages = found.stages
     busy = [stage.period_seconds * stage.replicas for stage in stages]
@@ -23,22 +22,22 @@ def noam_period(found: Partition) -> float:
 
 
 def stream_period(busy: Sequence[float], *, replicas: Sequence[int], in_flight: Sequence[int]) -> float:
-    """Seconds of a micro-batch in the steady state of 1F1B without a flush, messages aside.
+    """Seconds per micro-batch in the steady state of 1F1B without a flush, without messages.
 
-    The largest ratio of time to micro-batches over the cycles of what waits for what. Forward b of stage s waits for
-    that of stage s - 1 and, on its replica, for backward ``b - n_s r_s`` (n_s in flight on each of r_s replicas);
-    backward b for that of stage s + 1 and, on its replica, for forward ``b + (n_s - 1) r_s``. All of this is the same
-    for every b, so a cycle without a repetition goes forward over the stages s..t and backward again:
+    It is the largest ratio of time to micro-batches over the cycles of the dependency graph. Forward b of stage s waits
+    for forward b of stage s - 1 and, on its replica, for backward ``b - n_s r_s`` (n_s in flight on each of r_s
+    replicas). Backward b waits for backward b of stage s + 1 and, on its replica, for forward ``b + (n_s - 1) r_s``.
+    The dependencies repeat for every b, so a simple cycle goes forward over the stages s..t and backward again:
 
         max over s <= t of  sum of (F_k + B_k) over k = s..t  /  (n_s r_s - (n_t - 1) r_t)
 
     (the maximum cycle ratio of a timed event graph: Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity,
-    1992). With s = t it is what one stage takes when it never waits.
+    1992). With s = t it is the time of one stage that never waits.
 
     Args:
-        busy: seconds that a replica of each stage takes for the forward and the backward of a micro-batch.
-        replicas: of each stage; micro-batch b runs on replica ``b mod r``.
-        in_flight: micro-batches on one replica of each stage: `noam_in_flight`, or `full_in_flight`.
+        busy: seconds of a forward and a backward on one replica, per stage.
+        replicas: replicas per stage; micro-batch b runs on replica ``b mod r``.
+        in_flight: in-flight micro-batches per replica of each stage: `noam_in_flight` or `full_in_flight`.
     """
     longest = 0.0
     for first in range(len(busy)):

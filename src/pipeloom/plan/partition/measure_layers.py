@@ -1,4 +1,4 @@
-"""Measure the profile of pipeloom's GPT on this machine; of other models `Profile.of(*profile_model(...))` is one."""
+"""Measure the profile of pipeloom's GPT on this machine; for other models use `Profile.of(*profile_model(...))`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipeloom.split.profile import threads_of_a_rank
 
 
 def measure_gpt(config: GPTConfig, *, batch: int, num_ranks: int) -> Profile:
-    """The profile of pipeloom's GPT on `batch` sequences, with as many threads as each of `num_ranks` ranks here gets.
+    """The profile of pipeloom's GPT on `batch` sequences, with the threads that one of `num_ranks` ranks gets here.
 
     Raises:
-        InputError: no sequences.
+        InputError: `batch` is below 1.
     """
     if batch < 1:
-        raise InputError(f"batch {batch}: a minibatch has one sequence at least; raise it")
+        raise InputError(f"batch={batch}: a minibatch needs at least 1 sequence. Raise it.")
     with threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
         model = GPT(config)
         init_parameters(model, seed=0)

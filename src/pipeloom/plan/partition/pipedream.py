@@ -1,4 +1,4 @@
-"""PipeDream's partitioner: which layers make a stage, on how many ranks, and why."""
+"""PipeDream's partitioner: layers and ranks per stage, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError
 from pipeloom.plan.partition.problem import Form, Problem
 from pipeloom.plan.partition.profile import Profile
-from pipeloom.plan.partition.stage_search import Node, Pipelines
+from pipeloom.plan.partition.stage_search import Pipelines, StageNode
 from pipeloom.schedules.pipedream import full_in_flight, noam_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage, and what it takes for each minibatch.
+    """One stage with its times per minibatch and its memory.
 
     Attributes:
-        first, last: its layers, from 0, both inclusive.
-        replicas: ranks that hold it.
-        replicas_by_level: how many on each level, innermost first; `replicas` is their product.
-        compute_seconds: computing.
-        sync_seconds: sums of gradients over replicas, on all levels (the longest of them in the published form).
-        transfer_seconds: its output to the next stage and the gradient back; 0 behind the last.
-        period_seconds: of a minibatch, of computing and synchronising as the form adds them up.
-        in_flight: minibatches that await their backward, and versions of the weights, with PipeDream's NOAM.
-        memory_bytes: of each of its ranks, with as many in flight; this is what a memory cap limits.
-        full_in_flight, full_memory_bytes: the same with as many in flight as make no stage wait, which may be more.
+        first, last: its first and last layer, from 0, both inclusive.
+        replicas: ranks that hold the stage.
+        replicas_by_level: replicas per level of the cluster, innermost first; `replicas` is their product.
+        compute_seconds: forward and backward.
+        sync_seconds: gradient all-reduces over replicas on all levels (in the published form, the longest of them).
+        transfer_seconds: output to the next stage and gradient back; 0 for the last stage.
+        period_seconds: compute and sync together, by the form.
+        in_flight: in-flight minibatches, and weight versions, with PipeDream's NOAM.
+        memory_bytes: memory per rank with `in_flight` minibatches; a memory cap limits it.
+        full_in_flight, full_memory_bytes: the same with enough in-flight minibatches that no stage waits.
     """
 
     first: int
@@ -50,7 +50,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
-    """What a period is as long as: a stage that mostly computes or synchronises, or the transfer behind it."""
+    """What limits the period: compute or sync of a stage, or the transfer to the next stage."""
 
     kind: Literal["compute", "sync", "transfer"]
     stage: int
@@ -59,14 +59,14 @@ class Bottleneck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Stages that share all ranks.
+    """A partition of the layers into stages that use all ranks.
 
     Attributes:
         stages: in order.
-        period_seconds: of a minibatch, in the steady state.
-        bottleneck: why it is not shorter.
-        fewer_ranks: (ranks, seconds) where the best partition over fewer ranks has a shorter period; None where there
-            is none, or on several levels.
+        period_seconds: seconds per minibatch in the steady state.
+        bottleneck: what limits the period.
+        fewer_ranks: (ranks, seconds) of a partition over fewer ranks with a shorter period; None if there is none, or
+            for several levels.
     """
 
     stages: tuple[Stage, ...]
@@ -76,12 +76,12 @@ class Partition:
 
     @property
     def memory_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Memory of the fullest rank."""
         return max(stage.memory_bytes for stage in self.stages)
 
     @property
     def full_memory_bytes(self) -> float:
-        """Of the fullest rank, with as many in flight as make no stage wait."""
+        """Memory of the fullest rank, with enough in-flight minibatches that no stage waits."""
         return max(stage.full_memory_bytes for stage in self.stages)
 
 
@@ -94,36 +94,36 @@ def partition_layers(
     state_copies: float = 0.0,
     replicate: bool = True,
 ) -> Partition:
-    """The partition of shortest period; of those, one of fewest stages.
+    """The partition with the shortest period; of several, one with the fewest stages.
 
     Args:
         profile: of one minibatch.
-        levels: ``(components, bytes per second)``, innermost first. ``[(8, 1e9)]`` are 8 ranks joined by 1 GB/s,
-            ``[(4, 12e9), (2, 1.25e9)]`` 2 nodes of 4 ranks. A stage takes whole components of a level or lies in one.
-        form: how compute and sync add up: see `pipeloom.plan.partition.problem`.
-        memory_cap: most bytes a rank may hold.
-        state_copies: of the weights, for gradients and optimizer (AdamW: 3), beside their versions.
-        replicate: whether a stage may have several ranks; if not, there is one stage for each.
+        levels: ``(components, bytes per second)``, innermost first. ``[(8, 1e9)]`` is 8 ranks with 1 GB/s each,
+            ``[(4, 12e9), (2, 1.25e9)]`` is 2 nodes of 4 ranks. A stage uses components of one level, or part of one.
+        form: how compute and sync add up, see `pipeloom.plan.partition.problem`.
+        memory_cap: maximum bytes per rank.
+        state_copies: memory for gradients and optimizer states, in multiples of the weights (AdamW: 3).
+        replicate: whether a stage may have several ranks. If not, each rank has one stage.
 
     Raises:
-        InputError: a number is impossible, no partition keeps the memory cap (the message has the smallest that one
-            does), or there are fewer layers than ranks and no replicas.
+        InputError: a number out of range, no partition within the memory cap (the message has the smallest possible
+            cap), or fewer layers than ranks without replicas.
     """
     problem = Problem(profile, levels, form=form, memory_cap=memory_cap, state_copies=state_copies)
     most = None if replicate else 1
     if not replicate and problem.num_layers < problem.num_ranks:
         raise InputError(
             f"{counted(problem.num_layers, 'layer')} for {counted(problem.num_ranks, 'rank')}: without replicas each "
-            "rank needs a layer; use fewer ranks"
+            "rank needs a layer. Use fewer ranks."
         )
     pipelines = Pipelines(problem, most_replicas=most)
     by_ranks = pipelines.by_ranks()
     if not math.isfinite(by_ranks[-1]):
         least = math.ceil(Pipelines(problem, memory=True, most_replicas=most).by_ranks()[-1])
         raise InputError(
-            f"memory cap {memory_cap:g}: every partition of {counted(problem.num_layers, 'layer')} over "
-            f"{counted(problem.num_ranks, 'rank')} holds more on some rank; {least} bytes are the least that one needs;"
-            " raise memory_cap (--memory-cap) to that"
+            f"memory_cap={memory_cap:g}: every partition of {counted(problem.num_layers, 'layer')} over "
+            f"{counted(problem.num_ranks, 'rank')} needs at least {least} bytes on some rank. Raise memory_cap "
+            f"(--memory-cap) to {least}."
         )
     fewer = int(np.argmin(by_ranks))
     shorter = len(problem.levels) == 1 and replicate and by_ranks[fewer] < by_ranks[-1]
@@ -133,16 +133,16 @@ def partition_layers(
 def data_parallel(
     profile: Profile, levels: Sequence[tuple[int, float]], *, form: Form = "summed", state_copies: float = 0.0
 ) -> Partition:
-    """All layers as one stage on all ranks, by the same measure."""
+    """All layers as one stage on all ranks: data parallelism alone."""
     problem = Problem(profile, levels, form=form, state_copies=state_copies)
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[StageNode, ...] = ()
     for level in problem.levels:
-        nodes = (Node(0, problem.num_layers - 1, level.components, nodes),)
+        nodes = (StageNode(0, problem.num_layers - 1, level.components, nodes),)
     return _judge(problem, nodes)
 
 
-def _judge(problem: Problem, nodes: Sequence[Node], fewer_ranks: tuple[int, float] | None = None) -> Partition:
-    """What a pipeline takes, and why, computed from its stages alone."""
+def _judge(problem: Problem, nodes: Sequence[StageNode], fewer_ranks: tuple[int, float] | None = None) -> Partition:
+    """The times, memory and bottleneck of a pipeline, computed from its stages alone."""
     leaves = list(_leaves(problem, nodes, len(problem.levels) - 1, (), ()))
     replicas = [math.prod(leaf.by_level) for leaf in leaves]
     noam, full = noam_in_flight(replicas), full_in_flight(replicas)
@@ -180,27 +180,23 @@ def _judge(problem: Problem, nodes: Sequence[Node], fewer_ranks: tuple[int, floa
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A stage of the lowest level: its times for a minibatch, with those of the components that it is a part of."""
+    """A stage of the lowest level: its times per minibatch, with those of the components around it."""
 
-    node: Node
+    node: StageNode
     by_level: tuple[int, ...]
     compute: float
     sync: float
-    transfer: float  # behind it, on whatever level
-    outer_sync: float  # of the components of which that transfer is a part
+    transfer: float  # to the next stage, on any level
+    outer_sync: float  # of the components that this transfer connects
 
 
 def _leaves(
-    problem: Problem, nodes: Sequence[Node], level: int, outer: tuple[int, ...], syncs: tuple[float, ...]
+    problem: Problem, nodes: Sequence[StageNode], level: int, outer: tuple[int, ...], syncs: tuple[float, ...]
 ) -> Iterator[_Leaf]:
     """The stages of the lowest level in order.
 
-    Args:
-        problem: how they are judged.
-        nodes: a pipeline on one component above `level`.
-        level: theirs.
-        outer: how many copies of the pipeline there are on the levels above, innermost first.
-        syncs: seconds for a minibatch of the sums of gradients of the stages around it.
+    `outer` has the replicas on the levels above, innermost first, and `syncs` their gradient all-reduces in seconds per
+    minibatch.
     """
     together = sum if problem.form == "summed" else (lambda each: max(each, default=0.0))
     copies = math.prod(outer)

@@ -1,4 +1,4 @@
-"""Partitions as plans that `pipeloom train` and `pipeloom.Pipeline` run."""
+"""Partitions as plans for `pipeloom train` and `pipeloom.Pipeline`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pipeloom.errors import InputError
-from pipeloom.plan.partition.dapple import SynchronousPlan
+from pipeloom.plan.partition.dapple import SynchronousPartition
 from pipeloom.plan.partition.in_flight import noam_period
 from pipeloom.plan.partition.pipedream import Partition
 from pipeloom.plan.partition.profile import Profile
@@ -27,11 +27,11 @@ def stream_plan(
     """PipeDream's partition as a plan for schedule `pipedream`.
 
     Args:
-        profile: what was partitioned.
+        profile: the partitioned profile.
         found: its partition.
         in_flight: in-flight minibatches: "noam", or "full" for the period of the slowest stage.
         batch_size: samples per minibatch, if known.
-        why: reasons for people.
+        why: reasons, one sentence each.
 
     Raises:
         InputError: several stages share weights.
@@ -62,22 +62,22 @@ def stream_plan(
 
 def synchronous_plan(
     profile: Profile,
-    found: SynchronousPlan,
+    found: SynchronousPartition,
     *,
     schedule: str,
     seconds: float,
     batch_size: int | None = None,
     why: Sequence[str] = (),
 ) -> Plan:
-    """DAPPLE's plan for a synchronous schedule, where all stages have equally many replicas: the data-parallel degree.
+    """DAPPLE's partition as a plan, if all stages have the same number of replicas: the data-parallel degree.
 
     Args:
-        profile: what was planned.
-        found: its plan.
-        schedule: such as "1f1b".
-        seconds: predicted, per step.
+        profile: the partitioned profile.
+        found: its partition.
+        schedule: name of the schedule, such as "1f1b".
+        seconds: predicted seconds per step.
         batch_size: samples per micro-batch over all replicas, if known.
-        why: reasons for people.
+        why: reasons, one sentence each.
 
     Raises:
         InputError: stages have different numbers of replicas.
@@ -101,9 +101,9 @@ def synchronous_plan(
 
 
 def layers_per_stage(profile: Profile, stages: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """The cut of stages (first layer, last layer), as `pipeloom.split.split` counts.
+    """The cut of stages (first layer, last layer), as `pipeloom.split.split` takes it.
 
-    Of a model with a list of blocks, such as ``blocks.0`` and ``blocks.1``, the blocks alone count.
+    For a model with a list of blocks, such as ``blocks.0`` and ``blocks.1``, only blocks count.
     """
     blocks = [bool(_BLOCK.fullmatch(layer.name)) for layer in profile.layers]
     counted = blocks if any(blocks) else [True] * len(blocks)

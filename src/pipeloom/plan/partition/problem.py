@@ -1,33 +1,33 @@
-"""What a partition is judged by: seconds and bytes of stages with replicas, by PipeDream's two papers or corrected.
+"""The cost model of a partition: seconds and bytes of stages with replicas, by PipeDream's two papers or corrected.
 
-A stage of layers i..j with r replicas on components that are joined by bandwidth B takes, for each minibatch,
+A stage of layers i..j with r replicas on components with bandwidth B takes, per minibatch,
 
     published  max(compute, sync) / r          (arXiv:1806.03377; SOSP 2019, doi:10.1145/3341301.3359646)
     summed     (compute + sync) / r
 
-`compute` is the sum of forward and backward of its layers, and `sync` what summing its gradients over the replicas
-takes once: with W bytes of weights
+`compute` is the sum of forward and backward of its layers. `sync` is one gradient all-reduce over the replicas, with W
+bytes of weights:
 
     4 (r - 1) W / (r B)     of the first paper, and always of `summed`: each replica sends and receives 2 (r - 1) / r W
     2 (r - 1) W / B         of the second paper, for `published` on several levels (of more than one component each)
 
-The two differ where one level stands alone, so one of them has to be taken: a cluster in which only one level has more
-than one component is flat, however it is written, and the first paper's, which is about flat clusters, holds for it.
+The two formulas differ for a single level. A cluster in which only one level has more than one component counts as
+flat, and the first paper's formula, which is about flat clusters, applies.
 
-**What is corrected.** `published` lets a stage compute and synchronise at the same time, to the end. But a gradient is
-there when the backward has made it, that of the first layer last, and the next minibatch must find the new weights: the
-end of the sum is always waited for, and all of it where replicas begin to sum when their backward ends. The optimizer
-that the authors published adds the two as well. `summed` also counts a sum alike on every level; the second paper's
-formula has no 1 / r, so that for 16 replicas it says 8 times what the first does.
+**Corrections.** `published` assumes that compute and sync of a stage overlap fully. But the backward produces the
+gradient of the first layer last, and the next minibatch needs the new weights. So the end of the all-reduce is always
+exposed, and all of it where replicas start it after their backward. The partitioner that the authors released adds the
+two as well. `summed` also uses the same formula on every level; the second paper's lacks 1 / r, so for 16 replicas its
+sync is 8 times as long.
 
-On levels, `compute` is what the best pipeline inside of one component takes (see `pipeline`). Between neighbouring
-stages, 2 a / B seconds go by for each minibatch, of an output of `a` bytes and its gradient; they may overlap with all
-else in both forms.
+On several levels, `compute` is the time of the best pipeline inside one component (see `stage_search`). A transfer
+between neighbouring stages takes 2 a / B seconds per minibatch, for an output of `a` bytes and its gradient. Transfers
+overlap with everything else in both forms.
 
-**Memory of a rank**, in bytes: `in_flight (weights + activations) + state_copies weights`. A stage has
-`in_flight = ceil(replicas of it and of all stages behind / its replicas)` minibatches that await their backward. It
-keeps the weights that each used (PipeDream's weight stashing) and the outputs of all its layers. `state_copies` is for
-gradients (1) and the optimizer's state (SGD with momentum 1 more, AdamW 2 more).
+**Memory per rank**, in bytes: `in_flight (weights + activations) + state_copies weights`. A stage has
+`in_flight = ceil(replicas of this and all later stages / its replicas)` minibatches in flight. It keeps the weights of
+each (PipeDream's weight stashing) and the outputs of all its layers. `state_copies` covers gradients (1) and optimizer
+states (SGD with momentum: 1 more, AdamW: 2 more).
 """
 
 from __future__ import annotations
@@ -46,48 +46,48 @@ from pipeloom.split.layer_chain import Tie, weights_added
 
 Array = NDArray[np.float64]
 Form = Literal["summed", "published"]
-_MOST_STEPS = 10**12  # of the dynamic programme: one to six hours on one core, measured at 1e8 to 4e8 of them
+_MOST_STEPS = 10**12  # of the dynamic programme: one to six hours on one core
 
 
 class Level(NamedTuple):
-    """Components that are joined alike, such as 4 devices of a node, or 4 nodes; `bytes_per_second` of each of them."""
+    """Components with equal links, such as 4 devices of a node, or 4 nodes; `bytes_per_second` per component."""
 
     components: int
     bytes_per_second: float
 
 
 def check_levels(levels: Sequence[tuple[int, float]]) -> None:
-    """Refuse what is no cluster.
+    """Validate the levels of a cluster.
 
     Raises:
-        InputError: there are no levels, or a number of one is impossible.
+        InputError: no levels, or a number out of range.
     """
     if not levels:
-        raise InputError("there are no levels: a cluster has one at least; give components and bandwidth")
+        raise InputError("levels=(): a cluster needs at least one level. Give components and bandwidth.")
     for components, bandwidth in levels:
         if components < 1:
-            raise InputError(f"ranks {folded(components)}: a level has 1 component or more; raise it")
+            raise InputError(f"ranks={folded(components)}: a level needs at least 1 component. Raise it.")
         if not 1 / MOST <= bandwidth <= MOST:
-            raise InputError(f"bandwidth {bandwidth}: it is a finite number of bytes per second, above 0; correct it")
+            raise InputError(f"bandwidth={bandwidth}: must be above 0, in bytes per second. Use for example 1e9.")
 
 
 class Problem:
-    """A profile, the cluster, and how a partition is judged.
+    """A profile, the cluster, and the cost model.
 
     Args:
         profile: of one minibatch.
         levels: innermost first; one level is a flat cluster.
-        form: "summed" or "published", see above.
-        memory_cap: most bytes a rank may hold; None for no limit.
-        state_copies: of the weights, beside the versions.
+        form: "summed" or "published", see this module.
+        memory_cap: maximum bytes per rank; None for no limit.
+        state_copies: memory for gradients and optimizer states, in multiples of the weights.
 
     Attributes:
-        compute, weights, kept: shape (layers, layers): of layers i..j, the seconds, bytes of weights (tied ones once),
-            bytes of outputs.
-        outputs: shape (layers,): bytes of each layer's output.
+        compute, weights, kept: seconds, bytes of weights (tied ones once) and bytes of outputs of layers i..j, shape
+            (layers, layers).
+        outputs: bytes of each layer's output, shape (layers,).
 
     Raises:
-        InputError: a number is impossible, or the form unknown.
+        InputError: a number out of range, or an unknown form.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class Problem:
         state_copies: float = 0.0,
     ) -> None:
         if form not in get_args(Form):
-            raise InputError(f"form {form!r} is unknown: it is {' or '.join(get_args(Form))}; choose one")
+            raise InputError(f"form={form!r}: must be {' or '.join(get_args(Form))}.")
         check_levels(levels)
         if memory_cap is not None and not (math.isfinite(memory_cap) and memory_cap > 0):
-            raise InputError(f"memory cap {memory_cap}: it is a finite number of bytes, above 0; correct it")
+            raise InputError(f"memory_cap={memory_cap}: must be above 0 and finite, in bytes. Raise it.")
         if not 0 <= state_copies <= MOST:
-            raise InputError(f"state copies {state_copies}: it is a finite number, 0 or more; correct it")
+            raise InputError(f"state_copies={state_copies}: must be from 0 to {MOST:g}. Use 3 for AdamW.")
         self.profile, self.form, self.memory_cap, self.state_copies = profile, form, memory_cap, state_copies
         self.num_layers = len(profile.layers)
         # A level of one component changes nothing.
@@ -115,7 +115,7 @@ class Problem:
         if self._num_steps() > _MOST_STEPS:
             raise InputError(
                 f"{counted(self.num_layers, 'layer')} on {folded(self.num_ranks)} ranks: finding their partition "
-                "would take hours; take layers together, or plan for a part of the ranks"
+                "would take hours. Merge layers, or partition for fewer ranks."
             )
         self.compute = _range_sums([layer.forward_seconds + layer.backward_seconds for layer in profile.layers])
         self.weights = _range_sums([layer.parameter_bytes for layer in profile.layers], profile.ties)
@@ -123,10 +123,10 @@ class Problem:
         self.outputs = np.array([layer.activation_bytes for layer in profile.layers], dtype=np.float64)
 
     def _num_steps(self) -> int:
-        """Of the dynamic programme, at most: see `pipeline`.
+        """Upper bound of the steps of the dynamic programme, see `stage_search`.
 
-        A cap needs the tables inside of a component once for each number of ranks behind it: one for every pair of
-        replicas and components behind them, and no more than there are ranks.
+        A cap needs the tables inside a component once per number of ranks behind it: at most one per pair of replicas
+        and components behind them, and at most one per rank.
         """
         steps, tables, power = 0, 1, 2
         for level in reversed(self.levels):
@@ -137,36 +137,36 @@ class Problem:
         return steps
 
     def sync_seconds(self, weights: Array, replicas: int, level: int) -> Array:
-        """Of one sum of gradients over the replicas of a stage."""
+        """Seconds of one gradient all-reduce over the replicas of a stage."""
         bandwidth = self.levels[level].bytes_per_second
         if self.hierarchical and self.form == "published":
             return 2 * (replicas - 1) * weights / bandwidth
         return 4 * (replicas - 1) * weights / (replicas * bandwidth)
 
     def both(self, one: Array, other: Array) -> Array:
-        """What two kinds of work of a stage take together."""
+        """The time of two kinds of work of a stage, by the form."""
         return one + other if self.form == "summed" else np.maximum(one, other)
 
     def stage_seconds(self, inside: Array, weights: Array, replicas: int, level: int) -> Array:
-        """A minibatch's time on a stage of which one replica takes `inside`."""
+        """Seconds per minibatch of a stage whose replicas each take `inside`."""
         return self.both(inside, self.sync_seconds(weights, replicas, level)) / replicas
 
     def inside_seconds(self, seconds: float, weights: float, replicas: int, level: int) -> float:
-        """What one replica may take so that its stage takes `seconds`, the inverse of `stage_seconds`."""
+        """The time per replica for which the stage takes `seconds`: the inverse of `stage_seconds`."""
         sync = float(self.sync_seconds(np.float64(weights), replicas, level)) if self.form == "summed" else 0.0  # type: ignore[arg-type]
         return seconds * replicas - sync
 
     def transfer_seconds(self, level: int) -> Array:
-        """Behind each layer, shape (layers,)."""
+        """Seconds of a transfer after each layer, shape (layers,)."""
         return 2 * self.outputs / self.levels[level].bytes_per_second
 
     def memory_bytes(self, first: int, replicas: int, behind: NDArray[np.int64]) -> Array:
-        """Of a rank whose stage begins with layer `first`, with so many ranks behind it: shape (behind, last layer)."""
+        """Bytes per rank of stages from layer `first`, with `behind` ranks behind them: shape (behind, last layer)."""
         in_flight = -(-(replicas + behind) // replicas)
         return self.held_bytes(self.weights[first, first:], self.kept[first, first:], in_flight[:, None])
 
     def held_bytes(self, weights: Array, kept: Array, in_flight: NDArray[np.int64]) -> Array:
-        """Of a rank with so many minibatches in flight, whose stage has these bytes of weights and of outputs."""
+        """Bytes per rank of a stage with these bytes of weights and outputs."""
         return in_flight * (weights + kept) + self.state_copies * weights
 
 

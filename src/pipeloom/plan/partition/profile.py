@@ -1,14 +1,14 @@
-"""What each layer of a model takes and holds, for one minibatch: a JSON file.
+"""Times and sizes of each layer of a model per minibatch: a JSON file.
 
     {"version": 1,
      "layers": [{"name": "embedding", "forward_seconds": 0.001, "backward_seconds": 0.002,
                  "activation_bytes": 1048576, "parameter_bytes": 786432}, ...],
      "ties": [{"bytes": 786432, "layers": [0, 13]}]}
 
-`activation_bytes` are those of the layer's output, which is what a stage that ends there sends; the gradient that comes
-back has as many. `parameter_bytes` are the weights alone. `ties` are weights that layers share, counted from 0: they
-are in the `parameter_bytes` of each, and a stage with several of them holds them once. `version` and `ties` may be left
-out.
+`activation_bytes` is the size of the layer's output. A stage that ends there sends it, and receives a gradient of the
+same size. `parameter_bytes` is the size of the weights alone. `ties` are weights shared by several layers, numbered
+from 0. They count in the `parameter_bytes` of each layer, and a stage with several of these layers holds them once.
+`version` and `ties` are optional.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class LayerProfile:
     """One layer on one minibatch.
 
     Attributes:
-        name: for people.
-        forward_seconds: of the forward.
-        backward_seconds: of the whole backward, of inputs and weights.
-        activation_bytes: of the output.
-        parameter_bytes: of the weights.
+        name: shown in output.
+        forward_seconds: seconds of the forward.
+        backward_seconds: seconds of the full backward, for inputs and weights.
+        activation_bytes: bytes of the output.
+        parameter_bytes: bytes of the weights.
     """
 
     name: str
@@ -52,14 +52,14 @@ _KEYS = tuple(field.name for field in fields(LayerProfile))
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The layers of a model in the order in which they run.
+    """The layers of a model in execution order.
 
     Attributes:
-        layers: one at least.
-        ties: bytes of weights that several layers share.
+        layers: at least one.
+        ties: weights that several layers share.
 
     Raises:
-        InputError: there are no layers, a number is negative or not finite, or ties are none of these layers.
+        InputError: no layers, a negative or infinite number, or ties of layers that do not exist.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -68,14 +68,14 @@ class Profile:
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.layers:
-            raise InputError("the profile has no layers: a model has one at least; profile it again")
+            raise InputError("the profile: layers=[]: a model needs at least one layer. Profile it again.")
         for number, layer in enumerate(self.layers):
             for key in _KEYS[1:]:
                 Entry(getattr(layer, key), "the profile", f"layers[{number}].{key}").number()
         for key in _KEYS[1:]:
             total = sum(float(getattr(layer, key)) for layer in self.layers)
             if total > MOST:
-                raise InputError(f"{key} of the profile add up to {total:g}: the most is {MOST:g}; correct the units")
+                raise InputError(f"the profile: {key} add up to {total:g}: must be at most {MOST:g}. Check the units.")
         self._check_ties()
 
     def _check_ties(self) -> None:
@@ -85,16 +85,16 @@ class Profile:
             whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
             if not whole or len(layers) < 2 or list(layers) != sorted(set(layers) & set(range(len(shared)))):
                 raise InputError(
-                    f"layers of tie {number} of the profile are {folded(list(layers))}: they are two or more of "
-                    f"0 to {len(shared) - 1}, ascending; correct them"
+                    f"the profile: ties[{number}].layers={folded(list(layers))}: must be two or more layers of 0 to "
+                    f"{len(shared) - 1}, ascending. List each layer that shares the weights."
                 )
             for each in layers:
                 shared[each] += size
         for number, (layer, size) in enumerate(zip(self.layers, shared, strict=True)):
             if size > layer.parameter_bytes * (1 + 1e-9):  # sums of floats
                 raise InputError(
-                    f"layer {number} of the profile has {layer.parameter_bytes:.15g} parameter_bytes and ties of "
-                    f"{size:.15g}: what is shared is a part of its weights; correct one of the two"
+                    f"the profile: layers[{number}].parameter_bytes={layer.parameter_bytes:.15g}: must include the "
+                    f"{size:.15g} bytes of its ties. Raise it, or lower the ties."
                 )
 
     @classmethod
@@ -118,7 +118,7 @@ def parse_profile(text: str) -> Profile:
     """Read the JSON of a profile file.
 
     Raises:
-        InputError: it is not one; the message names the layer, the key and the rule.
+        InputError: invalid JSON or a wrong value; the message names the layer, the key and the rule.
     """
     form = ", ".join(f'"{key}": ...' for key in _KEYS)
     root = read_json(text, "the profile", f'{{"layers": [{{{form}}}, ...]}}')

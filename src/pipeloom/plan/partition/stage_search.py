@@ -1,21 +1,21 @@
-"""The dynamic programme: the best pipeline of stages with replicas, on one level or on levels inside each other.
+"""The dynamic programme: the best pipeline of stages with replicas, on one level or on nested levels.
 
 A pipeline of layers i..e over b components begins with a stage of layers i..s on r of them; the rest is a pipeline over
 b - r components:
 
     best(i, e, b) = min( stage(i, e, b),  min over s, r of  max( stage(i, s, r), transfer(s), best(s + 1, e, b - r) ) )
 
-A stage takes, on each of its components, what the best pipeline over all components one level below takes; on the
-lowest level, what its layers take. PipeDream writes it from the front (the last stage split off); here it goes from the
-back, because memory depends on what lies behind: a stage holds ceil(ranks from it on / its ranks) minibatches.
+On each of its components, a stage takes the time of the best pipeline over all components one level below; on the
+lowest level, the time of its layers. PipeDream's recursion splits off the last stage. This one splits off the first,
+because memory depends on the later stages: a stage holds ceil(ranks of this and later stages / its ranks) minibatches.
 
-Inside of a component, ranks behind the component count too. There, `behind` is their number over the number of copies
-of the component, rounded up: behind a stage of r components there may be b more of u ranks each, and x (so counted)
-behind all of these; then each component of that stage has ceil((x + b u) / r) behind it. Rounding in between is no
-error, as ceil((ceil(x) + n) / r) = ceil((x + n) / r) for whole n and r.
+Inside a component, the ranks behind the component count too. There, `behind` is their number divided by the replicas of
+the component, rounded up. With b components of u ranks each behind a stage of r components, and x ranks (counted
+likewise) behind these, each component of the stage has ceil((x + b u) / r) ranks behind it. Rounding in between is
+exact: ceil((ceil(x) + n) / r) = ceil((x + n) / r) for integers n and r.
 
-Time: (layers r)**2 for the outermost level, layers**3 components**2 for those inside; with a memory cap, this once for
-each `behind`.
+Time: (layers r)**2 for the outermost level, layers**3 components**2 for those inside; with a memory cap, once per
+value of `behind`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ import numpy as np
 
 from pipeloom.plan.partition.problem import Array, Problem
 
-# Plans whose times are this near, relatively, are equal: sums of the same floats in another order are not.
+# Relative difference below which two pipelines count as equal: sums of floats depend on their order.
 _EQUAL = 1e-12
 
-# (first layer, replicas) -> values of a stage at the end, shape (last layer), and of one before others, shape
-# (components behind or 1, last layer but the very last).
+# (first layer, replicas) -> values of a final stage, shape (last layer), and of an earlier stage, shape (components
+# behind it or 1, last layer without the model's last).
 Step = Callable[[int, int], tuple[Array, Array]]
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class StageNode:
     """A stage: layers `first`..`last` on `replicas` components; in each of these, `inside` are the stages."""
 
     first: int
     last: int
     replicas: int
-    inside: tuple[Node, ...] = ()
+    inside: tuple[StageNode, ...] = ()
 
 
 def best_suffixes(
@@ -57,7 +57,7 @@ def best_suffixes(
 ) -> Array:
     """Values of the best pipelines that begin with each layer, shape (components + 1, layers + 1, ends).
 
-    The value of a pipeline is the largest of its stages, or with `add` their sum. `ends` are the last layer alone, or
+    The value of a pipeline is the largest value of its stages, or with `add` their sum. `ends` is the last layer, or
     all layers with `every_end`.
     """
     best = np.full((components + 1, num_layers + 1, num_layers if every_end else 1), np.inf)
@@ -78,12 +78,12 @@ def best_suffixes(
 
 
 class Pipelines:
-    """Best pipelines over all components of a level, by the seconds of a minibatch or by the memory of a rank.
+    """Best pipelines over all components of a level, by seconds per minibatch or by memory per rank.
 
     Args:
-        problem: what to partition, and how it is judged.
-        memory: find the pipelines with the least memory of the fullest rank, not the fastest; no cap holds.
-        most_replicas: of a stage, on every level.
+        problem: the profile, the cluster and the cost model.
+        memory: minimise the memory of the fullest rank instead of the time; a cap is ignored.
+        most_replicas: maximum replicas of a stage on each level.
     """
 
     def __init__(self, problem: Problem, *, memory: bool = False, most_replicas: int | None = None) -> None:
@@ -98,8 +98,8 @@ class Pipelines:
         level = len(self._problem.levels) - 1
         return self._suffixes(level, self._step(level, 0))[:, 0, 0]
 
-    def plan(self) -> tuple[Node, ...]:
-        """A pipeline of least time; of those, one of fewest stages on the outermost level, then inside of each."""
+    def plan(self) -> tuple[StageNode, ...]:
+        """The fastest pipeline; of several, one with the fewest stages on the outermost level, then inside each."""
         level = len(self._problem.levels) - 1
         return self._plan(level, 0, self._problem.num_layers - 1, 0, float(self.by_ranks()[-1]))
 
@@ -110,18 +110,18 @@ class Pipelines:
         )
 
     def _table(self, level: int, behind: int) -> Array:
-        """For layers i..e on all components of a level, with `behind` ranks behind: shape (layers, layers)."""
+        """Values for layers i..e on all components of a level, with `behind` ranks behind: shape (layers, layers)."""
         if (level, behind) not in self._tables:
             values = self._suffixes(level, self._step(level, behind), every_end=True)
             self._tables[level, behind] = values[-1, :-1]
         return self._tables[level, behind]
 
     def _behind(self, level: int, behind: int, replicas: int, components: int) -> int:
-        """Ranks behind each component of a stage, see the top."""
+        """Ranks behind each component of a stage, see this module."""
         return -(-(behind + components * self._sizes[level]) // replicas) if self._counts_behind else 0
 
     def _stage(self, level: int, behind: int, first: int, replicas: int) -> Array:
-        """Of stages from layer `first` on: shape (components of the level behind them, or 1; last layer)."""
+        """Values of stages from layer `first`: shape (components of the level behind them, or 1; last layer)."""
         problem = self._problem
         weights = problem.weights[first, first:]
         others = np.arange(problem.levels[level].components - replicas + 1)
@@ -150,10 +150,10 @@ class Pipelines:
 
         return step
 
-    def _plan(self, level: int, first: int, last: int, behind: int, budget: float) -> tuple[Node, ...]:
+    def _plan(self, level: int, first: int, last: int, behind: int, budget: float) -> tuple[StageNode, ...]:
         """Layers first..last on all components of a level within `budget`, in as few stages as possible.
 
-        Where several first stages do, the one that takes least time.
+        Of several possible first stages, the fastest is taken.
         """
         problem = self._problem
         allowed = budget * (1 + _EQUAL)
@@ -172,13 +172,13 @@ class Pipelines:
         while True:
             end, replicas = self._first_stage(timed, counts, first, last, left, allowed)
             left -= replicas
-            inside: tuple[Node, ...] = ()
+            inside: tuple[StageNode, ...] = ()
             if level:
                 within = self._behind(level, behind, replicas, left)
                 best = float(self._table(level - 1, within)[first, end])
                 most = problem.inside_seconds(budget, float(problem.weights[first, end]), replicas, level)
                 inside = self._plan(level - 1, first, end, within, max(best, most))
-            nodes.append(Node(first, end, replicas, inside))
+            nodes.append(StageNode(first, end, replicas, inside))
             if end == last:
                 return tuple(nodes)
             first = end + 1
@@ -186,7 +186,7 @@ class Pipelines:
     def _first_stage(
         self, timed: Step, counts: Array, first: int, last: int, left: int, allowed: float
     ) -> tuple[int, int]:
-        """The last layer and the replicas of the first stage of a pipeline of fewest stages."""
+        """Last layer and replicas of the first stage of a pipeline with the fewest stages."""
         found = (math.inf, last, left)
         for replicas in range(1, min(left, self._most_replicas) + 1):
             alone, before = timed(first, replicas)

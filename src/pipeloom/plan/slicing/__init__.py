@@ -1,6 +1,6 @@
-"""Slices of a sequence, and pieces of a batch: what they cost, where to cut, what a step then takes.
+"""Slices of a sequence and pieces of a batch: costs, the best cuts, and the time per step.
 
-`measure` alone needs torch, and is not imported here.
+`measure_slices` needs torch and is not imported here.
 """
 
 from pipeloom.plan.slicing.even import balanced, uniform

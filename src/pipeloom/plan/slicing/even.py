@@ -8,10 +8,10 @@ from pipeloom.errors import InputError
 
 
 def uniform(*, sequence: int, num_slices: int, multiple: int = 1) -> tuple[int, ...]:
-    """Slices whose lengths differ by one multiple at most; the last also lacks what no multiple fills.
+    """Slices whose lengths differ by at most one multiple; the last one may end short of a multiple.
 
     Raises:
-        InputError: there are not as many multiples in the sequence.
+        InputError: more slices than multiples in the sequence.
     """
     return _cut(sequence, num_slices, multiple, [index / num_slices for index in range(num_slices + 1)])
 
@@ -19,17 +19,20 @@ def uniform(*, sequence: int, num_slices: int, multiple: int = 1) -> tuple[int, 
 def balanced(
     *, sequence: int, num_slices: int, width: int, mlp_ratio: float = 4.0, multiple: int = 1
 ) -> tuple[int, ...]:
-    """Slices of equal arithmetic in a transformer of this width, so that later ones are shorter.
+    """Slices with equal arithmetic in a transformer of this width: later slices are shorter.
 
     The token at position x costs ``8 + 4 mlp_ratio`` times width squared multiplications and additions in matrices, and
-    ``4 x width`` in causal attention. The first x tokens cost the integral of that, which is cut into equal parts
-    (Seq1F1B, arXiv:2406.03488, peels the same slices from the end).
+    ``4 x width`` in causal attention. The first x tokens cost its integral, which is cut into equal parts. Seq1F1B
+    (arXiv:2406.03488) computes the same slices from the end.
 
     Raises:
-        InputError: there are not as many multiples in the sequence, or a width below 1.
+        InputError: more slices than multiples in the sequence, or a width below 1.
     """
     if width < 1 or not 0 <= mlp_ratio < math.inf:
-        raise InputError(f"width {width}, mlp_ratio {mlp_ratio}: both are positive; correct them")
+        raise InputError(
+            f"width={width}, mlp_ratio={mlp_ratio}: the width must be at least 1, the ratio from 0 and finite. Use the "
+            "sizes of the model."
+        )
     matrices = (8 + 4 * mlp_ratio) * width  # over 4 width, as 2 x**2 width is
     total = matrices * sequence + 2 * sequence**2
     parts = [
@@ -40,11 +43,11 @@ def balanced(
 
 
 def _cut(sequence: int, num_slices: int, multiple: int, parts: list[float]) -> tuple[int, ...]:
-    """Slices that end nearest to these parts of the sequence, none empty."""
+    """Slices that end nearest to these fractions of the sequence; none is empty."""
     if sequence < 1 or multiple < 1 or not 1 <= num_slices <= -(-sequence // multiple):
         raise InputError(
-            f"{num_slices} slices of {sequence} tokens in multiples of {multiple}: there are from 1 to "
-            f"{max(0, -(-sequence // max(1, multiple)))}; ask for as many"
+            f"num_slices={num_slices}: {sequence} tokens in multiples of {multiple} make from 1 to "
+            f"{max(0, -(-sequence // max(1, multiple)))} slices. Use a number in this range."
         )
     cells = -(-sequence // multiple)
     ends = [0]

@@ -1,4 +1,4 @@
-"""Measure what slices cost on this machine: a stage as a pipeline runs it on slices, forward and backward."""
+"""Measure the cost of slices on this machine: forward and backward of a stage, run as in a pipeline."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from pipeloom.slicing import Slice, SliceContext, make_sliceable
 from pipeloom.split import StageModule
 from pipeloom.split.profile import Clock, threads_of_a_rank, time_once, untouched
 
-_LONG_SECONDS = 0.1  # of a slice, forward and backward: more is run once; what is new the first time is a small part
-_MOST_SECONDS = 1.0  # of a slice: no larger ones are measured
+_LONG_SECONDS = 0.1  # forward and backward of a slice; longer ones run once, since their warm-up is a small share
+_MOST_SECONDS = 1.0  # of a slice; larger batches are not measured after it
 
 
 class Measured(NamedTuple):
-    """Fitted costs, and the root mean square of their relative error over the slices measured with context."""
+    """Fitted costs, and the root mean square of the relative error over the slices with context."""
 
     costs: SliceCosts
     forward_error: float
@@ -39,18 +39,20 @@ def measure_slices(
 ) -> Measured:
     """Costs of slices of sequences of ``config.sequence_length`` tokens on a rank of pipeloom's GPT.
 
-    The rank measured is one with most blocks; embedding and head are left out.
+    The measured rank has the most blocks; embedding and head are left out.
 
     Args:
         config: sizes of the model.
-        num_ranks: ranks that share its blocks.
+        num_ranks: pipeline-parallel degree.
         grid, piece, batch, num_rounds: as for `measure_stage_slices`.
 
     Raises:
         InputError: more ranks than blocks.
     """
     if num_ranks > config.layers:
-        raise InputError(f"{num_ranks} ranks share {config.layers} blocks: each has one at least; ask for fewer ranks")
+        raise InputError(
+            f"num_ranks={num_ranks}: the model has {config.layers} blocks, and each rank needs one. Use fewer ranks."
+        )
     with torch.random.fork_rng(devices=[]):
         model = GPT(replace(config, layers=-(-config.layers // num_ranks)))
         init_parameters(model, seed=0)
@@ -77,23 +79,22 @@ def measure_stage_slices(
     batch: int = 1,
     num_rounds: int = 3,
 ) -> Measured:
-    """Costs of slices of sequences of `sequence` tokens, of any stage that can be sliced, measured here and fitted.
+    """Measured and fitted costs of slices of a sequence, for any stage that can be sliced.
 
-    It computes with as many threads as the launcher gives each of `num_ranks` ranks of this machine; where that is one,
-    its own time counts, so that what else the machine does disturbs little. A message costs what copying the stage's
-    output in and out takes.
+    It computes with the threads that the launcher gives each of `num_ranks` ranks of this machine. With one thread, the
+    CPU time of the thread is measured, so background load disturbs little. A message costs a copy of the stage's output
+    in and out.
 
     Args:
-        stage: one of `pipeloom.split.split`, a Hugging Face decoder's too; `make_sliceable` prepares it.
+        stage: a stage of `pipeloom.split.split`, or of a Hugging Face decoder; `make_sliceable` prepares it.
         sample: ``sample(samples, tokens)`` makes an input of the stage: tensors [samples, tokens, ...], or of one
             dimension.
-        sequence: tokens of a sequence.
-        num_ranks: ranks of this machine.
-        grid: the shortest slice that matters.
-        piece: sequences that are sliced together; in the costs they count as one.
-        batch: the most of those that may go together in a slice.
-        num_rounds: times that each slice is run after one that does not count, medians are taken; long ones are run
-            once and no more.
+        sequence: sequence length in tokens.
+        num_ranks: ranks on this machine.
+        grid: shortest slice in tokens.
+        piece: sequences that are sliced together; they count as one in the costs.
+        batch: maximum pieces that run together in a slice.
+        num_rounds: measured runs per slice after one warm-up run, whose median is taken; long slices run once.
 
     Raises:
         InputError: the stage cannot be sliced. SplitError: it has no values.
@@ -141,11 +142,11 @@ class _InSlice(nn.Module):
 
 
 class _Slices:
-    """Times slices of a stage where a pipeline runs them: behind others, and in the middle of the sequence."""
+    """Times slices of a stage as in a pipeline: after earlier slices, and in the middle of the sequence."""
 
     def __init__(self, stage: nn.Module, sample: Callable[[int, int], Any], sequence: int, num_rounds: int) -> None:
         self._stage, self._sample, self._sequence, self._num_rounds = stage, sample, sequence, num_rounds
-        self.token_bytes = 0  # of the output, all samples of the last run together
+        self.token_bytes = 0  # of the output, over all samples of the last run
 
     def time(self, samples: int, length: int, context: int) -> tuple[float, float]:
         """Seconds forward and backward of `length` tokens behind `context` others."""
@@ -159,9 +160,9 @@ class _Slices:
         return median(forward), median(backward)
 
     def _run(self, value: Any, length: int, context: int, clock: Clock) -> tuple[float, float]:
-        """One slice: behind one of all tokens before it, and before one of a token where the sequence goes on.
+        """One slice, after a slice of all earlier tokens, and before a slice of one token unless the sequence ends.
 
-        The slice before leaves keys and values; the one behind runs its backward first, and leaves their gradients.
+        The earlier slice leaves keys and values. The later slice runs its backward first, and leaves their gradients.
         """
         end = context + length
         whole = min(end + 1, self._sequence)
@@ -188,12 +189,12 @@ class _Slices:
 
 
 def _timer() -> Callable[[], float]:
-    """Autograd runs the backward of CPU tensors in the thread that asks for it."""
+    """CPU time with one thread: autograd runs the backward of CPU tensors in the calling thread."""
     return thread_time if torch.get_num_threads() == 1 else perf_counter
 
 
 def _points(sequence: int, grid: int) -> Iterator[tuple[int, int]]:
-    """Lengths and contexts to measure: lengths in steps of about 1.5, each alone and behind some contexts."""
+    """Lengths and contexts to measure: lengths grow by about 1.5, each alone and after some contexts."""
     lengths = {min(grid, sequence), sequence}
     length = float(grid)
     while length < sequence:
@@ -210,7 +211,7 @@ def _points(sequence: int, grid: int) -> Iterator[tuple[int, int]]:
 
 
 def _message(token_bytes: int, sequence: int) -> tuple[float, float]:
-    """Seconds of copying a message in and out: of none, and a token more."""
+    """Seconds of a copy in and out: of an almost empty message, and per further token."""
 
     def copy(tokens: int) -> float:
         source, target = torch.ones(2, tokens, token_bytes, dtype=torch.uint8)

@@ -1,9 +1,9 @@
-"""Slices for a schedule that does not run all forwards first: the few that may be best, timed by the simulator.
+"""Slices for a schedule that does not run all forwards first: a few candidates, timed by the simulator.
 
-The slicer's formula is exact for TeraPipe's order. Where backwards start as early as they can, as in Seq1F1B, a slow
-forward on one rank meets another slice's backward on the next, and slices of unequal time cost more than the formula
-says. So even slices of several numbers, and what the slicer finds for more ranks than there are, which have shorter
-longest slices, are put into the schedule and simulated.
+The slicer's formula is exact for TeraPipe's order. Where backwards start early, as in Seq1F1B, a slow forward on one
+rank meets another slice's backward on the next, so slices of unequal time cost more than the formula says. The
+candidates are even slices, and the slicer's answers for more ranks, whose longest slices are shorter. They are put into
+the schedule and simulated.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pipeloom.sim.timeline import Timeline
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of even slices
 _FACTORS = (1, 2, 4, 8)  # on the ranks of the slicer
-_SIMULATED = 8  # of pieces of each size, the best by the formula
-_STEADY = 2  # pieces a rank after which every further one adds a rank's work
+_SIMULATED = 8  # candidates per piece size, the best by the formula
+_STEADY = 2  # pieces per rank after which each further piece adds the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +61,19 @@ def slice_for_schedule(
     max_piece: int | None = None,
     sliced: bool = True,
 ) -> Slicing:
-    """Equal pieces of a batch, all cut alike, with the shortest simulated step of those that are tried.
+    """Equal pieces of a batch with the same cuts: the candidate with the shortest simulated step.
 
     Args:
-        costs: of a rank on one slice, message included.
-        schedule: name of a family that has every number of slices.
-        sequence, num_ranks, batch, grid, max_piece, sliced: as `slice_batch` has them.
-        memory_limit: most tokens whose activations a rank may hold, counted along the schedule.
+        costs: seconds of a rank on one slice, including its message.
+        schedule: name of a schedule that supports any number of slices.
+        sequence, num_ranks, batch, grid, max_piece, sliced: as for `slice_batch`.
+        memory_limit: maximum tokens per rank whose activations are kept, counted along the schedule.
 
     Returns:
-        The slicing. How far it is from the best there is, is not known.
+        The slicing, which may not be optimal.
 
     Raises:
-        InputError: what `slice_batch` refuses, or a memory limit that nothing that is tried keeps.
+        InputError: as `slice_batch`, or no candidate keeps the memory limit.
     """
     check_sizes(sequence=sequence, num_ranks=num_ranks, batch=batch, grid=grid)
     [costs, *_] = stages_of(costs, num_ranks)
@@ -105,27 +105,29 @@ def slice_for_schedule(
     best = min(found, key=lambda each: each.predicted_seconds, default=None)
     if best is None:
         raise InputError(
-            f"a memory limit of {memory_limit} tokens: of the slices that are tried, those of {schedule} hold at least "
-            f"{least} tokens on a rank; allow {least}"
+            f"memory_limit={memory_limit}: the slices tried for {schedule} hold at least {least} tokens per rank. "
+            f"Raise it to {least}."
         )
     return best
 
 
 def scheduled_timeline(costs: SliceTime, slicing: Slicing, *, schedule: str, name: str) -> Timeline:
-    """The simulated step of a slicing whose pieces are all alike.
+    """The simulated step of a slicing whose pieces are equal.
 
     Raises:
-        InputError: they are not.
+        InputError: the pieces differ.
     """
     if len({*slicing.slices}) > 1 or len({*slicing.batch}) > 1:
-        raise InputError(f"pieces of {slicing.batch} sequences, cut differently: a schedule has one cut for all")
+        raise InputError(
+            f"batch={slicing.batch}: a schedule needs equal pieces with the same cut. Use slice_for_schedule."
+        )
     [costs, *_] = stages_of(costs, slicing.num_ranks)
     times = _times(_Together(costs, slicing.batch[0]), slicing.slices[0])
     return _simulated(_build(schedule, slicing.num_ranks, len(slicing.batch), times.shape[1]), times, name)
 
 
 def peak_along(schedule: Schedule, lengths: Sequence[int]) -> int:
-    """Most tokens of one sequence whose activations a rank holds in the order of a schedule."""
+    """Peak tokens of one sequence whose activations a rank holds along a schedule."""
     signs = {Op.F: 1, Op.B: -1}
     return max(
         max(accumulate(signs[action.op] * lengths[action.slice or 0] for action in order)) for order in schedule.orders

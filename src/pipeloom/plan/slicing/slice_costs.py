@@ -1,10 +1,10 @@
-"""What one slice of a sequence costs one rank: the linear form of TeraPipe (arXiv:2102.07988), and its JSON file.
+"""Cost of one slice of a sequence on one rank: the linear form of TeraPipe (arXiv:2102.07988), and its JSON file.
 
     t(b, l, ctx) = base(b l) + [ctx > 0] (a0 + b (a1 l + a2 ctx + a3 l ctx)) + latency + seconds_per_token_sent b l
 
 `l` tokens of each of `b` sequences attend to themselves and to the `ctx` tokens before them. `base` is measured, and
-interpolated between the measured lengths; the context part is fitted by least squares (`fit`). The last two are the
-message to the next rank, during which the paper counts both ranks as busy.
+interpolated between the measured lengths; the context part is fitted by least squares (`fit`). The last two
+terms are the message to the next rank; as in the paper, both ranks are busy during it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Array = NDArray[np.float64]
 class SliceTime(Protocol):
     """Any callable ``(batch, length, context) -> (forward seconds, backward seconds)`` of one rank on one slice.
 
-    It is called with numbers. One that has an attribute ``takes_arrays = True`` is called once with arrays of lengths
-    and contexts instead, which is what makes thousands of tokens fast.
+    It is called with numbers. With an attribute ``takes_arrays = True`` it is called once with arrays of lengths and
+    contexts, which is much faster for thousands of tokens.
     """
 
     def __call__(self, batch: int, length: Any, context: Any) -> tuple[Any, Any]: ...
 
 
 def ask(stage: SliceTime, batch: int, length: Any, context: Any) -> Array:
-    """What a rank's costs say, forward and backward: shape (2,), or (2, slices) where it is asked with arrays.
+    """Forward and backward seconds by a rank's costs: shape (2,), or (2, slices) for arrays.
 
     Raises:
-        InputError: it says no pair of numbers.
+        InputError: the costs do not return a pair of numbers.
     """
     answer: Any = stage(batch, length, context)
     try:
@@ -54,18 +54,17 @@ def ask(stage: SliceTime, batch: int, length: Any, context: Any) -> Array:
     except (TypeError, ValueError, OverflowError) as error:
         said = "too large" if isinstance(error, OverflowError) else folded(answer)
         raise InputError(
-            f"costs of a slice are {said}: they are two numbers, seconds of its forward and of its backward; return "
-            "both"
+            f"costs={said}: must return two numbers, the seconds of the forward and of the backward. Return both."
         ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTime:
-    """Seconds of one rank's share for one direction.
+    """Seconds of one rank's share, forward or backward.
 
     Attributes:
-        base: ``(tokens, seconds)`` without context, tokens ascending. Below the first it stays, beyond the last it
-            rises as between the last two (from nothing, where there is one alone).
+        base: ``(tokens, seconds)`` without context, tokens ascending. It is constant below the first point, and
+            extrapolated beyond the last (from the origin, if there is only one point).
         context: a0, a1, a2, a3.
     """
 
@@ -77,7 +76,7 @@ class LinearTime:
         tokens = [tokens for tokens, _ in self.base]
         if not self.base or not all(a < b for a, b in pairwise([0.0, *tokens])):
             raise InputError(
-                f"base has tokens {tokens}: there is one point at least, above 0, and they ascend; sort them"
+                f"base has tokens {tokens}: needs at least one point, tokens above 0 and ascending. Sort the points."
             )
 
     def __call__(self, batch: int, length: Any, context: Any) -> Array:
@@ -86,7 +85,7 @@ class LinearTime:
         tokens, seconds = np.array([(0.0, 0.0), *self.base]).T
         asked = batch * length
         a0, a1, a2, a3 = self.context
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is used
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite values are rejected where they are used
             slope = (seconds[-1] - seconds[-2]) / (tokens[-1] - tokens[-2])
             base = np.interp(asked, tokens[1:], seconds[1:]) + slope * np.maximum(asked - tokens[-1], 0.0)
             extra = a0 + batch * (a1 * length + a2 * context + a3 * length * context)
@@ -98,9 +97,9 @@ class SliceCosts:
     """One rank's share of a model: forward, backward, and the message that follows either.
 
     Attributes:
-        forward, backward: computing.
-        latency: seconds of a message of no length.
-        seconds_per_token_sent: what each of its tokens adds.
+        forward, backward: seconds of computations.
+        latency: latency per message in seconds.
+        seconds_per_token_sent: further seconds per token of a message.
     """
 
     forward: LinearTime
@@ -123,7 +122,7 @@ class SliceCosts:
 
 
 class Sample(NamedTuple):
-    """What was measured: `length` tokens behind `context` others took `seconds`; one sequence."""
+    """One measurement: `length` tokens after `context` others took `seconds`, for one sequence."""
 
     length: int
     context: int
@@ -131,31 +130,30 @@ class Sample(NamedTuple):
 
 
 def fit(samples: Sequence[Sample]) -> tuple[LinearTime, float]:
-    """The linear form of measurements, and how far it is from them.
+    """The linear form of measurements, and its error.
 
-    The base is the median of what was measured at each length without context. The context part is fitted to the rest
-    by least squares. Both are of relative errors, for long slices would drown short ones otherwise; and both know that
-    more tokens and more context take no time away: noise would say so else, and a form fitted to it would fall below 0
-    between or beyond what was measured.
+    The base is the median time of each length without context. The context part is fitted to the rest by least squares.
+    Both minimise relative errors, so that long slices do not dominate. Both are constrained not to fall with more
+    tokens or context, so that noise cannot make times negative between or beyond the measurements.
 
     Args:
         samples: measurements.
 
     Returns:
-        The form, which is nowhere negative and never falls, and the root mean square of the relative error over the
-        samples that it does not meet (0 if there are none).
+        The form, and the root mean square of the relative error over the samples that it does not meet exactly (0 if
+        there are none).
 
     Raises:
-        InputError: nothing was measured without context, or a time is not a positive number.
+        InputError: no sample without context, or a time that is not above 0.
     """
     alone: dict[int, list[float]] = defaultdict(list)
     for length, context, seconds in samples:
         if not (math.isfinite(seconds) and seconds > 0):
-            raise InputError(f"a slice of {length} tokens took {seconds} s: a time is more than 0; measure it again")
+            raise InputError(f"seconds={seconds} of a slice of {length} tokens: must be above 0. Measure it again.")
         if context == 0:
             alone[length].append(seconds)
     if not alone:
-        raise InputError("no slice was measured without context: the base of the cost needs some; add lengths")
+        raise InputError("samples: the base needs slices without context. Add samples with context=0.")
     lengths = sorted(alone)
     base = _rising([median(alone[length]) for length in lengths])
     fitted = LinearTime(base=tuple((float(length), time) for length, time in zip(lengths, base, strict=True)))
@@ -163,7 +161,7 @@ def fit(samples: Sequence[Sample]) -> tuple[LinearTime, float]:
     behind = context > 0
     if behind.any():
         terms = np.stack([np.ones_like(length), length, context, length * context], axis=1)[behind]
-        scale = terms.max(axis=0)  # lengths squared beside ones: without it the fit loses digits
+        scale = terms.max(axis=0)  # values from 1 to lengths squared: without it the fit loses digits
         wanted = 1 - fitted(1, length, 0)[behind] / seconds[behind]
         a0, a1, a2, a3 = (float(a) for a in _nonnegative(terms / scale / seconds[behind, None], wanted) / scale)
         fitted = LinearTime(base=fitted.base, context=(a0, a1, a2, a3))
@@ -173,7 +171,7 @@ def fit(samples: Sequence[Sample]) -> tuple[LinearTime, float]:
 
 
 def _rising(seconds: Sequence[float]) -> list[float]:
-    """The nearest times, by relative error, that never fall; the same ones if they do not."""
+    """The nearest non-decreasing times by relative error."""
     if all(a <= b for a, b in pairwise(seconds)):
         return list(seconds)
     steps = np.tril(np.ones((len(seconds), len(seconds))))  # every time is a sum of steps that are 0 or more
@@ -182,7 +180,7 @@ def _rising(seconds: Sequence[float]) -> list[float]:
 
 
 def _nonnegative(matrix: Array, wanted: Array) -> Array:
-    from scipy.optimize import nnls  # costs that are read from a file need no scipy
+    from scipy.optimize import nnls  # costs from a file need no scipy
 
     return np.asarray(nnls(matrix, wanted, maxiter=100 * matrix.shape[1])[0])
 
@@ -198,10 +196,10 @@ _FORM = (
 
 
 def parse_slice_costs(text: str) -> SliceCosts:
-    """Read the JSON of a costs file; `context`, `latency` and `seconds_per_token_sent` are 0 where left out.
+    """Read the JSON of a costs file; `context`, `latency` and `seconds_per_token_sent` default to 0.
 
     Raises:
-        InputError: it is not one; the message names the key and the rule.
+        InputError: invalid JSON or a wrong value; the message names the key and the rule.
     """
     data = read_json(text, "the slice costs file", _FORM).fields(_PHASES, _MESSAGE)
     forward, backward = (_phase(data[name]) for name in _PHASES)

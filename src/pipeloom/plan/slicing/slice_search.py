@@ -1,10 +1,10 @@
 """The search behind the slicer: the cheapest slices under limits on the longest, and the best limits.
 
-What is minimised is ``sum of costs + sum over directions of the largest cost x the ranks still to come``. With a limit
-on the largest of each direction it falls apart into a dynamic programme over slices (TeraPipe, arXiv:2102.07988) and a
+The objective is ``sum of costs + sum over directions of the largest cost x the remaining ranks``. With a limit on the
+largest cost of each direction it splits into a dynamic programme over slices (TeraPipe, arXiv:2102.07988) and a
 knapsack over pieces of the batch. The paper tries every limit. Here, a few coarse limits first give a good answer, and
-what nothing better can hold is left out. Then boxes of limits wait in a heap by a bound of what they can hold, so that
-few are tried: the answer under a box's highest limits bounds the sum from below, its lowest limits bound the rest.
+slices that no better answer can contain are dropped. Then a branch-and-bound over boxes of limits tries few of them:
+the answer under a box's highest limits bounds the sum from below, and its lowest limits bound the rest.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from numpy.typing import NDArray
 
 from pipeloom.plan.slicing.slice_costs import Array
 
-_MOST_ENTRIES = 2**22  # of the tables that are worked on at once
-_MOST_AT_ONCE = 16  # limits that are tried at once
+_MOST_ENTRIES = 2**22  # of the tables in memory together
+_MOST_AT_ONCE = 16  # limits tried together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """What every possible slice costs. Slice ``[end - 1, piece, at]`` has the cells from ``end - width + at`` to `end`.
+    """Costs of every possible slice. Slice ``[end - 1, piece, at]`` has the cells from ``end - width + at`` to `end`.
 
     Attributes:
-        cost: what it adds to the sum, shape (cells, pieces, width); infinite where there is no such slice.
-        largest: what it adds by being the largest, one table for each direction; infinite where there is none.
+        cost: cost in the sum, shape (cells, pieces, width); infinite where there is no slice.
+        largest: cost of being the largest, one table per direction; infinite where there is no slice.
         sizes: samples of each kind of piece, ascending.
-        batch: samples to be made up of pieces.
+        batch: total samples of all pieces.
     """
 
     cost: Array
@@ -45,7 +45,7 @@ class Tables:
         return int(self.cost.shape[2])
 
     def keep(self, allowed: NDArray[np.bool_]) -> Tables:
-        """Without the slices that are not allowed, and no wider than that needs."""
+        """The allowed slices only, as narrow as possible."""
         wide = np.flatnonzero(allowed.any(axis=(0, 1)))
         first = int(wide[0]) if len(wide) else self.width - 1
         cost, *largest = (
@@ -68,25 +68,24 @@ class Answer:
 
 
 def minimise(tables: Tables, widths: Sequence[float], tolerance: float = 0.0) -> Answer | None:
-    """The best slices and pieces, or nearly; None where none are possible.
+    """The best slices and pieces up to a gap; None if none are possible.
 
-    Nothing is better by more than the sum of `widths` and `tolerance` times the answer.
+    No answer is better by more than the sum of `widths` plus `tolerance` times the answer.
 
     Args:
         tables: the costs.
-        widths: for each direction, how far apart values of the largest may be to be tried as one: of each bucket of
-            this width the greatest is tried.
-        tolerance: part of the answer by which a better one is not looked for.
+        widths: bucket width of the largest cost per direction; only the greatest value of each bucket is tried.
+        tolerance: relative gap at which the search stops.
     """
     best = _coarse(tables)
     if best is None:
         return None
     floor = _floor(tables)
     tables = tables.keep(floor <= best.objective * (1 + 1e-12))
-    # The largest of a sum is at most the sum of the largest, so one limit on the sum of all directions gives a bound
-    # from below; where the directions cost alike, as they do, its answer reaches the bound and is the best.
+    # The largest sum is at most the sum of the largest costs, so one limit on the sum of all directions gives a lower
+    # bound. Directions usually have similar costs; then its answer reaches the bound and is the best.
     together = replace(tables, largest=(np.sum(tables.largest, axis=0),))
-    # Half of the widths for the buckets, the other half for the distance from the bound that they leave.
+    # Half of the widths is for the buckets, the other half for the remaining gap to the bound.
     best, low = _search(together, [sum(widths) / 2], tolerance / 2, measured_by=tables, known=best)
     if best.objective - low > sum(widths) / 2 + (tolerance + 1e-12) * best.objective:
         tables = tables.keep(floor[:, :, -tables.width :] <= best.objective * (1 + 1e-12))
@@ -95,7 +94,7 @@ def minimise(tables: Tables, widths: Sequence[float], tolerance: float = 0.0) ->
 
 
 def _coarse(tables: Tables) -> Answer | None:
-    """A good answer: the limit on the largest slice is halved until that does not help."""
+    """A good answer: the limit on the largest slice is halved until the answer does not improve."""
     best = None
     while True:
         [answer] = _under(tables, [[np.inf] * len(tables.largest)])
@@ -106,10 +105,10 @@ def _coarse(tables: Tables) -> Answer | None:
 
 
 def _floor(tables: Tables) -> Array:
-    """For each slice, what no answer that holds it is below: the least sums beside it, and itself as the largest."""
+    """Lower bound of every answer that contains a slice: the least sums around it, and itself as the largest."""
     cells, pieces, width = tables.cost.shape
     before = _slice(tables.cost)
-    after = np.full((pieces, width + cells + 1), np.inf)  # of the cells behind
+    after = np.full((pieces, width + cells + 1), np.inf)  # of the later cells
     after[:, -1] = 0.0
     for end in range(cells, 0, -1):
         starts = after[:, end : end + width]
@@ -129,10 +128,10 @@ def _search(
     measured_by: Tables,
     known: Answer,
 ) -> tuple[Answer, float]:
-    """The answer that is best by the largest values of `measured_by`; and what no objective by `tables` is below,
-    buckets aside. `known` is an answer to begin with.
+    """The best answer by the largest values of `measured_by`, and a lower bound of all objectives by `tables`, up to
+    buckets. The search starts from the answer `known`.
 
-    Where the two tables are the same, that is the best there is; else the search ends when `tables` has nothing below.
+    With equal tables the answer is optimal; otherwise the search ends when `tables` has nothing below the bound.
     """
     values = [_candidates(table, width) for table, width in zip(tables.largest, widths, strict=True)]
     best, least = known, known.objective
@@ -152,7 +151,7 @@ def _search(
             if measured.objective < best.objective:
                 best = measured
             least = min(least, answer.objective)
-            # All limits between the reached and the highest have this answer; the others have one limit below it.
+            # All limits from the reached to the highest have this answer; the others have a limit below the reached.
             reached = tuple(int(np.searchsorted(each, v)) for each, v in zip(values, answer.largest, strict=True))
             for part in _below(reached, low, high):
                 for low_, high_ in _halves(values, *part):
@@ -188,7 +187,7 @@ def _halves(values: Sequence[Array], low: Corner, high: Corner) -> Iterator[tupl
 
 
 def _candidates(table: Array, width: float) -> Array:
-    """The different finite values, ascending; of those in one bucket of `width` the greatest alone."""
+    """The distinct finite values, ascending; only the greatest per bucket of `width`."""
     values = np.unique(table[np.isfinite(table)])
     if not len(values) or width <= 1e-12 * values[-1]:
         return values
@@ -202,7 +201,7 @@ def measure(tables: Tables, answer: Answer) -> Answer:
     chosen = [
         (end - 1, kind, start - end + width)
         for kind, ends in answer.pieces
-        for start, end in zip((0, *ends), ends, strict=False)  # one start too many
+        for start, end in zip((0, *ends), ends, strict=False)  # the last start is unused
     ]
     index = tuple(np.array(chosen).T)
     return Answer(
@@ -215,7 +214,7 @@ def measure(tables: Tables, answer: Answer) -> Answer:
 def _under(tables: Tables, limits: Sequence[Sequence[float]]) -> list[Answer | None]:
     """For each list of limits, the least sum with no slice above them; None if there is none.
 
-    Several at once, as small tables take less time than Python does to go through them.
+    Lists are solved together, because Python's overhead exceeds the arithmetic of small tables.
     """
     cells, pieces, width = tables.cost.shape
     columns = [np.array(each)[:, None, None] for each in zip(*limits, strict=True)]

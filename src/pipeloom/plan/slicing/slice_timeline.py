@@ -1,4 +1,4 @@
-"""When slices run: all forwards in order, then all backwards in the opposite order, on ranks that may differ."""
+"""The timeline of slices: all forwards in order, then all backwards in the opposite order, on ranks that may differ."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def slicing_seconds(
     num_ranks: int,
     batch: Sequence[int] | None = None,
 ) -> float:
-    """Seconds of a step of given slices, exactly, whatever the ranks cost.
+    """Exact seconds of a step with given slices; ranks may have different costs.
 
     Args:
-        costs: of one rank on one slice, or one for each rank.
-        slices: the lengths of every piece of the batch.
-        num_ranks: ranks of the pipeline.
-        batch: sequences of every piece; 1 each if left out.
+        costs: seconds of a rank on one slice; a list has one entry per rank.
+        slices: lengths of the slices of every piece of the batch.
+        num_ranks: pipeline-parallel degree.
+        batch: sequences per piece (default: 1 each).
     """
     forward, backward = _spans(costs, slices, num_ranks, batch)
     return max(end for row in (*forward, *backward) for _, end in row)
@@ -76,12 +76,11 @@ def _spans(
     num_ranks: int,
     batch: Sequence[int] | None,
 ) -> tuple[Starts, Starts]:
-    """For each rank, (start, end) of the forwards in order, and of the backwards from the last to the first."""
+    """Per rank, (start, end) of the forwards in order, and of the backwards from the last to the first."""
     sizes = [1] * len(slices) if batch is None else list(batch)
     if len(sizes) != len(slices) or not slices or any(not lengths or min(lengths) < 1 for lengths in slices):
         raise InputError(
-            f"slices {slices!r} of pieces of {sizes!r} sequences: every piece has slices of at least one token each; "
-            "give as many lists as pieces"
+            f"slices={slices!r}, batch={sizes!r}: each piece needs slices of at least 1 token. Give one list per piece."
         )
     units = [
         (size, length, end - length)
@@ -102,7 +101,7 @@ def _spans(
 
 
 def _flow(seconds: Sequence[Sequence[float]], free: Sequence[float]) -> Starts:
-    """(start, end) of jobs that pass the stages in order, each stage taking them in order from when it is free."""
+    """(start, end) of jobs that pass through the stages in order; each stage runs them in order once it is free."""
     arrive = [-math.inf] * len(seconds[0])
     rows = []
     for stage, times in enumerate(seconds):

@@ -1,4 +1,4 @@
-"""Where to cut sequences into slices and a batch into pieces (TeraPipe, arXiv:2102.07988)."""
+"""The best cuts of sequences into slices and of a batch into pieces (TeraPipe, arXiv:2102.07988)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeloom.plan.slicing.slice_costs import Array, SliceCosts, SliceTime, ask
 from pipeloom.plan.slicing.slice_search import Tables, measure, minimise
 
 _MOST_CELLS = 2048  # a table has the square of them
-_TOLERANCE = 1e-3  # where no epsilon is given
+_TOLERANCE = 1e-3  # without an epsilon
 _MOST_ENTRIES = 2**25  # of one table: a quarter of a gigabyte
 
 Cells = NDArray[np.int64]
@@ -25,13 +25,13 @@ class Slicing:
     """How a batch runs: piece `i` is ``batch[i]`` sequences, cut into slices of ``slices[i]`` tokens.
 
     Attributes:
-        num_ranks: ranks of the pipeline.
-        batch: sequences of every piece, largest first.
+        num_ranks: pipeline-parallel degree.
+        batch: sequences per piece, largest first.
         slices: lengths of the slices of every piece, in the order of the sequence.
-        predicted_seconds: of all forwards, then all backwards, through all ranks.
-        max_slice_seconds: the longest forward and the longest backward of a slice, added up.
-        gap_seconds: nothing on the same grid is better by more than this.
-        peak_tokens: most tokens whose activations a rank holds where backwards start as early as they can (Seq1F1B).
+        predicted_seconds: seconds of all forwards, then all backwards, through all ranks.
+        max_slice_seconds: the longest forward plus the longest backward of a slice.
+        gap_seconds: bound of the gap to the best slicing on the same grid.
+        peak_tokens: peak tokens per rank whose activations are kept where backwards start early (Seq1F1B).
     """
 
     num_ranks: int
@@ -57,31 +57,32 @@ def slice_batch(
 ) -> Slicing:
     """The pieces and slices with the shortest step.
 
-    With forward ``f(i)`` and backward ``b(i)`` of every slice of every piece, what is minimised is
+    With forward ``f(i)`` and backward ``b(i)`` of every slice of every piece, the objective is
 
         sum of (f(i) + b(i)) + (K - 1) (max f(i) + max b(i))        K ranks
 
-    which is exactly the time of all forwards followed by all backwards where ranks cost the same. Where they differ,
-    ``f`` and ``b`` are those of the slowest rank, and each rank counts towards K with the largest part of the slowest's
-    time that it ever takes; this is an upper bound of the time.
+    which is exactly the time of all forwards followed by all backwards if ranks have equal costs. Otherwise ``f`` and
+    ``b`` are the slowest rank's, and each rank counts towards K with its largest share of the slowest rank's time; the
+    objective is then an upper bound of the time.
 
     Args:
-        costs: of one rank on one slice, message included; one for each rank where they differ. With one rank the
-            messages of `SliceCosts` are left out.
-        sequence: tokens of a sequence. Slices begin at multiples of `grid`.
-        num_ranks: ranks of the pipeline, K.
-        batch: sequences of a step.
-        grid: tokens of the smallest step between lengths.
-        epsilon: seconds; of longest slices that differ by less, the longest alone is tried, which costs at most
-            ``(K - 1) epsilon`` in each direction. 0 is exact; left out, the answer is within a thousandth of the best.
-        memory_limit: most tokens whose activations a rank may hold in the order of Seq1F1B (`Slicing.peak_tokens`); all
-            forwards first, whose time this is, holds the whole batch. `slice_for_schedule` has both of one schedule.
-        max_piece: most sequences in a piece; left out, as many as the tables have room for.
-        sliced: False leaves sequences whole and cuts the batch alone.
+        costs: seconds of a rank on one slice, including its message; a list has one entry per rank. With one rank,
+            the messages of `SliceCosts` are left out.
+        sequence: sequence length in tokens. Slices begin at multiples of `grid`.
+        num_ranks: pipeline-parallel degree, K.
+        batch: sequences per step.
+        grid: granularity of slice lengths in tokens.
+        epsilon: seconds; of longest slices that differ by less, only the longest is tried, which costs at most
+            ``(K - 1) epsilon`` per direction. 0 is exact. Default: the answer is within 0.1 % of the best.
+        memory_limit: maximum tokens per rank whose activations are kept in the order of Seq1F1B
+            (`Slicing.peak_tokens`). The order of the objective, all forwards first, holds the full batch;
+            `slice_for_schedule` takes time and memory from the same schedule.
+        max_piece: maximum sequences per piece (default: limited by table size).
+        sliced: False keeps sequences whole and cuts the batch alone.
 
     Raises:
-        InputError: sizes below 1, a grid above the sequence, costs that are negative or not finite, or a limit that no
-            slicing keeps; the message names the smallest that one does.
+        InputError: sizes below 1, a grid above the sequence, negative or infinite costs, or a limit that no slicing
+            keeps; the message has the smallest possible limit.
     """
     check_sizes(sequence=sequence, num_ranks=num_ranks, batch=batch, grid=grid)
     ends = _ends(sequence, grid) if sliced else np.array([sequence])
@@ -107,7 +108,7 @@ def slice_batch(
 
 
 def _tables(seconds: tuple[Array, ...], fills: Sequence[float], batch: int) -> Tables:
-    """Of pieces of 1, 2, ... sequences, as many as there are seconds of."""
+    """Tables of pieces of 1, 2, ... sequences."""
     return Tables(
         cost=np.add(*seconds),
         largest=tuple(_worth(each, fill) for each, fill in zip(seconds, fills, strict=True)),
@@ -119,16 +120,15 @@ def _tables(seconds: tuple[Array, ...], fills: Sequence[float], batch: int) -> T
 def _too_little_memory(limit: int | None, grid: int, batch: int, ends: Cells, num_ranks: int) -> InputError:
     least = min(batch * int(ends[-1]), int(ends[-1]) + (num_ranks - 1) * int(np.diff(ends, prepend=0).max()))
     return InputError(
-        f"a memory limit of {limit} tokens: slices on a grid of {grid} hold at least {least} tokens on a rank; allow "
-        f"{least}"
+        f"memory_limit={limit}: slices on a grid of {grid} hold at least {least} tokens per rank. Raise it to {least}."
     )
 
 
 def peak_tokens(slices: Sequence[Sequence[int]], batch: Sequence[int], num_ranks: int) -> int:
-    """Most tokens whose activations rank 0 holds in the order of Seq1F1B (arXiv:2406.03488), from above.
+    """Upper bound of the tokens whose activations rank 0 holds in the order of Seq1F1B (arXiv:2406.03488).
 
-    It runs ahead by one piece and a slice for every other rank, so by no more than the largest piece and that many of
-    the largest slices.
+    Rank 0 runs ahead by one piece plus one slice per other rank, so by at most the largest piece plus one largest slice
+    per other rank.
     """
     pieces = [size * sum(lengths) for size, lengths in zip(batch, slices, strict=True)]
     longest = max(size * max(lengths) for size, lengths in zip(batch, slices, strict=True))
@@ -136,20 +136,20 @@ def peak_tokens(slices: Sequence[Sequence[int]], batch: Sequence[int], num_ranks
 
 
 def check_sizes(*, sequence: int, num_ranks: int, batch: int, grid: int) -> None:
-    """Refuse what cannot be sliced.
+    """Validate the sizes of a slicing.
 
     Raises:
-        InputError: a size below 1, a grid above the sequence, or one so fine that the search has no end.
+        InputError: a size below 1, a grid above the sequence, or a grid too fine to search.
     """
     for what, size in (("sequence", sequence), ("ranks", num_ranks), ("batch", batch), ("grid", grid)):
         if size < 1:
-            raise InputError(f"{what} {size}: it is at least 1; raise it")
+            raise InputError(f"{what}={size}: must be at least 1.")
     if grid > sequence:
-        raise InputError(f"a grid of {grid} on a sequence of {sequence} tokens: it is at most the sequence; lower it")
+        raise InputError(f"grid={grid}: must be at most the sequence, {sequence} tokens. Lower it.")
     if sequence > grid * _MOST_CELLS:
         raise InputError(
-            f"a grid of {grid} on a sequence of {sequence} tokens makes more than {_MOST_CELLS} cells, the most that "
-            f"are searched; use a grid of {-(-sequence // _MOST_CELLS)} or more"
+            f"grid={grid}: {sequence} tokens make more than {_MOST_CELLS} cells, the limit of the search. Use "
+            f"{-(-sequence // _MOST_CELLS)} or more."
         )
 
 
@@ -159,7 +159,7 @@ def _ends(sequence: int, grid: int) -> Cells:
 
 
 def _worth(seconds: Array, fill: float) -> Array:
-    """What slices add by being the longest; infinite where there is none."""
+    """Cost of slices for being the longest; infinite where there is no slice."""
     return np.where(np.isfinite(seconds), fill * np.where(np.isfinite(seconds), seconds, 0.0), np.inf)
 
 
@@ -167,14 +167,14 @@ def stages_of(costs: SliceTime | Sequence[SliceTime], num_ranks: int) -> list[Sl
     """The costs of every rank.
 
     Raises:
-        InputError: there are several, but not one for each rank, or one is no callable.
+        InputError: the number of costs is not the number of ranks, or one is not callable.
     """
     stages = [costs] * num_ranks if callable(costs) else list(costs) if isinstance(costs, Sequence) else [costs]
     wrong = next((stage for stage in stages if not callable(stage)), None)
     if wrong is not None:
-        raise InputError(f"costs are {wrong!r}: they are called with batch, length and context; pass a function")
+        raise InputError(f"costs={wrong!r}: must be a function of batch, length and context. Pass a function.")
     if len(stages) != num_ranks:
-        raise InputError(f"costs of {len(stages)} ranks for a pipeline of {num_ranks}: give one for all, or one each")
+        raise InputError(f"costs has {len(stages)} entries for {num_ranks} ranks. Give one for all, or one per rank.")
     if num_ranks == 1 and isinstance(stages[0], SliceCosts):
         return [replace(stages[0], latency=0.0, seconds_per_token_sent=0.0)]
     return stages
@@ -183,7 +183,7 @@ def stages_of(costs: SliceTime | Sequence[SliceTime], num_ranks: int) -> list[Sl
 def _seconds(
     costs: SliceTime | Sequence[SliceTime], ends: Cells, num_ranks: int, most: int
 ) -> tuple[tuple[Array, ...], tuple[float, ...]]:
-    """For each direction, the seconds of every slice on the slowest rank, and how often the longest counts again."""
+    """Per direction, the seconds of every slice on the slowest rank, and how often the longest counts again."""
     ranks = stages_of(costs, num_ranks)
     stages, counts = {id(rank): rank for rank in ranks}, Counter(map(id, ranks))
     starts, stops = np.triu_indices(len(ends))  # a slice is the cells from starts to stops
@@ -203,7 +203,7 @@ def _evaluate(stage: SliceTime, most: int, length: Cells, context: Cells) -> Arr
     """Seconds of one rank, shape (directions, pieces, slices).
 
     Raises:
-        InputError: one is negative or not finite.
+        InputError: a time is negative or infinite.
     """
     if getattr(stage, "takes_arrays", False):
         seconds = np.array([ask(stage, size, length, context) for size in range(1, most + 1)])
@@ -214,25 +214,25 @@ def _evaluate(stage: SliceTime, most: int, length: Cells, context: Cells) -> Arr
     if len(wrong):
         size, phase, at = wrong[0]
         raise InputError(
-            f"the {('forward', 'backward')[phase]} of {length[at]} tokens behind {context[at]} others, for a batch of "
-            f"{size + 1}, takes {seconds[size, phase, at]:.6g} s by the costs: a time is a finite number, 0 or more; "
-            "correct them"
+            f"costs(batch={size + 1}, length={length[at]}, context={context[at]}): the "
+            f"{('forward', 'backward')[phase]} takes {seconds[size, phase, at]:.6g} s: must be at least 0. Correct the "
+            "costs."
         )
     return seconds.swapaxes(0, 1)
 
 
 def _part(seconds: Array, slowest: Array) -> float:
-    """The largest part of the slowest rank's time that one rank takes."""
+    """The largest share of the slowest rank's time that one rank takes."""
     return float(np.max(np.divide(seconds, slowest, out=np.ones_like(seconds), where=slowest > 0)))
 
 
 def _within(tables: Tables, ends: Cells, num_ranks: int, memory_limit: int | None) -> Iterator[Tables]:
-    """The tables without what a rank has no room for, once for each size of the largest piece."""
+    """The tables within the memory limit, once per size of the largest piece."""
     sequence = int(ends[-1])
     if memory_limit is None or tables.batch * sequence <= memory_limit:
         yield tables
         return
-    before = np.concatenate([np.zeros(len(ends), dtype=np.int64), ends])  # where the cells begin; none before the first
+    before = np.concatenate([np.zeros(len(ends), dtype=np.int64), ends])  # starts of the cells; none before the first
     lengths = ends[:, None] - np.lib.stride_tricks.sliding_window_view(before, len(ends))[:-1]
     for size in tables.sizes:
         left = memory_limit - size * sequence
