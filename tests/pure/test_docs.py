@@ -175,6 +175,18 @@ def _names_of_files(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["docs/explanation/architecture.md", "docs/explanation/runtime.md", "CONTRIBUTING.md"])
+def test_code_blocks_are_closed(name):
+    """Inside a block no fence opens another one, so that no text becomes code and no code becomes text."""
+    is_open = False
+    for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            word = line.strip().strip("`")
+            assert not (is_open and word), f"{name}:{number} opens a block inside a block"
+            is_open = not is_open
+    assert not is_open, f"{name} does not close its last block"
+
+
+@pytest.mark.parametrize("name", ["docs/explanation/architecture.md", "docs/explanation/runtime.md", "CONTRIBUTING.md"])
 def test_files_that_a_page_names_exist(name):
     package = ROOT / "src" / "pipeloom"
     roots = [ROOT, package, *(path for path in package.iterdir() if path.is_dir())]

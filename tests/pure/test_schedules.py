@@ -138,12 +138,21 @@ def staircase(name: str, *, num_ranks: int, num_microbatches: int, num_slices: i
 
 @pytest.mark.parametrize("name", schedules.FAMILIES)
 def test_every_schedule_has_its_staircase(name):
+    assert name in STAIRCASES, "add the staircase that staircase(...) draws to STAIRCASES"
     expected = [line.strip() for line in STAIRCASES[name].strip().splitlines()]
     actions = [parse_action(cell) for cell in expected[0].split() if cell.strip(".-")]
     num_microbatches = 1 + max(action.microbatch for action in actions)
     num_slices = 1 + max(action.slice or 0 for action in actions)
     drawn = staircase(name, num_ranks=len(expected), num_microbatches=num_microbatches, num_slices=num_slices)
     assert drawn.splitlines() == expected
+
+
+@pytest.mark.parametrize("name", schedules.FAMILIES)
+def test_every_schedule_has_the_name_of_its_row_and_a_public_function(name):
+    family = schedules.FAMILIES[name]
+    assert schedules.build(name, num_ranks=4, num_microbatches=8).name == name
+    public = "search" if name == "search" else family.build.__name__
+    assert public in schedules.__all__, "import the function in schedules/__init__.py and add it to __all__"
 
 
 @pytest.mark.parametrize("name", schedules.FAMILIES)
