@@ -144,7 +144,7 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ),
         ("--parallel.data 3 --batch.size 900 --batch.microbatches 300", "validation data has .* of each of 3 replicas"),
         ("--parallel.order pp", "parallel.order=pp: must be dp,pp or pp,dp"),
-        ("--parallel.data_granularity chunk", "it is for zero2 and zero3"),
+        ("--parallel.data_granularity chunk", "Use 'step', or strategy zero2 or zero3"),
         ("--parallel.data_strategy zero4", "parallel.data_strategy"),
         (
             "--parallel.data 2 --schedule pipedream",

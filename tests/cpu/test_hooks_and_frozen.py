@@ -64,7 +64,7 @@ def test_forwards_alone_evaluate_and_train_nothing(tmp_path, capsys) -> None:
     orders = "0F0 0F1\n1F0 1F1"
     with pl.Pipeline(make_mlp(2), pl.schedules.from_orders(orders, name="mine"), loss_fn=mse) as pipe:
         inputs, targets = INPUTS.float(), TARGETS.float()
-        with pytest.raises(ScheduleError, match=r"'mine' has forwards alone: 1B0 is missing"):
+        with pytest.raises(ScheduleError, match=r"'mine' has only forwards: training needs all backwards, such as 1B0"):
             pipe.step(inputs, targets)
         # Of halves of the batch: which bits that gives depends on the processor.
         torch.testing.assert_close(pipe.forward(inputs), make_mlp(2)(inputs).detach())
@@ -79,5 +79,5 @@ def test_forwards_alone_evaluate_and_train_nothing(tmp_path, capsys) -> None:
         str(tmp_path / "out"),
     ]
     assert main(["train", *words]) == 2
-    assert "has forwards alone: 1B0 is missing" in capsys.readouterr().err
+    assert "has only forwards: training needs all backwards, such as 1B0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

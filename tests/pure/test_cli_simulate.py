@@ -216,8 +216,8 @@ def test_sizes_and_bandwidths_take_units(capsys):
     [
         ("--data-strategy zero3", "--data-strategy has no effect without --data"),
         ("--memory-bandwidth 1", "--memory-bandwidth has no effect without --offload"),
-        ("--data 0", "a data axis of degree 0"),
-        ("--data 2 --data-granularity chunk", "granularity 'chunk' with strategy 'ddp'"),
+        ("--data 0", "degree=0: the data-parallel degree must be at least 1"),
+        ("--data 2 --data-granularity chunk", "granularity='chunk': strategy 'ddp' gathers"),
         ("--data 2 --data-bandwidth 1", "no parameter_bytes"),
         ("--parameter-bytes -1", "--parameter-bytes=-1: must be a size in bytes, such as"),
         ("--activation-bytes 1XB", "--activation-bytes=1XB: must be a size in bytes, such as 8e9, 16GB or 16GiB."),
@@ -226,7 +226,7 @@ def test_sizes_and_bandwidths_take_units(capsys):
             "--data-bandwidth=fast: must be a bandwidth in bytes per second, such as 1.25e9, 12GB",
         ),
         ("--offload 0", "--offload 0: must be more than 0"),
-        ("--offload 1", "need 3; raise the cap"),
+        ("--offload 1", "needs 3. Raise the cap"),
     ],
 )
 def test_copies_and_moves_that_cannot_be_are_refused(words, said, capsys):

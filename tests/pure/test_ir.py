@@ -54,7 +54,7 @@ def test_a_word_that_is_no_action_is_refused_or_has_no_micro_batch(text):
     if text == "1F":
         assert ir_text.parse_action(text).microbatch is None
         return
-    with pytest.raises(ScheduleError, match="is no action"):
+    with pytest.raises(ScheduleError, match=r": an action is stage, op, micro-batch and slice\. Write"):
         ir_text.parse_action(text)
 
 
@@ -179,7 +179,7 @@ RANK_1 = "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
         ((RANK_0, RANK_1 + " 1SEND_F1"), "1SEND_F1 on rank 1 has no other rank"),
         ((RANK_0 + " 0SEND_F1", RANK_1 + " 1RECV_F1"), "0SEND_F1 appears twice"),
         ((RANK_0, "1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"), "message 0 from rank 0 to rank 1 .* received as None"),
-        (("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), "waits at .*, which no rank runs; add it"),
+        (("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), "waits at .*, which no rank runs. Add it"),
         (
             (RANK_0.replace("0B1", "0RECV_B1 0B1").replace("0RECV_B1 ", "", 1), RANK_1.replace("1B1 1S", "1S")),
             "rank 1 runs nothing where its schedule has 1B1: .* Lower the schedule that is meant",
@@ -258,7 +258,7 @@ def test_weight_versions_follow_the_policy():
     for weights, count in ((WeightPolicy.STASH, None), (WeightPolicy.FLUSH, 1), (WeightPolicy.STASH, 4)):
         with pytest.raises(ScheduleError, match="micro-batches"):
             check(replace(schedule, weights=weights, microbatches_per_update=count))
-    with pytest.raises(ScheduleError, match="more micro-batches an update"):
+    with pytest.raises(ScheduleError, match="Increase microbatches_per_update=1"):
         check(replace(double_buffer, microbatches_per_update=1))
 
 
@@ -276,7 +276,7 @@ def test_a_csv_of_torch_reads_without_its_communication():
     assert lower(schedule).orders[1][:2] == (Action(1, Op.RECV_F, 0), Action(1, F, 0))
     with pytest.raises(ScheduleError, match="without gaps"):
         from_csv("0F0,0B0\n2F0,2B0\n")
-    with pytest.raises(ScheduleError, match="is no action"):
+    with pytest.raises(ScheduleError, match=r": an action is stage, op, micro-batch and slice\. Write"):
         from_csv("0F0,zero\n")
 
 

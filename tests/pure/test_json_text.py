@@ -80,7 +80,7 @@ def test_good_files_are_read_and_a_key_twice_is_refused(name: str) -> None:
         ("schedule", "placement/0/0", 0.5, "the schedule: placement[0][0]=0.5"),
         ("schedule", "placement/0", 0, "the schedule: placement[0]=0: must be a list"),
         ("schedule", "orders/1", ["1F0"], "the schedule: orders[1]=['1F0']: must be a string"),
-        ("schedule", "orders/1", "zero", "'zero' is no action"),
+        ("schedule", "orders/1", "zero", "'zero': an action is stage, op"),
         ("schedule", "overlapped", [["0F0"]], "the schedule: overlapped[0]=['0F0']: must be a list of length 2"),
         ("schedule", "microbatches_per_update", 2.5, "the schedule: microbatches_per_update=2.5"),
         ("schedule", "num_slice", 2, "the schedule: unknown key 'num_slice'. Remove it (keys name, num_microbatches"),

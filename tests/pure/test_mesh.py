@@ -88,7 +88,7 @@ def test_options_become_a_data_axis() -> None:
     ("build", "words"),
     [
         (lambda: DataParallel("zero4"), "data strategy='zero4': unknown. Use one of ddp, parameter-server"),
-        (lambda: DataParallel("ddp", granularity="chunk"), "it is for zero2 and zero3"),
+        (lambda: DataParallel("ddp", granularity="chunk"), "Use 'step', or strategy zero2 or zero3"),
         (
             lambda: DataParallel("zero2", granularity="week"),
             "granularity='week': unknown. Use one of step, chunk, microbatch",

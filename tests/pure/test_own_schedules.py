@@ -92,7 +92,7 @@ REFUSED = {
     "mine.py:nothing": r"orders of schedule 'nothing' are no sequence of rows",
     "mine.py:fixed": r"function 'fixed' is for 1 micro-batches, the run has 3: they must be equal; ask for 1",
     "broken.py:f": r"schedule file .*broken.py cannot be run \(SyntaxError",
-    "bad.csv": r"'zero' is no action",
+    "bad.csv": r"'zero': an action is stage, op",
     "bad.json": r"bad.json': the schedule: missing key 'name'",
 }
 
@@ -129,7 +129,7 @@ def test_a_csv_for_torch_of_a_schedule_with_replicas_is_refused_in_one_line(tmp_
     csv = str(tmp_path / "out.csv")
     assert main(["simulate", "dualpipe", "--ranks", "2", "--microbatches", "4", "--csv", csv]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "holds stage 0 on ranks (0, 1): torch.distributed.pipelining has one rank for each stage" in line
+    assert "holds stage 0 on ranks (0, 1): torch.distributed.pipelining needs one rank per stage. Write JSON" in line
 
 
 def test_overlapped_units_travel_in_a_csv():
@@ -161,7 +161,7 @@ def test_files_as_they_come_or_are_refused_in_one_line(tmp_path, capsys):
     assert "rank 1" in simulated("mark.json", whole, encoding="utf-8-sig")
     assert "forwards only" in simulated("forward.csv", "0F0,0F1,0F2\n1F0,1F1,1F2\n")
     assert "has no forwards" in simulated("empty.csv", "")
-    assert "no action" in simulated("long.csv", "0F" + "1" * 5000)
+    assert "an action is stage, op" in simulated("long.csv", "0F" + "1" * 5000)
     assert "nested too deep" in simulated("deep.json", "[" * 100_000)
     assert "duplicate key 'name'" in simulated("twice.json", whole.replace("{", '{"name": "other",', 1))
     huge = whole.replace(": 3", ": 1" + "0" * 400, 1)

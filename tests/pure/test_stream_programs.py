@@ -95,7 +95,7 @@ def test_replicas_give_their_gradients_and_update_one_micro_batch_later():
 
 
 def test_stages_that_share_parameters_are_refused():
-    with pytest.raises(ScheduleError, match="hold the same parameters and update them at different times"):
+    with pytest.raises(ScheduleError, match="hold the same parameters but update them at different times"):
         lower(stream("stash", (1, 1), 4), tied_stages=((0, 1),))
 
 
@@ -224,5 +224,5 @@ def test_slices_and_forwards_that_come_too_early_are_refused():
     early = replace(
         build("gpipe", num_ranks=2, num_microbatches=8), weights=WeightPolicy.DOUBLE_BUFFER, microbatches_per_update=2
     )
-    with pytest.raises(ScheduleError, match=r"0F4 uses version 1 .* stands before the update"):
+    with pytest.raises(ScheduleError, match=r"0F4 uses version 1 .* comes before the update"):
         check(early)

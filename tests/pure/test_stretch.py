@@ -36,7 +36,9 @@ def test_a_stretched_stream_is_the_one_built_at_that_length(replicas: tuple[int,
 
 def test_a_stream_without_steady_state_is_refused() -> None:
     short = pipedream(num_ranks=4, num_microbatches=4)
-    with pytest.raises(ScheduleError, match=r"rank 0 does not repeat itself after 1 .*; build it with more") as caught:
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 does not repeat its order after 1 .*\. Build it with more"
+    ) as caught:
         stretch(short, 5)
     call = re.search(r"steady_length\((.*), microbatches_per_update=(\d+)\)", str(caught.value))
     enough = steady_length(json.loads(call[1]), microbatches_per_update=int(call[2]))

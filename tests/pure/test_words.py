@@ -59,10 +59,6 @@ PATTERNS = [(re.compile(pattern, re.IGNORECASE), better) for pattern, better in 
 PENDING: set[str] = {
     "docs",
     "docs/reference",
-    "src/pipeloom/ir",
-    "src/pipeloom/ir/check",
-    "src/pipeloom/ir/large",
-    "src/pipeloom/passes",
     "src/pipeloom/schedules",
     "src/pipeloom/schedules/search",
 }

@@ -1,4 +1,4 @@
-"""A pipeline as data: actions, placements, schedules, programs, and what is legal. Needs numpy for large ones alone."""
+"""Pipelines as data: actions, placements, schedules, programs and their rules. Only large schedules need numpy."""
 
 from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
 from pipeloom.ir.check.checker import Checked, check, live_activations

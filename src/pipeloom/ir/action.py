@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Op(StrEnum):
-    """What an action does. The value is what stands in the printed form of an action."""
+    """The kind of an action. Printed actions show the value, as in ``2F0``."""
 
     F = "F"  # forward
     B = "B"  # full backward: gradients of the input and of the weights
@@ -20,8 +20,8 @@ class Op(StrEnum):
     REDUCE_GRAD = "REDUCE_GRAD"  # sum gradients over the ranks that hold the same parameters
     UNSHARD = "UNSHARD"  # gather the stage's sharded parameters
     RESHARD = "RESHARD"  # free them again
-    OFFLOAD = "OFFLOAD"  # move a stage's saved activations or states off the device
-    RELOAD = "RELOAD"  # bring them back
+    OFFLOAD = "OFFLOAD"  # offload a stage's saved activations or states
+    RELOAD = "RELOAD"  # reload them to the device
     STEP = "STEP"  # update the stage's parameters
 
 
@@ -32,8 +32,8 @@ COMMUNICATION_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 class Action(NamedTuple):
     """One op of one stage on one micro-batch, or on one slice of it.
 
-    `microbatch` is None for ops that concern the stage as a whole (REDUCE_GRAD, STEP, ...), `slice` is None where
-    the sequence is not sliced. ``str(Action(2, Op.F, 0))`` is ``"2F0"``, with slice 3 ``"2F0.3"``.
+    `microbatch` is None for ops on the whole stage (REDUCE_GRAD, STEP, ...). `slice` is None unless sequences are
+    sliced. ``str(Action(2, Op.F, 0))`` is ``"2F0"``, with slice 3 ``"2F0.3"``.
     """
 
     stage: int

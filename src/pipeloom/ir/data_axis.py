@@ -1,13 +1,13 @@
-"""`DataAxis`: how copies of a pipeline share the work of one step, and what of the parameters each copy keeps.
+"""`DataAxis`: data parallelism of a program, and what each strategy shards.
 
-Every copy runs the same program on micro-batches of its own. What differs between strategies is who holds parameters,
-gradients and optimizer states between and during steps:
+Every data-parallel replica runs the same program on its own micro-batches. Strategies differ in what a replica holds
+between and during steps:
 
     strategy            parameters    gradients     optimizer      after the backwards      before the forwards
-    ddp                 whole         whole         whole          all-reduce               -
-    parameter-server    whole         whole         on copy 0      reduce to copy 0         broadcast
-    zero1               whole         whole         a shard        reduce-scatter           all-gather
-    zero2               whole         a shard       a shard        reduce-scatter           all-gather
+    ddp                 full          full          full           all-reduce               -
+    parameter-server    full          full          on replica 0   reduce to replica 0      broadcast
+    zero1               full          full          a shard        reduce-scatter           all-gather
+    zero2               full          a shard       a shard        reduce-scatter           all-gather
     zero3               a shard       a shard       a shard        reduce-scatter           all-gather
 
 Sources: ZeRO, arXiv:1910.02054, sections 5 and 7; parameter server, OSDI'14 (Li et al.).
@@ -23,7 +23,7 @@ from pipeloom.errors import InputError
 
 
 class DataStrategy(StrEnum):
-    """What copies of a pipeline keep of its parameters, gradients and optimizer states."""
+    """How data-parallel replicas shard parameters, gradients and optimizer states."""
 
     DDP = "ddp"
     PARAMETER_SERVER = "parameter-server"
@@ -33,29 +33,29 @@ class DataStrategy(StrEnum):
 
 
 class Granularity(StrEnum):
-    """For how long a rank holds what it gathered of a stage's parameters, and sums up gradients before it shares them.
+    """How long a rank keeps gathered parameters of a stage, and accumulates gradients before it reduces them.
 
-    Each needs less memory than the one before, and more communication.
+    Each value needs less memory and more communication than the one before.
     """
 
     STEP = "step"  # from the start of a step to the stage's last computation; gradients are reduced once
-    CHUNK = "chunk"  # for a run of computations of one stage that stand one behind the other in the rank's order
-    MICROBATCH = "microbatch"  # for every computation, bucket after bucket inside it
+    CHUNK = "chunk"  # for consecutive computations of one stage in the rank's order
+    MICROBATCH = "microbatch"  # for one computation, bucket by bucket inside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataAxis:
-    """How many copies of a pipeline there are, and what each keeps.
+    """The data-parallel degree and what each replica holds.
 
     Attributes:
-        degree: the number of copies.
-        strategy: who keeps what.
-        granularity: of gathering (zero3) and of reducing gradients (zero2, zero3); other strategies have "step".
-        separate_master: whether an update changes other memory than the forwards read, such as float32 masters of
-            16-bit parameters: then parameters are unsharded, which is a copy, also where nothing is gathered.
+        degree: the number of data-parallel replicas.
+        strategy: what is sharded.
+        granularity: of all-gathers (zero3) and gradient reductions (zero2, zero3); other strategies need "step".
+        separate_master: whether the optimizer updates other tensors than the forward reads, such as float32 masters of
+            16-bit parameters. UNSHARD then copies the masters, even if no parameter is gathered.
 
     Raises:
-        InputError: a degree below 1, or a granularity that the strategy does not have.
+        InputError: a degree below 1, or a granularity that the strategy does not support.
     """
 
     degree: int
@@ -66,16 +66,16 @@ class DataAxis:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.degree < 1:
-            raise InputError(f"a data axis of degree {self.degree}: it has at least one copy; give 1 or more")
+            raise InputError(f"degree={self.degree}: the data-parallel degree must be at least 1.")
         if self.granularity is not Granularity.STEP and not self.shards_gradients:
             raise InputError(
-                f"granularity {self.granularity.value!r} with strategy {self.strategy.value!r}, which gathers and "
-                "reduces once a step: it is for zero2 and zero3; leave it out"
+                f"granularity={self.granularity.value!r}: strategy {self.strategy.value!r} gathers and reduces once "
+                "per step. Use 'step', or strategy zero2 or zero3."
             )
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether a rank updates only a part of the parameters that it computes with."""
+        """Whether a rank updates only a shard of the parameters that it computes with."""
         return self.strategy is not DataStrategy.DDP
 
     @property
@@ -88,5 +88,5 @@ class DataAxis:
 
     @property
     def unshards(self) -> bool:
-        """Whether parameters have to be put together, or copied, before a step computes with them."""
+        """Whether parameters are gathered, or copied from masters, before a step computes with them."""
         return self.shards_optimizer or self.separate_master

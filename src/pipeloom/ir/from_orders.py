@@ -1,4 +1,4 @@
-"""A schedule from its orders alone: placement and sizes are read off the forwards."""
+"""A schedule from its orders alone: placement and sizes follow from the forwards."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pipeloom.ir.schedule import Orders, Schedule
 def schedule_from_orders(
     orders: Orders, *, name: str, overlapped: frozenset[tuple[Action, Action]] = frozenset()
 ) -> Schedule:
-    """The schedule that `orders` are; whether it is legal, `pipeloom.ir.check.checker` says.
+    """A schedule with these orders. `pipeloom.ir.check` validates that it is legal.
 
-    A stage lives where its forwards stand; of several ranks, the one that runs the lowest micro-batch is the first
-    replica. There are as many micro-batches and slices as the forwards count up to.
+    A stage is placed on the ranks that run its forwards; the first replica is the rank with the lowest micro-batch.
+    The highest numbers in the forwards give the numbers of micro-batches and slices.
 
     Raises:
-        ScheduleError: what is no action, stages that are not numbered without gaps, or a rank without a forward.
+        ScheduleError: an entry is not an action, stages are not numbered without gaps, or there are no forwards.
     """
     orders = as_orders(orders, f"schedule {name!r}")
     check_actions(orders, f"schedule {name!r}")
@@ -32,11 +32,11 @@ def schedule_from_orders(
                 microbatches = max(microbatches, 1 + (microbatch or 0))
                 slices = max(slices, 1 + (piece or 0))
     if not homes:
-        raise ScheduleError(f"schedule {name!r} has no forwards: every stage runs every micro-batch; give 0F0 at least")
+        raise ScheduleError(f"schedule {name!r} has no forwards: every stage must run every micro-batch. Add 0F0.")
     if sorted(homes) != list(range(len(homes))):
         raise ScheduleError(
-            f"schedule {name!r} has forwards of stages {listed(sorted(homes))}: stages count from 0 without "
-            "gaps; renumber"
+            f"schedule {name!r} has forwards of stages {listed(sorted(homes))}: stages must be numbered from 0 without "
+            "gaps. Renumber them."
         )
     replicas = (sorted(homes[stage], key=lambda rank: homes[stage][rank]) for stage in range(len(homes)))
     return Schedule(

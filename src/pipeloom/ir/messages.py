@@ -1,4 +1,4 @@
-"""The messages that a schedule needs: who sends what behind a computation, and to whom."""
+"""The messages of a schedule: what a rank sends after a computation, and to which rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def peer_of(action: Action, placement: Placement) -> int:
 
 
 def message_after(action: Action, schedule: Schedule) -> Action | None:
-    """The SEND of what a computation yields for another rank; None where nobody needs it, or the same rank does."""
+    """The SEND of a computation's result; None if no other rank needs it."""
     stage, op, microbatch, piece = action
     if op is Op.F and stage < schedule.num_stages - 1:
         send = Action(stage, Op.SEND_F, microbatch, piece)

@@ -15,12 +15,12 @@ from pipeloom.ir.large.order import MOST_STAGES
 class Placement:
     """For each stage, the rank or the replica ranks that hold it.
 
-    Micro-batch ``b`` of stage ``s`` runs on ``replicas[s][b % len(replicas[s])]``. This one rule serves
+    Micro-batch ``b`` of stage ``s`` runs on ``replicas[s][b % len(replicas[s])]``. This rule covers
 
-    * loops (``Placement.loop``): one rank a stage, dealt out round after round;
-    * V shapes (``Placement.v``): the second chunk comes back up, so the last stage shares a rank with the first;
+    * loops (``Placement.loop``): one rank per stage, round-robin over the ranks;
+    * V shapes (``Placement.v``): the second chunk runs back up, so the last stage shares a rank with the first;
     * bidirectional pipelines (``Placement.bidirectional``): every stage twice, even micro-batches go down, odd ones up;
-    * PipeDream's 1F1B-RR (``Placement.replicated``): stages replicated as often as their work asks.
+    * PipeDream's 1F1B-RR (``Placement.replicated``): slow stages on several ranks.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -28,19 +28,23 @@ class Placement:
     def __post_init__(self) -> None:
         if not isinstance(self.replicas, Iterable) or not all(isinstance(ranks, Iterable) for ranks in self.replicas):
             raise ScheduleError(
-                f"placement {folded(self.replicas)}: it has the ranks of each stage; pass a tuple of tuples such as "
-                "((0,), (1,))"
+                f"replicas={folded(self.replicas)}: a placement needs the ranks of each stage. Pass a tuple of tuples "
+                "such as ((0,), (1,))."
             )
         made = tuple(tuple(whole_number(rank, "a rank of a placement") for rank in ranks) for ranks in self.replicas)
         object.__setattr__(self, "replicas", made)
         if not made or not all(made):
-            raise ScheduleError(f"placement {folded(made)}: every stage needs at least one rank; name one for each")
+            raise ScheduleError(f"replicas={folded(made)}: every stage needs at least one rank.")
         seen = sorted({rank for ranks in made for rank in ranks})
         if seen != list(range(len(seen))):
-            raise ScheduleError(f"placement uses ranks {listed(seen)}: ranks count from 0 without gaps; renumber them")
+            raise ScheduleError(
+                f"placement uses ranks {listed(seen)}: ranks must be numbered from 0 without gaps. Renumber them."
+            )
         for stage, ranks in enumerate(self.replicas):
             if len(set(ranks)) != len(ranks):
-                raise ScheduleError(f"placement of stage {stage} is {ranks}: replicas need different ranks; drop one")
+                raise ScheduleError(
+                    f"replicas[{stage}]={ranks}: replicas of a stage need different ranks. Remove the duplicate."
+                )
 
     @classmethod
     def loop(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
@@ -61,14 +65,16 @@ class Placement:
         """Stage ``s`` on ranks ``s`` and ``num_ranks - 1 - s`` (Chimera, DualPipe); ``num_ranks`` is even."""
         _check_count(num_ranks)
         if num_ranks % 2:
-            raise ScheduleError(f"bidirectional placement on {num_ranks} ranks: the number must be even; add a rank")
+            raise ScheduleError(
+                f"num_ranks={num_ranks}: a bidirectional placement needs an even number of ranks. Add a rank."
+            )
         return cls(tuple((s, num_ranks - 1 - s) for s in range(num_ranks)))
 
     @classmethod
     def replicated(cls, replicas: Sequence[int]) -> Placement:
         """Stage ``s`` on ``replicas[s]`` consecutive ranks (PipeDream 1F1B-RR, arXiv:1806.03377)."""
         if isinstance(replicas, str) or not isinstance(replicas, Iterable):
-            raise ScheduleError(f"replicas {folded(replicas)}: they are numbers of ranks; pass one a stage: [2, 1, 1]")
+            raise ScheduleError(f"replicas={folded(replicas)}: must have one number of ranks per stage, as [2, 1, 1].")
         _check_count(sum(whole_number(count, "the ranks of a stage") for count in replicas))
         ranks, first = [], 0
         for count in replicas:
@@ -86,7 +92,7 @@ class Placement:
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank, the stages that it holds, ascending."""
+        """For each rank, its stages in ascending order."""
         held: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for stage, ranks in enumerate(self.replicas):
             for rank in ranks:
@@ -105,10 +111,9 @@ class Placement:
 
 
 def _check_count(num_ranks: int, num_chunks: int = 1) -> None:
-    """Refuse placements without a stage, or with more than can be counted, before they take memory."""
+    """Validate the number of stages before a placement takes memory."""
     stages = whole_number(num_ranks, "the number of ranks") * whole_number(num_chunks, "the number of chunks")
     if num_ranks < 1 or not 0 < stages <= MOST_STAGES:
         raise ScheduleError(
-            f"a placement of {num_ranks} ranks with {num_chunks} chunks: it has from 1 to {MOST_STAGES:,} stages; "
-            "correct the numbers"
+            f"num_ranks={num_ranks}, num_chunks={num_chunks}: a placement must have 1 to {MOST_STAGES:,} stages."
         )

@@ -1,8 +1,8 @@
 """`Schedule`, `Program` and the one dependency relation between their actions.
 
-A `Schedule` says in which order every rank computes. A `Program` is a schedule after the passes: sends, receives and
-gradient reductions stand between the computations. Both are immutable data. `dependencies` is the only place that
-knows what an action has to wait for; the checker, the simulator, the passes and the pictures all ask it.
+A `Schedule` has each rank's computations in order. A `Program` is a schedule after the passes: it also has the sends,
+receives and gradient reductions. Both are immutable data. Only `dependencies` defines what an action waits for; the
+checker, the simulator, the passes and the pictures all call it.
 
     stage 0   0F0 0F1 ........ 0B0 0B1          F(s, b) needs F(s-1, b)
                 \\   \\          /   /            B(s, b) needs F(s, b) and B(s+1, b)
@@ -31,12 +31,12 @@ F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
 
 
 class WeightPolicy(StrEnum):
-    """Which version of the parameters a micro-batch sees."""
+    """Which version of the parameters a micro-batch uses."""
 
-    FLUSH = "flush"  # synchronous: one version, the pipeline drains before it changes
-    STASH = "stash"  # PipeDream: a backward uses the version its own forward used on that stage
-    VERTICAL = "vertical"  # PipeDream: every stage uses the version of the input stage when the micro-batch entered
-    DOUBLE_BUFFER = "double-buffer"  # PipeDream-2BW: two versions, delay of one on every stage
+    FLUSH = "flush"  # synchronous: one version, updated after the pipeline has drained
+    STASH = "stash"  # PipeDream: a backward uses the version of its own forward on that stage
+    VERTICAL = "vertical"  # PipeDream: every stage uses the input stage's version when the micro-batch entered
+    DOUBLE_BUFFER = "double-buffer"  # PipeDream-2BW: two versions, a delay of one update on every stage
 
 
 Orders = tuple[Sequence[Action], ...]
@@ -45,23 +45,23 @@ Uses = Mapping[tuple[int, int], int]  # (stage, micro-batch) -> version of the s
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """For every rank, the compute actions (F, B, I, W) of one step in the order in which it runs them.
+    """The compute actions (F, B, I, W) of one step, in each rank's execution order.
 
     Attributes:
         name: the family, as on the command line ("1f1b").
-        num_microbatches: micro-batches of one step over the whole pipeline.
+        num_microbatches: micro-batches per step.
         num_slices: slices of a micro-batch along the sequence; 1 leaves `Action.slice` None.
         placement: which ranks hold which stage.
-        weights: which version of the parameters a micro-batch sees.
-        microbatches_per_update: where parameters change while the schedule runs, how many micro-batches in a row make
-            an update (see `pipeloom.ir.versions`); None with `WeightPolicy.FLUSH`: they change after it.
-        orders: ``orders[rank]`` is that rank's sequence of actions: a tuple, or in a large schedule an `Order`, which
-            makes its actions when they are asked for. Lists become tuples.
-        overlapped: pairs of an F and the B or I directly behind it that run as one unit (DualPipe's F&B); it starts
-            when both are ready, and both end with it.
-        forward_only: True for evaluation: there are no backwards, and nothing is kept for them.
+        weights: which version of the parameters a micro-batch uses.
+        microbatches_per_update: of a stream, the consecutive micro-batches of one update (see `pipeloom.ir.versions`);
+            None with `WeightPolicy.FLUSH`, which updates after the schedule.
+        orders: ``orders[rank]`` is that rank's sequence of actions: a tuple, or an `Order` in a large schedule. Lists
+            become tuples.
+        overlapped: pairs of an F and the B or I directly after it that run as one unit (DualPipe's F&B). The unit
+            starts when both are ready; both results are available at its end.
+        forward_only: True for evaluation, without backwards and without activations kept for them.
 
-    Raises ScheduleError for fields of another type; whether the schedule is legal, `pipeloom.ir.check.checker` says.
+    Raises ScheduleError for fields of a wrong type. `pipeloom.ir.check` validates that the schedule is legal.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Schedule:
 
     @property
     def large(self) -> bool:
-        """Whether the columns of `pipeloom.ir.large.columns` are worth making."""
+        """Whether `pipeloom.ir.large` checks and times the schedule faster."""
         return sum(map(len, self.orders)) >= LARGE
 
     @property
@@ -105,17 +105,17 @@ class Schedule:
 
     @property
     def stage_share(self) -> float:
-        """One stage as a fraction of one rank's share of the model: 1/V with V chunks a rank."""
+        """One stage as a fraction of one rank's share of the model: 1/V with V virtual stages per rank."""
         return min(1.0, self.num_ranks / self.num_stages)
 
     def update_interval(self, stage: int) -> int:
-        """Of a stream, how many micro-batches make an update of `stage`: more than of others if replicas need more."""
+        """Micro-batches per update of `stage` in a stream: a multiple of its number of replicas."""
         assert self.microbatches_per_update is not None
         return lcm(self.microbatches_per_update, len(self.placement.replicas[stage]))
 
     @property
     def update_period(self) -> int:
-        """Of a stream, after how many micro-batches every stage has updated: it can end there, and at multiples."""
+        """Micro-batches of a stream after which every stage has updated. A stream can end at multiples of it."""
         return lcm(*map(self.update_interval, range(self.num_stages)))
 
     @cached_property
@@ -139,16 +139,16 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A schedule after the passes: what every rank really does, communication included.
+    """A schedule after the passes: all actions of every rank, communication included.
 
     Attributes:
-        schedule: the schedule this program runs.
+        schedule: the schedule that the program runs.
         orders: ``orders[rank]`` is that rank's sequence of actions, compute and other.
-        gradient_groups: groups of stages that hold the same parameters; a rank's REDUCE_GRAD on the lowest stage that
-            it holds of a group sums that group's gradients over all ranks that hold one of its stages.
-        data: where copies of the pipeline share the work, how; every copy runs this program.
+        gradient_groups: groups of stages that hold the same parameters. A rank's REDUCE_GRAD on its lowest stage of a
+            group sums the group's gradients over all ranks that hold one of its stages.
+        data: the data axis; every data-parallel replica runs this program.
 
-    Raises ScheduleError as `Schedule` does, and for gradient groups of stages that do not exist.
+    Raises ScheduleError for fields of a wrong type, and for gradient groups of unknown stages.
     """
 
     schedule: Schedule
@@ -193,12 +193,12 @@ class Program:
         return frozenset(a for _, a in self.actions() if a.op is Op.REDUCE_GRAD and a.microbatch is not None)
 
     def ranks_of_group(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks that hold a stage of a gradient group, ascending."""
+        """The ranks that hold a stage of a gradient group, in ascending order."""
         return tuple(sorted({rank for stage in group for rank in self.placement.replicas[stage]}))
 
 
 def once_per_schedule(derive: Callable[[Schedule], T]) -> Callable[[Schedule], T]:
-    """`derive`, called at most once for each `Schedule` object: the result stays with the object."""
+    """`derive` with its result cached on the `Schedule` object."""
     key = f"{derive.__module__}.{derive.__qualname__}"
 
     @wraps(derive)
@@ -212,20 +212,23 @@ def once_per_schedule(derive: Callable[[Schedule], T]) -> Callable[[Schedule], T
 
 
 def schedule_of(pipeline: Schedule | Program) -> Schedule:
-    """The schedule itself, or that of a program; raises ScheduleError where it is neither."""
+    """The schedule itself, or the schedule of a program. Raises ScheduleError for other types."""
     if isinstance(pipeline, Program):
         return pipeline.schedule
     if not isinstance(pipeline, Schedule):
-        raise ScheduleError(f"{folded(pipeline)} is no Schedule and no Program: make one with pipeloom.schedules.build")
+        raise ScheduleError(
+            f"{folded(pipeline)}: must be a Schedule or a Program. Make one with pipeloom.schedules.build."
+        )
     return pipeline
 
 
 def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, ...]:
-    """The actions that must have ended before `action` may start, beside the one before it on its own rank.
+    """The actions that must end before `action` starts, in addition to the previous action of its own rank.
 
-    In a `Schedule` a computation waits for the neighbouring stage's computation; in a `Program`, where that stage is
-    on another rank, it waits for the receive, and the receive for the send. REDUCE_GRAD waits for its stage's
-    backwards through the order of its rank; that its partners wait for each other is `walk`'s business.
+    In a `Schedule` a computation waits for the neighbouring stage's computation. In a `Program`, if that stage is on
+    another rank, the computation waits for its receive, and the receive for the send. REDUCE_GRAD waits for the
+    backwards of its stage because they come earlier on its rank; `walk` makes the ranks of its group wait for each
+    other.
     """
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
     stage, op, microbatch, piece = action
@@ -265,7 +268,7 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
 
 
 def _gradients_of_update(stage: int, update: int, program: Program) -> tuple[Action, ...]:
-    """The REDUCE_GRAD of every replica of a stage for one update of a stream, each under its last micro-batch."""
+    """The REDUCE_GRAD of every replica of a stage for one update of a stream, with its last micro-batch."""
     num_replicas = len(program.placement.replicas[stage])
     if num_replicas == 1:
         return ()
@@ -281,12 +284,12 @@ def awaited(action: Action, pipeline: Schedule | Program) -> tuple[Action, ...]:
 
 
 def _backward(schedule: Schedule, stage: int, microbatch: int | None, piece: int | None) -> Action:
-    """The action that yields the gradient of a stage's input: I where the backward is split, else B."""
+    """The action that computes the gradient of a stage's input: I if the backward is split, else B."""
     split = (stage, microbatch, piece) in schedule.split_backwards
     return Action(stage, I if split else B, microbatch, piece)
 
 
 def _is_remote(schedule: Schedule, producer: int, consumer: int, microbatch: int) -> bool:
-    """Whether a program brings a value from one of these stages to the other by a message."""
+    """Whether the two stages run the micro-batch on different ranks."""
     place = schedule.placement.rank_of
     return place(producer, microbatch) != place(consumer, microbatch)

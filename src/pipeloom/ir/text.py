@@ -1,6 +1,6 @@
-"""Schedules and programs as text and JSON; each reads back what it wrote. `pipeloom.ir.torch_csv` has torch's CSV.
+"""Schedules and programs as text and JSON, with exact round trips. `pipeloom.ir.torch_csv` has torch's CSV.
 
-0F0 0F1 0B0 0B1        one line a rank: actions in order
+0F0 0F1 0B0 0B1        one line per rank: actions in order
 1F0 1B0 1F1 1B1
 """
 
@@ -31,7 +31,7 @@ def parse_action(text: str) -> Action:
     """``"2F0.3"`` -> ``Action(2, Op.F, 0, 3)``; the inverse of ``str``."""
     match = _ACTION.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
-        raise ScheduleError(f"{folded(text)} is no action: write stage, op, micro-batch and slice, like 2F0 or 2F0.3")
+        raise ScheduleError(f"{folded(text)}: an action is stage, op, micro-batch and slice. Write 2F0 or 2F0.3.")
     stage, op, microbatch, piece = match.groups()
     return Action(
         int(stage),
@@ -42,7 +42,7 @@ def parse_action(text: str) -> Action:
 
 
 def format_orders(orders: Orders) -> str:
-    """One line a rank, actions separated by blanks."""
+    """One line per rank, actions separated by blanks."""
     return "\n".join(" ".join(map(str, order)) for order in as_orders(orders, "a text")) + "\n"
 
 
@@ -50,20 +50,14 @@ def parse_orders(text: str) -> Orders:
     """The inverse of `format_orders`; blank lines are ranks without actions.
 
     Raises:
-        ScheduleError: a word is no action, or this is no text.
+        ScheduleError: a word is not an action, or `text` is not a str.
     """
-    return _rows(of_type(text, str, "the text of orders").rstrip("\n").split("\n"))
-
-
-def _rows(lines: object) -> Orders:
-    """The orders of lines of text, one a rank."""
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise ScheduleError(f"orders are {folded(lines)}: they are a list of texts, one a rank; write '0F0 0B0'")
+    lines = of_type(text, str, "the text of orders").rstrip("\n").split("\n")
     return tuple(tuple(map(parse_action, line.split())) for line in lines)
 
 
 def to_json(schedule: Schedule) -> str:
-    """The whole schedule as one JSON object."""
+    """The schedule as one JSON object."""
     schedule = schedule_of(schedule)
     return json.dumps(
         {
@@ -82,10 +76,10 @@ def to_json(schedule: Schedule) -> str:
 
 
 def from_json(text: str) -> Schedule:
-    """The inverse of `to_json`. Of a plan or a program, the schedule in it.
+    """The inverse of `to_json`; also reads the schedule from the JSON of a plan or a program.
 
     Raises:
-        ScheduleError: the text is no JSON of a schedule.
+        ScheduleError: `text` is not the JSON of a schedule.
     """
     entry = read_json(text, "the schedule", "the output of pipeloom.ir.text.to_json", ScheduleError)
     if isinstance(entry.value, Mapping) and "schedule" in entry.value:
@@ -116,8 +110,8 @@ def _orders(entry: Entry) -> Orders:
 
 
 def program_to_json(program: Program) -> str:
-    """The whole program as one JSON object, its schedule inside it."""
-    of_type(program, Program, "what is written")
+    """The program as one JSON object, with its schedule under the key ``schedule``."""
+    of_type(program, Program, "program")
     return json.dumps(
         {
             "schedule": json.loads(to_json(program.schedule)),
@@ -133,7 +127,7 @@ def program_from_json(text: str) -> Program:
     """The inverse of `program_to_json`.
 
     Raises:
-        ScheduleError: the text is no JSON of a program.
+        ScheduleError: `text` is not the JSON of a program.
     """
     entry = read_json(text, "the program", "the output of pipeloom.ir.text.program_to_json", ScheduleError)
     data = entry.fields(("schedule", "gradient_groups", "data", "orders"))

@@ -1,9 +1,9 @@
-"""The CSV of torch.distributed.pipelining, both ways: one row a rank, one cell an action.
+"""Read and write the CSV of torch.distributed.pipelining: one row per rank, one cell per action.
 
-    compute-only   0F0,0F1,(0F2;3B0)OVERLAP_F_B,0B0          torch puts the rest in itself
+    compute-only   0F0,0F1,(0F2;3B0)OVERLAP_F_B,0B0          torch adds communication itself
     lowered        0UNSHARD,0F0,0SEND_F0,3RECV_B0,...,0REDUCE_GRAD,0RESHARD
 
-torch's runtime takes the stages of a rank from the file too, whatever their placement, as long as each has one rank.
+torch's runtime also reads each rank's stages from the file. It supports any placement with one rank per stage.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ _UNIT = re.compile(r"\(([^)]*)\)OVERLAP_F_B")
 
 
 def to_csv(pipeline: Schedule | Program) -> str:
-    """What ``_PipelineScheduleRuntime._load_csv`` of torch reads: of a schedule the compute-only, of a program the
-    lowered form (``format="compute_comms"``).
+    """CSV for torch's ``_PipelineScheduleRuntime._load_csv``: compute-only for a schedule, lowered for a program.
 
-    In the lowered form every receive stands where its message is sent, so that the two ranks of a pair list their
-    messages, both ways, in one order; its gradient reductions are torch's, one a stage.
+    torch reads the lowered form with ``format="compute_comms"``. Its receives are in the order of the sends, so both
+    ranks of a pair list their messages in the same order. Gradients are reduced once per stage, as in torch.
 
     Raises:
-        ScheduleError: torch cannot run the schedule, or there are actions that wait for each other in a circle.
+        ScheduleError: torch does not support the schedule, or it deadlocks.
     """
     schedule = schedule_of(pipeline)
     with explained(schedule):
@@ -48,12 +47,12 @@ def to_csv(pipeline: Schedule | Program) -> str:
 def from_csv(text: str, *, name: str = "csv") -> Schedule:
     """Read a compute-only or lowered CSV, such as torch's ``_dump_csv`` writes.
 
-    What is no computation is dropped, since the passes put it back; so are torch's empty cells. Placement and sizes
-    are read off the forwards: see `schedule_from_orders`. torch (2.13) prints its 1F1B with the forwards of the last
-    stage counted from 1, which is not what it runs; here they count from 0.
+    Only computations are read; the passes insert the rest again. `schedule_from_orders` finds placement and sizes.
+    torch 2.13 writes its 1F1B with the forwards of the last stage counted from 1, unlike the schedule that it runs;
+    here they count from 0.
 
     Raises:
-        ScheduleError: it is no CSV, a cell is no action, or the stages are not numbered without gaps.
+        ScheduleError: invalid CSV, a cell is not an action, or stages are not numbered without gaps.
     """
     orders: list[tuple[Action, ...]] = []
     overlapped: set[tuple[Action, Action]] = set()
@@ -61,7 +60,7 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
         rows = list(csv.reader(io.StringIO(of_type(text, str, "the text of a CSV").rstrip(), newline="")))
     except csv.Error as error:
         raise ScheduleError(
-            f"not the CSV of a schedule ({error}): it has a row for each rank, and a cell for each action, such as 0F0"
+            f"not the CSV of a schedule ({error}): it must have one row per rank and one cell per action, such as 0F0."
         ) from error
     for row in rows:
         order: list[Action] = []
@@ -79,7 +78,7 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
 
 
 def _counted_from_zero(order: list[Action]) -> tuple[Action, ...]:
-    """A rank's order; where its only stage has forwards 1..M and backwards 0..M-1, with forwards 0..M-1."""
+    """A rank's order; forwards 1..M with backwards 0..M-1 become forwards 0..M-1."""
     if any(action.microbatch is None for action in order):
         return tuple(order)
     forwards = [action for action in order if action.op is Op.F]
@@ -95,32 +94,32 @@ def _check_for_torch(schedule: Schedule) -> None:
     if replicated is not None:
         ranks = schedule.placement.replicas[replicated]
         raise ScheduleError(
-            f"schedule {schedule.name!r} holds stage {replicated} on ranks {ranks}: torch.distributed.pipelining has "
-            "one rank for each stage; write it as JSON, or take a schedule without replicas, such as dualpipev"
+            f"schedule {schedule.name!r} holds stage {replicated} on ranks {ranks}: torch.distributed.pipelining needs "
+            "one rank per stage. Write JSON, or use a schedule without replicas, such as dualpipev."
         )
     for is_so, what, fix in (
-        (schedule.num_slices > 1, "slices of micro-batches", "take one without slices"),
-        (schedule.weights is not WeightPolicy.FLUSH, "several versions of the weights", "take a synchronous one"),
-        (schedule.forward_only, "no backwards", "write the one with them"),
+        (schedule.num_slices > 1, "slices of micro-batches", "use 1 slice"),
+        (schedule.weights is not WeightPolicy.FLUSH, "several versions of the weights", "use a synchronous schedule"),
+        (schedule.forward_only, "no backwards", "use a training schedule"),
     ):
         if is_so:
             raise ScheduleError(
-                f"schedule {schedule.name!r} has {what}: torch.distributed.pipelining cannot run that; "
-                f"write it as JSON, or {fix}"
+                f"schedule {schedule.name!r} has {what}: torch.distributed.pipelining does not support that. "
+                f"Write JSON, or {fix}."
             )
 
 
 def _check_program_for_torch(program: Program) -> None:
     if program.data is not None and program.data.granularity is not Granularity.STEP:
         raise ScheduleError(
-            f"program {program.name!r} shares with granularity {program.data.granularity.value!r}: "
-            "torch.distributed.pipelining gathers and reduces a stage once a step; write it as JSON, or take 'step'"
+            f"program {program.name!r} has granularity {program.data.granularity.value!r}: torch.distributed."
+            "pipelining gathers and reduces a stage once per step. Write JSON, or use granularity 'step'."
         )
     moved = next((action for _, action in program.actions() if action.op is Op.OFFLOAD), None)
     if moved is not None:
         raise ScheduleError(
-            f"program {program.name!r} has {moved}: torch.distributed.pipelining moves no activations; write it as "
-            "JSON, or leave the moves out"
+            f"program {program.name!r} has {moved}: torch.distributed.pipelining does not offload activations. Write "
+            "JSON, or remove OFFLOAD and RELOAD."
         )
 
 

@@ -1,8 +1,8 @@
-"""What UNSHARD, RESHARD, REDUCE_GRAD and the computation between them do with each unit of a stage.
+"""When each unit of a stage is gathered, freed and reduced.
 
-The parameters of a stage are gathered and reduced in units: some neighbouring layers, or a part of one. A program names
-stages; this file says at which layer of a computation each unit is gathered, freed and reduced. A stage of three layers
-with units 0, 1 and 2, under zero3:
+The parameters of a stage are gathered and reduced in units: some neighbouring layers, or a part of one. The actions of
+a program name stages; this file adds the layer at which each unit is gathered, freed and reduced. A stage of three
+layers with units 0, 1 and 2, under zero3:
 
     granularity step     0UNSHARD       gather 0 1 2
     and chunk            0F0            layer 0 | layer 1 | layer 2
@@ -20,10 +20,10 @@ with units 0, 1 and 2, under zero3:
                          0REDUCE_GRAD0  reduce 0
 
 A layer starts once its units have arrived. I gathers as B does; W needs no parameters. Only the last backward (B or W)
-that a REDUCE_GRAD covers reduces; the REDUCE_GRAD reduces the rest. A unit whose shard is offloaded is read (RELOAD)
-before it is gathered: from the UNSHARD on, at granularity microbatch two layers ahead.
+before a REDUCE_GRAD reduces units; the REDUCE_GRAD reduces the rest. An offloaded shard is read (RELOAD) before its
+unit is gathered: from the UNSHARD on, at granularity microbatch two layers ahead.
 
-The executor runs these actions (`pipeloom.parallel.data.layer_hooks`), memory forecasts count their bytes
+The executor runs these actions (`pipeloom.parallel.data.layer_hooks`), memory estimates count their bytes
 (`pipeloom.plan.memory`), and the simulator times them for equal units (`pipeloom.sim.background`).
 """
 
@@ -49,9 +49,9 @@ class UnitActions:
     """The unit actions of one F, B or I, and of the stage's UNSHARD, RESHARD and REDUCE_GRAD around it.
 
     Attributes:
-        unshard: of the UNSHARD in front of the computation.
-        at_layer: for each layer, of the computation when it comes to the layer and the layer's units have arrived.
-        end: behind the last layer. For a backward that gathers inside, the RESHARD and REDUCE_GRAD behind it do these.
+        unshard: in the UNSHARD before the computation.
+        at_layer: for each layer, directly before the layer computes, once its units have arrived.
+        end: after the last layer; for a backward that gathers inside, in the RESHARD and REDUCE_GRAD after it.
     """
 
     unshard: tuple[UnitAction, ...]
@@ -60,7 +60,7 @@ class UnitActions:
 
 
 def gathers_inside(data: DataAxis) -> bool:
-    """Whether computations gather units one ahead and free them behind, rather than UNSHARD and RESHARD alone."""
+    """Whether computations themselves gather the next unit and free the previous one."""
     return data.shards_parameters and data.granularity is Granularity.MICROBATCH
 
 
@@ -71,10 +71,10 @@ def unit_actions(
 
     Args:
         layers: for each layer of the stage, the units that it reads.
-        num_units: of the stage. A unit that no layer reads is gathered by UNSHARD and freed by RESHARD.
+        num_units: units of the stage. UNSHARD gathers, and RESHARD frees, units that no layer reads.
         data: the data axis.
         forward: F rather than B or I.
-        offloaded: units whose shards are read from an offload target.
+        offloaded: units whose shards are offloaded.
     """
     inside, runs = gathers_inside(data), _runs(layers)
     if not forward:
@@ -93,12 +93,12 @@ def unit_actions(
     to_reduce = [] if forward else list(range(num_units))
 
     def reduce(done: int) -> Iterator[UnitAction]:
-        """The units of layers from `done` on, in the order in which all replicas reduce them."""
+        """Reduce the units of layers from `done` on, in the same order on all replicas."""
         while to_reduce and first.get(to_reduce[-1], -1) >= done:
             yield UnitAction(Op.REDUCE_GRAD, to_reduce.pop())
 
     for number, (low, high) in enumerate(runs):
-        actions = walk.gather(units(number) if number else (*outside, *units(0)))  # those that UNSHARD only read
+        actions = walk.gather(units(number) if number else (*outside, *units(0)))  # UNSHARD only read offloaded units
         if number and inside:
             actions += walk.free(unit for unit in units(number - 1) if unit not in units(number))
         if number:
@@ -112,7 +112,7 @@ def unit_actions(
 
 
 class _Walk:
-    """Which units are there, and which are read, at one moment of a computation."""
+    """The units gathered and read so far in a computation."""
 
     def __init__(self, offloaded: frozenset[int]) -> None:
         self.offloaded = offloaded

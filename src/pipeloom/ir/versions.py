@@ -1,20 +1,19 @@
-"""Which version of its parameters a stage uses for which micro-batch, and how many versions a rank holds.
+"""Parameter versions: which version each micro-batch uses, and how many versions each rank holds.
 
-A schedule whose parameters change while it runs is one stream of micro-batches without a flush. Of a stage,
-`microbatches_per_update` micro-batches in a row make an update; a stage with replicas updates once every replica had
-its equal share. Version v is what a stage holds after v updates.
+A schedule that updates parameters while it runs is a stream of micro-batches without a flush. A stage updates after
+`microbatches_per_update` micro-batches, or, if it has replicas, once each replica has run an equal number of them.
+Version v of a stage has v updates.
 
-    stash            F uses the newest version there is, B the one that its own F used
-    vertical         both use the version that has seen what the input stage's newest had seen when the micro-batch
-                     entered
+    stash            F uses the newest version, B the version of its own F
+    vertical         both use the version with the updates that the input stage had when the micro-batch entered
     double-buffer    batch k uses version k-1 on every stage (batch 0 and 1 version 0), forward and backward
 
-    B0 STEP0 F3 B1 STEP1                  a stage on one rank updates directly behind the last backward of an update
-    B0 REDUCE_GRAD0 F4 B2 REDUCE_GRAD2 STEP0     a replica gives its gradient away and goes on: the others' come while
-                                                 it runs the next micro-batch, and it updates behind that
+    B0 STEP0 F3 B1 STEP1                         a stage on one rank updates directly after the last backward
+    B0 REDUCE_GRAD0 F4 B2 REDUCE_GRAD2 STEP0     a replica sends its gradient and runs its next micro-batch meanwhile;
+                                                 it updates after that
 
-Replicas that waited for each other at once would from then on run at the same time, and what they need comes one after
-the other: with replicas (2, 1, 1) and as much work on every rank, that would cost a third of the throughput.
+Replicas that waited for each other at once would run in lockstep from then on, but their inputs arrive one after the
+other. With replicas (2, 1, 1) and equal work on every rank, throughput would drop by a third.
 
 Sources: PipeDream (Narayanan et al., SOSP 2019, section 3.3) and PipeDream-2BW (arXiv:2006.09503, section 3.1).
 """
@@ -35,26 +34,26 @@ _LAST_BACKWARDS = (Op.B, Op.W)
 
 
 def num_updates(schedule: Schedule, stage: int) -> int:
-    """How many updates `stage` makes in the whole stream."""
+    """The number of updates of `stage` in the whole stream."""
     return schedule.num_microbatches // schedule.update_interval(stage)
 
 
 def batches_between_drains(schedule: Schedule) -> int:
-    """A stream can end after so many batches, and after multiples of it: then every stage has updated."""
+    """The number of batches after which every stage has updated. A stream can end at multiples of it."""
     assert schedule.microbatches_per_update is not None
     return schedule.update_period // schedule.microbatches_per_update
 
 
 def check_drained(schedule: Schedule, num_batches: int, seen: str) -> None:
-    """Refuse to go on from where a stream of this schedule cannot have ended.
+    """Validate that a stream of this schedule can end, and continue, after `num_batches`.
 
     Args:
-        schedule: of a stream.
-        num_batches: that were run before.
-        seen: words that say so, with which the error begins.
+        schedule: the schedule of a stream.
+        num_batches: batches run so far.
+        seen: the start of the error message.
 
     Raises:
-        InputError: not every stage has updated after so many.
+        InputError: some stage has not updated after `num_batches`.
     """
     each = batches_between_drains(schedule)
     if num_batches % each:
@@ -66,20 +65,20 @@ def check_drained(schedule: Schedule, num_batches: int, seen: str) -> None:
 
 
 def with_updates(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """A rank's order with its updates: STEP with the update's number in place of the micro-batch.
+    """A rank's order with a STEP per update, whose `microbatch` is the number of the update.
 
-    Where a stage has replicas, a REDUCE_GRAD comes before, with the rank's last micro-batch of the update.
+    If a stage has replicas, a REDUCE_GRAD comes before it, with the rank's last micro-batch of the update.
     """
     order = schedule.orders[rank]
     behind: dict[int, list[Action]] = {}
-    for stage, lane in _lanes(schedule, rank).items():
+    for stage, run in _stage_runs(schedule, rank).items():
         replicas = schedule.placement.replicas[stage]
         first, interval = replicas.index(rank) - len(replicas), schedule.update_interval(stage)
         if len(replicas) > 1:
-            for update, position in enumerate(lane.complete):
+            for update, position in enumerate(run.complete):
                 last = first + (update + 1) * interval
                 behind.setdefault(position, []).append(Action(stage, Op.REDUCE_GRAD, last))
-        for update, position in enumerate(lane.steps):
+        for update, position in enumerate(run.steps):
             behind.setdefault(position, []).append(Action(stage, Op.STEP, update))
     for position, action in enumerate(order):
         yield action
@@ -89,10 +88,10 @@ def with_updates(schedule: Schedule, rank: int) -> Iterator[Action]:
 
 @once_per_schedule
 def versions_used(schedule: Schedule) -> Uses:
-    """The version that F and B of each stage and micro-batch of a stream use.
+    """The parameter version of each stage and micro-batch of a stream, for both F and B.
 
     Raises:
-        ScheduleError: an F stands before the update that makes its version.
+        ScheduleError: an F comes before the update that makes its version.
     """
     newest = _newest_at_forward(schedule)
     if schedule.weights is WeightPolicy.STASH:
@@ -109,15 +108,15 @@ def versions_used(schedule: Schedule) -> Uses:
             if version > there[stage]:
                 raise ScheduleError(
                     f"schedule {schedule.name!r}: {Action(stage, Op.F, microbatch)} uses version {version} of the "
-                    f"parameters by weight policy {schedule.weights.value!r}, but stands before the update that makes "
-                    f"it; take more micro-batches an update, now {schedule.microbatches_per_update}"
+                    f"parameters by weight policy {schedule.weights.value!r}, but comes before the update that makes "
+                    f"it. Increase microbatches_per_update={schedule.microbatches_per_update}."
                 )
             used[stage, microbatch] = version
     return used
 
 
 def weight_versions(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the most versions of a stage that exist at once.
+    """For each rank, the peak number of versions of a stage.
 
     A version lives from its update until the next one, or until the last backward that uses it if that comes later.
     """
@@ -127,11 +126,11 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
 
 
 def weight_version_bytes(schedule: Schedule, parameter_bytes: Sequence[float]) -> tuple[float, ...]:
-    """For each rank, the most bytes of parameters that exist at once, all versions of its stages together.
+    """For each rank, the peak bytes of parameters in all versions of its stages.
 
     Args:
-        schedule: any; one that flushes has one version.
-        parameter_bytes: for each stage, those of one version.
+        schedule: any schedule; a synchronous one has one version.
+        parameter_bytes: for each stage, bytes of one version.
     """
     if schedule.microbatches_per_update is None:
         return tuple(sum(parameter_bytes[stage] for stage in held) for held in schedule.placement.stages_of)
@@ -140,13 +139,13 @@ def weight_version_bytes(schedule: Schedule, parameter_bytes: Sequence[float]) -
     return tuple(_most((life, parameter_bytes[s]) for s, each in of.items() for life in each) for of in lives)
 
 
-class _Lane(NamedTuple):
-    """What a rank runs of one stage; everywhere positions in the rank's order.
+class _StageRun(NamedTuple):
+    """Where a rank runs one stage; all numbers are positions in the rank's order.
 
     Attributes:
-        forwards, backwards: positions and micro-batches, W where a backward is split.
-        complete: for each update, the backward with which it and all before it are complete.
-        steps: for each update, the backward behind which its STEP stands; the length of the order for its end.
+        forwards, backwards: positions and micro-batches; backwards are W if split.
+        complete: for each update, the backward that completes it and all updates before it.
+        steps: for each update, the backward before its STEP; the length of the order for a STEP at the end.
     """
 
     forwards: list[tuple[int, int]]
@@ -155,49 +154,49 @@ class _Lane(NamedTuple):
     steps: list[int]
 
 
-def _lanes(schedule: Schedule, rank: int) -> dict[int, _Lane]:
+def _stage_runs(schedule: Schedule, rank: int) -> dict[int, _StageRun]:
     """The stages of a rank, ascending."""
-    lanes = {stage: _Lane([], [], [], []) for stage in schedule.placement.stages_of[rank]}
+    runs = {stage: _StageRun([], [], [], []) for stage in schedule.placement.stages_of[rank]}
     order = schedule.orders[rank]
     if (proof := proof_of(schedule)) is not None:
-        for stage, lane in lanes.items():
-            lane.forwards.extend(proof.columns.places(rank, stage, Op.F))
-            lane.backwards.extend(proof.columns.places(rank, stage, *_LAST_BACKWARDS))
+        for stage, run in runs.items():
+            run.forwards.extend(proof.columns.places(rank, stage, Op.F))
+            run.backwards.extend(proof.columns.places(rank, stage, *_LAST_BACKWARDS))
     else:
         for position, (stage, op, microbatch, _) in enumerate(order):
             assert microbatch is not None
             if op is Op.F:
-                lanes[stage].forwards.append((position, microbatch))
+                runs[stage].forwards.append((position, microbatch))
             elif op in _LAST_BACKWARDS:
-                lanes[stage].backwards.append((position, microbatch))
-    for stage, lane in lanes.items():
+                runs[stage].backwards.append((position, microbatch))
+    for stage, run in runs.items():
         interval = schedule.update_interval(stage)
         last = [0] * num_updates(schedule, stage)
-        for position, microbatch in lane.backwards:
+        for position, microbatch in run.backwards:
             last[microbatch // interval] = position
-        lane.complete.extend(accumulate(last, max))
+        run.complete.extend(accumulate(last, max))
         if len(schedule.placement.replicas[stage]) == 1:
-            lane.steps.extend(lane.complete)
+            run.steps.extend(run.complete)
         else:
-            places = [position for position, _ in lane.backwards] + [len(order)]
-            lane.steps.extend(places[bisect_right(places, position, 0, len(places) - 1)] for position in lane.complete)
-    return lanes
+            places = [position for position, _ in run.backwards] + [len(order)]
+            run.steps.extend(places[bisect_right(places, position, 0, len(places) - 1)] for position in run.complete)
+    return runs
 
 
 def _lives(schedule: Schedule, rank: int, used: Uses) -> dict[int, list[tuple[int, int]]]:
-    """For each stage, behind which positions of the rank's order each of its versions comes and goes."""
+    """For each stage, the positions in the rank's order after which each version is made and freed."""
     lives = {}
-    for stage, lane in _lanes(schedule, rank).items():
-        goes = [*lane.steps, len(schedule.orders[rank])]
-        for position, microbatch in lane.backwards:
+    for stage, run in _stage_runs(schedule, rank).items():
+        goes = [*run.steps, len(schedule.orders[rank])]
+        for position, microbatch in run.backwards:
             version = used[stage, microbatch]
             goes[version] = max(goes[version], position)
-        lives[stage] = list(zip((-1, *lane.steps), goes, strict=True))
+        lives[stage] = list(zip((-1, *run.steps), goes, strict=True))
     return lives
 
 
 def _most(lives: Iterable[tuple[tuple[int, int], float]]) -> float:
-    """The most of what exists at once; what goes behind a position goes before what comes there."""
+    """The peak size; at one position, versions are freed before others are made."""
     events: list[tuple[int, float]] = []
     for (comes, goes), size in lives:
         events += ((comes, size), (goes, -size))
@@ -206,13 +205,13 @@ def _most(lives: Iterable[tuple[tuple[int, int], float]]) -> float:
 
 
 def _newest_at_forward(schedule: Schedule) -> Uses:
-    """The updates of its stage that stand before each forward."""
+    """For each forward, the number of updates of its stage before it."""
     newest: dict[tuple[int, int], int] = {}
     for rank in range(schedule.num_ranks):
-        for stage, lane in _lanes(schedule, rank).items():
-            made, count = 0, len(lane.steps)
-            for position, microbatch in lane.forwards:
-                while made < count and lane.steps[made] < position:
+        for stage, run in _stage_runs(schedule, rank).items():
+            made, count = 0, len(run.steps)
+            for position, microbatch in run.forwards:
+                while made < count and run.steps[made] < position:
                     made += 1
                 newest[stage, microbatch] = made
     return newest

@@ -1,4 +1,4 @@
-"""Walk a pipeline action by action, in an order that respects all dependencies, or say who waits for whom."""
+"""Walk a pipeline action by action in an order that respects all dependencies, or explain a deadlock."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.schedule import Program, Schedule, awaited, schedule_of
 
-_MOST_SHOWN = 4  # ranks of a circle that an error names
+_MOST_SHOWN = 4  # ranks of a deadlock that an error names
 
 
 def dependency_order(pipeline: Schedule | Program) -> Iterator[tuple[int, int, Action]]:
     """Every action as ``(rank, position, action)`` in an order that respects all dependencies; O(actions).
 
     Raises:
-        ScheduleError: some actions wait for each other in a circle, or for one that never comes.
+        ScheduleError: actions wait for each other in a circle, or for an action that no rank runs.
     """
-    schedule_of(pipeline)  # or it is refused
+    schedule_of(pipeline)
     at = [0] * len(pipeline.orders)
     for rank, action, _ in walk(pipeline):
         yield rank, at[rank], action
@@ -25,20 +25,20 @@ def dependency_order(pipeline: Schedule | Program) -> Iterator[tuple[int, int, A
 
 
 def walk(pipeline: Schedule | Program) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-    """`dependency_order` as ``(rank, action, dependencies of the action)``, for those who time the actions.
+    """`dependency_order` as ``(rank, action, dependencies of the action)``.
 
-    The F of an overlapped unit comes with the dependencies of both members, its partner directly behind it. A
-    REDUCE_GRAD comes only once all members of its group have arrived at theirs.
+    The F of an overlapped unit has the dependencies of both members, and its partner follows directly. A REDUCE_GRAD
+    of a group comes once all its ranks have arrived at theirs.
 
     Raises:
-        ScheduleError: some actions wait for each other in a circle, or for one that never comes.
+        ScheduleError: actions wait for each other in a circle, or for an action that no rank runs.
     """
-    schedule_of(pipeline)  # or it is refused
+    schedule_of(pipeline)
     orders = [tuple(order) for order in pipeline.orders]
     position = [0] * len(orders)
     done: set[Action] = set()
     waiting: dict[Action, list[int]] = {}
-    blocked: dict[int, tuple[Action, ...]] = {}  # what the action at which a rank stopped needs: not computed twice
+    blocked: dict[int, tuple[Action, ...]] = {}  # cached needs of the action at which a rank stopped
     meetings = _Meetings(pipeline) if isinstance(pipeline, Program) else None
     ready = list(range(len(orders)))
     while ready:
@@ -68,15 +68,15 @@ def walk(pipeline: Schedule | Program) -> Iterator[tuple[int, Action, tuple[Acti
 
 
 def meets(action: Action) -> bool:
-    """Whether an action is a sum over ranks that hold the same parameters; those of the data axis wait for nobody."""
+    """Whether an action sums gradients of shared parameters, so the ranks of its group wait for each other."""
     return action.op is Op.REDUCE_GRAD and action.microbatch is None
 
 
 def in_background(action: Action, schedule: Schedule) -> bool:
-    """Whether an action is begun and not waited for: it runs beside the computations of its rank.
+    """Whether an action overlaps with later computations of its rank.
 
-    So do gathers and reductions of a data axis, and moves of activations. The reductions inside a stream do not: they
-    are part of its updates.
+    All-gathers and reductions of a data axis do, and offloading of activations. Reductions inside a stream do not:
+    they are part of its updates.
     """
     if action.op is Op.REDUCE_GRAD:
         return action.microbatch is not None and schedule.microbatches_per_update is None
@@ -84,7 +84,7 @@ def in_background(action: Action, schedule: Schedule) -> bool:
 
 
 class _Meetings:
-    """REDUCE_GRAD is a meeting: nobody passes before all members of the group have come."""
+    """REDUCE_GRAD is a barrier for the ranks of its group."""
 
     def __init__(self, program: Program) -> None:
         self._members = {
@@ -93,7 +93,7 @@ class _Meetings:
         self._arrived: dict[tuple[int, ...], set[int]] = {}
 
     def arrive(self, rank: int, action: Action) -> list[int] | None:
-        """None while others are still to come; once all are there, those who were waiting for this rank."""
+        """None while other ranks are missing; then the ranks that were waiting for this one."""
         if action.stage not in self._members:
             return []
         group, members = self._members[action.stage]
@@ -117,10 +117,10 @@ def _explain_deadlock(pipeline: Schedule | Program, position: list[int], done: s
             break
         chain.append(f"rank {rank} waits at {action} for {missing}")
         if missing not in where:
-            return f"schedule {pipeline.name!r}: {chain[-1]}, which no rank runs; add it"
+            return f"schedule {pipeline.name!r}: {chain[-1]}, which no rank runs. Add it to a rank."
         rank = where[missing]
     more = f"; and so on over {len(chain)} ranks" if len(chain) > _MOST_SHOWN else ""
     return (
-        f"schedule {pipeline.name!r} deadlocks: {'; '.join(chain[:_MOST_SHOWN])}{more}; the order of a rank must not "
-        "wait in a circle: move the awaited action earlier on its rank"
+        f"schedule {pipeline.name!r} deadlocks: {'; '.join(chain[:_MOST_SHOWN])}{more}. Ranks must not wait for each "
+        "other in a circle. Move an awaited action earlier on its rank."
     )

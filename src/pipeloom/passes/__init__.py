@@ -1,4 +1,4 @@
-"""Schedule -> Program, one concern a file: merged backwards, units, communication, copies, offload, updates."""
+"""Passes from `Schedule` to `Program`: merged backwards, communication, data parallelism, offload, updates."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def lower(
     Args:
         schedule: a legal schedule.
         tied_stages: groups of stages that share parameters (tied embeddings: ``((0, num_stages - 1),)``).
-        data: how copies of the pipeline share the work, if there are several.
+        data: the data axis, if there are several data-parallel replicas.
 
     Raises:
-        ScheduleError: a data axis for a schedule that updates while it runs.
+        ScheduleError: a data axis for a schedule that updates parameters while it runs.
     """
     with explained(schedule_of(schedule)):
         return _lower(schedule, tied_stages, data)
@@ -60,8 +60,8 @@ def _lower(schedule: Schedule, tied_stages: tuple[tuple[int, ...], ...], data: D
     if schedule.microbatches_per_update is not None:
         if data is not None:
             raise ScheduleError(
-                f"schedule {schedule.name!r} updates while it runs, and a data axis of {data.degree} copies updates "
-                "after it: give its stages replicas of their own, or take a schedule that flushes, such as 1f1b"
+                f"data axis of degree {data.degree} with schedule {schedule.name!r}: data parallelism needs a "
+                "synchronous schedule. Use one, such as 1f1b, or replicate stages with `replicas`."
             )
         return insert_updates(program, tied_stages)
     if data is not None:

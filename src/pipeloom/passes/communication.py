@@ -1,13 +1,13 @@
-"""Put a send behind every computation whose result another rank needs, and a receive before its use.
+"""Insert a send after every computation whose result another rank needs, and a receive before its use.
 
                 rank 0: 0F0 0SEND_F0 ...                 0RECV_B0 0B0
     schedule ->
                 rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 ...
 
-Messages from one rank to another travel in one channel, first in, first out. So a rank must list its receives from a
-peer in the order in which that peer sends. Where it needs the second message before the first (chunks of both
-directions on one pair of ranks), the first is received early and waits in memory. That adds no deadlock: the peer
-sends the first before the second anyway. An overlapped pair stays together: the receives of both, both, their sends.
+Messages from one rank to another use one first-in, first-out channel. A rank therefore lists its receives from a peer
+in the peer's sending order. If it needs the second message before the first (chunks of both directions on one pair of
+ranks), it receives the first early and keeps it in memory. This cannot deadlock: the peer sends the first before the
+second anyway. An overlapped pair stays together: both receives, F and B, both sends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def insert_communication(schedule: Schedule) -> Program:
     place = schedule.placement.rank_of
     last_stage = schedule.num_stages - 1
     sends: list[list[Action | None]] = []  # for each rank and position, the send that follows
-    channels: dict[tuple[int, int], deque[Action]] = {}  # receives that each directed pair owes, in order of sending
+    channels: dict[tuple[int, int], deque[Action]] = {}  # pending receives of each directed pair, in sending order
     for rank, order in enumerate(schedule.orders):
         sends.append([])
         for action in order:

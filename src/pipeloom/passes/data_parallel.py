@@ -1,7 +1,7 @@
 """When a rank gathers a stage's parameters, frees them, and reduces their gradients over data-parallel replicas.
 
-A rank's computations fall into groups that nothing may come between: one computation, or an overlapped pair. A run of a
-stage is a row of groups with the stage: all groups of the step, adjacent groups, or single ones.
+A rank's order consists of blocks (`pipeloom.passes.blocks`): one computation or an overlapped pair, with its messages.
+A run of a stage is a row of blocks with the stage: all blocks of the step, adjacent blocks, or single blocks.
 
     granularity step         0UNSHARD 2UNSHARD 0F0 0F1 2F0 2F1 2B0 2B1 2RESHARD 2REDUCE_GRAD1 0B0 0B1 ...
     granularity chunk        0UNSHARD 2UNSHARD 0F0 0F1 0RESHARD 2F0 2F1 ...    one run is gathered ahead
@@ -25,14 +25,14 @@ from typing import NamedTuple
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.data_axis import DataAxis, Granularity
 from pipeloom.ir.schedule import Program
-from pipeloom.passes.groups import Group, groups_of, woven
+from pipeloom.passes.blocks import Block, blocks_of, woven
 
 _BACKWARDS = frozenset({Op.B, Op.W})  # those that add to gradients
 _Around = defaultdict[int, list[Action]]
 
 
 class _Run(NamedTuple):
-    """Groups `first` to `last` of a rank, in which `stage` has its parameters."""
+    """Blocks `first` to `last` of a rank, in which `stage` has its parameters."""
 
     first: int
     last: int
@@ -54,70 +54,70 @@ def insert_data_parallel(program: Program, data: DataAxis, *, ahead: int = 1) ->
     for rank, order in enumerate(program.orders):
         front: _Around = defaultdict(list)
         behind: _Around = defaultdict(list)
-        groups = groups_of(order, program)
+        blocks = blocks_of(order, program)
         if data.unshards:
-            _gather(program.placement.stages_of[rank], groups, data, ahead, front, behind)
+            _gather(program.placement.stages_of[rank], blocks, data, ahead, front, behind)
         if not program.schedule.forward_only:
             for stage in program.placement.stages_of[rank]:
-                _reduce(stage, groups, data, behind)
+                _reduce(stage, blocks, data, behind)
         orders.append(woven(order, front, behind))
     return replace(program, orders=tuple(orders), data=data)
 
 
 def _gather(
-    stages: Sequence[int], groups: Sequence[Group], data: DataAxis, ahead: int, front: _Around, behind: _Around
+    stages: Sequence[int], blocks: Sequence[Block], data: DataAxis, ahead: int, front: _Around, behind: _Around
 ) -> None:
     """UNSHARD and RESHARD of all stages of a rank."""
     granularity = data.granularity if data.shards_parameters else Granularity.STEP
-    ahead = {Granularity.STEP: len(groups), Granularity.CHUNK: ahead, Granularity.MICROBATCH: 0}[granularity]
-    runs = [run for stage in stages for run in _reading_runs(stage, groups, granularity)]
-    runs.sort(key=lambda run: (run.first, _place(run, groups)))
-    gathered: dict[int, int] = {}  # the last group of a stage's run before
+    ahead = {Granularity.STEP: len(blocks), Granularity.CHUNK: ahead, Granularity.MICROBATCH: 0}[granularity]
+    runs = [run for stage in stages for run in _reading_runs(stage, blocks, granularity)]
+    runs.sort(key=lambda run: (run.first, _place(run, blocks)))
+    gathered: dict[int, int] = {}  # the last block of a stage's run before
     for index, (first, last, stage) in enumerate(runs):
         begin = min(first, runs[max(0, index - ahead)].first)
         begin = max(begin, gathered.get(stage, -1) + 1)
-        front[groups[begin].first].append(Action(stage, Op.UNSHARD))
+        front[blocks[begin].first].append(Action(stage, Op.UNSHARD))
         if data.shards_parameters:
-            behind[groups[last].last].append(Action(stage, Op.RESHARD))
+            behind[blocks[last].last].append(Action(stage, Op.RESHARD))
         gathered[stage] = last
 
 
-def _reading_runs(stage: int, groups: Sequence[Group], granularity: Granularity) -> list[_Run]:
+def _reading_runs(stage: int, blocks: Sequence[Block], granularity: Granularity) -> list[_Run]:
     """The runs of a stage, from the first to the last computation that reads its parameters."""
     found = []
-    for first, last in _runs(_indices(stage, groups), granularity):
+    for first, last in _runs(_indices(stage, blocks), granularity):
         reading = [
             index
             for index in range(first, last + 1)
-            if any(action.stage == stage and action.op is not Op.W for action in groups[index].computations)
+            if any(action.stage == stage and action.op is not Op.W for action in blocks[index].computations)
         ]
         if reading:
             found.append(_Run(reading[0], reading[-1], stage))
     return found
 
 
-def _place(run: _Run, groups: Sequence[Group]) -> int:
-    """Where the run's stage stands in its first group: of an overlapped pair, the F is first."""
-    return [action.stage for action in groups[run.first].computations].index(run.stage)
+def _place(run: _Run, blocks: Sequence[Block]) -> int:
+    """Where the run's stage stands in its first block: of an overlapped pair, the F is first."""
+    return [action.stage for action in blocks[run.first].computations].index(run.stage)
 
 
-def _reduce(stage: int, groups: Sequence[Group], data: DataAxis, behind: _Around) -> None:
+def _reduce(stage: int, blocks: Sequence[Block], data: DataAxis, behind: _Around) -> None:
     """REDUCE_GRAD of one stage, behind the last backward of every run that has one."""
     granularity = data.granularity if data.shards_gradients else Granularity.STEP
-    for first, last in _runs(_indices(stage, groups), granularity):
+    for first, last in _runs(_indices(stage, blocks), granularity):
         backwards = [
-            (group, action)
-            for group in groups[first : last + 1]
-            for action in group.computations
+            (block, action)
+            for block in blocks[first : last + 1]
+            for action in block.computations
             if action.stage == stage and action.op in _BACKWARDS
         ]
         if backwards:
-            group, action = backwards[-1]
-            behind[group.last].append(action.with_op(Op.REDUCE_GRAD))
+            block, action = backwards[-1]
+            behind[block.last].append(action.with_op(Op.REDUCE_GRAD))
 
 
-def _indices(stage: int, groups: Sequence[Group]) -> list[int]:
-    return [i for i, group in enumerate(groups) if any(action.stage == stage for action in group.computations)]
+def _indices(stage: int, blocks: Sequence[Block]) -> list[int]:
+    return [i for i, block in enumerate(blocks) if any(action.stage == stage for action in block.computations)]
 
 
 def _runs(indices: Sequence[int], granularity: Granularity) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What a pipeline evaluates with: forwards, of one step or of one update."""
+"""The schedule for evaluation: the forwards of one step or of one update."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeloom.passes.stretch import before
 
 
 def evaluation_schedule(schedule: Schedule) -> Schedule:
-    """The forwards of one step of `schedule`; of a stream, those of the micro-batches of its first update."""
+    """The forwards of one step of `schedule`; for a stream, of the micro-batches of its first update."""
     forwards, count = forward_only(schedule), schedule.microbatches_per_update
     if count is None:
         return forwards

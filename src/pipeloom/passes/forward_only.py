@@ -1,4 +1,4 @@
-"""Evaluation: the same placement and forward order, without backwards; and that training is none."""
+"""Forward-only schedules for evaluation, and the check that a training schedule has backwards."""
 
 from __future__ import annotations
 
@@ -10,22 +10,18 @@ from pipeloom.ir.schedule import Schedule, WeightPolicy
 
 
 def check_has_backwards(schedule: Schedule) -> None:
-    """Refuse to train by forwards alone.
-
-    Raises:
-        ScheduleError: the schedule has no backwards.
-    """
+    """Raises ScheduleError if the schedule has no backwards, so that it cannot train."""
     if schedule.forward_only:
         raise ScheduleError(
-            f"schedule {schedule.name!r} has forwards alone: {schedule.num_stages - 1}B0 is missing, and every other "
-            "backward; a step needs them: add them, or evaluate"
+            f"schedule {schedule.name!r} has only forwards: training needs all backwards, such as "
+            f"{schedule.num_stages - 1}B0. Add them, or use the schedule for evaluation."
         )
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of `schedule` in their order. Legal for every legal schedule: leaving actions out adds no wait.
+    """The forwards of `schedule` in their order; legal if `schedule` is, because fewer actions add no wait.
 
-    Of a stream, too: nothing is updated, so there is one version of the parameters, the newest.
+    A stream becomes synchronous: without updates there is one version of the parameters.
     """
     orders = tuple(tuple(action for action in order if action.op is Op.F) for order in schedule.orders)
     return replace(

@@ -1,4 +1,4 @@
-"""Sum the gradients of parameters that several ranks hold: tied across stages, or stages with replicas."""
+"""Sum the gradients of shared parameters: tied stages and stages with replicas."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def insert_gradient_reduction(program: Program, tied_stages: tuple[tuple[int, ..
 
     Args:
         program: a program with communication.
-        tied_stages: groups of stages that hold the same parameters. Groups that touch become one. Stages with
-            replicas form groups by themselves.
+        tied_stages: groups of stages that hold the same parameters. Groups with a common stage are merged. A stage
+            with replicas is always a group.
 
-    The reduction stands at the end of a rank's order, groups ascending on every rank, so no circle can arise.
+    The reductions are at the end of each order, groups in ascending order on every rank, so they cannot deadlock.
     """
     groups: list[set[int]] = [{stage} for stage, ranks in enumerate(program.placement.replicas) if len(ranks) > 1]
     for tied in tied_stages:

@@ -1,12 +1,12 @@
-"""Make one B of an I and the W that follows it at once, where nobody waits for the I.
+"""Merge an I and the W directly after it into one B, if no other rank waits for the I.
 
-    rank 0:  0F1 0I0 0W0 0F2   ->   0F1 0B0 0F2        stage 0 has no stage before it that waits
-    rank 1:  1F1 1I0 1W0 1F2        stays: rank 0 waits for the gradient that 1I0 yields, and W is not in its way
+    rank 0:  0F1 0I0 0W0 0F2   ->   0F1 0B0 0F2        stage 0 has no stage before it
+    rank 1:  1F1 1I0 1W0 1F2        unchanged: rank 0 waits for the gradient of 1I0
 
-A B is one run of autograd and holds nothing in between, so it takes a little less time and memory than I and W. But it
-has its input gradient only at its end. Where that gradient goes to another rank it would leave later by the time of a
-W, some third of a backward, to save some hundredths. So a pair is merged only where the gradient stays: on the first
-stage, and where the stage before is on the same rank, whose next action could not start before the W anyway.
+A B is one autograd call, so it takes slightly less time and memory than I and W. But its input gradient is available
+only at its end: if another rank needs it, the gradient would be sent later by the time of W, about a third of a
+backward. A pair is therefore merged only if the gradient stays on the rank: on the first stage, or if the previous
+stage is on the same rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeloom.ir.schedule import Schedule
 
 
 def merge_backwards(schedule: Schedule) -> Schedule:
-    """`schedule` with such pairs of I and W as B; itself if it has none. Live activations stay what they were."""
+    """`schedule` with these pairs merged; itself if there are none. Live activations do not change."""
     units = {action for pair in schedule.overlapped for action in pair}
     orders = []
     for rank, order in enumerate(schedule.orders):
@@ -40,6 +40,6 @@ def merge_backwards(schedule: Schedule) -> Schedule:
 
 
 def _stays(action: Action, rank: int, schedule: Schedule) -> bool:
-    """Whether the gradient of the stage's input is used on `rank`, or nowhere."""
+    """Whether no other rank uses the gradient of the stage's input."""
     assert action.microbatch is not None
     return action.stage == 0 or schedule.placement.rank_of(action.stage - 1, action.microbatch) == rank

@@ -1,15 +1,15 @@
-"""Move activations off the device between their forward and their backward, so that a rank holds fewer at once.
+"""Offload activations between forward and backward to reduce peak memory.
 
-    at most 3, one move beside a computation
+    cap 3, transfers overlap with one computation
     before   0F0 0F1 0F2 0F3          0B0 0B1 ...
     after    0F0 0OFFLOAD0 0F1 0F2 0F3 0RELOAD0 ... 0B0 0B1
 
-OFFLOAD begins the move, directly behind the forward; RELOAD begins the way back, in front of an earlier computation
-than the backward that needs it, and that backward waits for its end. So a move runs beside `beside` computations, which
-is what double buffering comes to: while it lasts, the activation still counts, or counts already.
+OFFLOAD starts a transfer directly after the forward. RELOAD starts the transfer back, `beside` computations before the
+backward that needs the activation; that backward waits for its end. A transfer thus overlaps with `beside`
+computations, as in double buffering. The activation counts as held during both transfers.
 
-Which ones move: wherever a rank holds too much, those that are used last (Belady, 1966). For activations of equal size
-no choice of fewer moves keeps the cap. Adaptive, selective moving of activations is also in arXiv:2503.01328.
+If a rank exceeds its cap, the activations that are used last are offloaded (Belady, 1966). For activations of equal
+size this is the smallest number of transfers. arXiv:2503.01328 also offloads activations selectively.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.schedule import Program
-from pipeloom.passes.groups import Group, groups_of, woven
+from pipeloom.passes.blocks import Block, blocks_of, woven
 
-_SLACK = 1 + 1e-9  # sums of sizes are not exact
+_SLACK = 1 + 1e-9  # rounding of sums of sizes
 
 
-class _Entry(NamedTuple):
-    """What one forward keeps. Numbers are of groups of the rank's order.
+class _Activation(NamedTuple):
+    """The activation of one forward. Numbers count blocks of the rank's order.
 
     Attributes:
-        forward: the action that makes it, in group `made`.
-        leaves: the first group in whose time it could be off the device.
-        returns: the first in whose time it has to be there again.
-        used: that of the B or I.
-        freed: that of the B or W.
+        forward: the action that makes it, in block `made`.
+        leaves: the first block during which it can be offloaded.
+        returns: the first block during which it must be back.
+        used: the block of the B or I.
+        freed: the block of the B or W.
     """
 
     forward: Action
@@ -55,17 +55,17 @@ def insert_offload(
     sizes: Sequence[float] | None = None,
     beside: int = 1,
 ) -> Program:
-    """Put OFFLOAD and RELOAD of activations into `program`, so that no rank holds more than `most`.
+    """Insert OFFLOAD and RELOAD of activations into `program`, so that no rank holds more than `most`.
 
     Args:
-        program: with communication, and a data axis if it has one.
-        most: what a rank may hold at once, one number or one for each rank; in activations of one stage and
-            micro-batch (or slice), or in the unit of `sizes`, such as bytes.
-        sizes: for each stage, what one F keeps; 1 if not given.
-        beside: beside how many computations a move runs; 0: it is waited for at once.
+        program: a program with communication, and with a data axis if it has one.
+        most: the cap of all ranks, or one cap per rank, in activations of one stage and micro-batch (or slice), or in
+            the unit of `sizes`.
+        sizes: for each stage, the size of one F's activation, such as bytes; default 1.
+        beside: the number of computations that a transfer overlaps with; 0 waits for each transfer at once.
 
     Raises:
-        InputError: no moves keep the cap; the message has the least that they can.
+        InputError: offloading cannot keep the cap; the message has the lowest possible cap.
     """
     if program.schedule.forward_only:
         return program
@@ -74,63 +74,63 @@ def insert_offload(
     weights = tuple(sizes) if sizes is not None else (1.0,) * program.schedule.num_stages
     if len(caps) != count or len(weights) != program.schedule.num_stages:
         raise InputError(
-            f"{len(caps)} caps for {count} ranks, {len(weights)} sizes for {program.schedule.num_stages} stages: give "
-            "one for each"
+            f"{len(caps)} caps for {count} ranks, {len(weights)} sizes for {program.schedule.num_stages} stages: must "
+            "have one cap per rank and one size per stage."
         )
-    plans = [_Plan(groups_of(order, program), program, weights, beside) for order in program.orders]
+    plans = [_Plan(blocks_of(order, program), program, weights, beside) for order in program.orders]
     found = [plan.moves(cap) for plan, cap in zip(plans, caps, strict=True)]
     for rank, moves in enumerate(found):
         if moves is None:
             least = plans[rank].least()
             raise InputError(
-                f"rank {rank} of {program.name!r} may hold {caps[rank]:g} of activations: moves beside "
-                f"{counted(beside, 'computation')} need {least:g}; raise the cap"
+                f"rank {rank} of {program.name!r} has a cap of {caps[rank]:g} on activations: offloading that overlaps "
+                f"with {counted(beside, 'computation')} needs {least:g}. Raise the cap."
             )
     orders = tuple(
-        _with_moves(order, plan.groups, moves or [], beside)
+        _with_moves(order, plan.blocks, moves or [], beside)
         for order, plan, moves in zip(program.orders, plans, found, strict=True)
     )
     return replace(program, orders=orders)
 
 
 def least_held(program: Program, *, beside: int = 1) -> tuple[float, ...]:
-    """The lowest cap of each rank, in activations of one stage and micro-batch, that `insert_offload` can keep."""
+    """For each rank, the lowest cap that `insert_offload` can keep, in activations of one stage and micro-batch."""
     sizes = (1.0,) * program.schedule.num_stages
-    return tuple(_Plan(groups_of(order, program), program, sizes, beside).least() for order in program.orders)
+    return tuple(_Plan(blocks_of(order, program), program, sizes, beside).least() for order in program.orders)
 
 
 def _with_moves(
-    order: Sequence[Action], groups: Sequence[Group], moves: Sequence[_Entry], beside: int
+    order: Sequence[Action], blocks: Sequence[Block], moves: Sequence[_Activation], beside: int
 ) -> tuple[Action, ...]:
     front: defaultdict[int, list[Action]] = defaultdict(list)
     behind: defaultdict[int, list[Action]] = defaultdict(list)
     for entry in sorted(moves, key=lambda entry: entry.used):
-        behind[groups[entry.made].last].append(entry.forward.with_op(Op.OFFLOAD))
-        front[groups[entry.used - beside].first].append(entry.forward.with_op(Op.RELOAD))
+        behind[blocks[entry.made].last].append(entry.forward.with_op(Op.OFFLOAD))
+        front[blocks[entry.used - beside].first].append(entry.forward.with_op(Op.RELOAD))
     return woven(order, front, behind)
 
 
 class _Plan:
-    """One rank: what it holds in the time of every group, and what could be away."""
+    """One rank's activations: which are held, and which can be offloaded, during each block."""
 
-    def __init__(self, groups: Sequence[Group], program: Program, sizes: Sequence[float], beside: int) -> None:
-        self.groups = groups
+    def __init__(self, blocks: Sequence[Block], program: Program, sizes: Sequence[float], beside: int) -> None:
+        self.blocks = blocks
         self.sizes = sizes
-        self.entries = _entries(groups, program, beside)
+        self.entries = _entries(blocks, program, beside)
 
-    def moves(self, cap: float) -> list[_Entry] | None:
-        """The fewest moves that keep `cap`, where sizes are equal; None if none do."""
-        leave: defaultdict[int, list[_Entry]] = defaultdict(list)
-        change = [0.0] * (len(self.groups) + 1)
+    def moves(self, cap: float) -> list[_Activation] | None:
+        """The activations to offload to keep `cap`, the fewest if sizes are equal; None if the cap is too low."""
+        leave: defaultdict[int, list[_Activation]] = defaultdict(list)
+        change = [0.0] * (len(self.blocks) + 1)
         for entry in self.entries:
             change[entry.made] += self.sizes[entry.forward.stage]
             change[entry.freed + 1] -= self.sizes[entry.forward.stage]
             if entry.leaves < entry.returns:
                 leave[entry.leaves].append(entry)
         held = 0.0
-        away: list[tuple[int, _Entry]] = []  # what could be, the last to return first
-        found: list[_Entry] = []
-        for now in range(len(self.groups)):
+        away: list[tuple[int, _Activation]] = []  # candidates, the last to return first
+        found: list[_Activation] = []
+        for now in range(len(self.blocks)):
             held += change[now]
             for entry in leave[now]:
                 heapq.heappush(away, (-entry.returns, entry))
@@ -145,8 +145,8 @@ class _Plan:
         return found
 
     def least(self) -> float:
-        """The lowest cap that moves can keep: with all entries away that can be."""
-        change = [0.0] * (len(self.groups) + 1)
+        """The lowest possible cap: the peak with all possible activations offloaded."""
+        change = [0.0] * (len(self.blocks) + 1)
         for entry in self.entries:
             size = self.sizes[entry.forward.stage]
             change[entry.made] += size
@@ -161,13 +161,13 @@ class _Plan:
         return peak
 
 
-def _entries(groups: Sequence[Group], program: Program, beside: int) -> list[_Entry]:
+def _entries(blocks: Sequence[Block], program: Program, beside: int) -> list[_Activation]:
     split = program.schedule.split_backwards
     made: dict[tuple[int, int | None, int | None], tuple[int, Action]] = {}
     used: dict[tuple[int, int | None, int | None], int] = {}
     entries = []
-    for index, group in enumerate(groups):
-        for action in group.computations:
+    for index, block in enumerate(blocks):
+        for action in block.computations:
             key = (action.stage, action.microbatch, action.slice)
             if action.op is Op.F:
                 made[key] = (index, action)
@@ -175,5 +175,5 @@ def _entries(groups: Sequence[Group], program: Program, beside: int) -> list[_En
             used.setdefault(key, index)
             if action.op is Op.W or (action.op is Op.B and key not in split):
                 at, forward = made[key]
-                entries.append(_Entry(forward, at, at + 1 + beside, used[key] - beside, used[key], index))
+                entries.append(_Activation(forward, at, at + 1 + beside, used[key] - beside, used[key], index))
     return entries

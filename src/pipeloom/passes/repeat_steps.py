@@ -1,4 +1,4 @@
-"""Several steps one behind the other, without a barrier between them."""
+"""Consecutive steps without a barrier between them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pipeloom.ir.schedule import Schedule
 
 
 def repeat_steps(schedule: Schedule, num_steps: int) -> Schedule:
-    """The schedule of `num_steps` steps in a row: every rank starts its next step when it has ended its last.
+    """The schedule of `num_steps` consecutive steps: every rank starts its next step at the end of the previous one.
 
-    Micro-batches count on: step k has those from ``k * num_microbatches``. Simulated, it shows how steps move together
-    where the optimizer does not hold ranks back (arXiv:2401.10241, section 4).
+    Step k has the micro-batches from ``k * num_microbatches``. The simulation shows how consecutive steps overlap
+    without an optimizer barrier (arXiv:2401.10241, section 4).
 
     Raises:
-        ScheduleError: stages have replicas and the micro-batches do not go around evenly, so that the same micro-batch
-            of the next step would run elsewhere.
+        ScheduleError: the number of micro-batches is not a multiple of a stage's replicas, so that a micro-batch would
+            run on another replica in the next step.
     """
     count = schedule.num_microbatches
     for stage, ranks in enumerate(schedule.placement.replicas):
         if count % len(ranks):
             raise ScheduleError(
-                f"{count} micro-batches on {len(ranks)} replicas of stage {stage}: a step repeats where they divide "
-                f"evenly; take a multiple of {len(ranks)}"
+                f"num_microbatches={count}: repeated steps need a multiple of the {len(ranks)} replicas of stage "
+                f"{stage}. Use a multiple of {len(ranks)}."
             )
 
     def shifted(action: Action, step: int) -> Action:

@@ -1,10 +1,9 @@
-"""An overlapped F and B one after the other, as one thread runs them.
+"""Run an overlapped F and B one after the other, as a single thread does.
 
     unit:      RECV_F RECV_B (F & B) SEND_F SEND_B          separate:  RECV_F F SEND_F RECV_B B SEND_B
 
-Who runs both at once waits for the messages of both and has both results at the end. Who does not would waste the time
-of a B before its neighbour gets the result of F, and that of an F in which the message for B may still come. Every wait
-comes later or at the same place, so nothing can deadlock that did not before.
+A unit needs both messages at its start and has both results at its end. Run one after the other, F can send before B
+starts, and B's message can arrive during F. No receive comes earlier than before, so no new deadlock is possible.
 """
 
 from __future__ import annotations
@@ -15,5 +14,5 @@ from pipeloom.ir.schedule import Schedule
 
 
 def separate_units(schedule: Schedule) -> Schedule:
-    """`schedule` without overlapped units, its orders as they are; itself if it has none."""
+    """`schedule` with the same orders and without overlapped units; itself if there are none."""
     return replace(schedule, overlapped=frozenset()) if schedule.overlapped else schedule

@@ -1,9 +1,9 @@
-"""A stream of another length: fewer micro-batches, or more of its steady state.
+"""Change the length of a stream: drop micro-batches, or repeat its steady state.
 
-F0 F1 F2 B0 F3 B1 F4 B2 B3 B4                    of 5 micro-batches, after each of which an update stands
-F0 F1 F2 B0 F3 B1 B2 B3                          of 4: the last one left out
-         └────┘ common ┆ and then the drain      what the longer one has before its drain is one period: F4 B2
-F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 B5 B6        of 7: two periods more
+F0 F1 F2 B0 F3 B1 F4 B2 B3 B4                    5 micro-batches, with an update after each
+F0 F1 F2 B0 F3 B1 B2 B3                          4: without the last micro-batch
+         └────┘ common ┆ then the cool-down      the longer one has one period more before its cool-down: F4 B2
+F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 B5 B6        7: two periods more
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pipeloom.ir.schedule import Schedule
 
 
 def stretch(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The stream that `schedule` is, over `num_microbatches`.
+    """The stream of `schedule` with `num_microbatches` micro-batches.
 
     Raises:
-        ScheduleError: that is no whole number of updates; or a longer one is asked for, and `schedule` has no steady
-            state that could go on.
+        ScheduleError: the length does not end with an update of every stage, or `schedule` has no steady state to
+            repeat for a longer stream.
     """
     if num_microbatches == schedule.num_microbatches:
         return schedule
     period = schedule.update_period
     if num_microbatches < 1 or num_microbatches % period:
         raise ScheduleError(
-            f"a stream of {num_microbatches} micro-batches, where every stage has updated after {period}: a stream is "
-            f"a whole number of updates; take a multiple of {period} micro-batches"
+            f"num_microbatches={num_microbatches}: a stream must end with an update of every stage. "
+            f"Use a multiple of {period}."
         )
     more = max(0, num_microbatches - schedule.num_microbatches) // period
     orders = schedule.orders
@@ -44,17 +44,17 @@ def stretch(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 
 def _longer(schedule: Schedule, rank: int, period: int, times: int) -> Sequence[Action]:
-    """The order of a rank with the last period of its steady state `times` more."""
+    """The order of a rank with the last period of its steady state repeated `times` more."""
     order, length = tuple(schedule.orders[rank]), schedule.num_microbatches
     head, body, drain = _parts(order, length, period)
     _, earlier, _ = _parts(before(order, length - period), length - period, period)
     if tuple(_shifted(earlier, period)) != body:
         counts, each = [len(ranks) for ranks in schedule.placement.replicas], schedule.microbatches_per_update
         raise ScheduleError(
-            f"schedule {schedule.name!r} of {length} micro-batches has no steady state that could go on: rank {rank} "
-            f"does not repeat itself after {period} micro-batches; build it with more, for pipedream "
-            f"pipeloom.schedules.steady_length({counts}, microbatches_per_update={each}) with "
-            "its in_flight, or run as many batches as it has"
+            f"schedule {schedule.name!r} of {length} micro-batches has no steady state to repeat: rank {rank} does not "
+            f"repeat its order after {period} micro-batches. Build it with more micro-batches (for pipedream "
+            f"pipeloom.schedules.steady_length({counts}, microbatches_per_update={each}) with its in_flight), or run "
+            "the batches that it has."
         )
     result = list(head)
     for repeat in range(times + 1):
@@ -63,7 +63,7 @@ def _longer(schedule: Schedule, rank: int, period: int, times: int) -> Sequence[
 
 
 def _parts(order: tuple[Action, ...], length: int, period: int) -> tuple[tuple[Action, ...], ...]:
-    """The start of an order, its last period, and its drain."""
+    """The start of an order, its last period, and its cool-down."""
     shorter = before(order, length - period)
     same = next((k for k, (a, b) in enumerate(zip(order, shorter, strict=False)) if a != b), len(shorter))
     behind = len(order) - (len(shorter) - same)

@@ -1,6 +1,6 @@
-"""Updates inside a stream of micro-batches: what a schedule with several versions of the parameters runs.
+"""Insert the updates of a stream.
 
-... 1B3 1SEND_B3 1STEP3 1F5 ...      the last backward of an update, its result on its way, then the update
+... 1B3 1SEND_B3 1STEP3 1F5 ...      the last backward of an update, the send of its result, then the update
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from pipeloom.ir.versions import with_updates
 
 
 def insert_updates(program: Program, tied_stages: tuple[tuple[int, ...], ...] = ()) -> Program:
-    """Put STEP, and REDUCE_GRAD where a stage has replicas, where `pipeloom.ir.versions.with_updates` has them.
+    """Insert STEP, and REDUCE_GRAD for stages with replicas, as `pipeloom.ir.versions.with_updates` does.
 
-    The gradient of the stage's input is sent before: the stage that waits for it is not kept by the update.
+    An update comes after the send of the last backward's result, so the previous stage does not wait for the update.
 
     Args:
         program: a program with communication.
-        tied_stages: groups of stages that hold the same parameters.
+        tied_stages: groups of stages that hold the same parameters; unsupported in a stream.
 
     Raises:
-        ScheduleError: stages hold the same parameters.
+        ScheduleError: there are tied stages.
     """
     schedule = program.schedule
     if schedule.microbatches_per_update is None:
         return program
     if tied_stages:
         raise ScheduleError(
-            f"schedule {schedule.name!r}: stages {tied_stages[0]} hold the same parameters and update them at "
-            f"different times: weight policy {schedule.weights.value!r} needs each parameter in one stage; "
-            "untie them, or take a schedule that flushes, such as 1f1b"
+            f"schedule {schedule.name!r}: stages {tied_stages[0]} hold the same parameters but update them at "
+            f"different times. Weight policy {schedule.weights.value!r} needs each parameter in one stage. "
+            "Untie them, or use a synchronous schedule such as 1f1b."
         )
     orders = []
     for rank, order in enumerate(program.orders):
@@ -49,7 +49,7 @@ def insert_updates(program: Program, tied_stages: tuple[tuple[int, ...], ...] = 
 
 
 def _with(order: Sequence[Action], behind: dict[Action | None, list[Action]]) -> tuple[Action, ...]:
-    """`order` with actions behind some computations, and behind the send of their result."""
+    """`order` with actions inserted after some computations and the sends of their results."""
     result: list[Action] = []
     held: list[Action] = []
     for action in order:

@@ -1,4 +1,4 @@
-"""What every rank can do of a step before anybody runs a backward."""
+"""The warm-up of each rank: its actions before any rank runs a backward."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ _FORWARD = frozenset({Op.F, Op.SEND_F, Op.RECV_F})
 
 
 def warm_up_lengths(program: Program) -> tuple[int, ...]:
-    """For each rank, how many of its first actions run before its first backward and need no backward anywhere.
+    """For each rank, the number of its first actions that need no backward of any rank.
 
-    These actions need nothing but each other, so all ranks can run them whatever else they wait for afterwards: a wait
-    put behind them on every rank closes no circle. What they did can be thrown away and done again, since forwards
-    change no gradient.
+    These actions depend only on each other, so a barrier after them on every rank cannot deadlock. They can be
+    discarded and run again, because forwards do not change gradients.
     """
     length = [0] * program.num_ranks
     done: set[Action] = set()

@@ -35,10 +35,10 @@ def whole_number(value: object, what: str) -> int:
     """`value` as an int; numpy's integers are accepted.
 
     Raises:
-        ScheduleError: it is not a whole number.
+        ScheduleError: it is not an integer.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ScheduleError(f"{what} is {folded(value)}: must be a whole number. Pass an int.")
+        raise ScheduleError(f"{what} is {folded(value)}: must be an int.")
     return index(cast("Any", value))
 
 
@@ -90,7 +90,7 @@ def check_groups(groups: object, num_stages: int, what: str) -> None:
         for stage in of_type(group, tuple, f"a gradient group of {what}"):
             if not 0 <= whole_number(stage, f"a stage in a gradient group of {what}") < num_stages:
                 raise ScheduleError(
-                    f"{what} has the gradient group {folded(group)}: stages are 0..{num_stages - 1}. Correct it."
+                    f"{what} has the gradient group {folded(group)}: stages must be in 0..{num_stages - 1}."
                 )
 
 
@@ -107,7 +107,7 @@ ACTIONS_ONLY = "an order holds Actions: an int, an Op, and for micro-batch and s
 
 
 def foreign_entries(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[str, str]]:
-    """What in `orders` is no action, with the fix."""
+    """The entries of `orders` that are not actions, each with the fix."""
     for rank, order in enumerate(orders):
         for place, entry in enumerate(order if not has_actions(order) else ()):
             if not has_actions((entry,)):
@@ -120,6 +120,6 @@ def foreign_entries(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[str, s
 
 
 def check_actions(orders: Sequence[Sequence[Action]], what: str) -> None:
-    """Raises ScheduleError for the first entry in `orders` that is no action."""
+    """Raises ScheduleError for the first entry in `orders` that is not an action."""
     for entry, fix in foreign_entries(orders):
         raise ScheduleError(f"{what}: {entry}: {ACTIONS_ONLY}. {fix}.")

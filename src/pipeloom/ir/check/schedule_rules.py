@@ -47,7 +47,7 @@ def streams_of_whole_sequences(schedule: Schedule) -> Breaches:
         yield f"{schedule.num_slices} slices under weight policy {schedule.weights.value!r}", "Use 1 slice"
 
 
-@rule("a stream is a whole number of updates on every stage")
+@rule("a stream must end with an update of every stage")
 def whole_updates(schedule: Schedule) -> Breaches:
     for stage in range(schedule.num_stages) if schedule.microbatches_per_update is not None else ():
         interval = schedule.update_interval(stage)

@@ -84,7 +84,7 @@ class Proof:
         remote_of_partner: likewise for the second member of the unit that an action starts; None without units.
         sequence: all indices in an order that respects all dependencies.
         rounds: where in `sequence` each round begins, and its end; None where it was walked action by action.
-        live: for each rank, the most activations alive at once.
+        live: for each rank, the peak number of live activations.
     """
 
     columns: Columns
@@ -96,7 +96,7 @@ class Proof:
 
 
 def columns_of(schedule: Schedule) -> Columns | None:
-    """The columns; None where something is no action, a number is too large, or an overlapped unit is none."""
+    """The columns; None if an entry is not an action, a number is too large, or an overlapped pair is invalid."""
     if not all(map(has_actions, schedule.orders)):
         return None
     try:
@@ -157,7 +157,7 @@ def prove(schedule: Schedule) -> Proof | None:
     if remote is None:
         return None
     partner = None
-    if len(columns.units):  # the F waits for both, the other member then for nobody
+    if len(columns.units):  # the F waits for the needs of both members
         partner = np.full_like(remote, len(columns.codes))
         partner[columns.units] = remote[columns.units + 1]
         remote[columns.units + 1] = len(columns.codes)

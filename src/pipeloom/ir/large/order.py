@@ -36,8 +36,8 @@ def encode(action: Action) -> int:
     fits = 0 <= stage <= STAGE_MASK and 0 <= b <= MICROBATCH_MASK and 0 <= q <= SLICE_MASK
     if not fits or (b == 0) != (microbatch is None) or (q == 0) != (piece is None):
         raise ScheduleError(
-            f"{action}: at most {STAGE_MASK:,} stages, {MICROBATCH_MASK:,} micro-batches and {SLICE_MASK:,} slices are "
-            "planned; use fewer"
+            f"{action}: a schedule has at most {STAGE_MASK:,} stages, {MICROBATCH_MASK:,} micro-batches and "
+            f"{SLICE_MASK:,} slices. Use smaller sizes."
         )
     return OP_NUMBER[op] << OP_SHIFT | stage << STAGE_SHIFT | b << MICROBATCH_SHIFT | q
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int32]
 
 _NARROW = 16  # ranks that advance in a round; with fewer, single steps are faster
-_TRIAL = 256  # rounds after which that is looked at
+_TRIAL = 256  # rounds between checks of the width
 
 
 def walk_columns(first: Ints, remote: Ints, partner: Ints | None) -> tuple[Ints, tuple[int, ...] | None] | None:
@@ -30,7 +30,7 @@ def walk_columns(first: Ints, remote: Ints, partner: Ints | None) -> tuple[Ints,
     """
     count = len(remote)
     done = np.zeros(count + 1, bool)
-    done[count] = True  # what those wait for that wait for nobody
+    done[count] = True  # stands for "no need"
     padded = np.append(remote, np.int32(count))  # a rank at its end may look one further
     padded_partner = None if partner is None else np.append(partner, np.int32(count))
     heads, ends = first[:-1].copy(), first[1:]

@@ -1,4 +1,4 @@
-"""Computations of a rank that nothing may come between, with their messages; what other passes put around them."""
+"""Blocks of actions that stay together: computations with their receives and sends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 _SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 
 
-class Group(NamedTuple):
-    """One computation, or an overlapped pair, with the receives before and the sends behind it.
+class Block(NamedTuple):
+    """One computation, or an overlapped pair, with the receives before and the sends after it.
 
     Attributes:
-        first, last: positions in the order of the rank.
+        first, last: positions of its first and last action in the order of the rank.
         computations: one action, or two.
     """
 
@@ -25,10 +25,10 @@ class Group(NamedTuple):
     computations: tuple[Action, ...]
 
 
-def groups_of(order: Sequence[Action], program: Program) -> list[Group]:
-    """The groups of one rank's `order`, as they stand in it. Actions of other kinds are in none."""
+def blocks_of(order: Sequence[Action], program: Program) -> list[Block]:
+    """The blocks of one rank's `order`. Other actions are in no block."""
     partners = program.schedule.partners
-    groups: list[Group] = []
+    blocks: list[Block] = []
     position = free = 0
     while position < len(order):
         action = order[position]
@@ -42,9 +42,9 @@ def groups_of(order: Sequence[Action], program: Program) -> list[Group]:
         computations = tuple(order[position : last + 1])
         while last + 1 < len(order) and order[last + 1].op in _SENDS:
             last += 1
-        groups.append(Group(first, last, computations))
+        blocks.append(Block(first, last, computations))
         position = free = last + 1
-    return groups
+    return blocks
 
 
 def woven(
@@ -52,7 +52,7 @@ def woven(
     front: Mapping[int, Sequence[Action]],
     behind: Mapping[int, Sequence[Action]],
 ) -> tuple[Action, ...]:
-    """`order` with actions in front of and behind some of its positions."""
+    """`order` with actions inserted before and after some positions."""
     result: list[Action] = []
     for position, action in enumerate(order):
         result += front.get(position, ())
