@@ -75,7 +75,7 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ),
         ("--parallel.pipeline 5", "parallel.pipeline=5: each stage needs a block, and model.layers=4"),
         ("--parallel.pipeline 0", "parallel.pipeline=0: must be at least 1"),
-        ("--schedule 1f1", "schedule '1f1' is unknown.*did you mean '1f1b'"),
+        ("--schedule 1f1", "schedule '1f1' is unknown.*Did you mean '1f1b'"),
         ("--steps -1", "steps=-1: must be at least 0"),
         ("--steps 1.5", "steps"),
         ("--seed -1", "seed=-1: must be at least 0"),

@@ -272,7 +272,7 @@ def test_timelines_that_are_compared_have_one_scale():
     ("words", "message"),
     [
         (["compare"], "needs at least one schedule. Name the schedules to compare"),
-        (["compare", "1f1b", "gpip"], "did you mean 'gpipe'?"),
+        (["compare", "1f1b", "gpip"], "Did you mean 'gpipe'?"),
         (["compare", "1f1b", "--csv", "x.csv"], "--trace, --csv and --out write one schedule. Remove compare"),
         (["1f1b", "gpipe"], "run `pipeloom simulate compare 1f1b gpipe`"),
         (["1f1b", "--memory-limit", "0"], "--memory-limit 0"),

@@ -94,7 +94,7 @@ def test_files_are_written(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["1f1", "--ranks", "2", "--microbatches", "2"], "did you mean '1f1b'?"),
+        (["1f1", "--ranks", "2", "--microbatches", "2"], "Did you mean '1f1b'?"),
         (["1f1b", "--ranks", "0", "--microbatches", "2"], "0 ranks"),
         (["1f1b", "--ranks", "2", "--microbatches", "0"], "0 micro-batches"),
         (["1f1b", "--ranks", "2", "--microbatches", "-2"], "-2 micro-batches"),

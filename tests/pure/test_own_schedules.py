@@ -82,16 +82,16 @@ def test_files(tmp_path, path):
 
 
 REFUSED = {
-    "missing.csv": r"schedule '.*missing.csv': No such file or directory; name a readable file",
-    "mine.py": r"mine.py' names no function: write .*mine.py:NAME",
-    "mine.py:absent": r"has no function 'absent': write .*mine.py:NAME",
+    "missing.csv": r"schedule '.*missing.csv': No such file or directory. Name a readable file",
+    "mine.py": r"mine.py' names no function. Write .*mine.py:NAME",
+    "mine.py:absent": r"has no function 'absent'. Write .*mine.py:NAME",
     "mine.py:NUMBER": r"has no function 'NUMBER'",
     "mine.py:other": r"function 'other' cannot be called with num_ranks, num_microbatches \(missing .* 'ranks'\)",
-    "mine.py:raises": r"function 'raises' raised ZeroDivisionError: division by zero; correct it for 2 ranks and 3",
+    "mine.py:raises": r"function 'raises' raised ZeroDivisionError: division by zero. Fix it for 2 ranks and 3",
     "mine.py:waits": r"schedule 'waits' deadlocks",
-    "mine.py:nothing": r"orders of schedule 'nothing' are no sequence of rows",
-    "mine.py:fixed": r"function 'fixed' is for 1 micro-batches, the run has 3: they must be equal; ask for 1",
-    "broken.py:f": r"schedule file .*broken.py cannot be run \(SyntaxError",
+    "mine.py:nothing": r"orders of schedule 'nothing' are not rows of actions",
+    "mine.py:fixed": r"function 'fixed' is for 1 micro-batches, the run has 3: they must be equal. Use 1",
+    "broken.py:f": r"schedule file .*broken.py cannot be imported \(SyntaxError",
     "bad.csv": r"'zero': an action is stage, op",
     "bad.json": r"bad.json': the schedule: missing key 'name'",
 }
@@ -168,4 +168,4 @@ def test_files_as_they_come_or_are_refused_in_one_line(tmp_path, capsys):
     assert "the schedule: num_microbatches=inf" in simulated("huge.json", huge)
     ends = "def ends(num_ranks, num_microbatches):\n    raise SystemExit(0)\n"
     assert "raised SystemExit" in simulated("ends.py", ends, ":ends")
-    assert "cannot be run (SystemExit" in simulated("quits.py", "raise SystemExit(0)", ":ends")
+    assert "cannot be imported (SystemExit" in simulated("quits.py", "raise SystemExit(0)", ":ends")

@@ -228,7 +228,7 @@ def test_caps_that_hold_no_micro_batch_and_foreign_conditions_are_refused():
     placement = Placement.v(2)
     with pytest.raises(
         ScheduleError,
-        match=r"rank 0 has a cap of 0\.9, but one micro-batch keeps 1 there\. Raise the cap .* smallest .* are 1, 1$",
+        match=r"rank 0 has a cap of 0\.9, but one micro-batch keeps 1 there\. Raise the cap .* smallest .* are 1, 1\.$",
     ):
         schedules.search(
             placement=placement, num_microbatches=2, conditions=Conditions.uniform(placement, memory_limit=0.9)

@@ -43,7 +43,7 @@ def test_a_stream_without_steady_state_is_refused() -> None:
     call = re.search(r"steady_length\((.*), microbatches_per_update=(\d+)\)", str(caught.value))
     enough = steady_length(json.loads(call[1]), microbatches_per_update=int(call[2]))
     check(stretch(pipedream(num_ranks=4, num_microbatches=enough), 50))
-    with pytest.raises(ScheduleError, match="take a multiple of 2 micro-batches"):
+    with pytest.raises(ScheduleError, match=r"end with an update of every stage\. Use a multiple of 2\."):
         stretch(pipedream(num_ranks=3, num_microbatches=8, replicas=(2, 1)), 11)
 
 

@@ -109,18 +109,18 @@ def build(
     Args:
         name: of the table, or a file with a schedule: ``file.csv``, ``file.json`` or ``file.py:function``.
         num_ranks, num_microbatches, num_chunks: sizes; a file's schedule must be for them.
-        conditions: for the families that are made to measure; the others have one order for all of them.
-        stream: for the families that update parameters while they run.
+        conditions: times, latencies and memory for the families that optimize for them; others ignore it.
+        stream: options of streams, the families that update parameters while they run.
 
     Raises:
-        ScheduleError: unknown name, or sizes that the family or the file cannot have.
+        ScheduleError: an unknown name, or sizes that the family or the file does not support.
     """
     if not isinstance(name, str):
-        raise ScheduleError(f"schedule {folded(name)}: it is named by a text; pass one, such as '1f1b'")
+        raise ScheduleError(f"schedule={folded(name)}: must be a str, such as '1f1b'.")
     if is_file(name):
         given = next((what for what, value in stream.items() if value is not None), None)
         if given is not None:
-            raise ScheduleError(f"{given} with schedule {name!r}: the file says it; leave it out")
+            raise ScheduleError(f"{given} with schedule {name!r}: the file defines it. Remove `{given}`.")
         return from_file(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     return find(name)(
         num_ranks=num_ranks,
@@ -141,6 +141,6 @@ def find(name: str) -> Family:
     family = FAMILIES.get(name)
     if family is None:
         close = difflib.get_close_matches(name, FAMILIES, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]!r}?" if close else "see `pipeloom schedules`"
-        raise ScheduleError(f"schedule {name!r} is unknown: the schedules are {', '.join(FAMILIES)}; {hint}")
+        hint = f"Did you mean {close[0]!r}?" if close else "See `pipeloom schedules`."
+        raise ScheduleError(f"schedule {name!r} is unknown: must be one of {', '.join(FAMILIES)}. {hint}")
     return family

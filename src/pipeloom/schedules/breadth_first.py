@@ -3,8 +3,8 @@
     rank 0  0F0 0F1 0F2 2F0 2F1 2F2 ... ... 2B0 2B1 2B2 0B0 0B1 0B2
     rank 1  ... 1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2 ...
 
-The makespan of interleaved 1F1B for ``m >= p`` with GPipe's memory (``m`` rank-shares). What it buys: every chunk's
-weights are gathered once a pass and its gradients reduced once, beside the other chunks' computation (ZeRO-2/3).
+The makespan of interleaved 1F1B for ``m >= p`` with GPipe's memory (``m`` rank-shares). The benefit: every chunk's
+weights are gathered once per pass and its gradients reduced once, overlapped with other chunks' computation (ZeRO-2/3).
 """
 
 from __future__ import annotations

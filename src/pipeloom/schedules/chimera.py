@@ -1,7 +1,7 @@
 """Chimera (Li and Hoefler, arXiv:2107.06925): two 1F1B pipelines in opposite directions fill each other's bubbles.
 
-Every stage lives on two ranks; even micro-batches go down the ranks, odd ones up. Each direction is a 1F1B of its own,
-and a rank weaves its two orders into one: whenever it is free it takes what is ready, backwards first.
+Every stage is on two ranks; even micro-batches go down the ranks, odd ones up. Each direction is a 1F1B of its own. A
+rank merges its two orders: whenever it is free it runs what is ready, backwards first.
 
     p=4, m=4
     rank 0  0F0 0F2 ... 3F1 3B1 3F3 3B3 0B0 ... 0B2
@@ -32,7 +32,7 @@ def chimera(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """
     p, m = num_ranks, num_microbatches
     if p % 2:
-        raise ScheduleError(f"chimera on {p} ranks: two directions need an even number; add a rank")
+        raise ScheduleError(f"num_ranks={p}: schedule 'chimera' needs an even number of ranks. Add a rank.")
     streams = [[_direction(p, d, range(0, m, 2)), _direction(p, p - 1 - d, range(1, m, 2))] for d in range(p)]
     weaver = Weaver("chimera", Placement.bidirectional(p), m, streams, units={Op.F: 1, Op.B: 1})
     return weaver.weave(lambda action: (action.op is not Op.B, action.microbatch))[0]

@@ -1,4 +1,4 @@
-"""`Conditions`: the times, latencies and memory that a schedule is made for, where it is made to measure."""
+"""`Conditions`: the times, latencies and memory that some schedules are optimized for."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pipeloom.ir.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What computing, sending and holding one micro-batch costs, stage by stage.
+    """Time, latency and memory of one micro-batch, per stage.
 
     Attributes:
         forward, backward_input, backward_weight: seconds of F, I and W on each stage.
         latency: ``latency[source][target]`` in seconds, from the end of a computation to its use on another rank.
-        activation: for each stage, what F keeps, in any unit (bytes, or rank-shares of one micro-batch).
-        weight_gradient: for each stage, what is left of it between I and W (M_W of the papers, where the whole is M_B).
-        caps: for each rank, the most that it may hold, in the same unit; infinity where nothing limits it.
-        overlap: seconds of an F and B that run as one unit, as a part of the sum of both.
+        activation: for each stage, the size of F's activation, in any unit (bytes, or rank-shares of one micro-batch).
+        weight_gradient: for each stage, the part of it that is left between I and W (M_W of the papers; the full size
+            is M_B).
+        caps: for each rank, the memory cap in the same unit; infinity for no limit.
+        overlap: seconds of an overlapped F and B, as a fraction of their sum.
 
     Raises:
-        ScheduleError: lists of different lengths, a number that is negative or not one, or more kept after I than
-            before.
+        ScheduleError: tuples of wrong lengths, a negative or non-finite number, or more memory after I than before.
     """
 
     forward: tuple[float, ...]
@@ -43,21 +43,22 @@ class Conditions:
         for what in ("forward", "backward_input", "backward_weight", "activation", "weight_gradient"):
             values: tuple[float, ...] = getattr(self, what)
             if len(values) != stages:
-                raise ScheduleError(f"{what} has {len(values)} numbers for {stages} stages: give one for each")
+                raise ScheduleError(f"{what} has {len(values)} entries for {stages} stages: must have one per stage.")
             _check_numbers(what, values)
         if len(self.latency) != ranks or any(len(row) != ranks for row in self.latency):
             raise ScheduleError(
-                f"latency has rows of {[len(r) for r in self.latency]}: {ranks} ranks need {ranks} each"
+                f"latency has rows of {[len(r) for r in self.latency]} entries: must be a {ranks} x {ranks} table."
             )
         for row in {id(row): row for row in self.latency}.values():  # a uniform one is a single row
             _check_numbers("latency", row)
         _check_numbers("overlap", (self.overlap,))
         if any(math.isnan(cap) or cap < 0 for cap in self.caps):
-            raise ScheduleError(f"memory caps are {self.caps}: a cap is 0 or more; correct it")
+            raise ScheduleError(f"caps={self.caps}: a memory cap must be at least 0.")
         for stage, (kept, left) in enumerate(zip(self.activation, self.weight_gradient, strict=True)):
             if left > kept:
                 raise ScheduleError(
-                    f"stage {stage} keeps {left:g} after I and {kept:g} before: I frees; lower the first"
+                    f"weight_gradient[{stage}]={left:g}: must be at most activation[{stage}]={kept:g}, because I frees "
+                    "memory."
                 )
 
     @classmethod
@@ -72,14 +73,14 @@ class Conditions:
         weight_gradient: float = 1.0,
         memory_limit: float = math.inf,
     ) -> Conditions:
-        """The same for every rank, in times of one rank's share and in rank-shares of one micro-batch.
+        """Equal conditions on all ranks, per rank-share of one micro-batch.
 
         Args:
-            placement: which ranks hold which stage; a stage takes 1/V of its rank's share with V chunks a rank.
+            placement: which ranks hold which stage; with V virtual stages per rank a stage is 1/V of a rank's share.
             forward, backward_input, backward_weight: seconds of one rank's share.
             latency: seconds between any two ranks.
-            weight_gradient: M_W/M_B, what is left between I and W as a fraction of what F keeps.
-            memory_limit: for each rank, in rank-shares of one micro-batch.
+            weight_gradient: M_W/M_B, the fraction of the activation that is left between I and W.
+            memory_limit: the cap of each rank, in rank-shares of one micro-batch.
         """
         stages, ranks = placement.num_stages, placement.num_ranks
         share = min(1.0, ranks / stages)
@@ -103,7 +104,7 @@ class Conditions:
 
 
 def peak_held(schedule: Schedule, conditions: Conditions) -> list[float]:
-    """For each rank the most it holds: F keeps the activation, I leaves the weight gradient's part, W or B none."""
+    """For each rank, peak memory: F keeps the activation, I leaves the weight gradient's part, W or B frees all."""
     split = schedule.split_backwards
     peaks = []
     for order in schedule.orders:
@@ -124,4 +125,4 @@ def peak_held(schedule: Schedule, conditions: Conditions) -> list[float]:
 def _check_numbers(what: str, values: Sequence[float]) -> None:
     for value in values:
         if not (math.isfinite(value) and value >= 0):
-            raise ScheduleError(f"{what} is {value}: it is a finite number, 0 or more; correct it")
+            raise ScheduleError(f"{what}={value}: must be a finite number >= 0.")

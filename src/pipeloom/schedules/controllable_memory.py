@@ -1,9 +1,9 @@
 """V-Min and V-Half: a third and half of 1F1B's memory (Qi et al., arXiv:2405.15362).
 
-Two chunks a rank in a V, and split backwards. One micro-batch is laid out by hand (the building block: when each rank
-runs F and I of its two chunks), and repeated every six chunk times. What a micro-batch holds on a rank is how long it
-lives there, so the block decides the memory. Then everything moves to the front: W fills waits, and where a rank would
-still wait, it takes a forward or backward that comes later and is ready, as long as the peak does not rise.
+Two chunks per rank in a V, with split backwards. The building block, the times of F and I of one micro-batch, is placed
+by hand and repeated every six chunk times. The block determines how long activations live, and so peak memory. Then
+all actions move to the front: W fills waits, and a rank that would still wait runs a later forward or backward that is
+ready, as long as the peak does not rise.
 
     V-Half, p=2, m=4
     rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 0F3 3W1 3F2 0I1 3I2 0W1 3W2 3F3 3I3 0I2 3W3 0I3 0W2 0W3 ...
@@ -120,11 +120,11 @@ def _makespan(orders: list[list[Action]], m: int) -> int:
 
 
 def _squeeze(orders: list[list[Action]], m: int, cap: int, horizon: int) -> tuple[int, Orders]:
-    """The makespan and the orders when every rank starts what it can, in time order, without more than `cap` live.
+    """The makespan and the orders if every rank runs what is ready, with at most `cap` live activations.
 
     A rank takes the next F or I of its order if it is ready; else a ready one of the next `horizon` that leaves room
-    for those it overtakes; else a W. An F without room waits for a W. Each W is due at once after its I, so the
-    room that an order needs is there whenever it is needed, and nothing can block.
+    for those it overtakes; else a W. An F without room waits for a W. W may run directly after its I, so the room that
+    an order needs can always be made and no rank blocks.
     """
     ranks = range(len(orders))
     clock = _Clock(2 * len(orders), m)
@@ -160,7 +160,7 @@ def _squeeze(orders: list[list[Action]], m: int, cap: int, horizon: int) -> tupl
 def _choose(
     todo: list[Action], weights: deque[Action], live: int, cap: int, horizon: int, clock: _Clock, now: int
 ) -> tuple[int, Action] | None:
-    """What a rank starts, and the place of an F or I in `todo`."""
+    """The action that a rank starts, with the position of an F or I in `todo`."""
     planned = highest = live - len(weights)  # what would be live if no W were pending
     forward: tuple[int, Action] | None = None
     for place, action in enumerate(islice(todo, horizon)):

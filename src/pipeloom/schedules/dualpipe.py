@@ -1,8 +1,8 @@
-"""DualPipe and DualPipeV (DeepSeek-V3, arXiv:2412.19437): forwards of one direction run beside backwards of the other.
+"""DualPipe and DualPipeV (DeepSeek-V3, arXiv:2412.19437): forwards of one direction overlap backwards of the other.
 
 DualPipe holds every stage twice: even micro-batches go down the ranks, odd ones up. DualPipeV gives each rank two
-chunks in a V instead, so the second half of the way up meets the first on the way down. In the steady state a rank runs
-F of one direction and B of the other as one unit, which hides the communication of both (`Schedule.overlapped`).
+chunks in a V instead. In steady state a rank runs F of one direction and B of the other as one unit, which hides the
+communication of both (`Schedule.overlapped`).
 
     DualPipe, p=2, m=4 (B takes two columns, an overlapped pair three)
     rank 0  0F0 1F1 0F2 1B1 --- 1F3 0B0 --- 1B3 --- 0I2 0W2
@@ -42,11 +42,13 @@ def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """
     p, m = num_ranks, num_microbatches
     if p % 2:
-        raise ScheduleError(f"dualpipe on {p} ranks: two directions need an even number; add a rank, or use dualpipev")
+        raise ScheduleError(
+            f"num_ranks={p}: schedule 'dualpipe' needs an even number of ranks. Add a rank, or use dualpipev."
+        )
     if m % 2 or m < 2 * p:
         raise ScheduleError(
-            f"dualpipe with {m} micro-batches: {p} ranks need an even number of at least {2 * p}; "
-            f"use {max(2 * p, m + m % 2)}"
+            f"num_microbatches={m}: schedule 'dualpipe' on {p} ranks needs an even number of at least {2 * p}. "
+            f"Use {max(2 * p, m + m % 2)}."
         )
 
     def place(d: int) -> Callable[[int, int], tuple[int, int]]:
@@ -56,38 +58,40 @@ def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
 
         return at
 
-    lanes = [_Lane(min(d, p - 1 - d), p // 2, m // 2, place(d)) for d in range(p)]
-    return _schedule("dualpipe", m, Placement.bidirectional(p), lanes)
+    ranks = [_RankOrder(min(d, p - 1 - d), p // 2, m // 2, place(d)) for d in range(p)]
+    return _schedule("dualpipe", m, Placement.bidirectional(p), ranks)
 
 
 @sized
 def dualpipev(*, num_ranks: int, num_microbatches: int) -> Schedule:
-    """Two chunks a rank in a V.
+    """Two chunks per rank in a V.
 
     Raises:
         ScheduleError: fewer micro-batches than 2p.
     """
     p, m = num_ranks, num_microbatches
     if m < 2 * p:
-        raise ScheduleError(f"dualpipev with {m} micro-batches: {p} ranks need at least {2 * p}; use {2 * p}")
+        raise ScheduleError(
+            f"num_microbatches={m}: schedule 'dualpipev' on {p} ranks needs at least {2 * p}. Use {2 * p}."
+        )
 
     def place(d: int) -> Callable[[int, int], tuple[int, int]]:
         return lambda phase, number: (d if phase == 0 else 2 * p - 1 - d, number)
 
-    return _schedule("dualpipev", m, Placement.v(p), [_Lane(d, p, m, place(d)) for d in range(p)])
+    return _schedule("dualpipev", m, Placement.v(p), [_RankOrder(d, p, m, place(d)) for d in range(p)])
 
 
-def _schedule(name: str, m: int, placement: Placement, lanes: list[_Lane]) -> Schedule:
+def _schedule(name: str, m: int, placement: Placement, ranks: list[_RankOrder]) -> Schedule:
     return Schedule(
         name=name,
         num_microbatches=m,
         placement=placement,
-        orders=tuple(tuple(lane.order) for lane in lanes),
-        overlapped=frozenset(pair for lane in lanes for pair in lane.overlapped),
+        orders=tuple(tuple(rank.order) for rank in ranks),
+        overlapped=frozenset(pair for rank in ranks for pair in rank.overlapped),
     )
 
 
-class _Lane:
+class _RankOrder:
     """One rank's order.
 
     Args:

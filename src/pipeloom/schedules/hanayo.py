@@ -1,8 +1,8 @@
 """Hanayo (Liu et al., arXiv:2308.15762): W waves go down and up the ranks, each stage held once.
 
 A rank holds 2W chunks: the stages zig-zag through the ranks, so a micro-batch turns round at the ends without a
-message. Whenever a rank is free it takes what is ready; backwards first or deepest forwards first, and with how many
-micro-batches in the pipeline at once, whichever ends first without holding more than 1F1B's p rank-shares.
+message. Whenever a rank is free it runs what is ready. Backwards first and deepest forwards first are tried, with
+several numbers of in-flight micro-batches; the shortest order within 1F1B's memory of p rank-shares is used.
 
     p=2, m=2, one wave
     rank 0  0F0 0F1 ... 3F0 3B0 3F1 3B1 0B0 ... 0B1
@@ -31,7 +31,9 @@ def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sch
     """
     p, m, v = num_ranks, num_microbatches, num_chunks
     if v % 2:
-        raise ScheduleError(f"hanayo with {v} chunks: a wave goes down and up, so chunks are even; use {v + 1}")
+        raise ScheduleError(
+            f"num_chunks={v}: schedule 'hanayo' needs an even number of chunks, two per wave. Use {v + 1}."
+        )
     placement = Placement.v(p, v)
     streams = [
         [[Action(s, op, b) for b in range(m)] for s in stages for op in (Op.F, Op.B)] for stages in placement.stages_of

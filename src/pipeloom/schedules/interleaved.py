@@ -1,4 +1,4 @@
-"""Megatron-LM's interleaved 1F1B (Narayanan et al., arXiv:2104.04473): several chunks a rank, a bubble V times smaller.
+"""Megatron-LM's interleaved 1F1B (Narayanan et al., arXiv:2104.04473): V chunks per rank, a bubble V times smaller.
 
     rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 ... 2B2 ... 2B3 0B2 0B3
     rank 1  ... 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 ...
@@ -6,8 +6,7 @@
 Micro-batches go through a chunk in groups of N (`group_size`, by default p): N of chunk 0, the same N of chunk 1, and
 so on. Makespan ``(m*v + p - 1) * (tF + tB) / v``; peak on rank d ``min((v-1)*N + 2*(p-1-d) + 1, m*v)`` chunks.
 
-With N = p, a latency of at most min(tF, tB) / v adds ``2 * (p*v - 1)`` times itself: every micro-batch waits for
-its own message, from rank p-1 to rank 0 too.
+With N = p, a latency c of at most min(tF, tB) / v adds ``2 * (p*v - 1) * c`` to the makespan.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ def interleaved(
     Args:
         num_ranks: p.
         num_microbatches: m.
-        num_chunks: v, stages a rank.
-        group_size: N, micro-batches that pass one chunk before the next one's turn.
+        num_chunks: v, virtual stages per rank.
+        group_size: N, micro-batches that run through one chunk before the next chunk.
 
     Raises:
-        ScheduleError: N outside p..m, or a rest of the last group smaller than p: it would run slower or deadlock.
+        ScheduleError: N outside p..m, or fewer than p micro-batches in the last group: slower, or a deadlock.
     """
     p, m, v = num_ranks, num_microbatches, num_chunks
     n = p if group_size is None else group_size
@@ -56,10 +55,10 @@ def interleaved(
 def _check_groups(p: int, m: int, n: int) -> None:
     what = f"interleaved with {p} ranks, {m} micro-batches and groups of {n}"
     if not p <= n <= m:
-        fix = f"use {p} micro-batches or more" if m < p else f"use groups of {p}"
-        raise ScheduleError(f"{what}: a group has at least one micro-batch for each rank and at most all; {fix}")
+        fix = f"Use {p} micro-batches or more" if m < p else f"Use groups of {p}"
+        raise ScheduleError(f"{what}: a group must have at least one micro-batch per rank, and at most all. {fix}.")
     if 0 < m % n < p:
         raise ScheduleError(
-            f"{what}: the last group has {m % n} micro-batches and needs at least {p}; use {m - m % n} or "
-            f"{m - m % n + p} micro-batches"
+            f"{what}: the last group has {m % n} micro-batches but needs at least {p}. Use {m - m % n} or "
+            f"{m - m % n + p} micro-batches."
         )

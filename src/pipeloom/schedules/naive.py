@@ -4,7 +4,7 @@
     rank 1  ... 1F0 ... ... 1B0 ... ... 1F1 ... ... 1B1 ...
     rank 2  ... ... 2F0 2B0 ... ... ... ... 2F1 2B1 ... ...
 
-Every rank but one stands idle at any moment: makespan ``m * p * (tF + tB)``, one live activation a rank.
+All ranks but one idle at any moment: makespan ``m * p * (tF + tB)``, one live activation per rank.
 """
 
 from __future__ import annotations

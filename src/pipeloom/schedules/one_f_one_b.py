@@ -25,7 +25,7 @@ def one_f_one_b(*, num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def alternating(name: str, num_microbatches: int, warmups: Sequence[int]) -> Schedule:
-    """One stage a rank; rank d begins with ``warmups[d]`` forwards, or all there are."""
+    """1F1B with one stage per rank and a warm-up of at most ``warmups[d]`` forwards on rank d."""
     orders = []
     for d, forwards in enumerate(warmups):
         warmup = min(forwards, num_microbatches)

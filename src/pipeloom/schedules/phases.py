@@ -16,8 +16,8 @@ class Phases:
     """One rank's order, made phase by phase; every (stage, op) counts its own micro-batches up.
 
     Args:
-        first: micro-batch that each begins with.
-        stride: from one to the next: the number of replicas where they take turns.
+        first: the first micro-batch.
+        stride: the step to the next micro-batch: the number of replicas of the stage.
     """
 
     def __init__(self, *, first: int = 0, stride: int = 1) -> None:
@@ -26,11 +26,11 @@ class Phases:
         self._done: dict[tuple[int, Op], int] = {}
 
     def done(self, stage: int, op: Op) -> int:
-        """How many micro-batches of this stage and op stand in the order."""
+        """The number of micro-batches of this stage and op in the order so far."""
         return self._done.get((stage, op), 0)
 
     def repeat(self, count: int, *pattern: tuple[int, Op]) -> None:
-        """The pattern of different (stage, op) `count` times, each with its next micro-batch; not at all below 1."""
+        """Append the pattern `count` times, each (stage, op) with its next micro-batch; nothing if `count` < 1."""
         if count < 1:
             return
         start, width = len(self._codes), len(pattern)
@@ -42,7 +42,7 @@ class Phases:
             self._done[stage, op] = done + count
 
     def order(self, num_microbatches: int | None = None) -> Order:
-        """The order, with `num_microbatches` without the micro-batches from that one on."""
+        """The order, cut to the first `num_microbatches` if given."""
         if num_microbatches is None:
             return Order(self._codes)
         return Order(code for code in self._codes if code >> MICROBATCH_SHIFT & MICROBATCH_MASK <= num_microbatches)

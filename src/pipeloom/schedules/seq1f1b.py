@@ -3,7 +3,7 @@
     rank 0  0F0.0 0F0.1 0F1.0 ..... 0B0.1 0F1.1 0B0.0 ..... 0B1.1 0B1.0
     rank 1  ..... 1F0.0 1F0.1 1B0.1 1F1.0 1B0.0 1F1.1 1B1.1 1B1.0 .....
 
-and with two chunks a rank:
+and with two chunks per rank:
 
     rank 0  0F0.0 0F0.1 2F0.0 2F0.1 0F1.0 0F1.1 2B0.1 2F1.0 2B0.0 2F1.1 0B0.1 ..... 0B0.0 ..... 2B1.1 2B1.0 0B1.1 0B1.0
     rank 1  ..... 1F0.0 1F0.1 3F0.0 3F0.1 3B0.1 1F1.0 3B0.0 1F1.1 1B0.1 3F1.0 1B0.0 3F1.1 3B1.1 3B1.0 1B1.1 1B1.0 .....
@@ -11,7 +11,7 @@ and with two chunks a rank:
 The unit of work is a slice of a micro-batch. Forwards take micro-batches and slices in order; backwards take
 micro-batches in order and the slices of each from the last to the first, so the first backward has to wait for k
 forwards: the warm-up is k - 1 units longer than 1F1B's. Equal slices: makespan ``(m*k + p - 1) * (tF + tB) / k``, peak
-``min(p - d + k - 1, m*k)`` slices. With v chunks a rank, in Megatron-LM's order: makespan
+``min(p - d + k - 1, m*k)`` slices. With v chunks per rank, in Megatron-LM's order: makespan
 ``(m*k*v + p - 1) * (tF + tB) / (k*v)``, peak ``min((v-1)*p + 2*(p-1-d) + k, m*k*v)`` slices of a chunk.
 """
 
@@ -37,13 +37,13 @@ def seq1f1b_interleaved(*, num_ranks: int, num_microbatches: int, num_chunks: in
     """Seq1F1B over the virtual order of (unit, chunk) pairs, in groups of p units.
 
     Raises:
-        ScheduleError: k does not divide p, or p does not divide m*k: it would run slower or deadlock.
+        ScheduleError: k does not divide p, or p does not divide m*k: slower, or a deadlock.
     """
     p, m, k = num_ranks, num_microbatches, num_slices
     if num_chunks > 1 and (p % k or m * k % p):
         raise ScheduleError(
             f"seq1f1b-interleaved with {p} ranks, {m} micro-batches and {k} slices: slices must divide ranks, and "
-            f"ranks must divide micro-batches x slices ({m * k}); change one of them, or use seq1f1b"
+            f"ranks must divide micro-batches x slices ({m * k}). Change one of them, or use seq1f1b."
         )
     return _alternating("seq1f1b-interleaved", p, m, k, num_chunks)
 

@@ -1,4 +1,4 @@
-"""Sizes and keywords that every function that makes a schedule checks first."""
+"""Validate the sizes and keywords of the functions that make schedules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_ACTIONS = 20_000_000
 MOST = dict.fromkeys(("zb-auto", "v-half", "v-min", "chimera", "hanayo"), 1_000_000) | {"search": 20_000}
 """The same for families whose order is found action by action, and for the search, which times actions repeatedly."""
 
-_OTHER_NAMES = {  # what others call these keywords
+_OTHER_NAMES = {  # names of these keywords in other libraries
     "num_ranks": ("ranks", "p", "pp", "pp_size", "num_stages", "stages", "world_size"),
     "num_microbatches": ("microbatches", "micro_batches", "num_micro_batches", "n_microbatches", "m"),
     "num_chunks": ("chunks", "v", "virtual", "virtual_stages", "num_virtual_stages", "num_model_chunks", "interleave"),
@@ -36,7 +36,7 @@ def check_sizes(
     """Validate sizes before any action is made.
 
     Raises:
-        ScheduleError: a size is no int or below 1, or there would be more than `most` forwards and backwards.
+        ScheduleError: a size is not an int or below 1, or there would be more than `most` forwards and backwards.
     """
     sizes = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks": num_chunks, "slices": num_slices}
     for what, value in sizes.items():
@@ -45,7 +45,7 @@ def check_sizes(
 
 
 def _check_count(sizes: Mapping[str, int], most: int) -> None:
-    """Refuse too many actions, or more of one kind than an `Order` counts."""
+    """Raises ScheduleError for more actions than `most`, or a size that does not fit into an `Order`."""
     limits = {"micro-batches": MOST_MICROBATCHES, "slices": MOST_SLICES}
     for what, value in sizes.items():
         limit = limits.get(what, MOST_STAGES)
@@ -118,7 +118,7 @@ def keyword_checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def unknown_keyword(name: str, value: object, called: str, known: Iterable[str]) -> str:
-    """The message about a keyword that does not exist, with the one that is probably meant."""
+    """The error message for an unknown keyword, with the keyword that is probably meant."""
     names = [*known]
     meant = _meant(name, names)
     fix = f"Use `{meant}`." if meant else f"It takes {', '.join(names)}."
@@ -132,11 +132,7 @@ def _meant(name: str, known: Iterable[str]) -> str | None:
 
 
 def check_size(what: str, value: object) -> int:
-    """`value`, which has to be an int of at least 1.
-
-    Raises:
-        ScheduleError: it is not.
-    """
+    """`value` as an int. Raises ScheduleError if it is not an int or below 1."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ScheduleError(f"{folded(value)} {what}: must be an int. Pass a number such as 4.")
     number: int = value.__index__()

@@ -37,18 +37,18 @@ class Family:
 
     Attributes:
         name: as on the command line.
-        paper: where it comes from.
-        constraints: what p, m, v and k have to satisfy, in words.
+        paper: its source.
+        constraints: the conditions on p, m, v and k, as text.
         bubble: closed form of the idle fraction of the makespan for uniform stages without latency, in p, m, v, k and,
             where the backward is split, for equal times of F, I and W; "<= ..." where it is a bound.
         peak: closed form of the peak of live activations on rank d, in rank-shares of one micro-batch.
         build: the function; takes ``num_ranks`` and ``num_microbatches``, and ``num_chunks`` where `chunks` is None.
-        sliced: whether `build` takes ``num_slices``, pieces of a micro-batch along the sequence; others have one.
-        to_measure: whether `build` takes `conditions`: times, latencies and memory that the schedule is made for.
-        chunks: how many stages a rank holds; None where that is free.
-        usual_chunks: how many if nothing is said where it is free.
-        stream: of a schedule that updates parameters while it runs, the names of the `StreamOptions` that `build`
-            takes; empty where it flushes. The closed forms are of the whole stream, from start-up to drain.
+        sliced: whether `build` takes ``num_slices``, slices of a micro-batch along the sequence; others have one.
+        to_measure: whether `build` takes `conditions`: times, latencies and memory to optimize for.
+        chunks: virtual stages per rank; None if any number is supported.
+        usual_chunks: the default if any number is supported.
+        stream: for a schedule that updates parameters while it runs, the names of the `StreamOptions` that `build`
+            takes; empty for a synchronous schedule. The closed forms include warm-up and cool-down.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Family:
         conditions: Conditions | None = None,
         **stream: Unpack[StreamOptions],
     ) -> Schedule:
-        """The schedule for these sizes; raises ScheduleError where the family cannot have them."""
+        """The schedule for these sizes. Raises ScheduleError if the family does not support them."""
         chunks = self.default_chunks if num_chunks is None else num_chunks
         check_sizes(num_ranks, num_microbatches, chunks, num_slices, most=self.most_actions)
         if num_slices > 1 and not self.sliced:
@@ -104,11 +104,7 @@ class Family:
         return self.build(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
 
     def check_stream(self, options: StreamOptions) -> None:
-        """Refuse options of streams that the family does not have, and keywords that no family has.
-
-        Raises:
-            ScheduleError: there is one.
-        """
+        """Raises ScheduleError for unknown keywords and for stream options that the family does not support."""
         for what, value in options.items():
             if what not in StreamOptions.__annotations__:
                 known = (*_SIZES, *(("num_slices",) if self.sliced else ()), "conditions", *self.stream)

@@ -4,9 +4,9 @@
     rank 1  ..... 1F0.0 1F0.1 1F0.2 ..... ..... 1B0.2 1B0.1 1B0.0 .....
     rank 2  ..... ..... 2F0.0 2F0.1 2F0.2 2B0.2 2B0.1 2B0.0 ..... .....
 
-Slice i of a causal model needs slices up to i, so forwards ascend; a token's keys and values gather gradients from all
-later slices, so backwards descend inside a micro-batch. Makespan ``(m*k + p - 1) * (tF + tB) / k`` for equal slices,
-``sum(tf + tb) + (p - 1) * (max tf + max tb)`` for any; every rank holds all slices.
+Slice i of a causal model needs slices up to i, so forwards ascend; a token's keys and values accumulate gradients from
+all later slices, so backwards descend inside a micro-batch. Makespan ``(m*k + p - 1) * (tF + tB) / k`` for equal
+slices, ``sum(tf + tb) + (p - 1) * (max tf + max tb)`` for any; every rank holds all slices.
 """
 
 from __future__ import annotations

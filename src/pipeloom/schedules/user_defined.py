@@ -1,10 +1,10 @@
-"""A schedule that somebody brings along: orders, a function that returns them, or a file of either.
+"""User-defined schedules: orders, a function that returns them, or a file.
 
     mine.csv             the CSV of torch.distributed.pipelining
-    mine.json            what `pipeloom.ir.text.to_json` writes, or a plan with the orders of its schedule
+    mine.json            the output of `pipeloom.ir.text.to_json`, or a plan with the orders of its schedule
     mine.py:function     ``function(num_ranks=..., num_microbatches=...)`` returns a `Schedule` or its orders
 
-Each is checked like every other schedule, and refused in one line where it is not legal.
+All are validated like built-in schedules.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def from_orders(orders: Rows, *, name: str = "own", overlapped: Iterable[tuple[A
     """A checked schedule from the orders of its ranks.
 
     Args:
-        orders: for each rank its actions: a text with one line a rank, or a sequence of lines, or of sequences of
-            actions; ``"0F0 0B0"`` or ``[Action(0, Op.F, 0), ...]``. Placement and sizes are read off the forwards.
-        name: under which it is reported.
-        overlapped: pairs of an F and the B or I behind it that run as one unit.
+        orders: the actions of each rank: text with one line per rank, or a sequence of lines (``"0F0 0B0"``) or of
+            sequences of actions (``[Action(0, Op.F, 0), ...]``). Placement and sizes follow from the forwards.
+        name: the name of the schedule.
+        overlapped: pairs of an F and the B or I directly after it that run as one unit.
 
     Raises:
-        ScheduleError: it is no legal schedule.
+        ScheduleError: the schedule is not legal.
     """
     rows = orders.strip().splitlines() if isinstance(orders, str) else orders
     try:
         parsed = tuple(tuple(map(_action, row.split() if isinstance(row, str) else row)) for row in rows)
     except TypeError as error:
         raise ScheduleError(
-            f"the orders of schedule {name!r} are no sequence of rows of actions ({error}): give one row a rank, such "
-            "as '0F0 0B0'"
+            f"the orders of schedule {name!r} are not rows of actions ({error}): must have one row per rank, such as "
+            "'0F0 0B0'."
         ) from error
     schedule = schedule_from_orders(parsed, name=name, overlapped=as_pairs(overlapped, f"schedule {name!r}"))
     check(schedule)
@@ -56,7 +56,7 @@ def _action(action: Action | str) -> Action:
         return action
     if isinstance(action, str):
         return parse_action(action)
-    raise TypeError(f"{folded(action)} is no Action")
+    raise TypeError(f"{folded(action)} is not an Action")
 
 
 def from_function(
@@ -67,17 +67,17 @@ def from_function(
     num_chunks: int | None = None,
     name: str | None = None,
 ) -> Schedule:
-    """The checked schedule that a function makes for these sizes.
+    """The checked schedule that a function returns for these sizes.
 
     Args:
-        function: takes ``num_ranks`` and ``num_microbatches``, and ``num_chunks`` if it likes; returns a `Schedule`, or
-            what `from_orders` takes.
-        num_ranks, num_microbatches: of one step.
-        num_chunks: stages a rank; None leaves it to the function.
-        name: under which it is reported, if the function does not return a `Schedule`; the function's own if None.
+        function: takes ``num_ranks`` and ``num_microbatches``, and optionally ``num_chunks``; returns a `Schedule`, or
+            orders as for `from_orders`.
+        num_ranks, num_microbatches: sizes of one step.
+        num_chunks: virtual stages per rank; None leaves it to the function.
+        name: the name of the schedule if the function returns orders; default: the function's name.
 
     Raises:
-        ScheduleError: the function takes or returns something else, raises, or what it makes is not legal.
+        ScheduleError: the function has other parameters, raises, or returns something else or an illegal schedule.
     """
     called = name or str(getattr(function, "__name__", "own"))
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
@@ -88,8 +88,8 @@ def from_function(
         inspect.signature(function).bind(**sizes)
     except (TypeError, ValueError) as error:
         raise ScheduleError(
-            f"function {called!r} cannot be called with {', '.join(sizes)} ({error}): a schedule's function takes "
-            "these by name; change its parameters" + ("" if num_chunks is None else ", or leave the chunks out")
+            f"function {called!r} cannot be called with {', '.join(sizes)} ({error}): it must take these keyword "
+            "arguments. Change its parameters" + ("." if num_chunks is None else ", or leave out the chunks.")
         ) from error
     try:
         made = function(**sizes)
@@ -97,8 +97,8 @@ def from_function(
         raise
     except (Exception, SystemExit) as error:
         raise ScheduleError(
-            f"function {called!r} raised {one_line(error)}; correct it for "
-            f"{num_ranks} ranks and {num_microbatches} micro-batches"
+            f"function {called!r} raised {one_line(error)}. Fix it for {num_ranks} ranks and {num_microbatches} "
+            "micro-batches."
         ) from error
     if isinstance(made, Schedule):
         check(made)
@@ -109,13 +109,13 @@ def from_function(
 
 
 def is_file(source: str) -> bool:
-    """Whether `source` names a file with a schedule, rather than a schedule of the table."""
+    """Whether `source` names a file with a schedule, not a built-in schedule."""
     path, colon, function = source.rpartition(":")
     return source.endswith((".csv", ".json", ".py")) or bool(colon and path.endswith(".py") and function)
 
 
 def absolute(source: str) -> str:
-    """`source` so that it means the same from any directory."""
+    """`source` with an absolute path."""
     if not is_file(source):
         return source
     path, colon, function = source.rpartition(":") if ".py:" in source else (source, "", "")
@@ -126,20 +126,20 @@ def from_file(source: str, *, num_ranks: int, num_microbatches: int, num_chunks:
     """The checked schedule of ``file.csv``, ``file.json`` or ``file.py:function``.
 
     Raises:
-        ScheduleError: the file cannot be read, is for other sizes, or holds no legal schedule.
+        ScheduleError: the file cannot be read, is for other sizes, or its schedule is not legal.
     """
     path, _, function = source.rpartition(":") if ".py:" in source else (source, "", "")
     if path.endswith(".py"):
         found = getattr(_load(Path(path)), function, None) if function else None
         if not callable(found):
             seen = f"has no function {function!r}" if function else "names no function"
-            raise ScheduleError(f"schedule {source!r} {seen}: write {path}:NAME, a function of that file")
+            raise ScheduleError(f"schedule {source!r} {seen}. Write {path}:NAME, with the name of a function.")
         return from_function(found, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ScheduleError(f"schedule {source!r}: {reason}; name a readable file") from error
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ScheduleError(f"schedule {source!r}: {reason}. Name a readable file.") from error
     try:
         schedule = from_json(text) if path.endswith(".json") else from_csv(text, name=Path(path).stem)
     except ScheduleError as error:
@@ -154,16 +154,16 @@ def _load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"_pipeloom_own_{path.stem}", path)
     try:
         if spec is None or spec.loader is None:
-            raise ImportError("it is no Python file")
+            raise ImportError("not a Python file")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ScheduleError(f"schedule file {path} cannot be run ({one_line(error)}); correct it") from error
+        raise ScheduleError(f"schedule file {path} cannot be imported ({one_line(error)}). Fix the file.") from error
     return module
 
 
 def _check_sizes(schedule: Schedule, what: str, ranks: int, microbatches: int, chunks: int | None) -> None:
-    """Refuse a schedule that is for other sizes than asked for."""
+    """Raises ScheduleError if the schedule has other sizes than the run."""
     asked = {"ranks": ranks, "micro-batches": microbatches, "chunks": chunks}
     made = {
         "ranks": schedule.num_ranks,
@@ -173,5 +173,5 @@ def _check_sizes(schedule: Schedule, what: str, ranks: int, microbatches: int, c
     for key, number in asked.items():
         if number is not None and made[key] != number:
             raise ScheduleError(
-                f"{what} is for {made[key]} {key}, the run has {number}: they must be equal; ask for {made[key]}"
+                f"{what} is for {made[key]} {key}, the run has {number}: they must be equal. Use {made[key]} {key}."
             )

@@ -1,4 +1,4 @@
-"""Weave several orders into one a rank, greedily in time: what Chimera and Hanayo are made with."""
+"""Merge several orders into one per rank, greedily in time, for Chimera and Hanayo."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Streams = Sequence[Sequence[Sequence[Action]]]
 
 
 class Weaver:
-    """Streams of actions, and who waits for whom; `weave` makes schedules of them, moment by moment.
+    """Streams of actions with their dependencies; `weave` merges them into schedules.
 
-    Actions are numbered stream after stream, and the streams through all ranks. An action is offered to its rank when
-    it is the head of its stream and all that it needs has ended, so nobody is looked at in vain.
+    Actions are numbered stream by stream over all ranks. An action is offered to its rank once it is the head of its
+    stream and its dependencies have ended.
 
     Args:
-        name: of the schedules.
+        name: the name of the schedules.
         placement: which ranks hold which stage.
-        num_microbatches: of one step.
-        streams: for each rank, orders that it keeps each by itself; together all its actions.
+        num_microbatches: micro-batches per step.
+        streams: for each rank, orders that stay as they are; together they are all its actions.
         units: time of each op on one stage, at least 1.
     """
 
@@ -61,8 +61,8 @@ class Weaver:
         """Whenever a rank is free, it starts the head of one of its streams that is ready.
 
         Args:
-            preference: of several heads that are ready, the one with the smallest value starts, of the first stream.
-            also_needs: what some actions wait for beside their dependencies.
+            preference: the ready head with the smallest value starts first; ties go to the first stream.
+            also_needs: additional dependencies of some actions.
 
         Returns:
             The schedule and its makespan.

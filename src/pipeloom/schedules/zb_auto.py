@@ -5,14 +5,14 @@
     rank 1  ... 1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1I3 1W1 1I4 1W2 1W3 1W4 ...
     rank 2  ... ... 2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
 
-Warm-up: every rank takes as many forwards as its memory holds and fit before its first I. Then, round by round, each
-rank runs at most one F and one I, and W where it would wait or needs the memory. Three yes-or-no choices are all tried:
-may a rank wait before its first I for the sake of another F; may a rank leave out an F that would delay its I; does a W
-start that does not fit into a wait. Memory is counted as in the paper: F keeps M_B, I leaves M_W of it, W frees that.
+Warm-up: every rank runs as many forwards as its memory holds and as fit before its first I. Then, round by round, each
+rank runs at most one F and one I, and W if it would wait or needs the memory. All combinations of three choices are
+tried: whether a rank may delay its first I for another F; whether it may skip an F that would delay its I; whether a W
+may start that is longer than a wait. Memory is counted as in the paper: F keeps M_B, I leaves M_W of it, W frees that.
 
 The greedy runs are compared with the hand-made orders that keep the caps (1F1B, GPipe, DAPPLE's PB, ZB-H1 and ZB-H2,
-with split backwards; the paper's scheduler alone loses to them with fewer micro-batches than ranks). Of all orders that
-are at most as long as the shortest hand-made one, the order with the shortest span wins.
+with split backwards), which are shorter with fewer micro-batches than ranks. Of all orders that are at most as long as
+the shortest hand-made one, the order with the shortest span is used.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class _Greedy(_Timed):
             self._put(Op.W, d)
 
     def _fill(self, d: int, until: float) -> None:
-        """W while rank d waits; one that does not fit if the rank idles most already, or by choice."""
+        """Run W while rank d waits; a W longer than the wait if `stretch`, or if the longest idle time stays."""
         seconds = self._seconds[Op.W][d]
         while self._pending(d) and self._clock[d] + seconds <= until:
             self._put(Op.W, d)
@@ -223,7 +223,7 @@ class _Greedy(_Timed):
             self._put(Op.I, d)
 
     def _wants_forward(self, d: int) -> bool:
-        """Whether rank d runs an F in this round; the rank behind it may be so far back that it can wait."""
+        """Whether rank d runs an F in this round; it can skip it if the next rank is far behind."""
         done = self._count[Op.F]
         if done[d] == self._m:
             return False

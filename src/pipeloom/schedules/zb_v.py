@@ -1,4 +1,4 @@
-"""ZB-V (Qi et al., arXiv:2401.10241, section 6): zero bubble with 1F1B's memory, two chunks a rank in a V.
+"""ZB-V (Qi et al., arXiv:2401.10241, section 6): zero bubble with 1F1B's memory, two chunks per rank in a V.
 
     rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3 ...
     rank 1  ... 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
@@ -21,7 +21,7 @@ from pipeloom.schedules.sizes import check_sizes, sized
 @sized
 def zb_v(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """The hand-made order of the paper."""
-    check_sizes(num_ranks, max(num_microbatches, 2 * num_ranks - 1), 2)  # those that are made, before some are left out
+    check_sizes(num_ranks, max(num_microbatches, 2 * num_ranks - 1), 2)  # sizes before the order is cut
     orders = tuple(_rank_order(num_ranks, num_microbatches, d) for d in range(num_ranks))
     return Schedule(name="zb-v", num_microbatches=num_microbatches, placement=Placement.v(num_ranks), orders=orders)
 

@@ -1,13 +1,13 @@
-"""Seconds below which no schedule of a step can come: what the search is measured against.
+"""Lower bounds on the makespan of a step; the highest of three is used.
 
-Three bounds, the highest counts. Where every stage has one rank, micro-batches are alike, so each op of a stage may
-take them in turn; then the caps say that some actions must have ended before others start.
+If every stage has one rank, micro-batches are interchangeable, so each op of a stage can run them in order. The memory
+caps then imply additional precedences between actions.
 
-* Chains: the longest path through the dependencies and through what the caps and the turns add.
+* Chains: the longest path through the dependencies and these precedences.
 * Ranks: Jackson's preemptive schedule of each rank's actions, with heads and tails from the chains.
-* Memory: while a micro-batch is away on other ranks, its activations lie here. At any moment a rank runs one action,
-  and holds a set of micro-batches that wait and that fits beside it. A linear program over such sets says how long it
-  takes until every action has run and every micro-batch has been away for as long as it must.
+* Memory: while a micro-batch runs on other ranks, its activations stay here. At any moment a rank runs one action and
+  holds a set of waiting micro-batches that fits into the remaining memory. A linear program over these sets gives the
+  least time in which every action runs and every micro-batch is away for its minimum time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _F, _I, _W = Op.F, Op.I, Op.W
 
 
 def lower_bound(work: Work) -> float:
-    """No order that keeps the caps is shorter."""
+    """Seconds: no order that keeps the caps is shorter."""
     if not work.actions:
         return 0.0
     heads, tails = heads_and_tails(work)
@@ -45,7 +45,7 @@ def heads_and_tails(work: Work) -> tuple[list[float], list[float]]:
 
 
 def earlier(work: Work) -> list[list[tuple[int, float]]]:
-    """For each action what must have ended before it starts, and the seconds between; all with lower numbers."""
+    """For each action, the actions that end before it starts, with the seconds between; all have lower numbers."""
     number, m = work.number, work.num_microbatches
     found: list[list[tuple[int, float]]] = []
     for n, (stage, op, b, _) in enumerate(work.actions):
@@ -66,7 +66,7 @@ def earlier(work: Work) -> list[list[tuple[int, float]]]:
 def _forced(work: Work, rank: int, stages: Sequence[int]) -> Iterator[tuple[int, tuple[int, Op], int]]:
     """``(stage, (other, op), d)``: F of micro-batch b on `stage` comes only after `op` of b - d on `other`.
 
-    Let A(j) be what a micro-batch holds here once it has been forward through the first j of this rank's stages.
+    Let A(j) be the memory of a micro-batch on this rank after the forwards of the rank's first j stages.
     """
     activation, cap = work.conditions.activation, work.caps[rank]
     held = [0.0]
@@ -99,7 +99,7 @@ def _tails(work: Work, earlier: list[list[tuple[int, float]]]) -> list[float]:
 
 
 def _memory_bound(work: Work, rank: int, heads: list[float], tails: list[float]) -> float:
-    """The third bound, with and without W: what comes after the last I is longer than what comes after the last W."""
+    """The third bound, with and without W: the tail of the last I is longer than the tail of the last W."""
     stages, m, cap = work.placement.stages_of[rank], work.num_microbatches, work.caps[rank]
     conditions, number = work.conditions, work.number
     held = [sum(conditions.activation[s] for s in stages[: j + 1]) for j in range(len(stages))]
@@ -124,10 +124,11 @@ def _memory_bound(work: Work, rank: int, heads: list[float], tails: list[float])
 
 
 def away(work: Work, stages: Sequence[int]) -> tuple[list[float], list[float]]:
-    """The least seconds that a micro-batch is away between a rank's actions on it.
+    """The least seconds that a micro-batch is on other ranks between a rank's actions on it.
 
-    Down, between F of a stage and F of the next of the rank's stages; up, for each stage between what comes before its
-    I (I of the next, F of the last one itself) and that I.
+    Returns:
+        down: between F of consecutive stages of the rank. up: for each stage, between I of the rank's next stage (for
+        the last stage, its own F) and its I.
     """
     ends: dict[Action, float] = {}
     clock = 0.0

@@ -1,8 +1,8 @@
-"""How far from the best possible: the step as a constraint program, solved by OR-tools CP-SAT (an extra of pipeloom).
+"""Optimality gap of a schedule: the step as a constraint program, solved by OR-tools CP-SAT (an extra of pipeloom).
 
-Every action is an interval; those of one rank do not overlap; what a micro-batch holds is a task of the rank's memory.
-Seconds and bytes become whole numbers, rounded so that no schedule is lost: what is proved of the program holds for
-the step.
+Every action is an interval; intervals of one rank do not overlap. The memory of a micro-batch is a task on its rank's
+memory. Seconds and bytes are rounded to integers such that every schedule stays feasible, so bounds of the program hold
+for the step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _UNITS = 2**24  # of time in the step, and of memory in a cap
 def prove(
     found: Found, *, conditions: Conditions, seconds: float = 60.0, workers: int = 8, measure: Measure | None = None
 ) -> Found:
-    """`found` with the better of its bound and the solver's, and with the solver's schedule where that is shorter.
+    """`found` with the higher of its bound and the solver's, and with the solver's schedule if it is shorter.
 
-    The gap to the best possible is ``makespan / lower_bound - 1`` of the answer.
+    The optimality gap is ``makespan / lower_bound - 1`` of the result.
 
     Args:
-        found: by `search` under these conditions; where the solver starts.
+        found: the result of `search` under these conditions; the solver starts from it.
         conditions: times, latencies and memory.
-        seconds: after which the solver stops; what it has found and proved by then depends on the machine.
+        seconds: time limit of the solver; the result depends on the machine.
         workers: threads of the solver, each with another strategy.
-        measure: as of `search`.
+        measure: as for `search`.
 
     Raises:
         InputError: OR-tools is not installed.
@@ -42,7 +42,7 @@ def prove(
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise InputError(
-            "proving needs OR-tools, which is not installed; run `pip install 'pipeloom[search]'`, or do without"
+            "a proof needs OR-tools, which is not installed. Run `pip install 'pipeloom[search]'`."
         ) from error
     work = Work(found.schedule.placement, found.schedule.num_microbatches, conditions)
     orders = work.orders_of(found.schedule)
@@ -64,7 +64,7 @@ def prove(
 
 
 def _model(cp_model: Any, work: Work, orders: IntOrders, bound: float) -> tuple[Any, list[Any], float]:
-    """The program, the start of each action in it, and seconds of a unit of its time; `orders` are its hint."""
+    """The program, its variables for the starts of actions, and seconds per unit of time; `orders` are its hint."""
     timed = work.ends(orders)
     assert timed is not None
     ends = timed[0]
@@ -92,7 +92,7 @@ def _model(cp_model: Any, work: Work, orders: IntOrders, bound: float) -> tuple[
 
 
 def _memory(model: Any, work: Work, rank: int, starts: list[Any], lasts: list[int]) -> None:
-    """From the start of F to the end of I a micro-batch holds what I frees, to the end of W what W frees."""
+    """Limit memory: from the start of F a micro-batch holds I's part until I ends and W's part until W ends."""
     grain = work.caps[rank] / _UNITS
     intervals, sizes = [], []
     for n, action in enumerate(work.actions):

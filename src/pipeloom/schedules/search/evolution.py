@@ -1,4 +1,4 @@
-"""Evolution of the rules of the greedy phase: those with the shortest steps are mixed and changed, again and again."""
+"""Evolutionary search over the rules of the greedy phase."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ _NO_LIMIT = 1e6
 
 
 def evolve(work: Work, effort: int, bound: float, seed: int) -> list[tuple[float, IntOrders]]:
-    """The best schedules found by playing rules for about `effort` microseconds of work; shortest first.
+    """The best schedules found by playing rules for about `effort` microseconds; shortest first.
 
-    Half of the effort goes into the same step with fewer micro-batches: the rules come to the same, and each is played
-    sooner.
+    Half of the effort is spent on the same step with fewer micro-batches, where playing a rule is faster.
 
     Args:
         work: the step.
-        effort: work to be done, see `Shop.spent`; at least one generation is played.
-        bound: where to stop.
-        seed: of the rules.
+        effort: work limit, see `Shop.spent`; at least one generation is played.
+        bound: makespan at which the search stops.
+        seed: seed of the random rules.
     """
     shop = Shop(work)
     draw = np.random.default_rng(seed)
@@ -64,7 +63,7 @@ def _generations(
 
 
 def _first_rules(shop: Shop, draw: np.random.Generator, unit: float) -> Floats:
-    """Rules by chance about the usual ones: forwards or backwards first, W in waits, as many micro-batches as 1F1B."""
+    """Random rules around the usual ones: forwards or backwards first, W in waits, 1F1B's in-flight micro-batches."""
     ranks, c = shop.stages.shape
     rules = np.zeros((_CHILDREN, ranks, shop.genes))
     chunk = np.arange(c)
@@ -83,7 +82,7 @@ def _first_rules(shop: Shop, draw: np.random.Generator, unit: float) -> Floats:
 
 
 def _children(shop: Shop, parents: Floats, draw: np.random.Generator, unit: float) -> Floats:
-    """Better parents have more children; some have two; every child differs in some numbers."""
+    """Mutated children: better parents have more of them, and some children mix two parents."""
     (ranks, c), genes = shop.stages.shape, shop.genes
     count, size = _CHILDREN, parents.shape[1]
     children = parents[(len(parents) * draw.random(count) ** 2).astype(np.int64)]

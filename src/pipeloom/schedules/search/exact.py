@@ -1,8 +1,8 @@
-"""The shortest step of a tiny case, proved: every order, but for those that another one beats at the same point.
+"""Exact search for tiny steps: dynamic programming over partial schedules, with dominance and bounds.
 
-Actions are put in one after the other. Two beginnings that have put in the same actions differ only in when each rank
-is free and when values under way arrive; where one is nowhere later than the other, only it is continued. Beginnings
-that cannot come below the best known step are dropped.
+Actions are added one by one. Two partial schedules ("beginnings") with the same actions differ only in when each rank
+is free and when in-flight values arrive. If one is nowhere later than the other, only that one is continued. Beginnings
+whose bound is not below the best known makespan are dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEAR = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class _Beginning:
-    """Some actions put in: when each rank is free, when what is under way arrives, and how it came about."""
+    """A partial schedule: when each rank is free, when in-flight values arrive, and its last action and parent."""
 
     free: tuple[float, ...]
     arrivals: tuple[tuple[int, float], ...]  # action that waits for the value, and when it is there
@@ -32,25 +32,24 @@ class _Beginning:
 
 
 def shortest(work: Work, makespan: float, width: int) -> tuple[float, IntOrders | None, float]:
-    """The best step below `makespan`, its orders (None if there is none), and a bound that no step is below.
+    """The shortest makespan below `makespan`, its orders (None if there are none), and a lower bound.
 
     Args:
         work: the step; every stage on one rank.
-        makespan: of the best step that is known.
-        width: beginnings of the same length that are kept; the best, where there are more. The bound is the shortest
-            step where there are never more.
+        makespan: the best known makespan.
+        width: beginnings kept per number of actions. If there are never more, the bound is exact.
     """
     return _Exact(work, width, *heads_and_tails(work)).run(makespan)
 
 
 def bound_alone(work: Work, rank: int, makespan: float, least: float, width: int) -> float:
-    """What the step takes at least if all other ranks have as many devices as they want: proved for one rank alone.
+    """A lower bound from one rank alone, as if all other ranks had unlimited devices.
 
     Args:
         work: the step; every stage on one rank.
-        rank: whose actions are put in order; those of the others are waits between them.
-        makespan: of the best step that is known.
-        least: a bound that is known; returned where no better one is found.
+        rank: the rank whose actions are ordered; actions of other ranks become delays.
+        makespan: the best known makespan.
+        least: the best known bound; returned if no better one is found.
         width: as in `shortest`.
     """
     stages, given = work.placement.stages_of[rank], work.conditions
@@ -124,7 +123,7 @@ class _Exact:
         return self._work.makespan(orders), orders, min(best, dropped)
 
     def _open(self, counts: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Place and number of each action that may be put in next: its like in turn, what it needs there, with room."""
+        """Place and number of each action that can be added next: in order, with its needs and memory available."""
         work = self._work
         held = [0.0] * work.placement.num_ranks
         for stage, (f, i, w) in enumerate(self._letters):

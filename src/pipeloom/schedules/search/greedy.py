@@ -1,13 +1,12 @@
-"""Greedy phase of the search: many schedules at once, each made in time order by a rule of its own.
+"""Greedy phase of the search: makes many schedules in parallel, each in time order by its own rule.
 
-A rank looks at the next F, I and W of each of its stages and starts the one whose earliest start plus an *offset* is
-the smallest: a number for each op and stage. A large offset of W fills waits with W, a small one of I puts backwards
-first.
-*Limits* bound how many micro-batches of a stage are between F and I, and *patience* says how much sooner an action must
-come than the one that is at hand, if it has not been sent yet, for the rank to wait for it.
+A rank considers the next F, I and W of each of its stages and starts the action with the smallest sum of earliest start
+and *offset*, a number per op and stage. A large offset of W fills waits with W; a small offset of I prefers backwards.
+*Limits* bound the micro-batches of a stage between F and I. *Patience* is the advantage in seconds for which a rank
+waits for an action whose input has not been sent yet.
 
-Why it cannot block: an F starts only if, after it, the oldest micro-batch could still go all its way through the rank,
-and then the next, each W run at once (the banker's rule). If an F has no room because of W, W runs in its place.
+No rule can block: an F starts only if afterwards the oldest micro-batch can still complete on the rank, and then the
+next, each W run at once (the banker's algorithm). If an F has no room because of a pending W, the W runs first.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _ROUND, _CELL = 110, 0.04  # work of a round, and of each number in its arrays
-_CHECK = 16  # rounds between looks at which rules are done
+_CHECK = 16  # rounds between checks for finished rules
 
 
 class Shop:
@@ -33,9 +32,9 @@ class Shop:
 
     Attributes:
         chunks: the most stages of a rank, c; ranks with fewer have letters without actions.
-        genes: numbers of a rule for each rank, 4c + 1.
-        stages: for each rank and chunk the stage, the last one where there is none.
-        spent: work done by `play` so far, about a million for each second.
+        genes: numbers of a rule per rank, 4c + 1.
+        stages: for each rank and chunk the stage; the last stage if there is none.
+        spent: work done by `play` so far, about a million per second.
     """
 
     def __init__(self, work: Work) -> None:
@@ -76,7 +75,7 @@ class Shop:
         self._cells = ranks * 3 * c
 
     def _neighbours(self) -> Ints:
-        """For each rank those that send to it, as often as it takes to fill the row."""
+        """For each rank, the ranks that send to it, repeated to fill the row."""
         work, ranks = self.work, len(self.stages)
         senders = [{work.rank[work.before[n]] for n in order if work.before[n] >= 0} for order in work.one_by_one()]
         rows = [sorted(mine - {rank}) or list(range(ranks)) for rank, mine in enumerate(senders)]
@@ -104,7 +103,7 @@ class Shop:
     def play(self, rules: Floats, limit: float = np.inf) -> tuple[Floats, npt.NDArray[np.int32]]:
         """The makespan of each rule (a row of `rules`), and the numbers of each rank's actions in order.
 
-        The makespan is infinity where it would be above `limit`; such rules are not played to the end.
+        Rules whose makespan would exceed `limit` are stopped early, with infinity.
         """
         spans = np.full(len(rules), np.inf)
         orders = np.full((len(rules), *self.longest), -1, dtype=np.int32)
@@ -132,7 +131,7 @@ class Shop:
 
 
 class _Play:
-    """All rules of one call, in rounds: in each, every rank that knows what comes next starts one action.
+    """All rules of one call, in rounds: in each, every rank whose next action is certain starts it.
 
     Arrays have ranks first, rules last, and letters or chunks between.
     """
@@ -178,7 +177,7 @@ class _Play:
         self._index()
 
     def round(self) -> None:
-        """Start what can be started without knowing more."""
+        """Start all actions that no later arrival can precede."""
         shop, c, counts, free = self._shop, self._shop.chunks, self._counts, self.free
         cells = self._base + counts
         arrivals = self._ends.take(shop.before.take(cells) + self._row) + shop.lag.take(cells)
@@ -212,7 +211,7 @@ class _Play:
         assert len(rules) or self.left().max() == 0.0, "no rule may block"
 
     def _gates(self, scores: Floats) -> npt.NDArray[np.bool_]:
-        """Close the F that must not start, lend its urgency to W where W makes its room; returns what else is shut."""
+        """Exclude each F that must not start; a W that makes room gets its priority. Returns F excluded by limits."""
         shop, c, counts = self._shop, self._shop.chunks, self._counts
         forwards = counts[:, :c]
         shut: npt.NDArray[np.bool_] = forwards - counts[:, c : 2 * c] >= self._limits
@@ -233,7 +232,7 @@ class _Play:
     def _waits(
         self, arrivals: Floats, starts: Floats, shut: npt.NDArray[np.bool_], score: Floats
     ) -> npt.NDArray[np.bool_]:
-        """Whether a rank would rather wait for an F or I whose sender has not started it yet."""
+        """Whether a rank prefers to wait for an F or I whose sender has not started yet."""
         shop, c, counts = self._shop, self._shop.chunks, self._counts
         count = len(self.rule)
         next_ends = (starts + shop.seconds[:, :, None]).reshape(-1, count)

@@ -1,4 +1,4 @@
-"""The search's view of a step: every F, I and W as a number, with its rank, time, memory and what it waits for."""
+"""The search's representation of a step: numbered F, I and W with rank, time, memory and dependencies."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Work:
 
     Attributes:
         actions: by number.
-        rank, seconds, takes, frees: of each action; memory is taken when it starts and freed when it ends.
-        before, lag: for each action, the one of the neighbouring stage that it waits for (-1 if none), and the seconds
-            between the two; that a stage runs F, I and W of a micro-batch in this order is beside it.
-        after: the same the other way round.
+        rank, seconds, takes, frees: of each action; it takes memory at its start and frees memory at its end.
+        before, lag: for each action, the action of the neighbouring stage that it waits for (-1 if none), and the
+            seconds between the two. The order F, I, W of a stage and micro-batch is implicit.
+        after: the inverse of `before`.
     """
 
     def __init__(self, placement: Placement, num_microbatches: int, conditions: Conditions) -> None:
@@ -60,14 +60,14 @@ class Work:
         self.replicated = any(len(ranks) > 1 for ranks in placement.replicas)
 
     def one_by_one(self) -> IntOrders:
-        """Each micro-batch down and up before the next: holds the least that any order can."""
+        """Each micro-batch down and up before the next: the orders with the least memory."""
         orders: IntOrders = [[] for _ in range(self.placement.num_ranks)]
         for n, rank in enumerate(self.rank):
             orders[rank].append(n)
         return orders
 
     def least_caps(self) -> list[float]:
-        """For each rank, what it holds of one micro-batch: no order needs less, and one by one needs no more."""
+        """For each rank, peak memory of one micro-batch: the least cap of any order."""
         least = []
         for order in self.one_by_one():
             held = highest = 0.0
@@ -81,8 +81,8 @@ class Work:
     def orders_of(self, schedule: Schedule) -> IntOrders:
         """A schedule's orders in numbers; each B becomes I and W, which never takes longer.
 
-        Where every stage is on one rank, each op of a stage takes the micro-batches in turn: they are all alike, so the
-        first to arrive may as well be the first to go, and no action comes later.
+        If every stage is on one rank, each op of a stage takes the micro-batches in ascending order. They are
+        interchangeable, so no action starts later.
         """
         orders = [
             [
@@ -125,9 +125,9 @@ class Work:
         return all(self.fits(rank, order) for rank, order in enumerate(orders))
 
     def ends(self, orders: IntOrders) -> tuple[list[float], list[int]] | None:
-        """When each action ends if all start as early as they can, and all in an order that respects everything.
+        """The earliest end of each action, and all actions in an order that respects the dependencies.
 
-        `orders` have F, I and W of a stage and micro-batch in this order. None if some actions wait in a circle.
+        `orders` have F, I and W of a stage and micro-batch in this order. None for a deadlock.
         """
         seconds, before, lag = self.seconds, self.before, self.lag
         ended = [-1.0] * len(seconds)

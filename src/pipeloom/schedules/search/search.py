@@ -1,20 +1,20 @@
-"""`search`: a schedule for these stages, these ranks, these links and this memory, never worse than a named one.
+"""`search`: a schedule for given stages, links and memory caps, never longer than the best named schedule.
 
     p=3, m=4, equal times, no limit
     rank 0  0F0 0F1 0F2 ... ... 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
     rank 1  ... 1F0 1F1 ... 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
     rank 2  ... ... 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
-1. Every named schedule of the same placement that keeps the memory caps is a start, and so is one micro-batch after the
-   other, which holds the least of all.
-2. Greedy phases: many rules of what a rank starts next are played, and the best are bred (`search_rules`,
-   `search_evolution`). A forward starts only where all that is under way can still end within the cap.
-3. The best orders are improved by moves on the critical path (`search_moves`): many a little, a few of them more.
-4. Tiny steps are searched to the end (`search_exact`).
+1. It starts from every named schedule of the same placement that keeps the memory caps, and from one micro-batch after
+   the other, which needs the least memory.
+2. Greedy phases play many rules for what a rank starts next and breed the best (`greedy`, `evolution`). A forward
+   starts only if all in-flight micro-batches can still complete within the cap.
+3. The best orders are improved by moves on the critical path (`tabu`): many a little, a few of them more.
+4. Tiny steps are searched exhaustively (`exact`).
 
-The search stops early where it meets a bound that no order can beat (`search_bounds`). At the end the named schedules
-as they are, B and overlapped units and all, and several of the best orders are measured alike, and the shortest is
-taken: to the search a message takes its time whatever else is on its link, `measure` may know better.
+The search stops early at a lower bound (`bounds`). Finally `measure` compares the named schedules, with B and
+overlapped units, and several of the best orders; the shortest is returned. The search itself ignores contention on
+links, which `measure` can include.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ Measure = Callable[[Schedule], float]  # seconds of a step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        schedule: the schedule, checked to keep all caps.
-        makespan: seconds of its step, as they were measured.
-        best_named: the best named schedule of the same placement and under the same caps, with the makespan that it
-            has as it is, measured alike; None if none of them keeps the caps.
-        lower_bound: seconds below which no schedule of this placement and within these caps can come.
+        schedule: the schedule; it keeps all caps.
+        makespan: seconds of its step, from `measure`.
+        best_named: name and makespan of the best named schedule of the same placement within the caps; None if no named
+            schedule keeps the caps.
+        lower_bound: seconds; no schedule of this placement within the caps is shorter.
     """
 
     schedule: Schedule
@@ -82,20 +82,20 @@ def search(
         placement: which ranks hold which stage.
         num_microbatches: m.
         conditions: times, latencies and memory; equal times, no latency and no limit if not given.
-        effort: work to be done, about a million for each second, but not by the clock: the same effort finds the same
-            on every machine. 0 plays one generation of rules and improves nothing.
-        seed: of all that is drawn by chance; the same seed finds the same schedule.
-        measure: seconds of a schedule by all that is known of costs and links, never fewer than under `conditions`,
-            which they are if not given. It chooses among the named schedules and the best that are found.
+        effort: work limit, about a million per second. It does not depend on the clock, so results are reproducible.
+            0 plays one generation of rules and improves nothing.
+        seed: random seed; the same seed finds the same schedule.
+        measure: seconds of a schedule, at least as long as under `conditions`, for example with contention on links.
+            It selects among the named schedules and the best orders found; default: the time under `conditions`.
 
     Raises:
-        ScheduleError: conditions for another placement, or caps below what one micro-batch holds.
+        ScheduleError: conditions for another placement, or caps below the memory of one micro-batch.
     """
     conditions = conditions or Conditions.uniform(placement)
     if (conditions.num_stages, conditions.num_ranks) != (placement.num_stages, placement.num_ranks):
         raise ScheduleError(
             f"search over {placement.num_stages} stages on {placement.num_ranks} ranks: the conditions are for "
-            f"{conditions.num_stages} and {conditions.num_ranks}; give one entry for each"
+            f"{conditions.num_stages} stages and {conditions.num_ranks} ranks. Use conditions of the same sizes."
         )
     work = Work(placement, num_microbatches, conditions)
     _check_caps(work)
@@ -127,11 +127,7 @@ def search_loop(
 
 
 def _check_caps(work: Work) -> None:
-    """Refuse caps below what one micro-batch holds.
-
-    Raises:
-        ScheduleError: some rank's is.
-    """
+    """Raises ScheduleError if a cap is below the memory of one micro-batch."""
     least = work.least_caps()
     short = [rank for rank, needed in enumerate(least) if needed > work.caps[rank]]
     if short:
@@ -139,8 +135,8 @@ def _check_caps(work: Work) -> None:
         others = f" (and ranks {', '.join(map(str, short[1:]))} theirs)" if len(short) > 1 else ""
         raise ScheduleError(
             f"search: rank {rank} has a cap of {_plain(work.conditions.caps[rank])}, but one micro-batch keeps "
-            f"{_plain(least[rank])} there. Raise the cap to at least that{others}: the smallest caps that do are "
-            f"{', '.join(map(_plain, least))}"
+            f"{_plain(least[rank])} there. Raise the cap to at least that{others}. The smallest possible caps are "
+            f"{', '.join(map(_plain, least))}."
         )
 
 
@@ -182,7 +178,7 @@ def _shortest(
 
 
 def _raised(work: Work, makespan: float, bound: float, effort: int) -> float:
-    """A better bound, from each rank alone; those that give most are tried again with more beginnings."""
+    """A better bound, from each rank alone; the best ranks are tried again with more beginnings."""
     ranks = list(range(work.placement.num_ranks))
     for part, most in _ALONE:
         given = []
@@ -209,7 +205,7 @@ def _different(found: list[tuple[float, IntOrders]], most: int) -> list[tuple[fl
 
 
 def _distinct(found: list[tuple[float, IntOrders]]) -> list[tuple[float, IntOrders]]:
-    """The same, each order once, where it stands first."""
+    """`found` without duplicate orders."""
     first: dict[tuple[tuple[int, ...], ...], tuple[float, IntOrders]] = {}
     for makespan, orders in found:
         first.setdefault(tuple(map(tuple, orders)), (makespan, orders))

@@ -1,9 +1,9 @@
 """Improvement phase of the search: tabu search over moves on the critical path (Nowicki and Smutnicki, 1996).
 
-What delays an action is the one before it on its own rank or a value from another rank. A run of actions of one rank
-in which each delays the next is a *block*. Only taking an action of a block behind its last or before its first can
-shorten the step. What a move comes to is estimated with the heads and tails of all other actions as they are (Balas and
-Vazacopoulos, 1998); the best that is not tabu is made, also if it is longer.
+An action is delayed by the action before it on its own rank or by a value from another rank. Consecutive actions of one
+rank on the critical path are a *block*. Only moving an action after the last or before the first of its block can
+shorten the step. The makespan after a move is estimated with the unchanged heads and tails of all other actions (Balas
+and Vazacopoulos, 1998). The best move that is not tabu is made, even if the step gets longer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Timed:
 
 @dataclass(slots=True)
 class _Move:
-    """One action of a rank from position `source` to `target`, and the makespan that this is thought to give."""
+    """One action of a rank from position `source` to `target`, and the estimated makespan."""
 
     estimate: float
     rank: int
@@ -104,7 +104,7 @@ class _Tabu:
         return _Timed(orders, ends, tails, arrivals, behind, max(ends, default=0.0))
 
     def _next(self, current: _Timed, best: float) -> _Timed | None:
-        """The legal neighbour within the cap with the best estimate; none that is tabu unless it is a new best."""
+        """The legal neighbour within the caps with the best estimate; a tabu move only if it is a new best."""
         moves = self._moves(current)
         for move in moves:
             move.estimate *= 1 + _NEAR * self.rng.random()  # equals in any order
@@ -138,7 +138,7 @@ class _Tabu:
         return any(until.get((n, other), 0) > step for other in passed)
 
     def _forbid(self, order: list[int], move: _Move) -> None:
-        """To undo the move: what it put later may not go first again for a while."""
+        """Make the reverse of the move tabu for a while."""
         n, until = order[move.source], self.step + self.rng.randint(12, 30)
         if move.source < move.target:
             for other in order[move.source + 1 : move.target + 1]:
