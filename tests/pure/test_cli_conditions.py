@@ -301,7 +301,7 @@ def test_timelines_that_are_compared_have_one_scale():
         (["1f1b", "--slow-rank", "1:1e999"], "--slow-rank 1:1e999: must be RANK:FACTOR"),
         (["1f1b", "--slow-rank", "-1:2"], "slow-rank"),
         (["1f1b", "--slow-rank", "1:2", "--slow-rank", "1:3"], "rank 1 already has a factor"),
-        (["dualpipe", "--microbatches", "3"], "use 4"),
+        (["dualpipe", "--microbatches", "3"], "Use 4"),
     ],
 )
 def test_bad_options_are_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, words, message):

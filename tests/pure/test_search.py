@@ -208,7 +208,7 @@ def test_cp_sat_proves_what_was_found():
 def test_proving_without_the_solver_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     found = schedules.search(placement=Placement.loop(2), num_microbatches=2, effort=0)
-    with pytest.raises(InputError, match=r"OR-tools, which is not installed; run `pip install 'pipeloom\[search\]'`"):
+    with pytest.raises(InputError, match=r"OR-tools, which is not installed\. Run `pip install 'pipeloom\[search\]'`"):
         schedules.prove(found, conditions=Conditions.uniform(Placement.loop(2)))
 
 
@@ -217,7 +217,7 @@ def test_the_caps_that_a_refusal_names_are_the_smallest_that_do():
     conditions = instance(random.Random(2), placement, 0.1)
     with pytest.raises(ScheduleError) as refused:
         schedules.search(placement=placement, num_microbatches=4, conditions=conditions)
-    named = tuple(map(float, str(refused.value).rpartition(" are ")[2].split(", ")))
+    named = tuple(map(float, str(refused.value).rpartition(" are ")[2].rstrip(".").split(", ")))
     found = schedules.search(
         placement=placement, num_microbatches=4, conditions=replace(conditions, caps=named), effort=0
     )
@@ -233,7 +233,7 @@ def test_caps_that_hold_no_micro_batch_and_foreign_conditions_are_refused():
         schedules.search(
             placement=placement, num_microbatches=2, conditions=Conditions.uniform(placement, memory_limit=0.9)
         )
-    with pytest.raises(ScheduleError, match="the conditions are for 4 and 2"):
+    with pytest.raises(ScheduleError, match="the conditions are for 4 stages and 2 ranks"):
         schedules.search(
             placement=Placement.loop(2), num_microbatches=2, conditions=Conditions.uniform(placement, memory_limit=2)
         )

@@ -281,7 +281,7 @@ def test_pages_and_pictures_of_streams_are_written(capsys, tmp_path):
         (["pipedream", "--weights", "mean"], "weights='mean'"),
         (
             ["pipedream-2bw", "--microbatches-per-update", "2"],
-            "too few for the in-flight micro-batches",
+            "too few for the in-flight micro-batches on replicas [1, 1, 1, 1]. Use 3",
         ),
         (["pipedream", "--microbatches-per-update", "3"], "Use a multiple of 3"),
         (["mine.csv", "--weights", "stash"], "weights with schedule 'mine.csv': the file defines it"),
