@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from pipeloom.ir.text import format_orders, parse_orders, program_from_json, pro
 from pipeloom.ir.torch_csv import from_csv, to_csv
 from pipeloom.passes import forward_only, insert_communication, insert_data_parallel, insert_offload, lower
 from pipeloom.sim import Costs, Network, Timeline, critical_path, parse_costs, simulate
+from pipeloom.train.config.sections import ParallelConfig
 from tests.pure.handmade import schedules
 
 STEP, CHUNK, MICROBATCH = Granularity
@@ -370,3 +372,7 @@ def test_the_critical_path_leads_through_what_computations_wait_for(schedule, da
     assert path[-1][1].end == timeline.makespan
     for (_, before), (_, after) in pairwise(path):
         assert before.end == after.start
+
+
+def test_the_option_offers_every_strategy():
+    assert get_args(get_type_hints(ParallelConfig)["data_strategy"]) == tuple(DataStrategy)
