@@ -146,7 +146,7 @@ class ModelState:
     def refresh(self) -> None:
         """Copy main parameters into the modules' parameters. Every process calls it; every run does so by itself.
 
-        Parameters that each run gathers anew (zero3) are left out.
+        Parameters that each run gathers again (zero3) are left out.
         """
         for store in self.stores.values():
             store.refresh()

@@ -28,7 +28,7 @@ from pipeloom.errors import InputError, PeerLost, PipeloomError
 from pipeloom.processes.black_box import BlackBox
 
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
-_PEER_LOST = 3  # exit code by which a rank tells its launcher that another rank is the cause
+_PEER_LOST = 3  # exit code of a rank that failed because it lost another rank
 _POLL_SECONDS = 0.02
 _CAUSE_SECONDS = 3.0  # how long the launcher waits for the rank that caused the PeerLost of others
 _GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL

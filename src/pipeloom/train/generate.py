@@ -32,7 +32,7 @@ def generate(
     """`prompt` and `num_tokens` tokens after it, drawn one by one; every process calls it and gets the text.
 
     The last `sequence_length` tokens go through the pipeline; the rank with the last stage draws the next one from
-    softmax(logits / temperature) with a generator of its own and tells the others. Temperature 0: the likeliest.
+    softmax(logits / temperature) with its own generator and broadcasts the token. Temperature 0: the likeliest.
 
     Args:
         stages, placement: of the model; its parameters are full (unsharded) and up to date.

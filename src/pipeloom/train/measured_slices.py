@@ -72,7 +72,7 @@ def _measured(config: TrainConfig) -> tuple[int | str, str]:
 
 
 def _times(costs: SliceCosts, blocks: int) -> SliceCosts:
-    """Costs of so many blocks; messages stay as they are."""
+    """The costs of several blocks; message costs do not change."""
 
     def times(one: LinearTime) -> LinearTime:
         a0, a1, a2, a3 = one.context

@@ -103,7 +103,7 @@ class GradientSum:
 
     Args:
         rank: this rank.
-        groups: for the stage under which a program's REDUCE_GRAD stands on this rank, the parameters to sum.
+        groups: the parameters to sum, by the stage of the REDUCE_GRAD in this rank's program.
         buffers: for the same stages, the buffers that the ranks of the group share.
         transport: with the gradient lane's channels open.
         value: of a parameter by its name, wherever the parameter is.

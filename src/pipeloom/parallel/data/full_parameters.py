@@ -15,7 +15,7 @@ class FullParameters:
     """Flat memory of full parameters, which zero3 frees between uses.
 
     A module parameter stays one object, and `flat` stays one storage, which is resized: a graph that saved a parameter
-    or a view of it finds its values again once they are gathered anew. A freed parameter reads as NaN.
+    or a view of it reads its values again after the next gather. A freed parameter reads as NaN.
 
     Args:
         parameters: the module's.

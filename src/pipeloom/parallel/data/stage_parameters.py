@@ -52,8 +52,8 @@ def claim(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if _HELD in vars(parameter):
             raise InputError(
-                f"parameter {name!r} is held by another Pipeline, which shards it or keeps a master of it. Build the "
-                "model anew for this Pipeline, and load the other's state_dict()."
+                f"parameter {name!r} is held by another Pipeline, which shards it or keeps a master of it. Build a "
+                "new model for this Pipeline, and load the other's state_dict()."
             )
     for parameter in parameters.values():
         setattr(parameter, _HELD, True)

@@ -1,6 +1,6 @@
 """Main parameters, in memory or offloaded between gathers and updates (ZeRO-Infinity, arXiv:2104.07857).
 
-The shards of a unit's parameters lie one behind the other in the store, each on pages of its own:
+The shards of a unit's parameters are adjacent in the store, each on separate pages:
 
     region    | a a a . | b . . . | c c c c c c . |
     gather    one read of the region; each shard is copied to its place, in the format of forwards

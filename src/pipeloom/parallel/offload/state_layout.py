@@ -60,7 +60,7 @@ class Layouts:
         self._known: dict[Any, tuple[tuple[Entry, ...], int]] = {}
 
     def of(self, parameter: nn.Parameter, group: int) -> tuple[tuple[Entry, ...], int]:
-        """The states of a parameter in a group, one behind the other, and their bytes.
+        """The states of a parameter in a group, in order, and their bytes.
 
         Raises:
             InputError: a step on zeros fails, or the optimizer keeps state in its groups.

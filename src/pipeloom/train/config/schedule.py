@@ -50,7 +50,7 @@ def make_schedule(config: TrainConfig) -> Schedule:
     except ScheduleError as error:
         if name != "pipedream-2bw" or config.weights is not None:
             raise
-        build("pipedream")  # keeps as many versions as it needs, and refuses whatever else is wrong
+        build("pipedream")  # validates everything but the number of versions
         raise InputError(f"{error} as --batch.microbatches, and --batch.size no smaller") from error
     check(schedule)
     check_has_backwards(schedule)
@@ -136,7 +136,7 @@ def check_slices(config: TrainConfig) -> None:
     """Validate that the schedule supports slices.
 
     Raises:
-        InputError: what `slice_lengths` refuses, or `auto` for a schedule without a free number of slices.
+        InputError: see `slice_lengths`; or `auto` for a schedule with a fixed number of slices.
     """
     lengths, name, asked = slice_lengths(config), schedule_name(config), config.parallel.slices
     family = FAMILIES.get(name)

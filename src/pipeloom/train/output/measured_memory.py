@@ -54,7 +54,7 @@ class MemoryProbe:
         with kept.counting():
             yield
         self._pipe.memory.record_peaks(False)
-        moves = self._config.memory.offload_activations is not None  # by hooks of its own
+        moves = self._config.memory.offload_activations is not None  # which uses its own hooks
         self._measured["activations"] = None if moves else kept.peak
 
     def look(self, number: int) -> None:

@@ -29,8 +29,8 @@ Waits = Mapping[int, Mapping[Action, float]]
 _OPS = (Op.F, Op.B, Op.I, Op.W)
 _MOVES = (Op.OFFLOAD, Op.RELOAD)
 _SENT_BY = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
-_RECENT_STEPS = 20  # medians are taken over so many steps
-_RECENT_MESSAGES = 5  # and over the messages of so many
+_RECENT_STEPS = 20  # number of steps in a median
+_RECENT_MESSAGES = 5  # number of steps in a median of message times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

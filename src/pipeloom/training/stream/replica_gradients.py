@@ -1,4 +1,4 @@
-"""Gradients of a stage with replicas, exchanged while the stream goes on.
+"""Gradients of a stage with replicas, exchanged while the stream continues.
 
 A replica sends the sum of its backwards of one update to the others, and runs its next micro-batch meanwhile. It waits
 for the sums of the others before it updates. Samples of the parameters travel with a run's first update, and buffers

@@ -49,8 +49,8 @@ class StreamResults:
     ) -> None:
         self._plan, self._exchange, self._on_update = plan, exchange, on_update if rank in (None, 0) else None
         self._own: dict[int, float] = {}  # losses computed in this process
-        self._untold: dict[int, float] = {}  # losses of incomplete batches
-        self._num_told = 0
+        self._pending: dict[int, float] = {}  # losses of incomplete batches
+        self._num_reported = 0
         self._lock = threading.Lock()  # ranks of one process may have a thread each
         self._last_stage = plan.program.schedule.num_stages - 1
         self._sends = live and rank not in (None, 0) and rank in exchange.holders
@@ -64,7 +64,7 @@ class StreamResults:
             self._exchange.send({b: torch.tensor(loss, dtype=torch.float64) for b, loss in losses.items()}, [0])
         with self._lock:
             self._own.update(losses)
-            self._tell(losses)
+            self._report(losses)
 
     def poll(self) -> None:
         """Receive the losses that other ranks have sent so far."""
@@ -75,23 +75,23 @@ class StreamResults:
             while self._num_received[holder] < self._num_updates and (wait or self._exchange.ready(holder)):
                 held = self._plan.microbatches_of(self._last_stage, self._num_received[holder])
                 self._num_received[holder] += 1
-                self._tell({b: float(loss) for b, loss in self._exchange.receive(holder, held).items()})
+                self._report({b: float(loss) for b, loss in self._exchange.receive(holder, held).items()})
 
-    def _tell(self, losses: dict[int, float]) -> None:
+    def _report(self, losses: dict[int, float]) -> None:
         """Call `on_update` for the batches that these losses complete."""
         if self._on_update is None:
             return
-        self._untold.update(losses)
-        while self._untold.keys() >= (held := self._microbatches_of(self._num_told)):
-            batch = self._plan.batches_before + self._num_told
-            loss = sum(self._untold.pop(b) for b in sorted(held))
+        self._pending.update(losses)
+        while self._pending.keys() >= (held := self._microbatches_of(self._num_reported)):
+            batch = self._plan.batches_before + self._num_reported
+            loss = sum(self._pending.pop(b) for b in sorted(held))
             try:
                 self._on_update(batch, loss)
             except Exception as error:
                 raise CallerError(
                     f"on_update({batch}, {loss}) raised {one_line(error)}, which ends the run."
                 ) from error
-            self._num_told += 1
+            self._num_reported += 1
 
     def _microbatches_of(self, batch: int) -> set[int]:
         return set(range(batch * self._plan.batch_size, (batch + 1) * self._plan.batch_size))

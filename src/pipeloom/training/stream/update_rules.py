@@ -36,14 +36,14 @@ def agree(pipeline: Pipeline, terms: Mapping[str, Any], rules: Mapping[int, Rule
         PeerLost: a process ended before.
     """
     lost = "another rank ended before all began their run; see its error"
-    told = gather_json([terms, rules, live], pipeline.executor.connection.process_group, lost=lost)
-    found = first_difference(enumerate(of_process for of_process, _, _ in told))
+    gathered = gather_json([terms, rules, live], pipeline.executor.connection.process_group, lost=lost)
+    found = first_difference(enumerate(of_process for of_process, _, _ in gathered))
     if found is not None:
         raise InputError(
             f"rank {found.first} runs with {found.name} {found.one} and rank {found.rank} with {found.other}: all "
             "ranks must run the same stream. Pass the same on each."
         )
-    of_rank: dict[int, Rules] = {int(rank): part for _, parts, _ in told for rank, part in parts.items()}
+    of_rank: dict[int, Rules] = {int(rank): part for _, parts, _ in gathered for rank, part in parts.items()}
     for stage, replicas in enumerate(pipeline.schedule.placement.replicas):
         found = first_difference((rank, of_rank[rank].get(str(stage), {})) for rank in replicas)
         if found is not None:
@@ -53,7 +53,7 @@ def agree(pipeline: Pipeline, terms: Mapping[str, Any], rules: Mapping[int, Rule
                 f"{found.rank}: replicas must make the same updates. Give their optimizers the same parameters, "
                 "options and learning rates."
             )
-    live_on_first: bool = told[0][2]
+    live_on_first: bool = gathered[0][2]
     return live_on_first
 
 
