@@ -87,5 +87,5 @@ def test_a_mesh_that_does_not_fit_is_refused_on_every_process(case: str, words: 
 
 
 def test_a_mesh_needs_processes() -> None:
-    with pytest.raises(InputError, match="without a process group"):
+    with pytest.raises(InputError, match="needs a process group"):
         pl.Mesh(dp=2)

@@ -185,7 +185,7 @@ def faulty(fault: str) -> Iterator[object]:
         ("ends", "item 3 is missing, they ended after 3 of 8"),
         ("pair", "item 3 is a Tensor"),
         ("triple", "item 3 is a tuple of 3"),
-        ("none", "item 3: inputs are None"),
+        ("none", "item 3: inputs=None"),
         ("short", "item 3: .*samples"),
     ],
 )
