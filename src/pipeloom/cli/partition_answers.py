@@ -32,11 +32,8 @@ _POLICIES = ("1f1b", "dapple-pb")
 class StreamAnswer:
     """PipeDream's partition, compared with data parallelism alone and with one stage per rank.
 
-    Args:
-        profile: of one minibatch.
-        levels: (components, bandwidth) of each level of the cluster, innermost first.
-        form, memory_cap, state_copies: as `pipeloom.plan.partition.partition_layers` takes them.
-        options: options of a training run on the measured model; empty where the profile came from a file.
+    The arguments are those of `pipeloom.plan.partition.partition_layers`. `options` are options of a training run on
+    the measured model; they are empty for a profile from a file.
     """
 
     def __init__(
@@ -195,12 +192,7 @@ class StreamAnswer:
 class SynchronousAnswer:
     """DAPPLE's partition, and the simulated step under DAPPLE's two policies.
 
-    Args:
-        profile: of one micro-batch.
-        ranks, bandwidth: of the cluster.
-        num_microbatches: per step.
-        published: judge partitions by the paper's pivot.
-        options: options of a training run on the measured model.
+    The arguments are those of `pipeloom.plan.partition.partition_synchronous`; `options` as in `StreamAnswer`.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from pipeloom.cli.common.files import write_text
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.simulate_inputs import Inputs
 from pipeloom.common.atomic_file import write_whole
+from pipeloom.common.quantities import seconds_text
 from pipeloom.errors import InputError
 from pipeloom.ir import Checked, Schedule, check
 from pipeloom.ir.torch_csv import to_csv
@@ -50,10 +51,7 @@ def main(argv: Sequence[str]) -> int:
     timelines = [timeline for timeline, _, _ in made]
     written = _write_files(timelines, made[0][1], options)
     if options.out is not None:
-        from pipeloom.cli.simulate_plan import plan_of_simulation
-
-        plan = plan_of_simulation(made[0][1], inputs, made[0][2])
-        write_text("--out", options.out, plan.to_json() + "\n")
+        write_text("--out", options.out, _plan_json(made[0][1], inputs, made[0][2]) + "\n")
         written.append(options.out)
     answers = [answer for _, _, answer in made]
     if options.json:
@@ -121,6 +119,44 @@ def _simulate(name: str, inputs: Inputs) -> tuple[Timeline, Schedule, dict[str, 
         answer["best_named"] = None if best is None else {"name": best[0], "makespan_seconds": best[1]}
         answer["lower_bound_seconds"] = found.lower_bound
     return timeline, schedule, answer
+
+
+def _plan_json(schedule: Schedule, inputs: Inputs, answer: dict[str, Any]) -> str:
+    """The simulated schedule as a plan.
+
+    A schedule that was built for the given costs, or read from a file, is stored with its orders; others by name. The
+    numbers of the simulation are predictions if the costs come from a file.
+
+    Raises:
+        InputError: a stream, an evaluation, or offloaded activations without a target.
+    """
+    from pipeloom.plan.plan import Plan
+
+    options, name, measured = inputs.options, inputs.options.names[0], inputs.file is not None
+    if schedule.microbatches_per_update is not None or schedule.forward_only:
+        kind = "an evaluation" if schedule.forward_only else "a stream"
+        raise InputError(f"--out={options.out}: schedule {name!r} is {kind}. `pipeloom partition --out` plans streams.")
+    if options.offload is not None:
+        raise InputError(f"--out={options.out}: --offload has no offload target. Remove --offload, and add it by hand.")
+    named = name in schedules.FAMILIES and not schedules.find(name).to_measure
+    why = [f"The simulated bubble is {100 * answer['bubble_fraction']:.1f} % of the step."]
+    if best := answer.get("best_named"):
+        why.append(f"The fastest named schedule, {best['name']}, takes {seconds_text(best['makespan_seconds'])}.")
+    if "lower_bound_seconds" in answer:
+        why.append(f"No schedule takes less than {seconds_text(answer['lower_bound_seconds'])}.")
+    return Plan(
+        schedule=name if named else schedule,
+        pipeline=schedule.num_ranks,
+        microbatches=schedule.num_microbatches,
+        data=1 if options.data is None else options.data,
+        virtual_stages=schedule.placement.num_chunks,
+        slices=schedule.num_slices if schedule.num_slices > 1 else None,
+        data_strategy=options.data_strategy,
+        data_granularity=options.data_granularity,
+        predicted_step_seconds=answer["makespan_seconds"] if measured else None,
+        predicted_memory_bytes=tuple(answer["peak_bytes"]) if measured and "peak_bytes" in answer else None,
+        why=tuple(why) if measured else (),
+    ).to_json()
 
 
 def _print_notes(answer: dict[str, Any]) -> None:

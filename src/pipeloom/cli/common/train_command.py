@@ -17,13 +17,11 @@ _USUAL = {"parallel.chunks": 1, "parallel.data": 1, "parallel.in_flight": "noam"
 def stream_command(plan: Plan, options: Mapping[str, Any], *, path: str | None = None) -> str:
     """``pipeloom train`` with a plan of a stream, and with steps at which the stream can drain.
 
-    Args:
-        plan: of schedule `pipedream`. Without a cut, the model has a block for each stage at least.
-        options: more options by their dotted names, such as those of the model.
-        path: the plan's file: ``--plan`` then stands for the options that the plan sets.
+    `options` are further options by dotted name, such as `model.layers`. With `path`, the file of the plan, ``--plan``
+    replaces the options that the plan sets. Without a cut, the model gets at least one block per stage.
 
     Raises:
-        InputError: `pipeloom train` would refuse this run; the message says why.
+        InputError: `pipeloom train` cannot run these options; the message says why.
     """
     planned = {key: value for key, value in options_of_plan(plan).items() if value not in (None, _USUAL.get(key))}
     default, model = TrainConfig(), {}
