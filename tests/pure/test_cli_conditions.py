@@ -357,7 +357,7 @@ def broken(change):
         (lambda d: d.update(latency=[[0, 1, 2]] * 3), "2 ranks need a 2 x 2 table"),
         (lambda d: d.update(memory_cap_bytes=5), "the costs file: memory_cap_bytes=5: must be a list"),
         (lambda d: d.update(links=5), "the costs file: links=5: must be a list"),
-        (lambda d: d.update(bytes_per_second=5), "no message_bytes: add them to each"),
+        (lambda d: d.update(bytes_per_second=5), "no message_bytes. Add message_bytes per stage"),
         (lambda d: d.update(overlap_communication=1), "the costs file: overlap_communication=1"),
         (
             lambda d: d["stages"][0].update(message_bytes=1),

@@ -101,8 +101,8 @@ def test_good_files_are_read_and_a_key_twice_is_refused(name: str) -> None:
         ("cluster", "efficiency", float("nan"), "the cluster file: efficiency=nan"),
         ("timeline", "num_slices", 1.5, "num_slices=1.5: must be an integer"),
         ("timeline", "ideal_seconds", float("nan"), "ideal_seconds=nan: must be a finite number"),
-        ("timeline", "spans/0/0/2", float("nan"), "it has times that are not finite"),
-        ("timeline", "memory/0/0/0", float("inf"), "it has times that are not finite"),
+        ("timeline", "spans/0/0/2", float("nan"), "times must be finite"),
+        ("timeline", "memory/0/0/0", float("inf"), "times must be finite"),
     ],
 )
 def test_what_is_wrong_is_named_in_one_line(name: str, path: str, value: object, said: str) -> None:

@@ -2,20 +2,20 @@
 
 Each rank has two links. A link serves one action at a time, in the order in which the rank issues them: the data link
 connects the rank to other data-parallel replicas, the memory link to slower memory of its machine. The
-rank goes on at once. A computation waits until the parameters that it reads have been gathered, or the activation that
-it needs is back; the sum over ranks that hold the same parameters, for the reductions of its rank.
+rank continues at once. A computation waits until its parameters have been gathered and its activation reloaded. The sum
+of shared gradients waits for the reductions of its rank.
 
-With D copies and n bytes of a stage, a ring of D - 1 rounds takes (D - 1) / D * n bytes of each copy's link to gather
-or to reduce and scatter, and twice as many to reduce to all (Patarasuk and Yuan, 2009); a parameter server's link takes
-D - 1 times n. Copies are alike, so they meet without waiting.
+With D replicas and n bytes per stage, a ring all-gather or reduce-scatter of D - 1 rounds sends (D - 1) / D * n bytes
+over each replica's link, an all-reduce twice as many (Patarasuk and Yuan, 2009). The link of a parameter server sends
+(D - 1) * n bytes. Replicas are equal, so they do not wait for each other.
 
-Where the costs say of how many units a stage is, each is a transfer of its own, with its own latency:
+If the costs have `units`, each unit of a stage is a separate transfer with its own latency:
 
-    F      computes unit after unit, each once it is gathered; so does B at granularity microbatch, last unit first
-    B, W   the last of those that a REDUCE_GRAD covers starts the reduction of each unit that is done
+    F      computes unit by unit, each once it is gathered; so does B at granularity microbatch, last unit first
+    B, W   the last backward before a REDUCE_GRAD starts the reduction of each unit once it is computed
 
-At granularity microbatch a computation gathers one unit ahead of the one that it computes. Where gradients are sharded,
-one unit's reduction is on its way at a time, and the next unit's computation waits for it.
+At granularity microbatch a computation gathers one unit ahead. If gradients are sharded, one unit is reduced at a time,
+and the next unit's computation waits for that.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _WAITS_FOR_ACTIVATION = frozenset({Op.B, Op.I})
 
 
 def ring_seconds(size: float, degree: int, bytes_per_second: float | None, latency_seconds: float) -> float:
-    """What a ring of `degree` members takes to gather `size` bytes, or to reduce and scatter them."""
+    """Seconds of a ring all-gather or reduce-scatter of `size` bytes over `degree` members."""
     transfer = 0.0 if bytes_per_second is None else (degree - 1) / degree * size / bytes_per_second
     return transfer + (degree - 1) * latency_seconds
 
 
 def server_seconds(size: float, degree: int, bytes_per_second: float | None, latency_seconds: float) -> float:
-    """What one member takes to send `size` bytes to each of the others, or to get as many from each."""
+    """Seconds for one member to send `size` bytes to each other member, or to receive them from each."""
     transfer = 0.0 if bytes_per_second is None else (degree - 1) * size / bytes_per_second
     return transfer + (latency_seconds if degree > 1 else 0.0)
 
 
 def gather_seconds(data: DataAxis, size: float, network: Network) -> float:
-    """UNSHARD of `size` bytes of parameters."""
+    """Seconds of an UNSHARD of `size` bytes of parameters."""
     if not data.shards_optimizer:
         return 0.0
     formula = server_seconds if data.strategy is DataStrategy.PARAMETER_SERVER else ring_seconds
@@ -58,7 +58,7 @@ def gather_seconds(data: DataAxis, size: float, network: Network) -> float:
 
 
 def reduce_seconds(data: DataAxis, size: float, network: Network) -> float:
-    """REDUCE_GRAD of `size` bytes of gradients."""
+    """Seconds of a REDUCE_GRAD of `size` bytes of gradients."""
     formula = server_seconds if data.strategy is DataStrategy.PARAMETER_SERVER else ring_seconds
     bandwidth = network.data_sum_bytes_per_second or network.data_bytes_per_second
     seconds = formula(size, data.degree, bandwidth, network.data_latency_seconds)
@@ -66,17 +66,17 @@ def reduce_seconds(data: DataAxis, size: float, network: Network) -> float:
 
 
 class Done(NamedTuple):
-    """A computation: when it ends, and how long it waits inside for what its link does."""
+    """The end of a computation, and the seconds that it waited inside for its data link."""
 
     end: float
     waited: float
 
 
 class Background:
-    """The links beside all ranks, while a program is simulated.
+    """The data and memory links of all ranks while a program is simulated.
 
     Attributes:
-        spans: for each rank, what its links did; a span is one unit, where stages have units.
+        spans: for each rank, the transfers on its links, one per unit if stages have units.
     """
 
     def __init__(self, pipeline: Schedule | Program, costs: Costs, network: Network) -> None:
@@ -94,17 +94,17 @@ class Background:
         self._last_backwards = frozenset(a.with_op(op) for a in reductions for op in (Op.B, Op.W))
         self._free: dict[tuple[int, str], float] = {}
         self._reduced: dict[int, float] = {}  # of a rank, the end of its last reduction
-        self._gathered: dict[tuple[int, int], list[float]] = {}  # of rank and stage, since when its units are there
-        self._back: dict[Action, float] = {}  # of RELOADs
-        self._busy: list[deque[Span]] = [deque() for _ in pipeline.orders]  # what data links still do
+        self._gathered: dict[tuple[int, int], list[float]] = {}  # of rank and stage, when each unit was gathered
+        self._back: dict[Action, float] = {}  # ends of RELOADs
+        self._busy: list[deque[Span]] = [deque() for _ in pipeline.orders]  # pending transfers of data links
 
     @property
     def inside(self) -> bool:
-        """Whether what links do makes computations longer."""
+        """Whether links make computations longer."""
         return self._in_units or self._slowdown > 0
 
     def begin(self, rank: int, action: Action, now: float) -> None:
-        """A rank comes to an action that keeps it not."""
+        """Issue a background action at `now`; the rank continues at once."""
         if action.op is Op.UNSHARD:
             count = 1 if self._one_by_one else self._counts[action.stage]
             self._gathered[rank, action.stage] = [self._transfer(rank, action, now) for _ in range(count)]
@@ -114,7 +114,7 @@ class Background:
             self._transfer(rank, action, now)
 
     def _transfer(self, rank: int, action: Action, now: float) -> float:
-        """Put one unit, or one move, on its link; when it is through."""
+        """Put one transfer on its link and return its end."""
         link = LINKS[action.op]
         start = max(now, self._free.get((rank, link), 0.0))
         span = Span(action, start, start + self._seconds[action.op][action.stage])
@@ -125,7 +125,7 @@ class Background:
         return span.end
 
     def there(self, rank: int, action: Action) -> float:
-        """When what an action of a rank needs of its links to begin is there; 0 where it needs nothing."""
+        """The time at which the links have delivered what an action needs to start; 0 if it needs nothing."""
         there = 0.0
         if action.op in _READS_PARAMETERS and (gathered := self._gathered.get((rank, action.stage))):
             there = gathered[0 if action.op is Op.F else -1]
@@ -134,7 +134,7 @@ class Background:
         return self._free.get((rank, "data"), 0.0) if meets(action) else there
 
     def compute(self, rank: int, action: Action, start: float, seconds: float) -> Done:
-        """A computation of so many seconds begins, where links make it longer."""
+        """Run a computation of `seconds` that links make longer."""
         stage, count = action.stage, self._counts[action.stage]
         gathered = self._gathered.get((rank, stage)) if action.op in _READS_PARAMETERS else None
         reduction = action.with_op(Op.REDUCE_GRAD) if action in self._last_backwards else None
@@ -151,7 +151,7 @@ class Background:
         return Done(there, waited + there - now)
 
     def _reduce(self, rank: int, reduction: Action, now: float) -> float:
-        """Start the reduction of one unit, which is done; when its rank can go on."""
+        """Start the reduction of one computed unit and return when its rank can continue."""
         if self._one_reduction:
             now = max(now, self._reduced.get(rank, 0.0))
         self._reduced[rank] = self._transfer(rank, reduction, now)
@@ -178,11 +178,7 @@ class Background:
 def _seconds(
     pipeline: Schedule | Program, schedule: Schedule, costs: Costs, network: Network, counts: tuple[int, ...]
 ) -> dict[Op, list[float]]:
-    """For each of the ops, the seconds of one action on each stage, or on each of its units.
-
-    Raises:
-        InputError: a link has a bandwidth, and the costs no bytes of what goes over it.
-    """
+    """For each op, the seconds per stage of one action, or of one unit. Raises InputError for missing bytes."""
     stages = range(schedule.num_stages)
     seconds = {op: list(costs.others(op, schedule)) for op in LINKS}
     data = pipeline.data if isinstance(pipeline, Program) else None
@@ -190,7 +186,9 @@ def _seconds(
         parameters, gradients = costs.state_bytes(schedule)
         limited = network.data_bytes_per_second is not None or network.data_sum_bytes_per_second is not None
         if limited and parameters is None:
-            raise InputError("the data axis has a bandwidth, but the costs no parameter_bytes of the stages; add them")
+            raise InputError(
+                "the data link has a bandwidth, but the costs have no parameter_bytes. Add parameter_bytes per stage."
+            )
         for op, formula, sizes in (
             (Op.UNSHARD, gather_seconds, parameters),
             (Op.REDUCE_GRAD, reduce_seconds, gradients),
@@ -202,7 +200,10 @@ def _seconds(
     if bandwidth is not None and any(action.op is Op.OFFLOAD for _, action in pipeline.actions()):
         kept = costs.bytes_kept(schedule)
         if kept is None:
-            raise InputError("the memory link has a bandwidth, but the costs no activation_bytes; add them to stages")
+            raise InputError(
+                "the memory link has a bandwidth, but the costs have no activation_bytes. Add activation_bytes per "
+                "stage."
+            )
         for stage in stages:
             for op in (Op.OFFLOAD, Op.RELOAD):
                 seconds[op][stage] += kept[0][stage] / bandwidth

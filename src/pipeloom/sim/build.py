@@ -1,4 +1,4 @@
-"""Timelines from the spans of a schedule that was simulated, or that really ran."""
+"""Timelines from the spans of a simulated or measured run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeloom.sim.events import Transfer
 from pipeloom.sim.rows import Span
 from pipeloom.sim.timeline import Timeline
 
-_AT_ONCE = {Op.OFFLOAD: 0, Op.RELOAD: 2}  # at one moment first what has left, last what begins to come back
+_AT_ONCE = {Op.OFFLOAD: 0, Op.RELOAD: 2}  # at the same time, ends of OFFLOAD come first and starts of RELOAD last
 
 
 def build_timeline(
@@ -33,8 +33,8 @@ def build_timeline(
 ) -> Timeline:
     """A timeline from the spans of a run of `schedule`; memory and ideal time follow from them.
 
-    `background` is what ran beside them, and `waits` for how long computations waited inside, rank by rank. `keeps`
-    are, stage by stage, the bytes of one action that are held from F on, and that are left after I.
+    `background` has overlapped transfers and `waits` the seconds that computations waited inside, both per rank.
+    `keeps` has, per stage, the bytes of one action from F on, and the bytes that are left after I.
     """
     beside = tuple(map(tuple, background)) if any(background) else ()
     both = [(*row, *more) for row, more in zip(spans, beside, strict=True)] if beside else spans
@@ -67,23 +67,24 @@ def measured_timeline(
     name: str | None = None,
     waits: Sequence[float] = (),
 ) -> Timeline:
-    """The timeline of a step that really ran.
+    """The timeline of a measured step.
 
     Args:
-        pipeline: what ran.
-        records: for each rank, ``(action, start, end)`` in the order in which it ran them, in seconds of one clock.
-        name: the schedule's unless given.
-        waits: for each rank, for how long its computations waited inside.
+        pipeline: the schedule or program that ran.
+        records: for each rank, ``(action, start, end)`` in execution order, in seconds of one clock.
+        name: the name of the timeline; default: the schedule's.
+        waits: for each rank, the seconds that its computations waited inside.
 
-    Time 0 is the first start of a computation, or of what runs beside one, on any rank; what a rank waited before it is
-    cut off.
+    Time 0 is the first start of a computation or an overlapped transfer on any rank.
 
     Raises:
-        InputError: there are not records of every rank.
+        InputError: records of some ranks are missing.
     """
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
     if len(records) != schedule.num_ranks:
-        raise InputError(f"records of {len(records)} ranks: {schedule.num_ranks} ranks ran; gather all of them")
+        raise InputError(
+            f"records of {len(records)} ranks: must have one entry for each of {schedule.num_ranks} ranks."
+        )
     begun = (
         start
         for row in records
@@ -103,10 +104,7 @@ def measured_timeline(
 
 
 def _memory(schedule: Schedule, row: Sequence[Span]) -> tuple[tuple[float, float], ...]:
-    """Change points of one rank's live activations: up at the start of F, down at the end of B or W.
-
-    What is moved away is there until the end of its OFFLOAD, and from the start of its RELOAD on.
-    """
+    """Change points of live activations: up at the start of F or RELOAD, down at the end of B, W, OFFLOAD."""
     share = schedule.stage_share / schedule.num_slices
     split = schedule.split_backwards
     changes: list[tuple[float, int, int]] = []
@@ -129,9 +127,8 @@ def _memory(schedule: Schedule, row: Sequence[Span]) -> tuple[tuple[float, float
 def _memory_bytes(
     schedule: Schedule, row: Sequence[Span], activation: tuple[float, ...], left: tuple[float, ...]
 ) -> tuple[tuple[float, float], ...]:
-    """Change points of one rank's bytes: F takes all at its start, I gives all but `left` back, W or B the rest.
-
-    OFFLOAD gives all back at its end, RELOAD takes it at its start.
+    """Change points of one rank's bytes: F and RELOAD take all at their start; at their end, I frees all but `left`,
+    W frees `left`, and B and OFFLOAD free all.
     """
     changes: list[tuple[float, int, float]] = []
     for (stage, op, _, _), start, end in row:

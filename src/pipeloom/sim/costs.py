@@ -1,4 +1,4 @@
-"""What computations and messages cost, in seconds and bytes."""
+"""`Costs`: seconds of computations, and bytes of memory and messages."""
 
 from __future__ import annotations
 
@@ -37,21 +37,19 @@ class Costs:
         backward_weight: seconds of W.
         backward: seconds of a whole backward B; ``backward_input + backward_weight`` if not given.
         overlap: seconds of an overlapped unit of F and B (`Schedule.overlapped`) as a fraction of the sum of the two.
-        other: seconds of other ops (REDUCE_GRAD, STEP, ...), on any stage or one time for each; those not named take
-            none. What runs beside computations (`pipeloom.sim.background`) takes them beside what its bytes take.
-        units: for each stage, into how many pieces of equal size and computing its parameters are gathered, and its
-            gradients reduced, one behind the other; if not given, a stage is whole: it computes once all of it is
-            gathered, and its gradients go when its backward is done.
+        other: seconds of other ops (REDUCE_GRAD, STEP, ...), one number for all stages or one per stage; default 0.
+            Background actions (`pipeloom.sim.background`) take them in addition to the time for their bytes.
+        units: for each stage, the number of equal units in which its parameters are gathered and its gradients
+            reduced. By default a stage is one unit: it computes once all parameters are gathered, and its gradients
+            are reduced after its backward.
         activation_bytes: for each stage, bytes that F of one micro-batch keeps for its backward.
-        weight_gradient_bytes: for each stage, bytes of these that are left between I and W; all if not given.
-        parameter_bytes: for each stage, bytes of one version of its parameters, frozen ones aside.
-        gradient_bytes: for each stage, bytes of their gradients; as `parameter_bytes` if not given.
-        message_bytes: for each stage, bytes of one micro-batch's values from it to the next stage.
-        gradient_message_bytes: for each stage, bytes of the gradients that come back to it; as `message_bytes` if not
-            given.
-        rank_slowness: for each rank, the factor by which its computations take longer; 1 if not given.
-        slice_factors: for each slice, its seconds over those of an equal share: of F, and of B, I and W. All 1 if not
-            given.
+        weight_gradient_bytes: for each stage, the part of `activation_bytes` left between I and W; default: all.
+        parameter_bytes: for each stage, bytes of one version of its trainable parameters.
+        gradient_bytes: for each stage, bytes of their gradients; default: `parameter_bytes`.
+        message_bytes: for each stage, bytes per micro-batch sent to the next stage.
+        gradient_message_bytes: for each stage, bytes of the gradients sent back to it; default: `message_bytes`.
+        rank_slowness: for each rank, the slowdown factor of its computations; default 1.
+        slice_factors: for each slice, its seconds relative to an equal share: of F, and of B, I and W; default 1.
 
     Raises:
         InputError: a time, size or factor is negative or not finite, or more bytes are left after I than before.
@@ -105,10 +103,14 @@ class Costs:
                 if not 0 <= size <= MOST:
                     raise InputError(f"{what}={size}: must be a number of bytes from 0 to {MOST:g}.")
         if self.gradient_message_bytes is not None and self.message_bytes is None:
-            raise InputError("gradient_message_bytes without message_bytes: give both for each stage")
+            raise InputError(
+                "gradient_message_bytes without message_bytes: must have both. Add message_bytes per stage."
+            )
         if left is not None:
             if kept is None:
-                raise InputError("weight_gradient_bytes are part of activation_bytes: give both for each stage")
+                raise InputError(
+                    "weight_gradient_bytes without activation_bytes: must have both. Add activation_bytes per stage."
+                )
             for stage, (whole, part) in enumerate(zip(kept, left, strict=True)):
                 if part > whole:
                     raise InputError(
@@ -126,7 +128,7 @@ class Costs:
         backward_weight: float | None = None,
         other: Mapping[Op, float | tuple[float, ...]] | None = None,
     ) -> Costs:
-        """Every rank's share costs the same. `backward` (2.0 if nothing is said) splits into equal halves."""
+        """Equal costs for every rank's share. `backward` (default 2.0) splits into equal halves."""
         if backward is not None and (backward_input is not None or backward_weight is not None):
             raise InputError("costs have both backward and its parts, whose sum it is. Pass one or the other.")
         half = (2.0 if backward is None else backward) / 2
@@ -162,11 +164,7 @@ class Costs:
         )
 
     def others(self, op: Op, schedule: Schedule) -> tuple[float, ...]:
-        """For each stage, the seconds of one `op` of `other`.
-
-        Raises:
-            InputError: there are times for another number of stages.
-        """
+        """For each stage, the seconds of one `op` of `other`. Raises InputError for a wrong number of stages."""
         value = self.other.get(op, 0.0)
         if not isinstance(value, tuple):
             return (value,) * schedule.num_stages
@@ -174,11 +172,7 @@ class Costs:
         return value
 
     def bytes_kept(self, schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-        """For each stage, what one action keeps from F on and from I on; None where that is not known.
-
-        Raises:
-            InputError: there are sizes for another number of stages.
-        """
+        """For each stage, bytes of one action from F on and from I on; None if unknown. Raises as `others`."""
         if self.activation_bytes is None:
             return None
         kept = _by_stage("activation_bytes", self.activation_bytes, schedule)
@@ -186,27 +180,19 @@ class Costs:
         return kept, kept if left is None else _by_stage("weight_gradient_bytes", left, schedule)
 
     def version_bytes(self, schedule: Schedule) -> tuple[float, ...] | None:
-        """For each rank, the most bytes of parameters at once, in all their versions; None where they are not known.
-
-        Raises:
-            InputError: there are sizes for another number of stages.
-        """
+        """For each rank, peak bytes of parameters in all versions; None if unknown. Raises InputError as `others`."""
         if self.parameter_bytes is None:
             return None
         _check_stages("parameter_bytes", self.parameter_bytes, schedule)
         return weight_version_bytes(schedule, self.parameter_bytes)
 
     def unit_counts(self, schedule: Schedule) -> tuple[int, ...] | None:
-        """`units`, checked. Raises InputError where they are of another number of stages."""
+        """`units`, validated. Raises InputError for a wrong number of stages."""
         _check_stages("units", self.units or (1,) * schedule.num_stages, schedule)
         return self.units
 
     def state_bytes(self, schedule: Schedule) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-        """For each stage, the bytes of its parameters and of their gradients; None where they are not known.
-
-        Raises:
-            InputError: there are sizes for another number of stages.
-        """
+        """For each stage, bytes of parameters and gradients; None if unknown. Raises InputError as `others`."""
         parameters, gradients = self.parameter_bytes, self.gradient_bytes
         for what, sizes in (("parameter_bytes", parameters), ("gradient_bytes", gradients)):
             if sizes is not None:
@@ -214,23 +200,21 @@ class Costs:
         return parameters, parameters if gradients is None else gradients
 
     def bytes_sent(self, schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """For each stage, the bytes of one action's message to the next stage, and of the gradient that comes back.
+        """For each stage, bytes per message to the next stage, and of the gradient that it returns.
 
         Raises:
-            InputError: sizes are not known, or for another number of stages.
+            InputError: `message_bytes` is missing, or sizes are for a wrong number of stages.
         """
         if self.message_bytes is None:
-            raise InputError("links have a bandwidth, but the costs no message_bytes of the stages; add them to each")
+            raise InputError(
+                "links have a bandwidth, but the costs have no message_bytes. Add message_bytes per stage."
+            )
         there = _by_stage("message_bytes", self.message_bytes, schedule)
         back = self.gradient_message_bytes
         return there, there if back is None else _by_stage("gradient_message_bytes", back, schedule)
 
     def slowness(self, schedule: Schedule) -> tuple[float, ...] | None:
-        """For each rank, the factor on the seconds of its computations; None where it is 1 everywhere.
-
-        Raises:
-            InputError: there are factors for another number of ranks.
-        """
+        """`rank_slowness`, validated. Raises InputError for a wrong number of ranks."""
         factors = self.rank_slowness
         if factors is not None and len(factors) != schedule.num_ranks:
             raise InputError(
@@ -240,11 +224,7 @@ class Costs:
         return factors
 
     def factors(self, schedule: Schedule) -> dict[Op, tuple[float, ...]]:
-        """`slice_factors` by op; empty where all slices are equal.
-
-        Raises:
-            InputError: there are factors for another number of slices.
-        """
+        """`slice_factors` by op; empty if all are 1. Raises InputError for a wrong number of slices."""
         if self.slice_factors is None:
             return {}
         if any(len(each) != schedule.num_slices for each in self.slice_factors):
@@ -256,11 +236,7 @@ class Costs:
         return {Op.F: forward, Op.B: backward, Op.I: backward, Op.W: backward}
 
     def seconds(self, schedule: Schedule) -> dict[Op, tuple[float, ...]]:
-        """For each op that is no communication, the seconds of one action on each stage of `schedule`.
-
-        Raises:
-            InputError: there are times for another number of stages.
-        """
+        """For each op, the seconds of one action on each stage. Raises InputError for a wrong number of stages."""
         forward, backward_input, backward_weight = (
             _by_stage(what, getattr(self, what), schedule) for what in ("forward", "backward_input", "backward_weight")
         )
@@ -274,7 +250,7 @@ class Costs:
 
 
 def check_seconds(what: str, seconds: float) -> None:
-    """Refuse what is no duration."""
+    """Raises InputError unless `seconds` is a duration."""
     if not 0 <= seconds <= MOST:
         raise InputError(f"{what}={seconds}: must be a number of seconds from 0 to {MOST:g}.")
 

@@ -1,4 +1,4 @@
-"""The costs file: what was measured of a model, as JSON.
+"""The costs file: measured costs of a model, as JSON.
 
     {"stages": [{"forward": 0.01, "backward_input": 0.01, "backward_weight": 0.008,
                  "activation_bytes": 1000000, "weight_gradient_bytes": 400000}, ...],
@@ -6,20 +6,20 @@
      "memory_cap_bytes": [8000000, 8000000],
      "links": [{"ranks": [[0, 1], [1, 0]], "bytes_per_second": 1e9}], "overlap_communication": true}
 
-Times are seconds of one micro-batch on one stage. `latency` is one number or a table with a row for each source rank,
-and 0 if left out. `memory_cap_bytes` has one number a rank, or is null or left out; it limits activations. The
-bytes may be left out of all stages. `parameter_bytes` are those of one version of a stage's parameters.
+Times are seconds of one micro-batch on one stage. `latency` is one number or a table with one row per source rank;
+default 0. `memory_cap_bytes` has one cap on activations per rank; null or absent means no limit. All byte counts are
+optional. `parameter_bytes` is the size of one version of a stage's parameters.
 
-Bandwidth may be left out. With it, each stage has `message_bytes`, which go to the next stage, and may have
-`gradient_message_bytes`, which come back (as many if left out). A link transfers the messages of all its pairs of
-source and target rank one after the other; `bytes_per_second` beside `links` is the bandwidth of every pair that is in
-none. `overlap_communication` false keeps both ranks of a message busy while it is transferred.
+Bandwidths are optional. They need `message_bytes` of each stage, sent to the next stage; `gradient_message_bytes`,
+sent back, default to the same. A link transfers the messages of all its pairs of source and target rank one at a time.
+`bytes_per_second` of the file is the bandwidth of each pair in no link. If `overlap_communication` is false, both ranks
+of a message are busy during its transfer.
 
-Of a data axis, `data_bytes_per_second` is the bandwidth of a rank to the same rank of other replicas, and
-`data_latency_seconds` what a message between them takes beside that; `data_sum_bytes_per_second` is the bandwidth while
-gradients are summed, and `data_slowdown` the part of their speed that computations lose while collectives run beside
-them. Stages may have `gradient_bytes` beside `parameter_bytes`, and `units`: in so many pieces they are gathered and
-reduced. `memory_bytes_per_second` is the bandwidth to the memory to which activations are moved.
+For a data axis, `data_bytes_per_second` is the bandwidth of a rank to the same rank of other replicas,
+`data_latency_seconds` the latency per message, `data_sum_bytes_per_second` the bandwidth of reductions, and
+`data_slowdown` the fraction of speed that computations lose during collectives. Stages may have `gradient_bytes` in
+addition to `parameter_bytes`, and `units`, the number of units in which they are gathered and reduced.
+`memory_bytes_per_second` is the bandwidth to the offload target of activations.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _ENTRIES = ("stages", "latency", "memory_cap_bytes", "links", "bytes_per_second"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostsFile:
-    """A costs file that was read.
+    """The contents of a costs file.
 
     Attributes:
-        costs: of every stage.
-        network: latencies.
-        memory_caps: bytes that each rank may hold; None if nothing limits them.
+        costs: costs of every stage.
+        network: latencies and bandwidths.
+        memory_caps: bytes of activations that each rank may hold; None for no limit.
     """
 
     costs: Costs
@@ -67,7 +67,7 @@ def parse_costs(text: str) -> CostsFile:
     """Read the JSON of a costs file.
 
     Raises:
-        InputError: it is not one; the message names the entry and the rule.
+        InputError: an invalid entry; the message has its name, value and rule.
     """
     root = read_json(text, "the costs file", "an object with stages, latency, memory_cap_bytes")
     data = root.fields(("stages",), _ENTRIES[1:])
@@ -90,7 +90,7 @@ def parse_costs(text: str) -> CostsFile:
         caps = tuple(cap.number() for cap in data["memory_cap_bytes"].members())
         if "activation_bytes" not in columns:
             raise InputError(
-                "memory_cap_bytes limit nothing without activation_bytes of the stages; add them, or drop it"
+                "memory_cap_bytes has no effect without activation_bytes. Add activation_bytes per stage, or remove it."
             )
     return CostsFile(costs=Costs(**columns), network=_network(data, "message_bytes" in columns), memory_caps=caps)
 
@@ -101,7 +101,9 @@ def _network(data: dict[str, Entry], sized: bool) -> Network:
     if "bytes_per_second" in data and data["bytes_per_second"].value is not None:
         known["bytes_per_second"] = data["bytes_per_second"].number()
     if (links or "bytes_per_second" in known) and not sized:
-        raise InputError("the costs have bandwidths, but the stages no message_bytes: add them to each, or drop links")
+        raise InputError(
+            "the costs have bandwidths, but no message_bytes. Add message_bytes per stage, or remove the bandwidths."
+        )
     if "overlap_communication" in data:
         known["overlap_communication"] = data["overlap_communication"].flag()
     if "latency" in data:

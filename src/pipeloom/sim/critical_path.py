@@ -18,13 +18,12 @@ from pipeloom.sim.timeline import Timeline
 def critical_path(timeline: Timeline) -> list[tuple[int, Span]]:
     """``(rank, span)`` of the chain of computations that ends last, first to last, with the transfers between them.
 
-    Each begins when the one before it on the path has ended (and its message, if it crossed ranks, has arrived):
-    making any of them shorter is the only way to make the step shorter. A transfer over a link with a bandwidth is the
-    span of its SEND on the sender's rank; where it had to wait for the link, what went over the link before it follows.
-    Where a message keeps its receiver busy later than it came, the path has the span of a RECV on its rank. Both
-    members of an overlapped unit are on the path or none. What ran beside the ranks is on it where a computation, or
-    the end of the step, waited for it, with what its link did before; a computation that began it while it ran is on
-    the path until then. What computations wait for inside is not told apart.
+    Each computation starts when the one before it on the path has ended, and its message has arrived if it crossed
+    ranks. Only a shorter path makes the step shorter. A transfer over a link with a bandwidth is the span of its SEND
+    on the sender's rank; if it waited for the link, the path has the transfers before it. If a message keeps its
+    receiver busy, the path has the span of a RECV. Both members of an overlapped unit are on the path, or neither. A
+    background transfer is on the path if a computation or the end of the step waited for it, with the transfers
+    directly before it on its link. Waits inside computations are not separated.
     """
     rows = timeline.compute_spans
     if not any(rows):
@@ -41,7 +40,7 @@ def critical_path(timeline: Timeline) -> list[tuple[int, Span]]:
 
 
 class _Place(NamedTuple):
-    """A computation, or what of it came before `until`."""
+    """A computation, or its part before `until`."""
 
     rank: int
     position: int
@@ -49,7 +48,7 @@ class _Place(NamedTuple):
 
 
 class _Cause(NamedTuple):
-    """One thing that an action may have waited for: since when it was there, and by which transfer or computation."""
+    """A possible cause of a wait: when it was available, and its computation and transfer."""
 
     there: float
     at: tuple[int, int]
@@ -57,7 +56,7 @@ class _Cause(NamedTuple):
 
 
 class _Back:
-    """Goes back from the end of a step; `path` holds what it passed."""
+    """Walks back from the end of a step and collects `path`."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.path: list[tuple[int, Span]] = []
@@ -73,7 +72,7 @@ class _Back:
         self.background = timeline.background or ((),) * len(self.rows)
 
     def before(self, at: _Place) -> _Place | None:
-        """Put a computation on the path; the one that it waited for, None at the start."""
+        """Put a computation on the path and return the one that it waited for, None at the start."""
         rank, position, until = at
         span = self.rows[rank][position]
         if until > span.start:
@@ -96,7 +95,7 @@ class _Back:
         return _Place(*source)
 
     def _awaited(self, rank: int, span: Span) -> Span | None:
-        """What beside the rank ended when a computation, or the unit that it starts, could start."""
+        """The background transfer that ended when a computation, or the unit that it starts, could start."""
         members = [span.action, *filter(None, (self.schedule.partners.get(span.action),))]
         for each in self.background[rank]:
             if each.end == span.start and any(_needs(member, each.action) for member in members):
@@ -104,8 +103,8 @@ class _Back:
         return None
 
     def beside(self, rank: int, span: Span) -> _Place | None:
-        """Put what ran beside a rank on the path, and what its link did just before; the computation behind which, or
-        in which, the first of them was begun."""
+        """Put a background transfer on the path, and those directly before it on its link; returns the computation
+        after which, or in which, the first of them was issued."""
         link = [each for each in self.background[rank] if LINKS[each.action.op] == LINKS[span.action.op]]
         at = link.index(span)
         self.path.append((rank, link[at]))
@@ -142,7 +141,7 @@ class _Back:
                 yield _Cause(there + lag, (source, producer), transfer)
 
     def _end_of(self, action: Action) -> tuple[int, int]:
-        """Where what yields the action's result ends: itself, or the second member of its unit."""
+        """Where the action's result is available: at its own end, or at the end of its unit."""
         return self.index[self.schedule.partners.get(action, action)]
 
     def _blocking(self, action: Action) -> Transfer | None:
@@ -170,7 +169,7 @@ class _Back:
 
 
 def _needs(action: Action, beside: Action) -> bool:
-    """Whether a computation waits for what ran beside its rank."""
+    """Whether a computation waits for a background action."""
     if beside.op is Op.UNSHARD:
         return action.stage == beside.stage and action.op in (Op.F, Op.B, Op.I)
     return action.op in (Op.B, Op.I) and beside == action.with_op(Op.RELOAD)

@@ -20,7 +20,7 @@ class TimedCollective(NamedTuple):
         op: UNSHARD or REDUCE_GRAD.
         num_bytes: size of the full parameters or gradients.
         seconds: its duration.
-        cpu_seconds: what it took of this process's cores.
+        cpu_seconds: CPU time of this process.
     """
 
     op: Op
@@ -31,13 +31,13 @@ class TimedCollective(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DataLink:
-    """Figures of `pipeloom.sim.Network`, of the same names without ``data_``.
+    """The data link's attributes of `pipeloom.sim.Network`, without the prefix ``data_``.
 
     Attributes:
-        bytes_per_second: of gathers; None where they took no time, or there are none.
-        sum_bytes_per_second: of reductions.
-        latency_seconds: of one message.
-        slowdown: what computations lose while it works.
+        bytes_per_second: bandwidth of all-gathers; None if they take no time, or there are none.
+        sum_bytes_per_second: bandwidth of reductions.
+        latency_seconds: latency per message.
+        slowdown: fraction of speed that computations lose while the link is busy.
     """
 
     bytes_per_second: float | None = None
@@ -51,13 +51,13 @@ class DataLink:
 
 
 def fit_data_link(data: DataAxis, timed: Iterable[TimedCollective], slowdown: float = 0.0) -> DataLink:
-    """The link on which the closed forms of `pipeloom.sim.background` give the seconds of the largest collectives.
+    """Fit a link such that the formulas of `pipeloom.sim.background` give the seconds of the largest collectives.
 
-    The latency is the mean over ops of what two sizes tell, and not below 0.
+    The latency is the mean over ops of the estimate from two sizes, at least 0.
 
     Args:
-        data: the copies and their strategy.
-        timed: for each op some collectives, of two sizes or more.
+        data: the data axis.
+        timed: collectives of at least two sizes per op.
         slowdown: see `DataLink`.
     """
     timed = list(timed)
@@ -87,18 +87,18 @@ def fit_data_link(data: DataAxis, timed: Iterable[TimedCollective], slowdown: fl
 
 
 def _form_bytes(data: DataAxis, op: Op, size: float) -> float:
-    """What an `op` of `size` bytes sends over each copy's link."""
+    """Bytes that an `op` of `size` bytes sends over each replica's link."""
     form = gather_seconds if op is Op.UNSHARD else reduce_seconds
     return form(data, size, Network(data_bytes_per_second=1.0))
 
 
 def slowdown(computing: float, collectives: float, cores: float) -> float:
-    """What computations on a machine lose of their speed while collectives run beside them.
+    """The fraction of speed that computations of a machine lose while collectives overlap with them.
 
     Args:
-        computing: how many cores computations keep busy where there are as many.
-        collectives: how many cores the collectives of all processes of the machine need at once.
-        cores: of the machine.
+        computing: cores that computations use if available.
+        collectives: cores that the collectives of all processes of the machine use.
+        cores: cores of the machine.
     """
     if not computing or not cores:
         return 0.0

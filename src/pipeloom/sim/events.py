@@ -1,4 +1,4 @@
-"""The times of any schedule or program, moment by moment, with links that transfer one message after the other."""
+"""Event-driven simulation of a schedule or program, with links that transfer one message at a time."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Transfer(NamedTuple):
 
     @property
     def line(self) -> object:
-        """What tells its link from all others."""
+        """The key of its link."""
         return (self.source, self.target) if self.link == OWN_LINK else self.link
 
 
 class _Result(NamedTuple):
-    """What is there for other actions: computed on `rank`, free to be taken at `at`, in `taking` busy seconds."""
+    """A result: computed on `rank`, available at `at`; the receiver is busy for `taking` seconds."""
 
     rank: int
     at: float
@@ -55,12 +55,12 @@ class _Result(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """What a simulation found.
+    """The result of a simulation.
 
     Attributes:
-        spans, background: of each rank, and beside it.
-        waits: for each rank, for how long computations waited inside.
-        transfers: messages that took a link.
+        spans, background: spans of each rank, and of its background actions.
+        waits: for each rank, the seconds that computations waited inside.
+        transfers: messages over links with a bandwidth.
     """
 
     spans: list[list[Span]]
@@ -70,11 +70,7 @@ class Spans(NamedTuple):
 
 
 def spans_by_events(pipeline: Schedule | Program, costs: Costs, network: Network) -> Spans:
-    """Each action as early as it can.
-
-    Raises:
-        ScheduleError: the actions wait for each other in a circle.
-    """
+    """Run each action as early as possible. Raises ScheduleError for a deadlock."""
     run = _Run(pipeline, costs, network)
     for rank in range(len(run.orders)):
         run.begin(rank)
@@ -89,7 +85,7 @@ def spans_by_events(pipeline: Schedule | Program, costs: Costs, network: Network
 
 
 class _Run:
-    """All ranks at one moment."""
+    """The state of all ranks."""
 
     def __init__(self, pipeline: Schedule | Program, costs: Costs, network: Network) -> None:
         self.pipeline, self.network = pipeline, network
@@ -116,7 +112,7 @@ class _Run:
         self.transfers: list[Transfer] = []
 
     def begin(self, rank: int) -> None:
-        """Start the next action of a rank if all that it needs is there or on its way; else remember who waits."""
+        """Start the next action of a rank if its needs are available or in flight; else wait for the missing one."""
         order = self.orders[rank]
         while self.position[rank] < len(order) and in_background(order[self.position[rank]], self.schedule):
             self.background.begin(rank, order[self.position[rank]], self.clock[rank])
@@ -139,7 +135,7 @@ class _Run:
         heapq.heappush(self.moments, (spans[-1].end, rank))
 
     def _spans(self, rank: int, action: Action, free: float, ready: float) -> tuple[Span, ...]:
-        """What the rank does next, if it is free at `free` and the action's needs are there at `ready`."""
+        """The spans of the rank's next action if the rank is free at `free` and the needs are available at `ready`."""
         stage, op = action.stage, action.op
         if op in SENDS:
             return (Span(action, ready, ready + self.network.send_seconds),)
@@ -168,7 +164,7 @@ class _Run:
         return seconds * self.slowness[rank] if action.op in COMPUTE_OPS else seconds
 
     def finish(self, now: float, rank: int) -> None:
-        """What a rank was running has ended: its results go out, and whoever waited for them or for the rank starts."""
+        """End a rank's running actions: publish results and start the actions that waited for them or for the rank."""
         spans, self.running[rank] = self.running[rank], ()
         action = spans[0].action
         if meets(action) and action.stage in self.meetings:
@@ -198,7 +194,7 @@ class _Run:
         self.begin(rank)
 
     def _leave(self, rank: int, now: float) -> None:
-        """The gradients of a group are summed: go on."""
+        """The gradients of a group are summed: start the rank's next action."""
         ((action, start, _),) = self.running[rank]
         self.spans[rank].append(Span(action, start, now))
         self.clock[rank] = now
@@ -206,7 +202,7 @@ class _Run:
         self.begin(rank)
 
     def _publish(self, action: Action, rank: int, now: float) -> _Result:
-        """Send what the action yields; a sender that cannot compute meanwhile is busy until it is transferred."""
+        """Send the action's result; without overlap the sender is busy until the end of the transfer."""
         assert self.bytes_sent is not None
         send = action if action.op in SENDS else None if self.pipeline.lowered else message_after(action, self.schedule)
         if send is None:

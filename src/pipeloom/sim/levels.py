@@ -1,7 +1,7 @@
-"""The times of a large schedule, all actions of one round of its proof at once.
+"""Times of a large schedule, computed for all actions of one round of its proof at once.
 
-Every action starts when the one before it on its rank has ended and what it waits for from another rank has come, so
-two look-ups, a maximum and a sum give a whole round.
+An action starts when the action before it on its rank has ended and its message has arrived, so two look-ups, a maximum
+and a sum time a round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Times = tuple["Floats", "Floats"]
 
 
 def spans_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Network) -> tuple[SpanRow, ...]:
-    """For each rank its spans, each action as early as it can; messages take their latency alone."""
+    """For each rank its spans, each action as early as possible; messages take only their latency."""
     columns = proof.columns
     table = costs.seconds(schedule)
     seconds = np.array([table[op] for op in OPS])[columns.op, columns.stage]
@@ -54,7 +54,7 @@ def _by_rounds(proof: Proof, seconds: Floats, latency: Floats, later: Floats | N
     sequence, count, begins = proof.sequence, len(proof.sequence), proof.columns.first
     number = np.empty(count + 1, np.int32)
     number[sequence] = np.arange(count, dtype=np.int32)
-    number[count] = count + 1  # from nobody: there since ever
+    number[count] = count + 1  # no need: always available
     before = number[sequence - 1]
     before[number[begins[:-1][np.diff(begins) > 0]]] = count  # the first of a rank, which is free at 0
     waits = [
@@ -90,7 +90,7 @@ def _waits(proof: Proof, latency: Floats) -> list[tuple[Ints, Floats | None]]:
 
 
 def _singly(proof: Proof, seconds: Floats, latency: Floats, later: Floats | None) -> Times:
-    """The same action by action, for few ranks, where a round is too short to be worth its calls."""
+    """The same action by action, which is faster for few ranks."""
     count = len(proof.sequence)
     none = [0.0] * count
     begins = set(proof.columns.first.tolist())

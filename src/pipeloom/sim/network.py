@@ -1,4 +1,4 @@
-"""What messages between ranks cost: latency, bandwidth, and links that several pairs of ranks share."""
+"""`Network`: latency, bandwidth and shared links between ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Link:
     """A link that several directed pairs of ranks share, such as the network card of a node.
 
     Attributes:
-        ranks: the pairs ``(source, target)`` whose messages go over it, one after the other.
-        bytes_per_second: its bandwidth.
+        ranks: the pairs ``(source, target)`` that use the link; it transfers one message at a time.
+        bytes_per_second: the bandwidth.
 
     Raises:
         InputError: no pairs, a rank paired with itself, or an impossible bandwidth.
@@ -34,42 +34,41 @@ class Link:
         check_fields(self)
         _check_bandwidth(self.bytes_per_second)
         if not self.ranks:
-            raise InputError("a link joins no ranks: name the pairs of source and target whose messages it carries")
+            raise InputError("a link has no ranks: must have at least one pair of source and target rank.")
         for source, target in self.ranks:
             if source == target:
-                raise InputError(f"a link joins rank {source} with itself: messages go to other ranks; drop the pair")
+                raise InputError(f"a link joins rank {source} with itself: must join different ranks. Remove the pair.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What a message between ranks costs.
+    """Latencies and bandwidths of messages between ranks.
 
-    A message is ready when the computation (or the SEND of a program) ends. Then it is transferred over its link, which
-    takes its bytes over the link's bandwidth; a link transfers one message after the other, in the order in which they
-    get ready (at the same moment: lower rank first). It arrives `latency_seconds` after its transfer.
+    A message is ready at the end of its computation (or SEND of a program). Its transfer takes its bytes divided by the
+    link's bandwidth. A link transfers one message at a time, in the order in which messages become ready (ties: lower
+    rank first). The message arrives `latency_seconds` after its transfer.
 
     Attributes:
         latency_seconds: from the end of the send to the arrival; a number, or ``latency_seconds[source][target]``.
             No rank or link is busy in this time.
         send_seconds: time for which a SEND action keeps its rank busy.
-        receive_seconds: time for which a RECV action keeps its rank busy once the message is there.
-
-        bytes_per_second: bandwidth of each directed pair of ranks that is in none of `links`; None for no limit.
+        receive_seconds: time for which a RECV action keeps its rank busy once the message has arrived.
+        bytes_per_second: bandwidth of each directed pair of ranks in none of `links`; None for no limit.
         links: links that several pairs share.
         data_bytes_per_second: bandwidth of each rank to the same rank of other replicas; None for no limit.
-        data_sum_bytes_per_second: the same, while gradients are summed; as `data_bytes_per_second` if None.
-        data_latency_seconds: of one message between them.
-        data_slowdown: fraction of speed that a computation loses while the data link of its rank is busy: nothing (0)
-            where the network does it all, up to everything (1) where collectives need the cores that compute.
-        memory_bytes_per_second: between each rank's memory and the slower one to which it moves activations; None for
-            no limit. See `pipeloom.sim.background` for what goes over these two.
-        overlap_communication: whether links work while ranks compute. If not, the sender is busy until its message is
-            transferred, and the receiver for the time of the transfer once that has come to it, before it computes.
+        data_sum_bytes_per_second: the same for gradient reductions; default: `data_bytes_per_second`.
+        data_latency_seconds: latency per message between replicas.
+        data_slowdown: fraction of speed that a computation loses while the data link of its rank is busy, from 0
+            (collectives need no compute cores) to 1.
+        memory_bytes_per_second: bandwidth between each rank and its offload target of activations; None for no limit.
+            `pipeloom.sim.background` describes the data and memory links.
+        overlap_communication: whether transfers overlap with computation. If not, the sender is busy until the end of
+            the transfer, and the receiver for the duration of the transfer before it computes.
 
-    In a `Schedule`, which has no SEND and RECV actions, sending and receiving keep a rank busy in the last case alone.
+    A `Schedule` has no SEND and RECV actions; messages keep its ranks busy only without `overlap_communication`.
 
     Raises:
-        InputError: a time or bandwidth is impossible, or a pair is in two links.
+        InputError: an invalid time or bandwidth, or a pair in two links.
     """
 
     latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0
@@ -104,7 +103,7 @@ class Network:
         seen: set[Pair] = set()
         for link in self.links:
             if seen & link.ranks:
-                raise InputError(f"ranks {min(seen & link.ranks)} are in two links: a pair uses one; drop the other")
+                raise InputError(f"ranks {min(seen & link.ranks)} are in two links: must be in one. Remove the other.")
             seen |= link.ranks
 
     @property
@@ -113,11 +112,7 @@ class Network:
         return bool(self.links) or self.bytes_per_second is not None
 
     def shared_links(self, num_ranks: int) -> dict[Pair, int]:
-        """For each directed pair that is in one of `links`, the number of that link.
-
-        Raises:
-            InputError: a link joins a rank that is not there.
-        """
+        """For each directed pair in one of `links`, the number of the link. Raises InputError for unknown ranks."""
         for number, link in enumerate(self.links):
             for pair in sorted(link.ranks):
                 if not all(0 <= rank < num_ranks for rank in pair):
@@ -131,15 +126,15 @@ class Network:
             return ((table,) * num_ranks,) * num_ranks
         if len(table) != num_ranks or any(len(row) != num_ranks for row in table):
             raise InputError(
-                f"latencies have rows of {[len(row) for row in table]} entries: {num_ranks} ranks need a "
-                f"{num_ranks} x {num_ranks} table; add or drop entries"
+                f"latency_seconds has rows of {[len(row) for row in table]} entries: {num_ranks} ranks need a "
+                f"{num_ranks} x {num_ranks} table."
             )
         return table
 
     def message_seconds(self, schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
-        """``[source][target]``: the latency, and what the pair's smallest message takes on its link when that is free.
+        """``[source][target]``: the latency plus the transfer time of the pair's smallest message on an idle link.
 
-        An order that is made to measure can count on it; `simulate` adds the waits for each other's messages.
+        Schedules are optimized for this lower bound; `simulate` adds waits for busy links.
         """
         return tuple(
             tuple(map(add, latencies, transfers))
@@ -149,7 +144,7 @@ class Network:
         )
 
     def transfer_seconds(self, schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
-        """``[source][target]``: what the pair's smallest message takes on its link when that is free."""
+        """``[source][target]``: the transfer time of the pair's smallest message on an idle link."""
         ranks = schedule.num_ranks
         if not self.limited:
             return ((0.0,) * ranks,) * ranks
@@ -168,9 +163,9 @@ class Network:
         return tuple(map(tuple, rows))
 
     def busy_seconds(self, schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """For each stage, what its messages keep its rank busy at least: of one F, and of one B or I.
+        """For each stage, the least seconds that messages keep its rank busy per F, and per B or I.
 
-        Nothing where links work while ranks compute.
+        0 with `overlap_communication`.
         """
         table = self.transfer_seconds(schedule, costs)
         there, back = [0.0] * schedule.num_stages, [0.0] * schedule.num_stages

@@ -1,7 +1,4 @@
-"""Spans and curves of millions of points: arrays that make each point when it is asked for.
-
-Both are equal to the tuples that small timelines hold.
-"""
+"""Spans and curves of large timelines as arrays, which compare equal to the tuples of small timelines."""
 
 from __future__ import annotations
 
@@ -31,8 +28,8 @@ class SpanRow(Sequence[Span]):
     """The spans of one rank's computations.
 
     Args:
-        actions: in the order in which they run.
-        starts, ends: seconds of each, shape (len(actions),).
+        actions: in execution order.
+        starts, ends: seconds of each action, shape (len(actions),).
     """
 
     __slots__ = ("actions", "ends", "starts")
@@ -71,10 +68,10 @@ class SpanRow(Sequence[Span]):
 
 
 class Curve(Sequence[Point]):
-    """Points ``(seconds, value)`` of a step curve that is 0 at 0, which is its first point.
+    """Points ``(seconds, value)`` of a step curve that starts with (0, 0).
 
     Args:
-        times, values: of the points after it, of equal shape.
+        times, values: of all later points, of equal shape.
     """
 
     __slots__ = ("times", "values")

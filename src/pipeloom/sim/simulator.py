@@ -18,31 +18,30 @@ if TYPE_CHECKING:
 
 
 def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None = None) -> Timeline:
-    """When every action runs if each starts as soon as its rank is free and its dependencies have ended.
+    """Simulate a step in which every action starts once its rank is free and its dependencies have ended.
 
-    * In a `Schedule`, a value that comes from another rank arrives its latency after the computation has ended.
-    * In a `Program`, sends keep their rank busy for `Network.send_seconds` without waiting; a receive lasts from
-      the moment its rank comes to it until the message, sent `latency_seconds` before, is there.
-    * Where links have a bandwidth, each transfers one message after the other, see `Network`.
-    * An overlapped F and B start once both are ready, and both results are there when the unit ends; its time is
-      drawn as F followed by B, in proportion.
-    * The STEP of a stage with replicas waits for the REDUCE_GRAD of all of them.
-    * REDUCE_GRAD lasts from the moment a rank comes to it until what all members of its group sent when they came is
-      there.
-    * Gathers and reductions of a data axis and moves of activations run beside the rank, see
-      `pipeloom.sim.background`; the step ends with the last of them.
+    * In a `Schedule`, a value from another rank arrives its latency after the end of the computation.
+    * In a `Program`, a send keeps its rank busy for `Network.send_seconds`; a receive lasts until the message, sent
+      `latency_seconds` before, has arrived.
+    * A link with a bandwidth transfers one message at a time, see `Network`.
+    * An overlapped F and B start once both are ready; both results are available at the end of the unit. Its time is
+      shown as F followed by B, in proportion.
+    * The STEP of a stage with replicas waits for the REDUCE_GRAD of all replicas.
+    * REDUCE_GRAD of shared parameters ends once the messages of all ranks of its group have arrived.
+    * All-gathers and reductions of a data axis and offloading overlap with computation, see `pipeloom.sim.background`;
+      the step ends with the last of them.
 
-    A large schedule without bandwidths and slice factors is timed by its columns, to the same numbers.
+    A large schedule without bandwidths and slice factors is timed by arrays, with the same numbers.
 
     Args:
-        pipeline: a legal schedule or program (`pipeloom.ir.check.checker` proves that).
+        pipeline: a legal schedule or program, see `pipeloom.ir.check`.
         costs: seconds of the computations, bytes of memory and messages.
-        network: what messages cost; nothing if not given.
+        network: latencies and bandwidths; default: messages take no time.
 
     Raises:
         ScheduleError: the actions wait for each other in a circle.
-        InputError: the costs, latencies or links are for another number of stages or ranks, or links have a bandwidth
-            and the messages no bytes.
+        InputError: costs, latencies or links for a wrong number of stages or ranks, or links with a bandwidth but no
+            `message_bytes`.
     """
     network = network or Network()
     schedule = schedule_of(pipeline)

@@ -1,4 +1,4 @@
-"""`Timeline`: when every action of a step ran and how many activations were alive; simulated or measured."""
+"""`Timeline`: times and live activations of a simulated or measured step."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from pipeloom.ir.versions import versions_used, weight_versions
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.events import Transfer
 from pipeloom.sim.rows import Curve, Point, SpanRow
-from pipeloom.sim.rows import Span as Span  # it stands beside Timeline for those who read one
+from pipeloom.sim.rows import Span as Span  # re-exported with Timeline
 from pipeloom.sim.steady import steady_period
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step in time. Simulated and measured runs give this same type.
+    """The timeline of one simulated or measured step.
 
     Attributes:
         name: the schedule's name.
-        kind: where it comes from.
-        spans: for each rank, its spans in the order in which it ran them: computations, and where they are known the
-            sends, waits for receives and gradient reductions.
-        background: for each rank, what ran beside them (`pipeloom.sim.background`); empty where nothing did.
-        waits: for each rank, for how many seconds of their spans its computations waited for that; empty where none.
+        kind: "simulated" or "measured".
+        spans: for each rank, its spans in execution order: computations, and if known sends, waits for receives and
+            gradient reductions.
+        background: for each rank, transfers that overlap with them (`pipeloom.sim.background`); empty if none.
+        waits: for each rank, the seconds that its computations waited inside for these transfers; empty if none.
         memory: for each rank, ``(seconds, live)`` at every change of the number of live activations, in units of one
             rank-share of one micro-batch (a chunk counts 1/V, a slice 1/K). `live` holds until the next point.
-        ideal_seconds: what the step would take without any bubble: the computing of all ranks, evenly shared.
+        ideal_seconds: seconds of the step without a bubble: the mean compute time per rank.
         placement: which ranks hold which stage.
         num_microbatches: micro-batches of the step.
         num_slices: slices of a micro-batch.
-        memory_bytes: as `memory`, in bytes, where it is known what a stage keeps; it also falls at the end of an I.
+        memory_bytes: `memory` in bytes, if known; it also drops at the end of an I.
         overlapped: pairs of an F and a B or I that ran as one unit.
-        transfers: messages that took a link, by their start, where links have a bandwidth.
-        latency_seconds: what messages took beside that; not compared.
-        weights: which version of the parameters a micro-batch saw.
-        microbatches_per_update: of a stream that updated parameters while it ran; else None.
-        weight_version_bytes: for each rank, the most bytes of parameters that exist at once, in all their versions,
-            where they are known; not part of `peak_bytes`.
+        transfers: messages over links with a bandwidth, in order of their starts.
+        latency_seconds: latency of messages in addition to their transfer; ignored by ``==``.
+        weights: which version of the parameters a micro-batch used.
+        microbatches_per_update: for a stream that updated parameters while it ran; else None.
+        weight_version_bytes: for each rank, peak bytes of parameters in all versions, if known; not part of
+            `peak_bytes`.
 
-    Spans and curves are tuples, or for large schedules sequences that make each item when it is asked for.
+    Spans and curves are tuples, or array-backed sequences for large schedules.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Timeline:
 
     @cached_property
     def links(self) -> tuple[str, ...]:
-        """The links that were used: "data" to other data-parallel replicas, "memory" to slower memory."""
+        """The links in use: "data" to other data-parallel replicas, "memory" to the offload target."""
         used = {LINKS[span.action.op] for row in self.background for span in row if span.end > span.start}
         return tuple(sorted(used))
 
@@ -88,7 +88,7 @@ class Timeline:
 
     @cached_property
     def compute_spans(self) -> tuple[Sequence[Span], ...]:
-        """`spans` without communication and other actions: F, B, I and W alone."""
+        """`spans` of F, B, I and W only."""
         return tuple(
             row if isinstance(row, SpanRow) else tuple(span for span in row if span.action.op in COMPUTE_OPS)
             for row in self.spans
@@ -101,7 +101,7 @@ class Timeline:
 
     @cached_property
     def span_seconds(self) -> float:
-        """Seconds from the first start to the last end of a computation on one rank, for the rank with most."""
+        """Seconds from the first start to the last end of a computation on one rank; the maximum over ranks."""
         return max((row[-1].end - row[0].start for row in self.compute_spans if row), default=0.0)
 
     @cached_property
@@ -148,12 +148,12 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """For each rank, the most activations alive at once, in rank-shares of one micro-batch."""
+        """For each rank, the peak of live activations, in rank-shares of one micro-batch."""
         return tuple(map(_peak, self.memory))
 
     @property
     def peak_bytes(self) -> tuple[float, ...] | None:
-        """For each rank, the most bytes of activations and of what waits for a W, where they are known."""
+        """For each rank, peak bytes of activations, including those kept for W; None if unknown."""
         if self.memory_bytes is None:
             return None
         return tuple(map(_peak, self.memory_bytes))
@@ -179,13 +179,13 @@ class Timeline:
 
     @cached_property
     def versions_used(self) -> Uses:
-        """Of a whole stream, the version of the parameters for each stage and micro-batch; else empty."""
+        """For a complete stream, the parameter version of each stage and micro-batch; else empty."""
         whole = 2 * self.placement.num_stages * self.num_microbatches <= sum(map(len, self.compute_spans))
         return versions_used(self.schedule) if self.is_stream and whole else {}
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
-        """For each rank, the most versions of its parameters that exist at once."""
+        """For each rank, the peak number of versions of its parameters."""
         return weight_versions(self.schedule) if self.versions_used else (1,) * self.num_ranks
 
     def to_json(self) -> str:
@@ -242,7 +242,7 @@ class Timeline:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"not the JSON of a timeline ({type(error).__name__}: {error}): write it with Timeline.to_json"
+                f"not the JSON of a timeline ({type(error).__name__}: {error}). Write it with Timeline.to_json."
             ) from error
 
 
@@ -266,7 +266,7 @@ def _curves(data: Sequence[Sequence[Sequence[float]]]) -> tuple[tuple[tuple[floa
 
 def _check_finite(values: Iterable[float]) -> None:
     if not math.isfinite(sum(values)):
-        raise ValueError("it has times that are not finite")
+        raise ValueError("times must be finite")
 
 
 def _latency(data: float | Sequence[Sequence[float]]) -> float | tuple[tuple[float, ...], ...]:
