@@ -242,7 +242,7 @@ def test_impossible_links_are_refused():
             Network(bytes_per_second=bad)
         with pytest.raises(InputError, match=r"rank_slowness.*slowdown factor must be > 0"):
             costs_of(2, rank_slowness=(1.0, bad))
-    with pytest.raises(InputError, match="joins no ranks"):
+    with pytest.raises(InputError, match="a link has no ranks: must have at least one pair"):
         Link(ranks=frozenset(), bytes_per_second=1.0)
     with pytest.raises(InputError, match="joins rank 1 with itself"):
         Link(ranks=frozenset({(1, 1)}), bytes_per_second=1.0)

@@ -239,7 +239,7 @@ def test_a_measured_run_gives_the_same_type():
     records = [[(a, start + 1000.0, end + 1000.0) for a, start, end in row] for row in predicted.spans]
     measured = measured_timeline(program, records)
     assert measured == replace(predicted, kind="measured")
-    with pytest.raises(InputError, match="records of 1 ranks: 2 ranks ran"):
+    with pytest.raises(InputError, match="records of 1 ranks: must have one entry for each of 2 ranks"):
         measured_timeline(program, records[:1])
 
 
