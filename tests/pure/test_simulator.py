@@ -281,7 +281,7 @@ def test_impossible_costs_are_refused():
             Network(latency_seconds=bad)
         with pytest.raises(InputError, match="latency_seconds="):
             Network(latency_seconds=((0.0, bad), (0.0, 0.0)))
-        with pytest.raises(InputError, match="send_seconds is"):
+        with pytest.raises(InputError, match=f"send_seconds={bad}: must be a number of seconds"):
             Network(send_seconds=bad)
     with pytest.raises(InputError, match="both backward and its parts, whose sum it is"):
         Costs.uniform(backward=2.0, backward_input=1.0)
