@@ -113,6 +113,8 @@ def test_values_that_are_left_out_take_the_defaults_of_the_schedule():
     [
         ({"version": 2}, "version=2: this pipeloom reads version 1. Make the plan again with this"),
         ({"version": "1"}, "version='1': this pipeloom reads version 1."),
+        ({"version": True}, "version=True: this pipeloom reads version 1."),
+        ({"version": 1.0}, "version=1.0: this pipeloom reads version 1."),
         ({"tensor": 2}, "the plan: unknown key 'tensor'. Remove it"),
         ({"pipeline": "2"}, "Plan.pipeline='2': must be an integer."),
         ({"pipeline": 2.5}, "Plan.pipeline=2.5: must be an integer."),
@@ -128,6 +130,7 @@ def test_values_that_are_left_out_take_the_defaults_of_the_schedule():
         ({"slices": 3}, "schedule '1f1b' does not slice sequences"),
         ({"slices": [4, 0]}, "slices=4,0: each must be at least 1"),
         ({"slices": []}, "slices=: each must be at least 1"),
+        ({"slices": 0}, "slices=0: each must be at least 1"),
         ({"replicas": [2, 1]}, "replicas=2,1: schedule '1f1b' flushes, so each stage has one rank. Remove replicas"),
         ({"in_flight": "full"}, "in_flight=full: schedule '1f1b' does not take it"),
         ({"in_flight": "most"}, "Plan.in_flight='most': must be one of noam, full"),

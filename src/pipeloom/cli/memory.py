@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from pipeloom.cli.common.files import read_json, write_text
 from pipeloom.cli.common.parser import Parser
+from pipeloom.cli.common.train_command import plan_command
 from pipeloom.cli.common.train_options import make_parser, print_config, read_options, to_config
 from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError
@@ -19,6 +20,7 @@ from pipeloom.plan.train_options import plan_of_options
 from pipeloom.sim import parse_costs
 from pipeloom.train.config.memory import chosen_words, planned_memory, under_cap
 from pipeloom.train.config.schedule import make_schedule
+from pipeloom.train.config.sections import ModelConfig
 from pipeloom.train.config.train_config import TrainConfig
 
 _DESCRIPTION = """\
@@ -38,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = read_options(parser, argv)
     if options.run is not None:
+        if options.out is not None:
+            raise InputError(f"--out={options.out}: a finished run makes no plan. Remove --out, or --run.")
         rows = read_memory(Path(options.run))
         _print_run(rows, as_json=options.json)
         return 0
@@ -67,8 +71,15 @@ def main(argv: Sequence[str]) -> int:
         write_text("--out", options.out, plan.to_json() + "\n")
     _print_prediction(config, vocabulary, choice, as_json=options.json)
     if options.out is not None and not options.json:
-        print(f"wrote {options.out}; run it: pipeloom train --plan {options.out}")
+        print(f"wrote {options.out}; run it: {plan_command(options.out, _model_options(config))}")
     return 0
+
+
+def _model_options(config: TrainConfig) -> dict[str, Any]:
+    """The options of the model that differ from the defaults."""
+    default = ModelConfig()
+    pairs = ((field.name, getattr(config.model, field.name)) for field in fields(ModelConfig))
+    return {f"model.{name}": value for name, value in pairs if value != getattr(default, name)}
 
 
 def _plan(config: TrainConfig, vocabulary: int, *, seconds: float | None, why: Sequence[str]) -> Plan:

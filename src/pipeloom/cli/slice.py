@@ -9,8 +9,9 @@ from itertools import groupby
 from typing import Any
 
 from pipeloom.cli.common.files import read_json, write_text
-from pipeloom.cli.common.model_options import add_model_options, check_file_alone, whole_model
+from pipeloom.cli.common.model_options import add_model_options, check_file_alone, given_model, whole_model
 from pipeloom.cli.common.parser import Parser
+from pipeloom.cli.common.train_command import plan_command
 from pipeloom.common.quantities import counted, seconds_text
 from pipeloom.errors import InputError
 from pipeloom.plan.plan import Plan
@@ -64,10 +65,9 @@ def main(argv: Sequence[str]) -> int:
     if given["write_costs"] is not None:
         print(f"wrote {given['write_costs']}")
     if given["out"] is not None:
-        print(
-            f"wrote {given['out']}; run it: pipeloom train --plan {given['out']} --model.sequence_length "
-            f"{given['sequence']}"
-        )
+        model = {f"model.{name}": value for name, value in given_model(given).items()}
+        command = plan_command(given["out"], {**model, "model.sequence_length": given["sequence"]})
+        print(f"wrote {given['out']}; run it: {command}")
     return 0
 
 

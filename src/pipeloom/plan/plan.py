@@ -174,9 +174,10 @@ class Plan:
             InputError: no JSON, another version, an unknown key, or a value that `Plan` refuses.
         """
         entry = read_json(text, "the plan", "the output of a planning command (`--out`) or of Plan.save")
-        if isinstance(entry.value, Mapping) and entry.value.get("version", VERSION) != VERSION:
+        version = entry.value.get("version", VERSION) if isinstance(entry.value, Mapping) else VERSION
+        if type(version) is not int or version != VERSION:
             raise InputError(
-                f"version={folded(entry.value['version'])}: this pipeloom reads version {VERSION}. Make "
+                f"version={folded(version)}: this pipeloom reads version {VERSION}. Make "
                 "the plan again with this pipeloom."
             )
         names = {field.name: field.default for field in fields(cls)}
@@ -227,7 +228,9 @@ class Plan:
                 raise InputError(f"{name}={value}: must be at least {smallest}. Raise it.")
         for name in ("replicas", "slices"):
             given = getattr(self, name)
-            wrong = [each for each in (given if isinstance(given, tuple) else (given or 1,)) if each < 1]
+            wrong = [
+                each for each in (given if isinstance(given, tuple) else (1 if given is None else given,)) if each < 1
+            ]
             if wrong or given == ():
                 raise InputError(f"{name}={_plain(given)}: each must be at least 1. Raise it.")
         if self.replicas is not None:

@@ -43,6 +43,13 @@ def stream_command(plan: Plan, options: Mapping[str, Any], *, path: str | None =
     return " ".join(["pipeloom train", *(f"--{key} {_word(value)}" for key, value in chosen.items())])
 
 
+def plan_command(path: str, options: Mapping[str, Any]) -> str:
+    """``pipeloom train`` with the plan in the file `path` and further options by dotted name."""
+    return " ".join(
+        ["pipeloom train", *(f"--{key} {_word(value)}" for key, value in {"plan": path, **options}.items())]
+    )
+
+
 def _config(chosen: Mapping[str, Any]) -> TrainConfig:
     nested: dict[str, Any] = {}
     for key, value in chosen.items():
