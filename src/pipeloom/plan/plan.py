@@ -228,10 +228,8 @@ class Plan:
                 raise InputError(f"{name}={value}: must be at least {smallest}. Raise it.")
         for name in ("replicas", "slices"):
             given = getattr(self, name)
-            wrong = [
-                each for each in (given if isinstance(given, tuple) else (1 if given is None else given,)) if each < 1
-            ]
-            if wrong or given == ():
+            counts = given if isinstance(given, tuple) else (given,)
+            if given is not None and (not counts or min(counts) < 1):
                 raise InputError(f"{name}={_plain(given)}: each must be at least 1. Raise it.")
         if self.replicas is not None:
             if not isinstance(self.schedule, Schedule) and "replicas" not in find(self.schedule).stream:
