@@ -196,8 +196,8 @@ def test_a_disk_without_room_is_told_before_the_first_step(
     [
         (["--memory.cap=1KiB"], "cap=1024 bytes (1 KiB): rank 1 takes at least"),
         (["--memory.cap=1QB"], "--memory.cap=1QB: must be a size in bytes, such as 8e9"),
-        (["--memory.recompute=most"], "it is none, selective, full"),
-        (["--memory.recompute=full,none,none"], "names 3 stages of 2"),
+        (["--memory.recompute=most"], "recompute='most': must be none, selective, full"),
+        (["--memory.recompute=full,none,none"], "recompute='full,none,none': has 3 values for 2 stages. Use one value"),
         (["--memory.offload=floppy"], "must be `cpu`, or `disk:PATH`"),
         (["--memory.offload=disk:/no/such/place"], "No such file or directory"),
         (
@@ -222,7 +222,7 @@ def test_a_disk_without_room_is_told_before_the_first_step(
             ["--memory.offload=cpu", "--optimizer.barrier=false"],
             "optimizer.barrier=false: does not work with offloaded optimizer states",
         ),
-        (["--memory.offload=cpu", "--memory.offload_activations=1", "--schedule=zb-h1"], "raise the cap"),
+        (["--memory.offload=cpu", "--memory.offload_activations=1", "--schedule=zb-h1"], "Raise the cap"),
         (
             [
                 "--memory.offload=cpu",

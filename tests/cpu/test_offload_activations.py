@@ -128,7 +128,7 @@ def test_words_and_caps_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     for refused, words in (
         (lambda: make(schedule, "cpu"), "offload='cpu'.*in host memory already"),
         (lambda: make(schedule, "disk:/no/such/place"), "No such file"),
-        (lambda: make(schedule, where, most=0.5), "raise the cap"),
+        (lambda: make(schedule, where, most=0.5), "Raise the cap"),
         (lambda: make(stream, where), "needs a synchronous schedule.*1f1b"),
     ):
         with pytest.raises(InputError, match=words) as caught:

@@ -218,7 +218,12 @@ def test_hugging_face_decoders() -> None:
 
 @pytest.mark.parametrize(
     ("recompute", "words"),
-    [("some", "none, selective, full"), (["full"], "1 stages of 2"), ("full,none,full", "3 stages of 2"), (3, "is 3")],
+    [
+        ("some", "none, selective, full"),
+        (["full"], r"recompute=\['full'\]: has 1 value for 2 stages"),
+        ("full,none,full", "has 3 values for 2 stages"),
+        (3, "recompute=3: must be none"),
+    ],
 )
 def test_words_that_mean_nothing_are_refused(recompute, words: str) -> None:
     schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2)

@@ -444,7 +444,10 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         with pytest.raises(InputError, match=r"step\(\) does not run schedule 'pipedream'.* pipeloom.Stream"):
             pipe.step(*batches[0])
         for arguments, text in (
-            ((batches[:11],), "a stream of 11 micro-batches.* multiple of 2"),
+            (
+                (batches[:11],),
+                r"=11: a stream must end with an update of every stage\. Use a multiple of 2\.",
+            ),
             ((iter(batches),), "without a length.* Pass num_batches"),
             (([],), "num_batches=0: must be at least 1"),
             ((None, 12), "batches are a NoneType: .* Pass an iterable"),

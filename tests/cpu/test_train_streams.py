@@ -241,7 +241,7 @@ def test_a_gpt_trains_as_one_process_does_with_late_gradients(text: Path, tmp_pa
         ("--schedule=pipedream --model.tie_embeddings", "model.tie_embeddings=true: does not work with schedule"),
         (
             "--schedule=pipedream-2bw --batch.microbatches=1 --parallel.pipeline=4",
-            "take 3 as --batch.microbatches, and --batch.size",
+            "Use 3. Set it as `--batch.microbatches`, and `--batch.size` at least as large.",
         ),
         (
             "--schedule=pipedream --parallel.replicas=999999999,1",

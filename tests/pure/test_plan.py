@@ -140,7 +140,7 @@ def test_values_that_are_left_out_take_the_defaults_of_the_schedule():
         ({"cut": [4, -1]}, "cut=4,-1: a stage needs a layer"),
         ({"cut": "blocks"}, "cut='blocks': must be layers, parameters, time or layers per stage"),
         ({"cut": [1, "2"]}, "Plan.cut[1]='2': must be an integer"),
-        ({"recompute": ["full"]}, "recompute=('full',): has 1 values for 2 stages"),
+        ({"recompute": ["full"]}, "recompute=('full',): has 1 value for 2 stages"),
         ({"recompute": "some"}, "recompute=('some', 'some'): must be none, selective, full"),
         ({"batch_size": 7, "data": 2}, "batch_size=7: 4 micro-batches on each of 2 data-parallel replicas need at le"),
         ({"data_strategy": "zero4"}, "strategy='zero4': unknown"),

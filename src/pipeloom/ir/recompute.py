@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
+from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError
 
 
@@ -34,7 +35,7 @@ def recompute_of_stages(given: str | Sequence[str], num_stages: int) -> tuple[Re
         words = [*words] * num_stages
     if len(words) != num_stages:
         raise InputError(
-            f"recompute={given!r}: has {len(words)} values for {num_stages} stages. Use one value for all stages, or "
-            f"{num_stages} values."
+            f"recompute={given!r}: has {counted(len(words), 'value')} for {num_stages} stages. "
+            f"Use one value for all stages, or {num_stages} values."
         )
     return tuple(map(Recompute, words))

@@ -51,7 +51,7 @@ def make_schedule(config: TrainConfig) -> Schedule:
         if name != "pipedream-2bw" or config.weights is not None:
             raise
         build("pipedream")  # validates everything but the number of versions
-        raise InputError(f"{error} as --batch.microbatches, and --batch.size no smaller") from error
+        raise InputError(f"{error} Set it as `--batch.microbatches`, and `--batch.size` at least as large.") from error
     check(schedule)
     check_has_backwards(schedule)
     _check_fits(config, schedule, lengths, streams)
