@@ -13,7 +13,6 @@ in one line instead of ignoring a degree that it does not know.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
@@ -22,17 +21,17 @@ from typing import Any, Literal
 
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.field_types import check_fields
-from pipeloom.common.json_reader import Entry, read_json
-from pipeloom.common.quantities import bytes_text, counted, seconds_text
+from pipeloom.common.json_reader import read_json
+from pipeloom.common.quantities import bytes_text, seconds_text
 from pipeloom.errors import InputError, folded
-from pipeloom.ir import Schedule, check
-from pipeloom.ir.recompute import recompute_of_stages
+from pipeloom.ir import Schedule
 from pipeloom.ir.text import from_json, to_json
 from pipeloom.parallel.options import DataParallel, Precision
+from pipeloom.plan.plan_rules import check_orders, check_stages, check_values
 from pipeloom.schedules import build, find, is_file, steady_length
 
 VERSION = 1
-CUTS = ("layers", "parameters", "time")
+_build = lru_cache(maxsize=2)(build)  # a plan builds its schedule to check itself, and again for its run
 _SEQUENCES = ("cut", "replicas", "slices", "recompute", "predicted_memory_bytes", "why")
 
 
@@ -105,16 +104,18 @@ class Plan:
         if one_word:
             object.__setattr__(self, "recompute", (self.recompute,))
         check_fields(self)
-        self._check_numbers()
+        check_values(self._given())
         schedule = self.make_schedule()
         if self.virtual_stages is None:
             object.__setattr__(self, "virtual_stages", schedule.placement.num_chunks)
         if one_word:
             object.__setattr__(self, "recompute", (self.recompute or ()) * schedule.num_stages)
-        self._check_schedule(schedule)
-        self._check_stages(schedule)
-        self._check_data()
-        self._check_offload()
+        given = self._given()
+        if schedule is self.schedule:
+            check_orders(given, schedule)
+        check_stages(given, schedule)
+        self.data_parallel  # noqa: B018  # its own checks
+        self.number_format  # noqa: B018
 
     @property
     def num_ranks(self) -> int:
@@ -136,6 +137,20 @@ class Plan:
         """Tokens per slice; None where slices are even or sequences stay whole."""
         return self.slices if isinstance(self.slices, tuple) else None
 
+    @property
+    def data_parallel(self) -> DataParallel:
+        """`data_strategy`, `data_granularity` and `data_bucket_bytes` as a pipeline takes them."""
+        given = {"strategy": self.data_strategy, "bucket_bytes": self.data_bucket_bytes}
+        return DataParallel(
+            granularity=self.data_granularity,
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+
+    @property
+    def number_format(self) -> Precision:
+        """`precision` and `gradients` as a pipeline takes them."""
+        return Precision(self.precision or "fp32", self.gradients or "float32")
+
     def make_schedule(self) -> Schedule:
         """The schedule of one step; of a stream, a length that shows its steady state.
 
@@ -144,26 +159,33 @@ class Plan:
         """
         if isinstance(self.schedule, Schedule):
             return self.schedule
+        if is_file(self.schedule):
+            raise InputError(
+                f"schedule={self.schedule!r}: a plan holds the orders of a schedule file. Pass the Schedule."
+            )
+        length, per_update = self.microbatches, None
+        if find(self.schedule).stream:
+            counts, per_update = self.replicas or (1,) * self.num_ranks, self.microbatches
+            length = steady_length(counts, microbatches_per_update=per_update, in_flight=self.in_flight or "noam")
         return _build(
             self.schedule,
-            self.num_ranks,
-            self.microbatches,
-            self.virtual_stages,
-            self.num_slices,
-            self.weights,
-            self.replicas,
-            self.in_flight,
+            num_ranks=self.num_ranks,
+            num_microbatches=length,
+            num_chunks=self.virtual_stages,
+            num_slices=self.num_slices,
+            weights=self.weights,
+            replicas=self.replicas,
+            microbatches_per_update=per_update,
+            in_flight=self.in_flight,
         )
 
     def to_json(self) -> str:
         """The plan as one JSON object; `from_json` reads it back exactly."""
-        values = {"version": VERSION, **{name: value for name, value in self._values().items() if _is_set(value)}}
+        values = {"version": VERSION, **self._given()}
         if isinstance(self.schedule, Schedule):
             values["schedule"] = json.loads(to_json(self.schedule))
-        rows = [
-            f' "{name}": {json.dumps(value, indent=1 if name == "schedule" else None)}'
-            for name, value in values.items()
-        ]
+        indents = {"schedule": 1}
+        rows = [f' "{name}": {json.dumps(value, indent=indents.get(name))}' for name, value in values.items()]
         return "{\n" + ",\n".join(rows) + "\n}"
 
     @classmethod
@@ -180,10 +202,13 @@ class Plan:
                 f"version={folded(version)}: this pipeloom reads version {VERSION}. Make "
                 "the plan again with this pipeloom."
             )
-        names = {field.name: field.default for field in fields(cls)}
-        required = [name for name, default in names.items() if default is MISSING]
-        data = entry.fields(("version", *required), [name for name in names if name not in required])
-        return cls(**{name: _value(name, data[name]) for name in names if name in data})
+        required = [field.name for field in fields(cls) if field.default is MISSING]
+        optional = [field.name for field in fields(cls) if field.default is not MISSING]
+        data = {name: value.value for name, value in entry.fields(("version", *required), optional).items()}
+        del data["version"]
+        if isinstance(data["schedule"], Mapping):
+            data["schedule"] = from_json(json.dumps(data["schedule"]))
+        return cls(**data)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, whole or not at all.
@@ -210,184 +235,16 @@ class Plan:
 
     def __str__(self) -> str:
         """One line per attribute that is set, then the reasons."""
-        given = {name: value for name, value in self._values().items() if _is_set(value)}
+        given = self._given()
         reasons = given.pop("why")
         width = max(map(len, given))
         rows = [f"{name:<{width}}  {_shown(name, value)}" for name, value in given.items()]
         return "\n".join([*rows, *(f"- {reason}" for reason in reasons)])
 
-    def _values(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def _check_numbers(self) -> None:
-        numbers = ("pipeline", "microbatches", "data", "virtual_stages", "batch_size")
-        least = {**dict.fromkeys(numbers, 1), "data_bucket_bytes": 0, "offload_activations": 0}
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            if value is not None and value < smallest:
-                raise InputError(f"{name}={value}: must be at least {smallest}. Raise it.")
-        for name in ("replicas", "slices"):
-            given = getattr(self, name)
-            counts = given if isinstance(given, tuple) else (given,)
-            if given is not None and (not counts or min(counts) < 1):
-                raise InputError(f"{name}={_plain(given)}: each must be at least 1. Raise it.")
-        if self.replicas is not None:
-            if not isinstance(self.schedule, Schedule) and "replicas" not in find(self.schedule).stream:
-                raise InputError(
-                    f"replicas={_plain(self.replicas)}: schedule {self.schedule!r} flushes, so each stage has "
-                    "one rank. Remove replicas, or use pipedream."
-                )
-            if len(self.replicas) != self.pipeline:
-                raise InputError(
-                    f"replicas={_plain(self.replicas)}: {counted(len(self.replicas), 'stage')}, but pipeline="
-                    f"{self.pipeline}. With replicas, `pipeline` is the number of stages. Make both agree."
-                )
-        if self.batch_size is not None and self.batch_size < self.microbatches * self.data:
-            raise InputError(
-                f"batch_size={self.batch_size}: {self.microbatches} micro-batches on each of {self.data} data-parallel "
-                f"replicas need at least {self.microbatches * self.data} samples. Raise it, or lower microbatches."
-            )
-        for value in (self.predicted_step_seconds, *(self.predicted_memory_bytes or ())):
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise InputError(f"prediction {value}: must be a finite number of at least 0. Correct or remove it.")
-
-    def _check_schedule(self, schedule: Schedule) -> None:
-        if isinstance(self.schedule, Schedule):
-            check(schedule)
-            made = {
-                "pipeline": schedule.num_ranks,
-                "microbatches": schedule.microbatches_per_update or schedule.num_microbatches,
-                "virtual_stages": schedule.placement.num_chunks,
-            }
-            for name, number in made.items():
-                if getattr(self, name) != number:
-                    raise InputError(
-                        f"{name}={getattr(self, name)}: the orders of schedule {schedule.name!r} have {number}. "
-                        f"Use {name}={number}."
-                    )
-            for name in ("replicas", "in_flight", "weights"):
-                if getattr(self, name) is not None:
-                    raise InputError(
-                        f"{name}={_plain(getattr(self, name))}: the orders of schedule {schedule.name!r} already say "
-                        "it. Remove it."
-                    )
-        if self.slices is not None and schedule.num_slices != self.num_slices:
-            raise InputError(
-                f"slices={_plain(self.slices)}: schedule {schedule.name!r} has {counted(schedule.num_slices, 'slice')}"
-                ". Make both agree."
-            )
-        if schedule.microbatches_per_update is not None:
-            for name, value in (("data", self.data), ("precision", self.precision)):
-                if value not in (None, 1, "fp32"):
-                    raise InputError(
-                        f"{name}={value}: stages of schedule {schedule.name!r} update by themselves, on one "
-                        "data-parallel replica in fp32. Use replicas, or a schedule that flushes, such as 1f1b."
-                    )
-
-    def _check_stages(self, schedule: Schedule) -> None:
-        """Compare what is given per stage or per rank with the schedule."""
-        stages = schedule.num_stages
-        if isinstance(self.cut, str):
-            if self.cut not in CUTS:
-                raise InputError(f"cut={self.cut!r}: must be {', '.join(CUTS)} or layers per stage. Choose one.")
-        elif self.cut is not None:
-            if len(self.cut) != stages:
-                raise InputError(
-                    f"cut={_plain(self.cut)}: {counted(len(self.cut), 'stage')}, but schedule {schedule.name!r} has "
-                    f"{stages}. Give the layers of each stage."
-                )
-            if min(self.cut) < 0 or (stages > 1 and not all(self.cut[1:-1])) or not any(self.cut):
-                raise InputError(f"cut={_plain(self.cut)}: a stage needs a layer. Give each stage at least 1.")
-        if self.recompute is not None:
-            recompute_of_stages(self.recompute, stages)
-        memory = self.predicted_memory_bytes
-        if memory is not None and len(memory) != schedule.num_ranks:
-            raise InputError(
-                f"predicted_memory_bytes has {counted(len(memory), 'rank')}, but the pipeline has "
-                f"{schedule.num_ranks}. Give one number per rank."
-            )
-
-    def _check_data(self) -> None:
-        """Raises InputError for unknown names, or a granularity or gradient format that does not fit."""
-        self.data_parallel  # noqa: B018
-        self.number_format  # noqa: B018
-        shards = self.data_strategy or "ddp"
-        if self.offload_parameters and shards != "zero3" and (self.precision or "fp32") == "fp32":
-            raise InputError(
-                f"offload_parameters=True: with {shards} in fp32 every forward reads the parameters. Use zero3, bf16 "
-                "or fp16, or remove it."
-            )
-
-    @property
-    def data_parallel(self) -> DataParallel:
-        """`data_strategy`, `data_granularity` and `data_bucket_bytes` as a pipeline takes them."""
-        given = {"strategy": self.data_strategy, "bucket_bytes": self.data_bucket_bytes}
-        return DataParallel(
-            granularity=self.data_granularity,
-            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
-        )
-
-    @property
-    def number_format(self) -> Precision:
-        """`precision` and `gradients` as a pipeline takes them."""
-        return Precision(self.precision or "fp32", self.gradients or "float32")
-
-    def _check_offload(self) -> None:
-        names = ("offload_states", "offload_parameters", "offload_activations")
-        given = [name for name in names if _is_set(getattr(self, name))]
-        if self.offload is None:
-            if given:
-                raise InputError(f"{given[0]}={getattr(self, given[0])}: no offload target. Add offload='cpu'.")
-            return
-        if self.offload != "cpu" and not (self.offload.startswith("disk:") and len(self.offload) > len("disk:")):
-            raise InputError(f"offload={self.offload!r}: must be cpu or disk:PATH. Use one of them.")
-        if not given:
-            raise InputError(f"offload={self.offload!r}: nothing is offloaded. Remove it, or set offload_states=True.")
-
-
-@lru_cache(maxsize=2)
-def _build(
-    name: str,
-    num_ranks: int,
-    microbatches: int,
-    virtual_stages: int | None,
-    num_slices: int,
-    weights: str | None,
-    replicas: tuple[int, ...] | None,
-    in_flight: str | None,
-) -> Schedule:
-    if is_file(name):
-        raise InputError(f"schedule={name!r}: a plan holds the orders of a schedule file. Pass the Schedule.")
-    stream = bool(find(name).stream)
-    if stream:
-        counts = (1,) * num_ranks if replicas is None else replicas
-        length = steady_length(counts, microbatches_per_update=microbatches, in_flight=in_flight or "noam")
-    return build(
-        name,
-        num_ranks=num_ranks,
-        num_microbatches=length if stream else microbatches,
-        num_chunks=virtual_stages,
-        num_slices=num_slices,
-        weights=weights,
-        replicas=replicas,
-        microbatches_per_update=microbatches if stream else None,
-        in_flight=in_flight,
-    )
-
-
-def _value(name: str, entry: Entry) -> Any:
-    """A value of the JSON as the field `name` has it."""
-    if name == "schedule" and isinstance(entry.value, Mapping):
-        return from_json(json.dumps(entry.value))
-    return entry.value
-
-
-def _is_set(value: object) -> bool:
-    return value is not None and value is not False
-
-
-def _plain(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    def _given(self) -> dict[str, Any]:
+        """The values that do not leave the choice to the run."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in values if value is not None and value is not False}
 
 
 def _shown(name: str, value: Any) -> str:

@@ -1,0 +1,120 @@
+"""The rules that the values of a `Plan` keep. Values that leave the choice to the run are not among those given."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pipeloom.common.quantities import counted
+from pipeloom.errors import InputError
+from pipeloom.ir import Schedule, check
+from pipeloom.ir.recompute import recompute_of_stages
+from pipeloom.schedules import find
+
+CUTS = ("layers", "parameters", "time")
+_LEAST_1 = ("pipeline", "microbatches", "data", "virtual_stages", "batch_size", "replicas", "slices")
+_OFFLOADED = ("offload_states", "offload_parameters", "offload_activations")
+
+
+def check_values(given: Mapping[str, Any]) -> None:
+    """Raises InputError for values that contradict each other, whatever the schedule."""
+    for name, least in {**dict.fromkeys(_LEAST_1, 1), "data_bucket_bytes": 0, "offload_activations": 0}.items():
+        value = given.get(name, least)
+        if min(value if isinstance(value, tuple) else (value,), default=least - 1) < least:
+            each = "each " if name in ("replicas", "slices") else ""
+            raise _refusal(given, name, f"{each}must be at least {least}. Raise it.")
+    samples = given["microbatches"] * given["data"]
+    if given.get("batch_size", samples) < samples:
+        raise _refusal(
+            given,
+            "batch_size",
+            f"{given['microbatches']} micro-batches on each of {given['data']} data-parallel replicas need at least "
+            f"{samples} samples. Raise it, or lower microbatches.",
+        )
+    for value in (given.get("predicted_step_seconds", 0.0), *given.get("predicted_memory_bytes", ())):
+        if not (math.isfinite(value) and value >= 0):
+            raise InputError(f"prediction {value}: must be a finite number of at least 0. Correct or remove it.")
+    if "replicas" in given:
+        schedule, stages = given["schedule"], len(given["replicas"])
+        if isinstance(schedule, str) and "replicas" not in find(schedule).stream:
+            rule = f"schedule {schedule!r} flushes, so each stage has one rank. Remove replicas, or use pipedream."
+            raise _refusal(given, "replicas", rule)
+        if stages != given["pipeline"]:
+            rule = f"{counted(stages, 'stage')}, but pipeline={given['pipeline']}."
+            fix = "With replicas, `pipeline` is the number of stages. Make both agree."
+            raise _refusal(given, "replicas", f"{rule} {fix}")
+    _check_offload(given)
+
+
+def _check_offload(given: Mapping[str, Any]) -> None:
+    offloaded = [name for name in _OFFLOADED if name in given]
+    shards = given.get("data_strategy", "ddp")
+    if "offload_parameters" in given and shards != "zero3" and given.get("precision", "fp32") == "fp32":
+        rule = f"with {shards} in fp32 every forward reads the parameters. Use zero3, bf16 or fp16, or remove it."
+        raise _refusal(given, "offload_parameters", rule)
+    target = given.get("offload")
+    if target is None:
+        if offloaded:
+            raise _refusal(given, offloaded[0], "no offload target. Add offload='cpu'.")
+    elif target != "cpu" and not re.fullmatch("(?s)disk:.+", target):
+        raise InputError(f"offload={target!r}: must be cpu or disk:PATH. Use one of them.")
+    elif not offloaded:
+        raise InputError(f"offload={target!r}: nothing is offloaded. Remove it, or set offload_states=True.")
+
+
+def check_orders(given: Mapping[str, Any], schedule: Schedule) -> None:
+    """Raises InputError for values that contradict the orders of a plan's own `schedule`."""
+    check(schedule)
+    made = {
+        "pipeline": schedule.num_ranks,
+        "microbatches": schedule.microbatches_per_update or schedule.num_microbatches,
+        "virtual_stages": schedule.placement.num_chunks,
+    }
+    for name, number in made.items():
+        if given[name] != number:
+            rule = f"the orders of schedule {schedule.name!r} have {number}. Use {name}={number}."
+            raise _refusal(given, name, rule)
+    for name in ("replicas", "in_flight", "weights"):
+        if name in given:
+            raise _refusal(given, name, f"the orders of schedule {schedule.name!r} already say it. Remove it.")
+
+
+def check_stages(given: Mapping[str, Any], schedule: Schedule) -> None:
+    """Raises InputError for values per slice, stage or rank that do not fit the schedule."""
+    slices, stages = given.get("slices", schedule.num_slices), schedule.num_stages
+    if schedule.num_slices != (len(slices) if isinstance(slices, tuple) else slices):
+        rule = f"schedule {schedule.name!r} has {counted(schedule.num_slices, 'slice')}. Make both agree."
+        raise _refusal(given, "slices", rule)
+    if schedule.microbatches_per_update is not None:
+        for name in ("data", "precision"):
+            if given.get(name) not in (None, 1, "fp32"):
+                raise _refusal(
+                    given,
+                    name,
+                    f"stages of schedule {schedule.name!r} update by themselves, on one data-parallel replica in fp32. "
+                    "Use replicas, or a schedule that flushes, such as 1f1b.",
+                )
+    cut = given.get("cut", CUTS[0])
+    if isinstance(cut, str):
+        if cut not in CUTS:
+            raise InputError(f"cut={cut!r}: must be {', '.join(CUTS)} or layers per stage. Choose one.")
+    elif len(cut) != stages:
+        rule = f"{counted(len(cut), 'stage')}, but schedule {schedule.name!r} has {stages}."
+        raise _refusal(given, "cut", f"{rule} Give the layers of each stage.")
+    elif min(cut) < 0 or (stages > 1 and not all(cut[1:-1])) or not any(cut):
+        raise _refusal(given, "cut", "a stage needs a layer. Give each stage at least 1.")
+    if "recompute" in given:
+        recompute_of_stages(given["recompute"], stages)
+    ranks = len(given.get("predicted_memory_bytes", range(schedule.num_ranks)))
+    if ranks != schedule.num_ranks:
+        raise InputError(
+            f"predicted_memory_bytes has {counted(ranks, 'rank')}, but the pipeline has {schedule.num_ranks}. Give one "
+            "number per rank."
+        )
+
+
+def _refusal(given: Mapping[str, Any], name: str, rule: str) -> InputError:
+    value = given[name]
+    return InputError(f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}: {rule}")
