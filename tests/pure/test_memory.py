@@ -26,7 +26,7 @@ from pipeloom.plan.memory import (
     read_memory,
     write_memory,
 )
-from pipeloom.plan.memory.stage_units import stage_bytes
+from pipeloom.plan.memory.choose import stage_bytes
 from pipeloom.plan.memory.state_bytes import NumberBytes, state_elements, unit_bytes
 from pipeloom.sim import Costs, Network, simulate
 

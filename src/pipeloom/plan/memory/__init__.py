@@ -1,9 +1,8 @@
 """Memory forecasts: the peak memory of every rank before anything runs, and the fastest run under a cap. No torch."""
 
 from pipeloom.plan.memory.choose import Choice, choose_memory
-from pipeloom.plan.memory.gpt_layers import gpt_layers
 from pipeloom.plan.memory.memory_file import MemoryRow, read_memory, write_memory
-from pipeloom.plan.memory.memory_model import LayerMemory, MemoryModel, in_stages, num_parameters
+from pipeloom.plan.memory.memory_model import LayerMemory, MemoryModel, gpt_layers, in_stages, num_parameters
 from pipeloom.plan.memory.rank_memory import KINDS, RankMemory, memory_of_rank, memory_of_ranks
 from pipeloom.plan.memory.state_bytes import OPTIMIZERS
 

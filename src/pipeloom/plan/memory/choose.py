@@ -16,12 +16,12 @@ from pipeloom.errors import InputError
 from pipeloom.ir.action import Op
 from pipeloom.ir.recompute import Recompute
 from pipeloom.ir.schedule import Program, Schedule
-from pipeloom.plan.memory.memory_model import MemoryModel
-from pipeloom.plan.memory.rank_memory import RankMemory, memory_of_rank, memory_of_ranks
-from pipeloom.plan.memory.stage_units import stage_bytes, unit_counts
+from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
+from pipeloom.plan.memory.rank_memory import RankMemory, memory_of_rank, memory_of_ranks, units_of_rank
+from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.sim import Costs, Network, simulate
+from pipeloom.sim.costs import MOST_UNITS
 
-_F, _B, _I, _W = Op.F, Op.B, Op.I, Op.W
 _MOST_COMBINATIONS = 3**7  # per rank; with more, all stages of the rank recompute alike
 
 
@@ -70,11 +70,8 @@ def choose_memory(
     Raises:
         InputError: some rank exceeds the cap even if everything is recomputed; the message has its least peak memory.
     """
-    return _best([_least_recompute(program, model, cap, costs, network) for program in programs], cap)
-
-
-def _best(choices: Sequence[Choice], cap: float) -> Choice:
-    """The fastest that fits; of equal ones the first, which communicates least."""
+    models = [_least_recompute(program, model, cap) for program in programs]
+    choices = [_choice(program, each, costs, network) for program, each in zip(programs, models, strict=True)]
     fitting = [choice for choice in choices if choice.peak <= cap]
     if not fitting:
         least = min(choices, key=lambda choice: choice.peak)
@@ -83,35 +80,44 @@ def _best(choices: Sequence[Choice], cap: float) -> Choice:
             f"cap={cap:.0f} bytes ({bytes_text(cap)}): rank {rank.rank} takes at least {rank.peak:.0f} "
             f"({bytes_text(rank.peak)}). Raise the cap, or use more ranks, more replicas or smaller micro-batches."
         )
-    return min(fitting, key=lambda choice: choice.seconds)
+    return min(fitting, key=lambda choice: choice.seconds)  # of equal ones the first, which communicates least
 
 
 def _choice(program: Program, model: MemoryModel, costs: Costs | None, network: Network | None) -> Choice:
-    costs = with_recompute(program.schedule, model, costs or Costs.uniform())
+    costs = _with_recompute(program.schedule, model, costs or Costs.uniform())
     if network is not None and program.data is not None:
-        costs = _with_sizes(program, model, costs)
-    return Choice(
-        program=program,
-        model=model,
-        memory=memory_of_ranks(program, model),
-        seconds=simulate(program, costs, network).makespan,
-    )
+        if costs.parameter_bytes is None:
+            parameters, gradients = stage_bytes(model)
+            costs = replace(costs, parameter_bytes=parameters, gradient_bytes=gradients)
+        if costs.units is None:
+            costs = replace(costs, units=_unit_counts(program, model))
+    memory = memory_of_ranks(program, model)
+    return Choice(program=program, model=model, memory=memory, seconds=simulate(program, costs, network).makespan)
 
 
-def _with_sizes(program: Program, model: MemoryModel, costs: Costs) -> Costs:
-    """`costs` with the model's bytes and units where they do not give them."""
-    if costs.parameter_bytes is None:
-        parameters, gradients = stage_bytes(model)
-        costs = replace(costs, parameter_bytes=parameters, gradient_bytes=gradients)
-    return costs if costs.units is not None else replace(costs, units=unit_counts(program, model))
+def stage_bytes(model: MemoryModel) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """For each stage, the bytes of its parameters and of their gradients, as replicas exchange them."""
+    formats = NumberBytes.of(model.precision)
+    counts = [num_parameters(stage) for stage in model.stages]
+    return tuple(float(formats.compute * n) for n in counts), tuple(float(formats.gradient * n) for n in counts)
 
 
-def with_recompute(schedule: Schedule, model: MemoryModel, costs: Costs) -> Costs:
+def _unit_counts(program: Program, model: MemoryModel) -> tuple[int, ...]:
+    """For each stage, the number of units in which it is gathered and reduced (`Costs.units`)."""
+    counts = [1] * program.schedule.num_stages
+    for rank in range(program.num_ranks):
+        for stage, units in units_of_rank(program, model, rank).items():
+            counts[stage] = min(MOST_UNITS, max(counts[stage], len(units)))
+    return tuple(counts)
+
+
+def _with_recompute(schedule: Schedule, model: MemoryModel, costs: Costs) -> Costs:
     """`costs` with recomputation in the backwards, per stage."""
     table = costs.seconds(schedule)
     slices = schedule.num_slices
-    again = [slices * seconds * model.recompute_share(stage) for stage, seconds in enumerate(table[_F])]
-    forward, full, inputs, weights = (tuple(slices * seconds for seconds in table[op]) for op in (_F, _B, _I, _W))
+    again = [slices * seconds * model.recompute_share(stage) for stage, seconds in enumerate(table[Op.F])]
+    ops = (Op.F, Op.B, Op.I, Op.W)
+    forward, full, inputs, weights = (tuple(slices * seconds for seconds in table[op]) for op in ops)
     return replace(
         costs,
         forward=forward,
@@ -121,9 +127,7 @@ def with_recompute(schedule: Schedule, model: MemoryModel, costs: Costs) -> Cost
     )
 
 
-def _least_recompute(
-    program: Program, model: MemoryModel, cap: float, costs: Costs | None, network: Network | None
-) -> Choice:
+def _least_recompute(program: Program, model: MemoryModel, cap: float) -> MemoryModel:
     """Rank by rank, the least extra time that fits; where nothing fits, the least memory."""
     kinds = list(Recompute)  # each keeps less than the one before it
     chosen = [Recompute.NONE] * program.schedule.num_stages  # a stage on two ranks gets what either needs
@@ -142,4 +146,4 @@ def _least_recompute(
         best = min(fitting) if fitting else min(tried, key=lambda each: each[1])
         for stage, kind in zip(stages, best[2], strict=True):
             chosen[stage] = kind
-    return _choice(program, replace(model, recompute=tuple(chosen)), costs, network)
+    return replace(model, recompute=tuple(chosen))

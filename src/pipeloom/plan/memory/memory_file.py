@@ -67,26 +67,18 @@ def read_memory(directory: Path) -> list[MemoryRow]:
         text = path.read_text(encoding="utf-8")
         data = read_json(text, str(path), "an object with kinds and processes").fields(("kinds", "processes"))
         return [_row(row) for row in data["processes"].members()]
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else "not a text file"
         raise InputError(
-            f"{path}: {error.strerror or error}. `pipeloom train` writes it; name the output directory of a run."
+            f"{path}: {reason}. `pipeloom train` writes it; name the output directory of a run."
         ) from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not a text file. Name the output directory of a run.") from error
 
 
 def _row(row: Entry) -> MemoryRow:
     data = row.fields(("process", "copy", "rank", "predicted", "measured"))
     process, replica, rank = (data[name].whole() for name in ("process", "copy", "rank"))
-    return MemoryRow(
-        process=process,
-        replica=replica,
-        rank=rank,
-        predicted=_sizes(data["predicted"]),
-        measured=_sizes(data["measured"]),
+    predicted, measured = (
+        {kind: None if size.value is None else size.number() for kind, size in sizes.items()}
+        for sizes in (data[name].fields((), (*KINDS, "peak")) for name in ("predicted", "measured"))
     )
-
-
-def _sizes(sizes: Entry) -> dict[str, float | None]:
-    kinds = sizes.fields((), (*KINDS, "peak"))
-    return {kind: None if size.value is None else size.number() for kind, size in kinds.items()}
+    return MemoryRow(process=process, replica=replica, rank=rank, predicted=predicted, measured=measured)

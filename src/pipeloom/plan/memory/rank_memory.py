@@ -19,9 +19,8 @@ from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.schedule import Program
 from pipeloom.ir.unit_actions import gathers_inside, unit_actions
 from pipeloom.ir.versions import weight_version_bytes
-from pipeloom.parallel.data.buckets import ParameterUse, units_by_layer
+from pipeloom.parallel.data.buckets import BucketRule, ParameterUse, group_parameters, units_by_layer
 from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
-from pipeloom.plan.memory.stage_units import units_of_rank
 from pipeloom.plan.memory.state_bytes import NumberBytes, UnitBytes, unit_bytes
 
 KINDS = {
@@ -76,63 +75,86 @@ def memory_of_rank(program: Program, model: MemoryModel, rank: int, *, replica: 
         raise InputError(
             f"model.stages has {len(model.stages)} entries: the schedule has {stages} stages. Give the layers of each."
         )
-    return _Walk(program, model, rank, replica).memory()
+    walk = _Walk(program, model, rank, replica)
+    always = walk.always()
+    most, total = dict(always), sum(always.values())
+    peak = total
+    for now in walk.moments():
+        for kind, size in now.items():
+            most[kind] = max(most[kind], size)
+        peak = max(peak, total + sum(now.values()))
+    return RankMemory(rank=rank, replica=replica, kinds=most, peak=peak)
+
+
+def units_of_rank(program: Program, model: MemoryModel, rank: int) -> dict[int, dict[int, list[ParameterUse]]]:
+    """For each stage of a rank its units, as a run forms them: the position of the first parameter, and the parameters.
+
+    Parameters that several of its stages share belong to the first of them.
+    """
+    homes: dict[str, tuple[int, ...]] = {}
+    for stage, layers in enumerate(model.stages):
+        for name in dict.fromkeys(name for layer in layers for name in layer.parameters):
+            homes[name] = (*homes.get(name, ()), stage)
+    granularity = program.data.granularity if program.data else Granularity.STEP
+    rule = BucketRule.of(granularity, model.bucket_bytes, whole_parameters=model.whole_parameters)
+    number_bytes = NumberBytes.of(model.precision).compute
+    seen: set[str] = set()
+    found = {}
+    for stage in program.placement.stages_of[rank]:
+        layers, readers = model.stages[stage], dict[str, list[int]]()
+        for index, layer in enumerate(layers):
+            for name in layer.parameters:
+                if name not in seen:
+                    readers.setdefault(name, []).append(index)
+        seen.update(readers)
+        parameters = [
+            ParameterUse(name, number_bytes * layers[at[0]].parameter_sizes[name], tuple(at), homes[name])
+            for name, at in readers.items()
+        ]
+        units = group_parameters(parameters, rule)
+        found[stage] = {min(unit): [parameters[position] for position in unit] for unit in units}
+    return found
 
 
 class _Walk:
     """One rank, from the first action of its program to the last."""
 
     def __init__(self, program: Program, model: MemoryModel, rank: int, replica: int) -> None:
-        self._program, self._model, self._rank, self._replica = program, model, rank, replica
+        self._program, self._model, self._rank = program, model, rank
         self._held = program.placement.stages_of[rank]
         self._formats = NumberBytes.of(model.precision)
         self._units: dict[int, list[UnitBytes]] = {}  # by stage; units that several stages share, on the first of them
         self._layers: dict[int, tuple[tuple[int, ...], ...]] = {}  # by stage, the units that each layer reads
-        for stage, (parameters, units) in units_of_rank(program, model, rank).items():
-            self._make_units(stage, parameters, units)
+        for stage, units in units_of_rank(program, model, rank).items():
+            self._make_units(stage, units, replica)
         data = program.data
         self._reduces = data is not None and data.degree > 1
         self._fine_reductions = self._reduces and data is not None and data.granularity is Granularity.MICROBATCH
 
-    def _make_units(self, stage: int, parameters: Sequence[ParameterUse], units: Sequence[Sequence[int]]) -> None:
-        degree = self._program.data.degree if self._program.data else 1
+    def _make_units(self, stage: int, units: Mapping[int, Sequence[ParameterUse]], replica: int) -> None:
+        layers, data = self._model.stages[stage], self._program.data
+        degree = data.degree if data else 1
         loads = [0] * degree
         made = {}
-        for unit in units:
-            uses = [parameters[position] for position in unit]
+        for first, uses in units.items():
             of_unit = [0] * degree if len(uses[0].stages) > 1 else loads
-            made[min(unit)] = uses, self._unit_bytes(stage, uses, of_unit if self._model.whole_parameters else None)
-        in_order = [made[first] for first in sorted(made)]
-        self._units[stage] = [sizes for _, sizes in in_order]
-        self._layers[stage] = units_by_layer([uses for uses, _ in in_order], len(self._model.stages[stage]))
+            made[first] = unit_bytes(
+                {use.name: layers[use.layers[0]].parameters[use.name] for use in uses},
+                data=data,
+                formats=self._formats,
+                optimizer=self._model.optimizer,
+                in_blocks={use.name for use in uses if layers[use.layers[0]].is_block},
+                replica=replica,
+                loads=of_unit if self._model.whole_parameters else None,
+            )
+        self._units[stage] = [made[first] for first in sorted(made)]
+        self._layers[stage] = units_by_layer([units[first] for first in sorted(made)], len(layers))
 
-    def _unit_bytes(self, stage: int, uses: Sequence[ParameterUse], loads: list[int] | None) -> UnitBytes:
-        layers = self._model.stages[stage]
-        return unit_bytes(
-            {use.name: layers[use.layers[0]].parameters[use.name] for use in uses},
-            data=self._program.data,
-            formats=self._formats,
-            optimizer=self._model.optimizer,
-            in_blocks={use.name for use in uses if layers[use.layers[0]].is_block},
-            replica=self._replica,
-            loads=loads,
-        )
-
-    def memory(self) -> RankMemory:
-        always = self._always()
-        most, peak = dict(always), sum(always.values())
-        for now in self._moments():
-            for kind, size in now.items():
-                most[kind] = max(most[kind], size)
-            peak = max(peak, sum(always.values()) + sum(now.values()))
-        return RankMemory(rank=self._rank, replica=self._replica, kinds=most, peak=peak)
-
-    def _always(self) -> dict[str, float]:
+    def always(self) -> dict[str, float]:
         units = [unit for units in self._units.values() for unit in units]
         held = dict.fromkeys(KINDS, 0.0)
-        held["parameters"] = sum(unit.parameters for unit in units)
-        held["masters"] = sum(unit.masters for unit in units)
-        held["optimizer"] = sum(unit.optimizer for unit in units)
+        for kind in ("parameters", "masters", "optimizer"):
+            held[kind] = sum(getattr(unit, kind) for unit in units)
         layers = [layer for stage in self._held for layer in self._model.stages[stage]]
         held["buffers"] = self._formats.compute * sum(layer.buffer_elements for layer in layers)
         if self._program.schedule.microbatches_per_update is not None:
@@ -168,7 +190,7 @@ class _Walk:
                     begun = now
         return (most, most, most) if gathers_inside(data) else (begun, most, sum(sizes))
 
-    def _moments(self) -> list[dict[str, float]]:
+    def moments(self) -> list[dict[str, float]]:
         """The bytes that come and go, during every action."""
         slices = self._program.schedule.num_slices
         kept = {stage: self._model.kept_bytes(stage) / slices for stage in self._held}
