@@ -14,7 +14,7 @@ from benchmarks.partition.networks import read_cluster, resnet50, vgg16
 from pipeloom.errors import InputError
 from pipeloom.ir import Op, check
 from pipeloom.plan.partition import Problem, Profile, data_parallel, parse_profile, partition_layers
-from pipeloom.plan.partition.in_flight import stream_period
+from pipeloom.plan.partition.pipedream import stream_period
 from pipeloom.schedules import pipedream
 from pipeloom.schedules.pipedream import full_in_flight, noam_in_flight
 from pipeloom.sim import Costs, simulate

@@ -143,7 +143,7 @@ def _profile(given: dict[str, Any], num_ranks: int) -> Profile:
         check_file_alone(given, "--profile", ("batch", "write_profile"), "the layer times")
         return read_json("--profile", path, parse_profile)
     from pipeloom.models import GPTConfig
-    from pipeloom.plan.partition.measure_layers import measure_gpt
+    from pipeloom.plan.partition.profile import measure_gpt
 
     batch = 1 if given["batch"] is None else given["batch"]
     return measure_gpt(GPTConfig(**whole_model(given)), batch=batch, num_ranks=num_ranks)

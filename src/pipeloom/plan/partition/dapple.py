@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -130,11 +130,8 @@ class _Times:
     def __init__(self, profile: Profile, ranks: int, bandwidth: float) -> None:
         self._problem = Problem(profile, [(ranks, bandwidth)])  # checks the numbers
         self._bandwidth = bandwidth
-        total = {"forward": [0.0], "backward": [0.0]}
-        for layer in profile.layers:
-            total["forward"].append(total["forward"][-1] + layer.forward_seconds)
-            total["backward"].append(total["backward"][-1] + layer.backward_seconds)
-        self._forward, self._backward = (np.array(column) for column in total.values())
+        self._forward = np.array(list(accumulate((each.forward_seconds for each in profile.layers), initial=0.0)))
+        self._backward = np.array(list(accumulate((each.backward_seconds for each in profile.layers), initial=0.0)))
 
     def stage(self, first: Any, end: Any, replicas: Any) -> tuple[Any, Any, Any]:
         """F, B and AR of layers first..end-1."""
@@ -145,18 +142,13 @@ class _Times:
             2 * (replicas - 1) * weights / (replicas * self._bandwidth),
         )
 
-    def transfer(self, end: Any, replicas: Any, others: Any) -> tuple[Any, Any, Any]:
-        """Between a stage that ends before layer `end` and the next one."""
-        seconds = self._problem.outputs[np.asarray(end) - 1] / (self._bandwidth * np.minimum(replicas, others))
-        return seconds, seconds, 0.0
-
     def rows(self, stages: Sequence[tuple[Any, Any, Any]]) -> Iterator[tuple[Any, ...]]:
         """F, B and AR of stages (first, end, replicas) in a row, with the transfers between them."""
-        rows: list[tuple[Any, Any, Any]] = []
-        for number, stage in enumerate(stages):
-            if number:
-                rows.append(self.transfer(stage[0], stages[number - 1][2], stage[2]))
-            rows.append(self.stage(*stage))
+        rows = [self.stage(*stages[0])]
+        for before, stage in pairwise(stages):
+            rate = self._bandwidth * np.minimum(before[2], stage[2])
+            seconds = self._problem.outputs[np.asarray(stage[0]) - 1] / rate
+            rows += (seconds, seconds, 0.0), self.stage(*stage)
         return zip(*rows, strict=True)
 
 

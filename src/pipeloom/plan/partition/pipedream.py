@@ -1,10 +1,11 @@
-"""PipeDream's partitioner: layers and ranks per stage, and the bottleneck."""
+"""PipeDream's partitioner: layers and ranks per stage, the bottleneck, and the period with NOAM minibatches in flight."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -150,12 +151,11 @@ def _judge(problem: Problem, nodes: Sequence[StageNode], fewer_ranks: tuple[int,
     stages = []
     for number, leaf in enumerate(leaves):
         node, count = leaf.node, replicas[number]
-        sizes = problem.weights[node.first, node.last], problem.kept[node.first, node.last]
-        held = problem.held_bytes(*sizes, np.array([noam[number], full[number]]))
-        kind: Literal["compute", "sync"] = "compute" if leaf.compute >= leaf.sync else "sync"
+        span = node.first, node.last
+        held = problem.held_bytes(problem.weights[span], problem.kept[span], np.array([noam[number], full[number]]))
         own = float(problem.both(leaf.compute, leaf.sync))  # type: ignore[arg-type]
         if own > worst.seconds:
-            worst = Bottleneck(kind=kind, stage=number, seconds=own)
+            worst = Bottleneck(kind="compute" if leaf.compute >= leaf.sync else "sync", stage=number, seconds=own)
         through = float(problem.both(leaf.transfer, leaf.outer_sync)) if leaf.transfer else 0.0  # type: ignore[arg-type]
         if through > worst.seconds:
             worst = Bottleneck(kind="transfer", stage=number, seconds=through)
@@ -212,3 +212,40 @@ def _leaves(
         *inner, last = _leaves(problem, node.inside, level - 1, by_level, own)
         yield from inner
         yield _Leaf(last.node, last.by_level, last.compute, last.sync, transfer, float(together(syncs)))
+
+
+def noam_period(found: Partition) -> float:
+    """Exact seconds per minibatch in the steady state with NOAM minibatches in flight.
+
+    It exceeds the period of the partition where NOAM is less than `Stage.full_in_flight` and stages wait for each
+    other. Gradient synchronisation counts as part of the backward; transfers have no latency.
+    """
+    rows = [(stage.period_seconds * stage.replicas, stage.replicas, stage.in_flight) for stage in found.stages]
+    busy, replicas, in_flight = zip(*rows, strict=True)
+    return max(found.period_seconds, stream_period(busy, replicas=replicas, in_flight=in_flight))
+
+
+def stream_period(busy: Sequence[float], *, replicas: Sequence[int], in_flight: Sequence[int]) -> float:
+    """Seconds per micro-batch in the steady state of 1F1B without a flush, without messages.
+
+    It is the largest ratio of time to micro-batches over the cycles of the dependency graph. Forward b of stage s waits
+    for forward b of stage s - 1 and, on its replica, for backward ``b - n_s r_s`` (n_s in flight on each of r_s
+    replicas). Backward b waits for backward b of stage s + 1 and, on its replica, for forward ``b + (n_s - 1) r_s``.
+    The dependencies repeat for every b, so a simple cycle goes forward over the stages s..t and backward again:
+
+        max over s <= t of  sum of (F_k + B_k) over k = s..t  /  (n_s r_s - (n_t - 1) r_t)
+
+    (the maximum cycle ratio of a timed event graph: Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity,
+    1992). With s = t it is the time of one stage that never waits.
+
+    Args:
+        busy: seconds of a forward and a backward on one replica, per stage.
+        replicas: replicas per stage; micro-batch b runs on replica ``b mod r``.
+        in_flight: in-flight micro-batches per replica of each stage: `noam_in_flight` or `full_in_flight`.
+    """
+    longest = 0.0
+    for first in range(len(busy)):
+        for last, around in enumerate(accumulate(busy[first:]), first):
+            micro_batches = in_flight[first] * replicas[first] - (in_flight[last] - 1) * replicas[last]
+            longest = max(longest, around / micro_batches)
+    return longest

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 from typing import Literal
 
 from pipeloom.errors import InputError
 from pipeloom.plan.partition.dapple import SynchronousPartition
-from pipeloom.plan.partition.in_flight import noam_period
-from pipeloom.plan.partition.pipedream import Partition
+from pipeloom.plan.partition.pipedream import Partition, noam_period
 from pipeloom.plan.partition.profile import Profile
 from pipeloom.plan.plan import Plan
 
@@ -36,16 +36,13 @@ def stream_plan(
     Raises:
         InputError: several stages share weights.
     """
-    spans = [(stage.first, stage.last) for stage in found.stages]
+    spans, full = [(stage.first, stage.last) for stage in found.stages], in_flight == "full"
     if shared := shared_weights(profile, spans):
         stages = " and ".join(map(str, shared[0][1]))
         raise InputError(
             f"stages {stages} share weights, but the stages of a stream update at different times. Untie the weights."
         )
-    full = in_flight == "full"
-    memory = [
-        stage.full_memory_bytes if full else stage.memory_bytes for stage in found.stages for _ in range(stage.replicas)
-    ]
+    memory = ((stage.full_memory_bytes if full else stage.memory_bytes,) * stage.replicas for stage in found.stages)
     return Plan(
         schedule="pipedream",
         pipeline=len(found.stages),
@@ -55,7 +52,7 @@ def stream_plan(
         cut=layers_per_stage(profile, spans),
         batch_size=batch_size,
         predicted_step_seconds=found.period_seconds if full else noam_period(found),
-        predicted_memory_bytes=tuple(memory),
+        predicted_memory_bytes=tuple(chain(*memory)),
         why=tuple(why),
     )
 

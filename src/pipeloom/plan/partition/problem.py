@@ -110,7 +110,6 @@ class Problem:
         self.num_layers = len(profile.layers)
         # A level of one component changes nothing.
         self.levels = [Level(*level) for level in levels if level[0] > 1] or [Level(*levels[0])]
-        self.hierarchical = len(self.levels) > 1
         self.num_ranks = math.prod(level.components for level in self.levels)
         if self._num_steps() > _MOST_STEPS:
             raise InputError(
@@ -139,7 +138,7 @@ class Problem:
     def sync_seconds(self, weights: Array, replicas: int, level: int) -> Array:
         """Seconds of one gradient all-reduce over the replicas of a stage."""
         bandwidth = self.levels[level].bytes_per_second
-        if self.hierarchical and self.form == "published":
+        if len(self.levels) > 1 and self.form == "published":
             return 2 * (replicas - 1) * weights / bandwidth
         return 4 * (replicas - 1) * weights / (replicas * bandwidth)
 

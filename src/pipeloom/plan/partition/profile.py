@@ -21,6 +21,7 @@ from typing import Any
 from pipeloom.common.field_types import check_fields
 from pipeloom.common.json_reader import Entry, read_json
 from pipeloom.errors import InputError, folded
+from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.split.layer_chain import Tie
 
 _VERSION = 1
@@ -131,3 +132,27 @@ def parse_profile(text: str) -> Profile:
         ((layer["name"].text(), *(layer[key].number() for key in _KEYS[1:])) for layer in layers),  # type: ignore[misc]
         ((tie["bytes"].number(), tuple(each.whole() for each in tie["layers"].members())) for tie in ties),
     )
+
+
+def measure_gpt(config: GPTConfig, *, batch: int, num_ranks: int) -> Profile:
+    """Measure the profile of pipeloom's GPT on this machine; for other models use `Profile.of(*profile_model(...))`.
+
+    Layers run on `batch` sequences, with the threads that one of `num_ranks` ranks gets here.
+
+    Raises:
+        InputError: `batch` is below 1.
+    """
+    import torch  # profiles from files need none
+
+    from pipeloom.models.gpt import GPT, loss_fn
+    from pipeloom.models.initial_values import init_parameters
+    from pipeloom.split import profile_model
+    from pipeloom.split.profile import threads_of_a_rank
+
+    if batch < 1:
+        raise InputError(f"batch={batch}: a minibatch needs at least 1 sequence. Raise it.")
+    with threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
+        model = GPT(config)
+        init_parameters(model, seed=0)
+        tokens = torch.randint(config.vocabulary_size, (2, batch, config.sequence_length))
+        return Profile.of(*profile_model(model, (tokens[0], tokens[1]), loss_fn=loss_fn))
