@@ -230,4 +230,4 @@ def test_a_rank_without_actions_stays_empty():
     proof = columns.prove(schedule)
     assert proof.live == check(schedule).live_activations == (1, 1, 0)
     rows = levels.spans_by_rounds(schedule, proof, Costs.uniform(), Network())
-    assert list(map(list, rows)) == spans_by_events(schedule, Costs.uniform(), Network())[0]
+    assert list(map(list, rows)) == spans_by_events(schedule, Costs.uniform(), Network()).spans

@@ -21,7 +21,6 @@ and the next unit's computation waits for that.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Action, Op
@@ -37,39 +36,25 @@ _READS_PARAMETERS = frozenset({Op.F, Op.B, Op.I})
 _WAITS_FOR_ACTIVATION = frozenset({Op.B, Op.I})
 
 
-def ring_seconds(size: float, degree: int, bytes_per_second: float | None, latency_seconds: float) -> float:
-    """Seconds of a ring all-gather or reduce-scatter of `size` bytes over `degree` members."""
-    transfer = 0.0 if bytes_per_second is None else (degree - 1) / degree * size / bytes_per_second
-    return transfer + (degree - 1) * latency_seconds
-
-
-def server_seconds(size: float, degree: int, bytes_per_second: float | None, latency_seconds: float) -> float:
-    """Seconds for one member to send `size` bytes to each other member, or to receive them from each."""
-    transfer = 0.0 if bytes_per_second is None else (degree - 1) * size / bytes_per_second
-    return transfer + (latency_seconds if degree > 1 else 0.0)
-
-
 def gather_seconds(data: DataAxis, size: float, network: Network) -> float:
     """Seconds of an UNSHARD of `size` bytes of parameters."""
-    if not data.shards_optimizer:
-        return 0.0
-    formula = server_seconds if data.strategy is DataStrategy.PARAMETER_SERVER else ring_seconds
-    return formula(size, data.degree, network.data_bytes_per_second, network.data_latency_seconds)
+    return _link_seconds(data, size, network.data_bytes_per_second, network) if data.shards_optimizer else 0.0
 
 
 def reduce_seconds(data: DataAxis, size: float, network: Network) -> float:
     """Seconds of a REDUCE_GRAD of `size` bytes of gradients."""
-    formula = server_seconds if data.strategy is DataStrategy.PARAMETER_SERVER else ring_seconds
     bandwidth = network.data_sum_bytes_per_second or network.data_bytes_per_second
-    seconds = formula(size, data.degree, bandwidth, network.data_latency_seconds)
+    seconds = _link_seconds(data, size, bandwidth, network)
     return 2 * seconds if data.strategy is DataStrategy.DDP else seconds
 
 
-class Done(NamedTuple):
-    """The end of a computation, and the seconds that it waited inside for its data link."""
-
-    end: float
-    waited: float
+def _link_seconds(data: DataAxis, size: float, bytes_per_second: float | None, network: Network) -> float:
+    """Seconds of a ring all-gather or reduce-scatter of `size` bytes, or of a server's messages to all or from all."""
+    others = data.degree - 1
+    is_server = data.strategy is DataStrategy.PARAMETER_SERVER
+    sent, messages = (others * size, min(others, 1)) if is_server else (others / data.degree * size, others)
+    transfer = 0.0 if bytes_per_second is None else sent / bytes_per_second
+    return transfer + messages * network.data_latency_seconds
 
 
 class Background:
@@ -133,8 +118,8 @@ class Background:
             there = max(there, self._back.get(action.with_op(Op.RELOAD), 0.0))
         return self._free.get((rank, "data"), 0.0) if meets(action) else there
 
-    def compute(self, rank: int, action: Action, start: float, seconds: float) -> Done:
-        """Run a computation of `seconds` that links make longer."""
+    def compute(self, rank: int, action: Action, start: float, seconds: float) -> tuple[float, float]:
+        """Run a computation of `seconds` that links make longer; returns its end, and the seconds it waited inside."""
         stage, count = action.stage, self._counts[action.stage]
         gathered = self._gathered.get((rank, stage)) if action.op in _READS_PARAMETERS else None
         reduction = action.with_op(Op.REDUCE_GRAD) if action in self._last_backwards else None
@@ -148,7 +133,7 @@ class Background:
             waited += there - now
             now = self._slowed(rank, there, seconds / count)
         there = now if reduction is None else self._reduce(rank, reduction, now)
-        return Done(there, waited + there - now)
+        return there, waited + there - now
 
     def _reduce(self, rank: int, reduction: Action, now: float) -> float:
         """Start the reduction of one computed unit and return when its rank can continue."""

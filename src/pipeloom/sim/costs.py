@@ -97,26 +97,23 @@ class Costs:
         self._check_bytes()
 
     def _check_bytes(self) -> None:
-        kept, left = self.activation_bytes, self.weight_gradient_bytes
         for what in SIZES:
             for size in getattr(self, what) or ():
                 if not 0 <= size <= MOST:
                     raise InputError(f"{what}={size}: must be a number of bytes from 0 to {MOST:g}.")
-        if self.gradient_message_bytes is not None and self.message_bytes is None:
-            raise InputError(
-                "gradient_message_bytes without message_bytes: must have both. Add message_bytes per stage."
-            )
-        if left is not None:
-            if kept is None:
+        for part, needed in (
+            ("gradient_message_bytes", "message_bytes"),
+            ("weight_gradient_bytes", "activation_bytes"),
+        ):
+            if getattr(self, part) is not None and getattr(self, needed) is None:
+                raise InputError(f"{part} without {needed}: must have both. Add {needed} per stage.")
+        for stage, left in enumerate(self.weight_gradient_bytes or ()):
+            whole = (self.activation_bytes or ())[stage]
+            if left > whole:
                 raise InputError(
-                    "weight_gradient_bytes without activation_bytes: must have both. Add activation_bytes per stage."
+                    f"stage {stage} keeps {left:g} weight_gradient_bytes of {whole:g} activation_bytes: the bytes left "
+                    "after I cannot exceed all activation bytes."
                 )
-            for stage, (whole, part) in enumerate(zip(kept, left, strict=True)):
-                if part > whole:
-                    raise InputError(
-                        f"stage {stage} keeps {part:g} weight_gradient_bytes of {whole:g} activation_bytes: the bytes "
-                        "left after I cannot exceed all activation bytes."
-                    )
 
     @classmethod
     def uniform(
@@ -166,10 +163,8 @@ class Costs:
     def others(self, op: Op, schedule: Schedule) -> tuple[float, ...]:
         """For each stage, the seconds of one `op` of `other`. Raises InputError for a wrong number of stages."""
         value = self.other.get(op, 0.0)
-        if not isinstance(value, tuple):
-            return (value,) * schedule.num_stages
         _check_stages(op.value, value, schedule)
-        return value
+        return value if isinstance(value, tuple) else (value,) * schedule.num_stages
 
     def bytes_kept(self, schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
         """For each stage, bytes of one action from F on and from I on; None if unknown. Raises as `others`."""
@@ -181,23 +176,19 @@ class Costs:
 
     def version_bytes(self, schedule: Schedule) -> tuple[float, ...] | None:
         """For each rank, peak bytes of parameters in all versions; None if unknown. Raises InputError as `others`."""
-        if self.parameter_bytes is None:
-            return None
         _check_stages("parameter_bytes", self.parameter_bytes, schedule)
-        return weight_version_bytes(schedule, self.parameter_bytes)
+        return None if self.parameter_bytes is None else weight_version_bytes(schedule, self.parameter_bytes)
 
     def unit_counts(self, schedule: Schedule) -> tuple[int, ...] | None:
         """`units`, validated. Raises InputError for a wrong number of stages."""
-        _check_stages("units", self.units or (1,) * schedule.num_stages, schedule)
+        _check_stages("units", self.units, schedule)
         return self.units
 
     def state_bytes(self, schedule: Schedule) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
         """For each stage, bytes of parameters and gradients; None if unknown. Raises InputError as `others`."""
-        parameters, gradients = self.parameter_bytes, self.gradient_bytes
-        for what, sizes in (("parameter_bytes", parameters), ("gradient_bytes", gradients)):
-            if sizes is not None:
-                _check_stages(what, sizes, schedule)
-        return parameters, parameters if gradients is None else gradients
+        _check_stages("parameter_bytes", self.parameter_bytes, schedule)
+        _check_stages("gradient_bytes", self.gradient_bytes, schedule)
+        return self.parameter_bytes, self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     def bytes_sent(self, schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For each stage, bytes per message to the next stage, and of the gradient that it returns.
@@ -257,14 +248,14 @@ def check_seconds(what: str, seconds: float) -> None:
 
 def _by_stage(what: str, value: float | tuple[float, ...], schedule: Schedule) -> tuple[float, ...]:
     """The seconds of one slice of one micro-batch on each stage."""
+    _check_stages(what, value, schedule)
     if not isinstance(value, tuple):
         return (value * schedule.stage_share / schedule.num_slices,) * schedule.num_stages
-    _check_stages(what, value, schedule)
     return tuple(seconds / schedule.num_slices for seconds in value)
 
 
-def _check_stages(what: str, value: tuple[float, ...], schedule: Schedule) -> None:
-    if len(value) != schedule.num_stages:
+def _check_stages(what: str, value: float | tuple[float, ...] | None, schedule: Schedule) -> None:
+    if isinstance(value, tuple) and len(value) != schedule.num_stages:
         raise InputError(
             f"{what} has {len(value)} entries: schedule {schedule.name!r} has {schedule.num_stages} stages. "
             "Pass one entry per stage."

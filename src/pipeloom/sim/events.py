@@ -54,24 +54,9 @@ class _Result(NamedTuple):
     taking: float = 0.0
 
 
-class Spans(NamedTuple):
-    """The result of a simulation.
-
-    Attributes:
-        spans, background: spans of each rank, and of its background actions.
-        waits: for each rank, the seconds that computations waited inside.
-        transfers: messages over links with a bandwidth.
-    """
-
-    spans: list[list[Span]]
-    background: list[list[Span]]
-    waits: list[float]
-    transfers: list[Transfer]
-
-
-def spans_by_events(pipeline: Schedule | Program, costs: Costs, network: Network) -> Spans:
+def spans_by_events(pipeline: Schedule | Program, costs: Costs, network: Network) -> EventRun:
     """Run each action as early as possible. Raises ScheduleError for a deadlock."""
-    run = _Run(pipeline, costs, network)
+    run = EventRun(pipeline, costs, network)
     for rank in range(len(run.orders)):
         run.begin(rank)
     while run.moments:
@@ -81,11 +66,18 @@ def spans_by_events(pipeline: Schedule | Program, costs: Costs, network: Network
         for _ in walk(pipeline):  # says who waits for whom
             pass
         raise AssertionError("a walk found an order of actions that the simulation did not")
-    return Spans(run.spans, run.background.spans, run.waits, run.transfers)
+    return run
 
 
-class _Run:
-    """The state of all ranks."""
+class EventRun:
+    """The state of all ranks.
+
+    Attributes:
+        spans: of each rank.
+        background: the links of data-parallel replicas and of offloading, with their spans.
+        waits: for each rank, the seconds that computations waited inside.
+        transfers: messages over links with a bandwidth.
+    """
 
     def __init__(self, pipeline: Schedule | Program, costs: Costs, network: Network) -> None:
         self.pipeline, self.network = pipeline, network
@@ -97,7 +89,11 @@ class _Run:
         self.latency = network.latency(schedule.num_ranks)
         self.bytes_sent = costs.bytes_sent(schedule) if network.limited else None
         self.shared = network.shared_links(schedule.num_ranks)
-        self.meetings = _meetings(pipeline)
+        # Of each stage whose gradients are summed over several ranks, its group and those ranks.
+        self.meetings: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        if isinstance(pipeline, Program):
+            groups = {group: pipeline.ranks_of_group(group) for group in pipeline.gradient_groups}
+            self.meetings = {stage: found for found in groups.items() for stage in found[0]}
         self.background = Background(pipeline, costs, network)
         self.arrived: dict[tuple[int, ...], int] = {}
         self.position = [0] * len(self.orders)
@@ -153,9 +149,9 @@ class _Run:
     def _span(self, rank: int, action: Action, start: float, seconds: float) -> Span:
         if not self.background.inside or action.op not in COMPUTE_OPS:
             return Span(action, start, start + seconds)
-        done = self.background.compute(rank, action, start, seconds)
-        self.waits[rank] += done.waited
-        return Span(action, start, done.end)
+        end, waited = self.background.compute(rank, action, start, seconds)
+        self.waits[rank] += waited
+        return Span(action, start, end)
 
     def _computing(self, action: Action, rank: int) -> float:
         seconds = self.seconds[action.op][action.stage]
@@ -168,15 +164,7 @@ class _Run:
         spans, self.running[rank] = self.running[rank], ()
         action = spans[0].action
         if meets(action) and action.stage in self.meetings:
-            group, members = self.meetings[action.stage]
-            self.arrived[group] = self.arrived.get(group, 0) + 1
-            self.running[rank] = spans
-            if self.arrived[group] == len(members):
-                self.arrived[group] = 0
-                came = {member: self.running[member][0].start for member in members}
-                for member in members:  # each waits for what the others sent when they came
-                    there = (at + self.latency[other][member] * (other != member) for other, at in came.items())
-                    self._leave(member, max(there) + self.seconds[action.op][action.stage])
+            self._meet(rank, spans)
             return
         self.clock[rank] = now
         woken: list[int] = []
@@ -193,13 +181,22 @@ class _Run:
             self.begin(other)
         self.begin(rank)
 
-    def _leave(self, rank: int, now: float) -> None:
-        """The gradients of a group are summed: start the rank's next action."""
-        ((action, start, _),) = self.running[rank]
-        self.spans[rank].append(Span(action, start, now))
-        self.clock[rank] = now
-        self.position[rank] += 1
-        self.begin(rank)
+    def _meet(self, rank: int, spans: tuple[Span, ...]) -> None:
+        """A rank has its gradients; once all of its group have, they are summed, and each starts its next action."""
+        action = spans[0].action
+        group, members = self.meetings[action.stage]
+        self.arrived[group] = self.arrived.get(group, 0) + 1
+        self.running[rank] = spans
+        if self.arrived[group] < len(members):
+            return
+        self.arrived[group] = 0
+        came = {member: self.running[member][0] for member in members}
+        for member, span in came.items():  # each waits for what the others sent when they came
+            there = (each.start + self.latency[other][member] * (other != member) for other, each in came.items())
+            self.clock[member] = max(there) + self.seconds[action.op][action.stage]
+            self.spans[member].append(span._replace(end=self.clock[member]))
+            self.position[member] += 1
+            self.begin(member)
 
     def _publish(self, action: Action, rank: int, now: float) -> _Result:
         """Send the action's result; without overlap the sender is busy until the end of the transfer."""
@@ -225,10 +222,3 @@ class _Run:
             return _Result(rank, end)
         self.clock[rank] = end
         return _Result(rank, start, end - start)
-
-
-def _meetings(pipeline: Schedule | Program) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """For each stage whose gradients are summed over several ranks, its group and those ranks."""
-    if not isinstance(pipeline, Program):
-        return {}
-    return {stage: (group, pipeline.ranks_of_group(group)) for group in pipeline.gradient_groups for stage in group}

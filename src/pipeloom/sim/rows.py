@@ -1,11 +1,12 @@
-"""Spans and curves of large timelines as arrays, which compare equal to the tuples of small timelines."""
+"""Spans, and rows and curves of large timelines as arrays; the steady state of spans."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from pipeloom.ir.action import Action
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.schedule import Schedule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
+T = TypeVar("T")
 Point = tuple[float, float]
 
 
@@ -24,7 +26,19 @@ class Span(NamedTuple):
     end: float
 
 
-class SpanRow(Sequence[Span]):
+class _Columns(Sequence[T]):
+    """A sequence in arrays, which equals the tuple of its members."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+class SpanRow(_Columns[Span]):
     """The spans of one rank's computations.
 
     Args:
@@ -45,29 +59,16 @@ class SpanRow(Sequence[Span]):
     def __len__(self) -> int:
         return len(self.actions)
 
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            columns = (self.actions[index], self.starts[index].tolist(), self.ends[index].tolist())
-            return tuple(map(Span, *columns))
+            return tuple(map(Span, self.actions[index], self.starts[index].tolist(), self.ends[index].tolist()))
         return Span(self.actions[index], float(self.starts[index]), float(self.ends[index]))
 
     def __iter__(self) -> Iterator[Span]:
         return map(Span, self.actions, self.starts.tolist(), self.ends.tolist())
 
-    def __eq__(self, other: object) -> bool:
-        return _equal(self, other)
 
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-
-class Curve(Sequence[Point]):
+class Curve(_Columns[Point]):
     """Points ``(seconds, value)`` of a step curve that starts with (0, 0).
 
     Args:
@@ -86,13 +87,7 @@ class Curve(Sequence[Point]):
     def __len__(self) -> int:
         return 1 + len(self.times)
 
-    @overload
-    def __getitem__(self, index: int) -> Point: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Point, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Point | tuple[Point, ...]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return tuple(self)[index]
         at = range(len(self))[index] - 1
@@ -102,12 +97,30 @@ class Curve(Sequence[Point]):
         yield (0.0, 0.0)
         yield from zip(self.times.tolist(), self.values.tolist(), strict=True)
 
-    def __eq__(self, other: object) -> bool:
-        return _equal(self, other)
 
-    def __hash__(self) -> int:
-        return hash(tuple(self))
+def steady_period(schedule: Schedule, compute_spans: Sequence[Sequence[Span]]) -> float | None:
+    """Seconds per micro-batch in the steady state of a stream; None where the stream is too short for one.
 
+    Warm-up and cool-down are left out. Of the backwards of the input stage that end before one of its ranks begins its
+    last forward, the later half is measured. That is an integer number of update periods, in which all replicas have
+    had the same number of turns. In a short stream the measured half may still contain a part of the warm-up.
 
-def _equal(row: Sequence[Any], other: object) -> bool:
-    return isinstance(other, Sequence) and len(row) == len(other) and tuple(row) == tuple(other)
+    Args:
+        schedule: of the stream.
+        compute_spans: for each rank, the spans of its computations.
+    """
+    ranks = schedule.placement.replicas[0]
+    ends: dict[int, float] = {}
+    last_forward = float("inf")
+    for rank in ranks:
+        row = [span for span in compute_spans[rank] if span.action.stage == 0]
+        last_forward = min(last_forward, max((start for (_, op, _, _), start, _ in row if op is Op.F), default=0.0))
+        ends |= {b: end for (_, op, b, _), _, end in row if op in (Op.B, Op.W) and b is not None}
+    full = 0
+    while full in ends and ends[full] <= last_forward:
+        full += 1
+    size = schedule.update_period
+    micro_batches = (full // size + 1) // 2 * size
+    if not 0 < micro_batches < full:
+        return None
+    return (ends[full - 1] - ends[full - 1 - micro_batches]) / micro_batches

@@ -1,20 +1,28 @@
-"""Exact earliest start times of every action of a schedule or program."""
+"""Exact earliest start times of every action of a schedule or program, and timelines of simulated and measured runs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Literal
 
+from pipeloom.errors import InputError
+from pipeloom.ir.action import COMPUTE_OPS, Action, Op
 from pipeloom.ir.check.checker import explained
 from pipeloom.ir.large.proof import proof_of
 from pipeloom.ir.schedule import Program, Schedule, schedule_of
-from pipeloom.sim.build import build_timeline
+from pipeloom.ir.walk import in_background
 from pipeloom.sim.costs import Costs
-from pipeloom.sim.events import spans_by_events
+from pipeloom.sim.events import Transfer, spans_by_events
 from pipeloom.sim.network import Network
+from pipeloom.sim.rows import Span
 from pipeloom.sim.timeline import Timeline
 
 if TYPE_CHECKING:
     from pipeloom.ir.large.columns import Proof
+
+_AT_ONCE = {Op.OFFLOAD: 0, Op.RELOAD: 2}  # at the same time, ends of OFFLOAD come first and starts of RELOAD last
 
 
 def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None = None) -> Timeline:
@@ -46,27 +54,23 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     network = network or Network()
     schedule = schedule_of(pipeline)
     with explained(pipeline):
-        return _simulate(pipeline, schedule, costs, network)
-
-
-def _simulate(pipeline: Schedule | Program, schedule: Schedule, costs: Costs, network: Network) -> Timeline:
-    if pipeline is schedule and not network.limited and costs.slice_factors is None:
-        proof = proof_of(schedule)
-        if proof is not None:
-            return _timed_by_rounds(schedule, proof, costs, network)
-    found = spans_by_events(pipeline, costs, network)
-    return build_timeline(
-        schedule,
-        found.spans,
-        name=pipeline.name,
-        kind="simulated",
-        keeps=costs.bytes_kept(schedule),
-        background=found.background,
-        waits=found.waits,
-        transfers=tuple(found.transfers),
-        latency_seconds=network.latency_seconds,
-        weight_version_bytes=costs.version_bytes(schedule),
-    )
+        if pipeline is schedule and not network.limited and costs.slice_factors is None:
+            proof = proof_of(schedule)
+            if proof is not None:
+                return _timed_by_rounds(schedule, proof, costs, network)
+        found = spans_by_events(pipeline, costs, network)
+        return build_timeline(
+            schedule,
+            found.spans,
+            name=pipeline.name,
+            kind="simulated",
+            keeps=costs.bytes_kept(schedule),
+            background=found.background.spans,
+            waits=found.waits,
+            transfers=tuple(found.transfers),
+            latency_seconds=network.latency_seconds,
+            weight_version_bytes=costs.version_bytes(schedule),
+        )
 
 
 def _timed_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Network) -> Timeline:
@@ -90,3 +94,116 @@ def _timed_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Ne
         microbatches_per_update=schedule.microbatches_per_update,
         weight_version_bytes=costs.version_bytes(schedule),
     )
+
+
+def build_timeline(
+    schedule: Schedule,
+    spans: Sequence[Sequence[Span]],
+    *,
+    name: str,
+    kind: Literal["simulated", "measured"],
+    background: Sequence[Sequence[Span]] = (),
+    waits: Sequence[float] = (),
+    keeps: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
+    transfers: tuple[Transfer, ...] = (),
+    latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0,
+    weight_version_bytes: tuple[float, ...] | None = None,
+) -> Timeline:
+    """A timeline from the spans of a run of `schedule`; memory and ideal time follow from them.
+
+    `background` has overlapped transfers and `waits` the seconds that computations waited inside, both per rank.
+    `keeps` has, per stage, the bytes of one action from F on, and the bytes that are left after I.
+    """
+    beside = tuple(map(tuple, background)) if any(background) else ()
+    both = [(*row, *more) for row, more in zip(spans, beside, strict=True)] if beside else spans
+    busy = math.fsum(end - start for row in spans for (_, op, _, _), start, end in row if op in COMPUTE_OPS)
+    ones, share = (1,) * schedule.num_stages, schedule.stage_share / schedule.num_slices
+    return Timeline(
+        name=name,
+        kind=kind,
+        spans=tuple(map(tuple, spans)),
+        background=beside,
+        memory=tuple(_curve(schedule, row, ones, ones, share) for row in both),
+        waits=tuple(waits) if any(waits) else (),
+        ideal_seconds=(busy - math.fsum(waits)) / schedule.num_ranks,
+        placement=schedule.placement,
+        num_microbatches=schedule.num_microbatches,
+        num_slices=schedule.num_slices,
+        memory_bytes=None if keeps is None else tuple(_curve(schedule, row, *keeps) for row in both),
+        overlapped=schedule.overlapped,
+        transfers=transfers,
+        latency_seconds=latency_seconds,
+        weights=schedule.weights,
+        microbatches_per_update=schedule.microbatches_per_update,
+        weight_version_bytes=weight_version_bytes,
+    )
+
+
+def measured_timeline(
+    pipeline: Schedule | Program,
+    records: Sequence[Sequence[tuple[Action, float, float]]],
+    *,
+    name: str | None = None,
+    waits: Sequence[float] = (),
+) -> Timeline:
+    """The timeline of a measured step.
+
+    Args:
+        pipeline: the schedule or program that ran.
+        records: for each rank, ``(action, start, end)`` in execution order, in seconds of one clock.
+        name: the name of the timeline; default: the schedule's.
+        waits: for each rank, the seconds that its computations waited inside.
+
+    Time 0 is the first start of a computation or an overlapped transfer on any rank.
+
+    Raises:
+        InputError: records of some ranks are missing.
+    """
+    schedule = schedule_of(pipeline)
+    if len(records) != schedule.num_ranks:
+        raise InputError(
+            f"records of {len(records)} ranks: must have one entry for each of {schedule.num_ranks} ranks."
+        )
+    begun = (
+        start
+        for row in records
+        for action, start, _ in row
+        if action.op in COMPUTE_OPS or in_background(action, schedule)
+    )
+    zero = min(begun, default=0.0)
+    rows: list[list[Span]] = [[] for _ in records]
+    beside: list[list[Span]] = [[] for _ in records]
+    for rank, record in enumerate(records):
+        for action, start, end in record:
+            row = beside[rank] if in_background(action, schedule) else rows[rank]
+            row.append(Span(action, max(0.0, start - zero), max(0.0, end - zero)))
+    for row in beside:
+        row.sort(key=itemgetter(1, 2))
+    return build_timeline(schedule, rows, name=name or schedule.name, kind="measured", background=beside, waits=waits)
+
+
+def _curve(
+    schedule: Schedule, row: Sequence[Span], whole: Sequence[float], left: Sequence[float], unit: float = 1.0
+) -> tuple[tuple[float, float], ...]:
+    """Change points of what a rank keeps of the stages' activations, in multiples of `unit`.
+
+    F and RELOAD take all of `whole` at their start. At their end, I frees all but `left`, W frees `left`, and B and
+    OFFLOAD free all.
+    """
+    changes: list[tuple[float, int, float]] = []
+    for (stage, op, _, _), start, end in row:
+        if op is Op.F or op is Op.RELOAD:
+            changes.append((start, _AT_ONCE.get(op, 1), whole[stage]))
+        if op is Op.B or op is Op.OFFLOAD or (op is Op.F and schedule.forward_only):
+            freed = whole[stage]
+        elif op is Op.I:
+            freed = whole[stage] - left[stage]
+        else:
+            freed = left[stage] if op is Op.W else 0
+        if freed:
+            changes.append((end, _AT_ONCE.get(op, 1), -freed))
+    held, points = 0.0, [(0.0, 0.0)]
+    for at, _, change in sorted(changes, key=itemgetter(0, 1)):
+        held += change
+        points.append((at, held * unit))
+    return tuple(points)

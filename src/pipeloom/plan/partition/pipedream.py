@@ -1,4 +1,4 @@
-"""PipeDream's partitioner: layers and ranks per stage, the bottleneck, and the period with NOAM minibatches in flight."""
+"""PipeDream's partitioner: layers and ranks per stage, the bottleneck, and the period with limited minibatches."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.plan.slicing.slice_costs import SliceTime, ask
 from pipeloom.plan.slicing.slicer import stages_of
-from pipeloom.sim.build import build_timeline
+from pipeloom.sim.simulator import build_timeline
 from pipeloom.sim.timeline import Span, Timeline
 
 Starts = list[list[tuple[float, float]]]
