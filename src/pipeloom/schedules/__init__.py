@@ -78,7 +78,7 @@ FAMILIES: dict[str, Family] = {
     **NAMED,
     "search": Family(
         name="search",
-        paper="our own: greedy phases, then moves on the critical path",
+        paper="pipeloom: greedy construction, then local search on the critical path",
         constraints="any sizes, times, latencies and memory limits; bubble for v = 1, m >= 2*p-1 and no limit",
         bubble="<= (p-1)/(3*m+p-1)",
         peak="<= m",

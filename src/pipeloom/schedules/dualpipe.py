@@ -1,8 +1,8 @@
-"""DualPipe and DualPipeV (DeepSeek-V3, arXiv:2412.19437): forwards of one direction overlap backwards of the other.
+"""DualPipe (DeepSeek-V3, arXiv:2412.19437) and DualPipeV: forwards of one direction overlap backwards of the other.
 
 DualPipe holds every stage twice: even micro-batches go down the ranks, odd ones up. DualPipeV gives each rank two
 chunks in a V instead. In steady state a rank runs F of one direction and B of the other as one unit, which hides the
-communication of both (`Schedule.overlapped`).
+communication of both (`Schedule.overlapped`). DualPipeV is the "cut-in-half" variant (Sea AI Lab, blog post, 2025).
 
     DualPipe, p=2, m=4 (B takes two columns, an overlapped pair three)
     rank 0  0F0 1F1 0F2 1B1 --- 1F3 0B0 --- 1B3 --- 0I2 0W2

@@ -250,7 +250,7 @@ NAMED: dict[str, Family] = {
         ),
         Family(
             name="dualpipev",
-            paper="DualPipeV, arXiv:2412.19437",
+            paper="DualPipeV: DualPipe cut in half, Sea AI Lab 2025",
             constraints="v = 2; m >= 2*p",
             bubble="(p-1)/(3*m+p-1)",
             peak="p+1/2",
