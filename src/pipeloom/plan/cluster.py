@@ -16,7 +16,7 @@ of the peak rates that programs reach; data sheets do not list it.
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeloom.common.json_reader import Entry, read_json
 
@@ -107,32 +107,31 @@ def data_links(cluster: Cluster, *, devices: int, replicas: int) -> dict[str, An
     return found
 
 
-Section = TypeVar("Section", Cluster, Device, NodeLinks, NodeNetwork)
-_SECTIONS: dict[str, Any] = {"device": Device, "inside_node": NodeLinks, "between_nodes": NodeNetwork}
-
-
 def parse_cluster(text: str) -> Cluster:
     """Read the JSON of a cluster file.
 
     Raises:
         InputError: invalid JSON or a wrong value; the message names the key and the rule.
     """
-    return _read(Cluster, read_json(text, "the cluster file", "an object with name, device, ..."))
+    root = read_json(text, "the cluster file", "an object with name, device, ...")
+    cluster: Cluster = _read(Cluster, root)
+    return cluster
 
 
-def _read(kind: type[Section], entry: Entry) -> Section:
-    optional = {field.name for field in fields(kind) if field.default is not MISSING}
-    required = [field.name for field in fields(kind) if field.name not in optional]
-    return kind(**{name: _value(name, value) for name, value in entry.fields(required, sorted(optional)).items()})
-
-
-def _value(name: str, entry: Entry) -> Any:
-    if name in _SECTIONS:
-        return _read(_SECTIONS[name], entry)
-    if name == "name":
-        return entry.text()
-    if name == "devices_per_node":
-        return entry.whole(least=1)
-    if name == "efficiency":
-        return entry.number(above=True, most=1)
-    return entry.number(above=not name.endswith("_seconds"))  # a latency may be 0
+def _read(kind: Any, entry: Entry) -> Any:
+    required = [field.name for field in fields(kind) if field.default is MISSING]
+    optional = [field.name for field in fields(kind) if field.default is not MISSING]
+    sections = {"device": Device, "inside_node": NodeLinks, "between_nodes": NodeNetwork}
+    values: dict[str, Any] = {}
+    for name, value in entry.fields(required, optional).items():
+        if name in sections:
+            values[name] = _read(sections[name], value)
+        elif name == "name":
+            values[name] = value.text()
+        elif name == "devices_per_node":
+            values[name] = value.whole(least=1)
+        elif name == "efficiency":
+            values[name] = value.number(above=True, most=1)
+        else:
+            values[name] = value.number(above=not name.endswith("_seconds"))  # a latency may be 0
+    return kind(**values)

@@ -11,7 +11,7 @@ their scores, dropout, tensor parallelism as in Megatron-LM (arXiv:1909.08053): 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -46,6 +46,7 @@ class StageTime:
         recompute: full activation recomputation.
     """
 
+    takes_arrays: ClassVar[bool] = True
     cluster: Cluster
     layers: int
     width: int
@@ -62,18 +63,19 @@ class StageTime:
                 f"{self.cluster.devices_per_node} devices per node. Use fewer."
             )
 
-    @property
-    def takes_arrays(self) -> bool:
-        return True
-
     def __call__(self, batch: int, length: Any, context: Any) -> tuple[Array, Array]:
         length, context = np.asarray(length, dtype=np.float64), np.asarray(context, dtype=np.float64)
         launch = self.layers * _KERNELS * self.cluster.device.launch_seconds
-        forward = self.layers * self._forward(batch, length, context) + launch
-        backward = self.layers * self._backward(batch, length, context) + 2 * launch
+        tokens = batch * length
+        products, attention = self._products(tokens, weights=False), self._attention(batch, length, context)
+        elementwise, reduces = self._elementwise(batch, length, context), 2 * self._all_reduce(tokens)
+        behind = np.where(context > 0, _PASSES_CONTEXT * 2 * batch * (context + length) * self.width / self.tensor, 0.0)
+        both = products + self._products(tokens, weights=True) + 2 * attention + 2 * elementwise + self._traffic(behind)
+        forward = self.layers * (products + attention + elementwise + reduces) + launch
+        backward = self.layers * (both + reduces) + 2 * launch
         if self.recompute:
             backward = backward + forward
-        message = self._message(batch * length)
+        message = self._message(tokens)
         return forward + message, backward + message
 
     def _products(self, tokens: Array, *, weights: bool) -> Array:
@@ -101,27 +103,6 @@ class StageTime:
         scores = tokens * (context + length) * self.heads / self.tensor
         width = tokens * self.width
         return self._traffic(_PASSES_WIDTH * width + _PASSES_SHARD * width / self.tensor + _PASSES_SCORES * scores)
-
-    def _forward(self, batch: int, length: Array, context: Array) -> Array:
-        tokens = batch * length
-        return (
-            self._products(tokens, weights=False)
-            + self._attention(batch, length, context)
-            + self._elementwise(batch, length, context)
-            + 2 * self._all_reduce(tokens)
-        )
-
-    def _backward(self, batch: int, length: Array, context: Array) -> Array:
-        tokens = batch * length
-        behind = np.where(context > 0, _PASSES_CONTEXT * 2 * batch * (context + length) * self.width / self.tensor, 0.0)
-        return (
-            self._products(tokens, weights=False)
-            + self._products(tokens, weights=True)
-            + 2 * self._attention(batch, length, context)
-            + 2 * self._elementwise(batch, length, context)
-            + self._traffic(behind)
-            + 2 * self._all_reduce(tokens)
-        )
 
     def _product(self, operations: Array, values: Array) -> Array:
         """`operations` are pairs of a multiplication and an addition, `values` what is read and written."""

@@ -4,10 +4,9 @@ The engine runs each slice inside a `SliceContext`, modules read it with `curren
 that the modules of a model give the same result on slices as on the full sequence.
 """
 
-from pipeloom.slicing.attention import causal_attention
+from pipeloom.slicing.attention import TokenDropout, causal_attention, dropout
 from pipeloom.slicing.check import RefuseRawAttention, make_sliceable
 from pipeloom.slicing.context import Slice, SliceContext, current_slice
-from pipeloom.slicing.dropout import TokenDropout, dropout
 
 __all__ = [
     "RefuseRawAttention",

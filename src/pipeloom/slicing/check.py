@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from pipeloom.errors import InputError
+from pipeloom.slicing.attention import TokenDropout
 from pipeloom.slicing.context import current_slice
-from pipeloom.slicing.dropout import TokenDropout
 
 # Modules that process each token of [batch, tokens, ...] independently.
 _PER_TOKEN: tuple[type[nn.Module], ...] = (
@@ -76,8 +76,10 @@ def _refusal(module: nn.Module) -> str:
         return ""
     if "forward" in vars(module):
         return "has a forward set on the instance"
-    if any(not _is_per_token(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())):
-        return "has forward hooks, which may mix tokens"
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        # Weight reparametrizations of torch (spectral_norm, prune) and observers of transformers mix none.
+        if not (getattr(hook, "__module__", None) or "").startswith(("torch.nn.utils.", "transformers.")):
+            return "has forward hooks, which may mix tokens"
     forward: Any = type(module).forward
     kinds: tuple[Any, ...] = (*_PER_TOKEN, *_CONTAINERS)
     if any(isinstance(module, kind) and forward is kind.forward for kind in kinds):
@@ -94,17 +96,8 @@ def _declares(module: nn.Module) -> bool:
     """Whether ``sliceable`` is set on the module, or by the class that defines its forward or a subclass of that."""
     if "sliceable" in vars(module):
         return True
-    for names in map(vars, type(module).__mro__):
-        if "sliceable" in names:
-            return True
-        if "forward" in names:
-            return False
-    return False
-
-
-def _is_per_token(hook: Any) -> bool:
-    """Whether a hook is a weight reparametrization of torch (spectral_norm, prune) or an observer of transformers."""
-    return (getattr(hook, "__module__", None) or "").startswith(("torch.nn.utils.", "transformers."))
+    defining = (names for names in map(vars, type(module).__mro__) if {"sliceable", "forward"} & names.keys())
+    return "sliceable" in next(defining, {})
 
 
 def _setting_refusal(module: nn.Module) -> str:

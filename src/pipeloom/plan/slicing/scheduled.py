@@ -1,4 +1,4 @@
-"""Slices for a schedule that does not run all forwards first: a few candidates, timed by the simulator.
+"""Times of slices along a schedule, and slices for a schedule that does not run all forwards first.
 
 The slicer's formula is exact for TeraPipe's order. Where backwards start early, as in Seq1F1B, a slow forward on one
 rank meets another slice's backward on the next, so slices of unequal time cost more than the formula says. The
@@ -19,14 +19,16 @@ import numpy as np
 
 from pipeloom import schedules
 from pipeloom.errors import InputError
-from pipeloom.ir.action import Op
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.plan.slicing.even import uniform
 from pipeloom.plan.slicing.slice_costs import Array, SliceTime, ask
-from pipeloom.plan.slicing.slicer import Slicing, check_sizes, slice_batch, stages_of
+from pipeloom.plan.slicing.slicer import Slicing, check_sizes, slice_batch, stages_of, uniform
 from pipeloom.sim.costs import Costs
-from pipeloom.sim.simulator import simulate
-from pipeloom.sim.timeline import Timeline
+from pipeloom.sim.simulator import build_timeline, simulate
+from pipeloom.sim.timeline import Span, Timeline
+
+Times = list[list[tuple[float, float]]]  # of ranks, (start, end) of their actions
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of even slices
 _FACTORS = (1, 2, 4, 8)  # on the ranks of the slicer
@@ -88,15 +90,20 @@ def slice_for_schedule(
             least = min(least, tokens)
             if memory_limit is None or tokens <= memory_limit:
                 tried[lengths] = tokens, _times(together, lengths)
-        by_formula = [(_formula(times, count, num_ranks), lengths) for lengths, (_, times) in tried.items()]
+        by_formula = [
+            (float(count * times.sum() + (num_ranks - 1) * times.max(axis=1).sum()), lengths)
+            for lengths, (_, times) in tried.items()
+        ]
+        few = min(count, _STEADY * num_ranks)
         for _, lengths in sorted(by_formula)[:_SIMULATED]:
             tokens, times = tried[lengths]
+            step = _simulated(_build(schedule, num_ranks, few, len(lengths)), times, schedule).makespan
             found.append(
                 Slicing(
                     num_ranks=num_ranks,
                     batch=(size,) * count,
                     slices=(lengths,) * count,
-                    predicted_seconds=_step_seconds(schedule, times, count, num_ranks),
+                    predicted_seconds=step + (count - few) * float(times.sum()),
                     max_slice_seconds=float(times.max(axis=1).sum()),
                     gap_seconds=math.inf,
                     peak_tokens=tokens,
@@ -159,16 +166,6 @@ def _times(costs: SliceTime, lengths: Sequence[int]) -> Array:
     return np.array([ask(costs, 1, *unit) for unit in zip(lengths, starts, strict=True)]).T
 
 
-def _formula(times: Array, count: int, num_ranks: int) -> float:
-    return float(count * times.sum() + (num_ranks - 1) * times.max(axis=1).sum())
-
-
-def _step_seconds(schedule: str, times: Array, count: int, num_ranks: int) -> float:
-    few = min(count, _STEADY * num_ranks)
-    timeline = _simulated(_build(schedule, num_ranks, few, times.shape[1]), times, schedule)
-    return timeline.makespan + (count - few) * float(times.sum())
-
-
 def _build(schedule: str, num_ranks: int, count: int, num_slices: int) -> Schedule:
     return schedules.build(schedule, num_ranks=num_ranks, num_microbatches=count, num_slices=num_slices)
 
@@ -184,3 +181,100 @@ def _simulated(built: Schedule, times: Array, name: str) -> Timeline:
         slice_factors=tuple(tuple(map(float, each)) for each in factors),  # type: ignore[arg-type]
     )
     return replace(simulate(built, costs), name=name)
+
+
+def slicing_seconds(
+    costs: SliceTime | Sequence[SliceTime],
+    slices: Sequence[Sequence[int]],
+    *,
+    num_ranks: int,
+    batch: Sequence[int] | None = None,
+) -> float:
+    """Exact seconds of a step with given slices; ranks may have different costs.
+
+    Args:
+        costs: seconds of a rank on one slice; a list has one entry per rank.
+        slices: lengths of the slices of every piece of the batch.
+        num_ranks: pipeline-parallel degree.
+        batch: sequences per piece (default: 1 each).
+    """
+    forward, backward = _spans(costs, slices, num_ranks, batch)
+    return max(end for row in (*forward, *backward) for _, end in row)
+
+
+def slicing_timeline(
+    costs: SliceTime | Sequence[SliceTime],
+    slices: Sequence[Sequence[int]],
+    *,
+    num_ranks: int,
+    batch: Sequence[int] | None = None,
+    name: str = "slices",
+) -> Timeline:
+    """The step of `slicing_seconds` as a timeline: each piece of the batch is a micro-batch.
+
+    A micro-batch counts as one activation and a slice as an even part of one.
+    """
+    forward, backward = _spans(costs, slices, num_ranks, batch)
+    units = [
+        (piece, None if len(lengths) == 1 else part)
+        for piece, lengths in enumerate(slices)
+        for part in range(len(lengths))
+    ]
+    spans = [
+        [Span(Action(rank, Op.F, *unit), *span) for unit, span in zip(units, forward[rank], strict=True)]
+        + [Span(Action(rank, Op.B, *unit), *span) for unit, span in zip(units[::-1], backward[rank], strict=True)]
+        for rank in range(num_ranks)
+    ]
+    schedule = Schedule(
+        name=name,
+        num_microbatches=len(slices),
+        num_slices=max(map(len, slices)),
+        placement=Placement.loop(num_ranks),
+        orders=tuple(tuple(span.action for span in row) for row in spans),
+    )
+    return build_timeline(schedule, spans, name=name, kind="simulated")
+
+
+def _spans(
+    costs: SliceTime | Sequence[SliceTime],
+    slices: Sequence[Sequence[int]],
+    num_ranks: int,
+    batch: Sequence[int] | None,
+) -> tuple[Times, Times]:
+    """Per rank, (start, end) of the forwards in order, and of the backwards from the last to the first."""
+    sizes = [1] * len(slices) if batch is None else list(batch)
+    if len(sizes) != len(slices) or not slices or any(not lengths or min(lengths) < 1 for lengths in slices):
+        raise InputError(
+            f"slices={slices!r}, batch={sizes!r}: each piece needs slices of at least 1 token. Give one list per piece."
+        )
+    units = [
+        (size, length, end - length)
+        for size, lengths in zip(sizes, slices, strict=True)
+        for length, end in zip(lengths, accumulate(lengths), strict=True)
+    ]
+    known: dict[tuple[int, tuple[int, int, int]], tuple[float, float]] = {}
+    seconds = []
+    for stage in stages_of(costs, num_ranks):
+        for unit in units:
+            if (id(stage), unit) not in known:
+                known[id(stage), unit] = tuple(map(float, ask(stage, *unit)))  # type: ignore[assignment]
+        seconds.append([known[id(stage), unit] for unit in units])
+    forward = _flow([[times[0] for times in row] for row in seconds], [0.0] * num_ranks)
+    ended = [row[-1][1] for row in forward]
+    backward = _flow([[times[1] for times in row[::-1]] for row in seconds[::-1]], ended[::-1])
+    return forward, backward[::-1]
+
+
+def _flow(seconds: Sequence[Sequence[float]], free: Sequence[float]) -> Times:
+    """(start, end) of jobs that pass through the stages in order; each stage runs them in order once it is free."""
+    arrive = [-math.inf] * len(seconds[0])
+    rows = []
+    for stage, times in enumerate(seconds):
+        clock, row = free[stage], []
+        for ready, time in zip(arrive, times, strict=True):
+            start = max(clock, ready)
+            clock = start + time
+            row.append((start, clock))
+        arrive = [end for _, end in row]
+        rows.append(row)
+    return rows

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,14 +102,11 @@ class SliceCosts:
         seconds_per_token_sent: further seconds per token of a message.
     """
 
+    takes_arrays: ClassVar[bool] = True
     forward: LinearTime
     backward: LinearTime
     latency: float = 0.0
     seconds_per_token_sent: float = 0.0
-
-    @property
-    def takes_arrays(self) -> bool:
-        return True
 
     def __call__(self, batch: int, length: Any, context: Any) -> tuple[Array, Array]:
         message = self.latency + self.seconds_per_token_sent * batch * np.asarray(length, dtype=np.float64)
@@ -185,8 +182,6 @@ def _nonnegative(matrix: Array, wanted: Array) -> Array:
     return np.asarray(nnls(matrix, wanted, maxiter=100 * matrix.shape[1])[0])
 
 
-# --- the file -------------------------------------------------------------------------------------------------------
-
 _PHASES = ("forward", "backward")
 _MESSAGE = ("latency", "seconds_per_token_sent")
 _FORM = (
@@ -211,11 +206,10 @@ def _phase(phase: Entry) -> LinearTime:
     data = phase.fields(("base",), ("context",))
     points = [point.members(length=2) for point in data["base"].members()]
     base = tuple((tokens.number(above=True, most=MOST), seconds.number(most=MOST)) for tokens, seconds in points)
-    context = {}
+    a0, a1, a2, a3 = (0.0,) * 4
     if "context" in data:
         a0, a1, a2, a3 = (a.number(least=-MOST, most=MOST) for a in data["context"].members(length=4))
-        context["context"] = (a0, a1, a2, a3)
     try:
-        return LinearTime(base=base, **context)
+        return LinearTime(base=base, context=(a0, a1, a2, a3))
     except InputError as error:
         raise InputError(f"{phase.place}: {error}") from error

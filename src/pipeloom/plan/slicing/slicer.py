@@ -1,7 +1,8 @@
-"""The best cuts of sequences into slices and of a batch into pieces (TeraPipe, arXiv:2102.07988)."""
+"""Cuts of sequences into slices and of a batch into pieces: the best (TeraPipe, arXiv:2102.07988), and even ones."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -85,15 +86,19 @@ def slice_batch(
             keeps; the message has the smallest possible limit.
     """
     check_sizes(sequence=sequence, num_ranks=num_ranks, batch=batch, grid=grid)
-    ends = _ends(sequence, grid) if sliced else np.array([sequence])
+    cells = np.arange(1, -(-sequence // grid) + 1) if sliced else np.array([-(-sequence // grid)])
+    ends = np.minimum(cells * grid, sequence)  # the last cell is shorter where the grid does not divide the sequence
     most = max(1, min(batch, _MOST_ENTRIES // len(ends) ** 2, max_piece or batch))
-    seconds, fills = _seconds(costs, ends, num_ranks, most)
-    tables = _tables(seconds, fills, batch)
+    tables, seconds, fills = _tables(costs, ends, num_ranks, most, batch)
     widths, tolerance = ([0.0, 0.0], _TOLERANCE) if epsilon is None else ([fill * epsilon for fill in fills], 0.0)
     found = [minimise(part, widths, tolerance) for part in _within(tables, ends, num_ranks, memory_limit)]
     best = min((answer for answer in found if answer is not None), key=lambda answer: answer.objective, default=None)
     if best is None:
-        raise _too_little_memory(memory_limit, grid, batch, ends, num_ranks)
+        least = min(batch * sequence, sequence + (num_ranks - 1) * int(np.diff(ends, prepend=0).max()))
+        raise InputError(
+            f"memory_limit={memory_limit}: slices on a grid of {grid} hold at least {least} tokens per rank. Raise it "
+            f"to {least}."
+        )
     slices = tuple(tuple(int(n) for n in np.diff(ends[np.array(cuts) - 1], prepend=0)) for _, cuts in best.pieces)
     sizes = tuple(tables.sizes[kind] for kind, _ in best.pieces)
     return Slicing(
@@ -104,23 +109,6 @@ def slice_batch(
         max_slice_seconds=sum(measure(replace(tables, largest=seconds), best).largest),
         gap_seconds=sum(widths) + tolerance * best.objective,
         peak_tokens=peak_tokens(slices, sizes, num_ranks),
-    )
-
-
-def _tables(seconds: tuple[Array, ...], fills: Sequence[float], batch: int) -> Tables:
-    """Tables of pieces of 1, 2, ... sequences."""
-    return Tables(
-        cost=np.add(*seconds),
-        largest=tuple(_worth(each, fill) for each, fill in zip(seconds, fills, strict=True)),
-        sizes=tuple(range(1, seconds[0].shape[1] + 1)),
-        batch=batch,
-    )
-
-
-def _too_little_memory(limit: int | None, grid: int, batch: int, ends: Cells, num_ranks: int) -> InputError:
-    least = min(batch * int(ends[-1]), int(ends[-1]) + (num_ranks - 1) * int(np.diff(ends, prepend=0).max()))
-    return InputError(
-        f"memory_limit={limit}: slices on a grid of {grid} hold at least {least} tokens per rank. Raise it to {least}."
     )
 
 
@@ -153,16 +141,6 @@ def check_sizes(*, sequence: int, num_ranks: int, batch: int, grid: int) -> None
         )
 
 
-def _ends(sequence: int, grid: int) -> Cells:
-    """Where the cells end; the last one is shorter where the grid does not divide the sequence."""
-    return np.minimum(np.arange(1, -(-sequence // grid) + 1) * grid, sequence)
-
-
-def _worth(seconds: Array, fill: float) -> Array:
-    """Cost of slices for being the longest; infinite where there is no slice."""
-    return np.where(np.isfinite(seconds), fill * np.where(np.isfinite(seconds), seconds, 0.0), np.inf)
-
-
 def stages_of(costs: SliceTime | Sequence[SliceTime], num_ranks: int) -> list[SliceTime]:
     """The costs of every rank.
 
@@ -180,10 +158,13 @@ def stages_of(costs: SliceTime | Sequence[SliceTime], num_ranks: int) -> list[Sl
     return stages
 
 
-def _seconds(
-    costs: SliceTime | Sequence[SliceTime], ends: Cells, num_ranks: int, most: int
-) -> tuple[tuple[Array, ...], tuple[float, ...]]:
-    """Per direction, the seconds of every slice on the slowest rank, and how often the longest counts again."""
+def _tables(
+    costs: SliceTime | Sequence[SliceTime], ends: Cells, num_ranks: int, most: int, batch: int
+) -> tuple[Tables, tuple[Array, ...], tuple[float, ...]]:
+    """Tables of pieces of up to `most` sequences, for the search.
+
+    Also per direction: the seconds of every slice on the slowest rank, and how often the longest counts again.
+    """
     ranks = stages_of(costs, num_ranks)
     stages, counts = {id(rank): rank for rank in ranks}, Counter(map(id, ranks))
     starts, stops = np.triu_indices(len(ends))  # a slice is the cells from starts to stops
@@ -191,12 +172,22 @@ def _seconds(
     length = ends[stops] - context
     found = {key: _evaluate(stage, most, length, context) for key, stage in stages.items()}
     slowest = np.max(list(found.values()), axis=0)
-    fills = tuple(
-        sum(count * _part(found[key][phase], slowest[phase]) for key, count in counts.items()) - 1.0 for phase in (0, 1)
-    )
-    tables = np.full((2, len(ends), most, len(ends)), np.inf)
-    tables[:, stops, :, starts - stops - 1] = np.moveaxis(slowest, -1, 0)
-    return (tables[0], tables[1]), fills
+    # Of every rank, the largest share of the slowest rank's time that it takes.
+    shares = {
+        key: np.divide(own, slowest, out=np.ones_like(own), where=slowest > 0).max(axis=(1, 2))
+        for key, own in found.items()
+    }
+    fills = tuple(float(sum(counts[key] * share[phase] for key, share in shares.items())) - 1.0 for phase in (0, 1))
+
+    def by_cells(values: Array) -> Array:
+        table = np.full((len(ends), most, len(ends)), np.inf)
+        table[stops, :, starts - stops - 1] = values.T
+        return table
+
+    seconds = tuple(by_cells(each) for each in slowest)
+    largest = tuple(by_cells(fill * each) for fill, each in zip(fills, slowest, strict=True))
+    sizes = tuple(range(1, most + 1))
+    return Tables(cost=np.add(*seconds), largest=largest, sizes=sizes, batch=batch), seconds, fills
 
 
 def _evaluate(stage: SliceTime, most: int, length: Cells, context: Cells) -> Array:
@@ -221,11 +212,6 @@ def _evaluate(stage: SliceTime, most: int, length: Cells, context: Cells) -> Arr
     return seconds.swapaxes(0, 1)
 
 
-def _part(seconds: Array, slowest: Array) -> float:
-    """The largest share of the slowest rank's time that one rank takes."""
-    return float(np.max(np.divide(seconds, slowest, out=np.ones_like(seconds), where=slowest > 0)))
-
-
 def _within(tables: Tables, ends: Cells, num_ranks: int, memory_limit: int | None) -> Iterator[Tables]:
     """The tables within the memory limit, once per size of the largest piece."""
     sequence = int(ends[-1])
@@ -240,3 +226,55 @@ def _within(tables: Tables, ends: Cells, num_ranks: int, memory_limit: int | Non
             return
         tokens = np.array(tables.sizes)[:, None] * lengths[:, None, :] * (num_ranks - 1)
         yield tables.keep((tokens <= left) & (np.arange(len(tables.sizes)) < size)[:, None])
+
+
+def uniform(*, sequence: int, num_slices: int, multiple: int = 1) -> tuple[int, ...]:
+    """Slices whose lengths differ by at most one multiple; the last one may end short of a multiple.
+
+    Raises:
+        InputError: more slices than multiples in the sequence.
+    """
+    return _cut(sequence, num_slices, multiple, [index / num_slices for index in range(num_slices + 1)])
+
+
+def balanced(
+    *, sequence: int, num_slices: int, width: int, mlp_ratio: float = 4.0, multiple: int = 1
+) -> tuple[int, ...]:
+    """Slices with equal arithmetic in a transformer of this width: later slices are shorter.
+
+    The token at position x costs ``8 + 4 mlp_ratio`` times width squared multiplications and additions in matrices, and
+    ``4 x width`` in causal attention. The first x tokens cost its integral, which is cut into equal parts. Seq1F1B
+    (arXiv:2406.03488) computes the same slices from the end.
+
+    Raises:
+        InputError: more slices than multiples in the sequence, or a width below 1.
+    """
+    if width < 1 or not 0 <= mlp_ratio < math.inf:
+        raise InputError(
+            f"width={width}, mlp_ratio={mlp_ratio}: the width must be at least 1, the ratio from 0 and finite. Use the "
+            "sizes of the model."
+        )
+    matrices = (8 + 4 * mlp_ratio) * width  # over 4 width, as 2 x**2 width is
+    total = matrices * sequence + 2 * sequence**2
+    parts = [
+        (math.sqrt(matrices**2 + 8 * total * index / num_slices) - matrices) / 4 / sequence
+        for index in range(num_slices + 1)
+    ]
+    return _cut(sequence, num_slices, multiple, parts)
+
+
+def _cut(sequence: int, num_slices: int, multiple: int, parts: list[float]) -> tuple[int, ...]:
+    """Slices that end nearest to these fractions of the sequence; none is empty."""
+    cells = -(-sequence // max(1, multiple))
+    if sequence < 1 or multiple < 1 or not 1 <= num_slices <= cells:
+        raise InputError(
+            f"num_slices={num_slices}: {sequence} tokens in multiples of {multiple} make from 1 to {max(0, cells)} "
+            "slices. Use a number in this range."
+        )
+    ends = [0]
+    for index in range(1, num_slices):
+        wanted = math.floor(parts[index] * sequence / multiple + 0.5)
+        ends.append(min(max(wanted, ends[-1] + 1), cells - (num_slices - index)))
+    return tuple(
+        min(end * multiple, sequence) - start * multiple for start, end in zip(ends, [*ends[1:], cells], strict=True)
+    )
