@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import DataError
-from pipeloom.train.data.sampler import Corpus, Sampler, prepare_corpus
+from pipeloom.train.data.corpus import Corpus, Sampler, prepare_corpus
 
 # ------------------------------------------------------------------------------------------------------- sampler
 
@@ -85,7 +85,7 @@ def documents(tokens: np.ndarray) -> list[bytes]:
 def test_every_document_once_and_whole(texts: Path, tmp_path: Path):
     corpus = prepare_corpus(str(texts), None, tmp_path / "cache", validation_fraction=0.2)
     assert corpus.divided_by == "file"
-    assert (corpus.num_files, corpus.vocabulary_size) == (60, 256)
+    assert (corpus.num_files, corpus.tokenizer.vocabulary_size) == (60, 256)
     assert corpus.skipped == {"not UTF-8 text": 2, "empty": 1, "broken link": 1, "no regular file": 1}
     train, validation = documents(corpus.train), documents(corpus.validation)
     expected = [
@@ -274,7 +274,7 @@ def test_a_tokenizer_file_gives_its_own_ids(texts: Path, tmp_path: Path, tokeniz
     corpus = prepare_corpus(str(texts / "part0" / "*.txt"), tokenizer_file, tmp_path / "cache", 0.2)
     plain = prepare_corpus(str(texts / "part0" / "*.txt"), None, tmp_path / "cache", 0.2)
     assert corpus.train.dtype == np.uint16
-    assert corpus.vocabulary_size == len(json.loads(Path(tokenizer_file).read_text())["model"]["vocab"])
+    assert corpus.tokenizer.vocabulary_size == len(json.loads(Path(tokenizer_file).read_text())["model"]["vocab"])
     assert len(corpus.train) < len(plain.train)  # a pair or more becomes one token
     text = corpus.tokenizer.decode(np.concatenate([corpus.train, corpus.validation]).tolist())
     pieces = text.split("<|endoftext|>")[:-1]

@@ -107,11 +107,15 @@ def test_one_process_in_float32_goes_on_where_four_in_float16_were(
     assert saved.compute_type == "fp16"
     still = ("--optimizer.learning_rate=0", "--batch.size=8", "--steps=9", "--save_steps=9", "--eval_steps=9")
     more = ("--parallel.pipeline=1", "--sample_tokens=0", f"--resume_from_checkpoint={saved.path}")
-    local(text, tmp_path, *still, *more)
+    options = ("--optimizer.weight_decay=0.2", "--optimizer.beta1=0.5")
+    local(text, tmp_path, *still, *more, *options)
     (evaluated,) = [row["eval_loss"] for row in metrics(tmp_path) if "eval_loss" in row]
     (expected,) = [row["eval_loss"] for row in metrics(whole) if row["step"] == 8 and "eval_loss" in row]
     assert evaluated == pytest.approx(expected, rel=1e-3)
     again = ck.load(tmp_path)
+    groups = [group["options"] for part in again.manifest.parts for group in part.param_groups]
+    assert {group["weight_decay"] for group in groups} == {0.2, 0.0}, "the options are those of this run"
+    assert [group["betas"] for group in groups] == [[0.5, 0.95]] * 2
     for name in again.weight_map:
         assert torch.equal(saved.tensor(name), again.tensor(name)), name
     capsys.readouterr()

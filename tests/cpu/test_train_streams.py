@@ -23,7 +23,7 @@ from pipeloom.common.quantities import counted
 from pipeloom.sim import Timeline
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.optimizers import make_optimizer
-from pipeloom.train.output.progress import display
+from pipeloom.train.output.display import display
 from pipeloom.train.process_group import join
 from pipeloom.train.trainer import Trainer
 

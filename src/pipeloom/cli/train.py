@@ -72,9 +72,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
-    from pipeloom.train.checkpoint.directory import clean
+    from pipeloom.train.checkpoint.directory import clean, in_use
     from pipeloom.train.config.data_parallel import process_names
-    from pipeloom.train.output.directory import in_use
 
     output_dir = Path(config.output_dir)
     with in_use(output_dir):

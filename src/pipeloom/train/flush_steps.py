@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
 from pipeloom.sim import Timeline, measured_timeline
-from pipeloom.train.offload import NUM_NUMBERS, offload_metrics, offload_numbers
-from pipeloom.train.optimizers import learning_rate, learning_rates, make_stepper, set_learning_rates
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.optimizers import learning_rate, learning_rates, set_learning_rates
 from pipeloom.train.output.measured_memory import MemoryProbe
 from pipeloom.train.output.step_metrics import (
     Records,
-    StepCost,
     Waits,
     cost_metrics,
     cost_numbers,
@@ -26,18 +26,10 @@ from pipeloom.train.output.step_metrics import (
     read_cost,
 )
 from pipeloom.train.run_parts import Batches, Live, RunParts
-from pipeloom.training import Update
+from pipeloom.training import BarrierStep, OptimizerStep, Pipeline, PostValidatedStep, Update
 
 _LEAST_LOSS_SCALE = 2.0**-10  # gradients that overflow below it overflow at any scale
-
-
-class _Begun(NamedTuple):
-    """A step that has run and whose update is not final yet."""
-
-    step: int
-    learning_rate: float
-    loss_scale: float
-    seconds: float
+_NUM_OFFLOAD_NUMBERS = 4
 
 
 class FlushSteps:
@@ -53,8 +45,20 @@ class FlushSteps:
 
     def __init__(self, parts: RunParts, probe: MemoryProbe) -> None:
         self._parts, self._scaler, self._probe = parts, parts.scaler, probe
-        self._stepper = make_stepper(parts.pipeline, parts.optimizer, parts.config.optimizer, parts.group, parts.scaler)
-        self._begun: deque[_Begun] = deque()  # steps whose updates are not final yet
+        max_norm = parts.config.optimizer.clip_norm or math.inf
+        self._stepper: OptimizerStep
+        if parts.config.optimizer.barrier:
+            self._stepper = BarrierStep(
+                parts.pipeline,
+                parts.optimizer,
+                max_norm=max_norm,
+                sum_over_processes=parts.group.sum,
+                scaler=parts.scaler,
+            )
+        else:
+            self._stepper = PostValidatedStep(parts.pipeline, parts.optimizer, max_norm=max_norm)
+        # Step, learning rate, loss scale and seconds of the steps whose updates are not final yet.
+        self._begun: deque[tuple[int, float, float, float]] = deque()
         self._records: Records = []  # of the last step on this process's ranks
         self._waits: Waits = {}  # inside its computations
         self._steps_here = 0
@@ -86,15 +90,15 @@ class FlushSteps:
         """Run one step; returns the updates that are final now: its own or the previous one."""
         self._parts.journal.enter(f"step {step}")
         started = time.perf_counter()
-        rate = learning_rate(step - 1, self._parts.config.steps, self._parts.config.optimizer)
-        rates = learning_rates(self._parts.optimizer, step - 1, self._parts.config.steps, self._parts.config.optimizer)
-        set_learning_rates(self._parts.optimizer, rates)
+        config, optimizer = self._parts.config, self._parts.optimizer
+        rate = learning_rate(step - 1, config.steps, config.optimizer)
+        set_learning_rates(optimizer, learning_rates(optimizer, step - 1, config.steps, config.optimizer))
         scale = self._scaler.scale if self._scaler else 1.0
         inputs, targets = next(batches)
         # One sum over processes per step: gradient norms for clipping, and the costs of the step.
         with self._probe.step(self._steps_here):
             updates = self._stepper.step(inputs, targets, lambda: self._cost_numbers(step))
-        self._begun.append(_Begun(step, rate, scale, time.perf_counter() - started))
+        self._begun.append((step, rate, scale, time.perf_counter() - started))
         return updates
 
     def _cost_numbers(self, step: int) -> Tensor:
@@ -102,39 +106,56 @@ class FlushSteps:
         self._parts.journal.enter(f"step {step}, update")
         self._probe.look(self._steps_here)
         cost = cost_numbers(self._parts.pipeline, self._records, self._parts.group.place, self._parts.group.size)
-        return torch.cat([cost, offload_numbers(self._parts.pipeline, self._parts.optimizer)])
+        return torch.cat([cost, _offload_numbers(self._parts.pipeline, self._parts.optimizer)])
 
     def _finish(self, update: Update) -> dict[str, Any]:
         """The metrics of the first step that is not final yet."""
-        begun = self._begun.popleft()
-        loss, norm = float(update.loss), float(update.grad_norm)
-        cost = read_cost(update.numbers[:-NUM_NUMBERS], self._parts.pipeline.schedule, self._parts.group.size)
-        row = {"step": begun.step, "loss": loss, "grad_norm": norm, "lr": begun.learning_rate}
+        step, rate, scale, seconds = self._begun.popleft()
+        parts, loss, norm = self._parts, float(update.loss), float(update.grad_norm)
+        cost = read_cost(update.numbers[:-_NUM_OFFLOAD_NUMBERS], parts.pipeline.schedule, parts.group.size)
+        parts.predictor.observe(cost)
+        self._steps_here += 1
+        # The first step warms up, and message times cost a collective.
+        if 2 <= self._steps_here <= 6 or self._steps_here % 20 == 0:
+            parts.predictor.observe_messages(gathered_records(parts.group, self._records))
+        row = {"step": step, "loss": loss, "grad_norm": norm, "lr": rate}
         if self._scaler is not None:
-            row |= {"loss_scale": begun.loss_scale, "skipped_steps": self._scaler.num_skipped}
-        row |= self._timing(begun.seconds, cost) | offload_metrics(self._parts.config, update.numbers[-NUM_NUMBERS:])
-        self._parts.journal.write(row)
-        if not update.applied and not (update.skipped and begun.loss_scale >= _LEAST_LOSS_SCALE):
+            row |= {"loss_scale": scale, "skipped_steps": self._scaler.num_skipped}
+        row |= {
+            "tokens_per_second": parts.config.batch.size * parts.config.model.sequence_length / seconds,
+            "step_seconds": seconds,
+            **cost_metrics(cost, parts.predictor, parts.pipeline.program, parts.group),
+            **_offload_metrics(parts.config, update.numbers[-_NUM_OFFLOAD_NUMBERS:]),
+        }
+        parts.journal.write(row)
+        if not update.applied and not (update.skipped and scale >= _LEAST_LOSS_SCALE):
             raise RunError(
-                f"step {begun.step} has loss {loss} and gradient norm {norm}: training cannot continue. Lower "
+                f"step {step} has loss {loss} and gradient norm {norm}: training cannot continue. Lower "
                 "optimizer.learning_rate, or resume from an earlier checkpoint with another seed."
             )
         return row
 
-    def _timing(self, step_seconds: float, cost: StepCost) -> dict[str, Any]:
-        """The metrics of time and memory."""
-        self._parts.predictor.observe(cost)
-        self._steps_here += 1
-        if _shows_messages(self._steps_here):
-            self._parts.predictor.observe_messages(gathered_records(self._parts.group, self._records))
-        tokens = self._parts.config.batch.size * self._parts.config.model.sequence_length
-        return {
-            "tokens_per_second": tokens / step_seconds,
-            "step_seconds": step_seconds,
-            **cost_metrics(cost, self._parts.predictor, self._parts.pipeline.program, self._parts.group),
-        }
+
+def _offload_numbers(pipe: Pipeline, optimizer: Any) -> Tensor:
+    """Of this process: offloaded bytes of states and of parameters, bytes moved so far, seconds waited so far.
+
+    Shape [4], float64.
+    """
+    moved, waited = pipe.memory.offload_traffic
+    states = getattr(optimizer, "offloaded_bytes", 0)
+    moved += getattr(optimizer, "moved_bytes", 0)
+    waited += getattr(optimizer, "wait_seconds", 0.0)
+    return torch.tensor([states, pipe.memory.offloaded_parameters.num_bytes, moved, waited], dtype=torch.float64)
 
 
-def _shows_messages(steps_here: int) -> bool:
-    """Whether message times are taken from this step: the first warms up, and each costs a collective."""
-    return 2 <= steps_here <= 6 or steps_here % 20 == 0
+def _offload_metrics(config: TrainConfig, numbers: Tensor) -> dict[str, Any]:
+    """The sum of `_offload_numbers` over processes as keys of a row of metrics; none without an offload target."""
+    if config.memory.offload is None:
+        return {}
+    states, parameters, moved, waited = numbers.tolist()
+    return {
+        "offloaded_state_bytes": int(states),
+        "offloaded_parameter_bytes": int(parameters),
+        "offload_moved_bytes": int(moved),
+        "offload_wait_seconds": waited,
+    }

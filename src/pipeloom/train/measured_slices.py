@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -13,14 +12,14 @@ from pipeloom.models import GPTConfig
 from pipeloom.plan.slicing import LinearTime, SliceCosts, slice_for_schedule
 from pipeloom.plan.slicing.measure_slices import measure_slices
 from pipeloom.train.checkpoint import load
-from pipeloom.train.checkpoint.exchange import Exchange
 from pipeloom.train.config.schedule import AUTO, schedule_name
 from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.process_group import Group
 
 _FINEST = 64  # slices that are measured begin at multiples of a 64th of the sequence
 
 
-def choose_slices(config: TrainConfig, exchange: Exchange, checkpoint: Path | None) -> tuple[TrainConfig, str | None]:
+def choose_slices(config: TrainConfig, group: Group, checkpoint: Path | None) -> tuple[TrainConfig, str | None]:
     """Replace ``auto`` by lengths, the same on every process; and a line about them.
 
     A resumed run keeps the lengths of its checkpoint. Else process 0 measures one block of the model for some seconds
@@ -28,8 +27,7 @@ def choose_slices(config: TrainConfig, exchange: Exchange, checkpoint: Path | No
     """
     if config.parallel.slices != AUTO:
         return config, None
-    payload = json.dumps(_kept_or_measured(config, checkpoint) if exchange.rank == 0 else None).encode()
-    slices, note = json.loads(exchange.all_gather(payload)[0])
+    slices, note = group.gather_json(_kept_or_measured(config, checkpoint) if group.rank == 0 else None)[0]
     return replace(config, parallel=replace(config.parallel, slices=slices)), note
 
 

@@ -1,4 +1,4 @@
-"""The optimizer over this process's parameters, its step, and the learning rate schedule."""
+"""The optimizer over this process's parameters, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from pipeloom.train.config.sections import OptimizerConfig
-from pipeloom.train.process_group import Group
-from pipeloom.training import BarrierStep, LossScaler, OptimizerStep, Pipeline, PostValidatedStep
 
 _HIDDEN = "blocks."  # prefix of the names of a GPT's blocks; embedding, last norm and head have none
 
@@ -116,20 +114,6 @@ def make_optimizer(
             return MuonWithAdamW([*([muon] if hidden else []), *(group | adamw for group in groups)])
 
 
-def make_stepper(
-    pipeline: Pipeline,
-    optimizer: torch.optim.Optimizer,
-    config: OptimizerConfig,
-    group: Group,
-    scaler: LossScaler | None = None,
-) -> OptimizerStep:
-    """Steps of `pipeline` with or without a barrier, as `config` says."""
-    max_norm = config.clip_norm or math.inf
-    if config.barrier:
-        return BarrierStep(pipeline, optimizer, max_norm=max_norm, sum_over_processes=group.sum, scaler=scaler)
-    return PostValidatedStep(pipeline, optimizer, max_norm=max_norm)
-
-
 def learning_rates(optimizer: torch.optim.Optimizer, step: int, num_steps: int, config: OptimizerConfig) -> list[float]:
     """The learning rate of every group of parameters, as `learning_rate`."""
     return [
@@ -141,13 +125,3 @@ def learning_rates(optimizer: torch.optim.Optimizer, step: int, num_steps: int, 
 def set_learning_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float]) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of every group; `apply_options` restores them after a checkpoint's state was loaded."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-
-def apply_options(optimizer: torch.optim.Optimizer, options: Iterable[Mapping[str, Any]]) -> None:
-    for group, wanted in zip(optimizer.param_groups, options, strict=True):
-        group.update(wanted)

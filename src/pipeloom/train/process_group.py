@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +41,11 @@ class Group:
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every process's payload, by rank."""
-        if self.size == 1:
-            return [payload]
-        return all_gather_bytes(payload)
+        return [payload] if self.size == 1 else all_gather_bytes(payload)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every process's JSON value, by rank."""
+        return [json.loads(each) for each in self.all_gather(json.dumps(value).encode())]
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over processes, in place and on the CPU, in the order of ranks: bitwise reproducible."""

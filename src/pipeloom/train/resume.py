@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,10 @@ import torch
 from torch import Tensor
 
 from pipeloom.train import checkpoint
+from pipeloom.train.checkpoint.directory import resume_path
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.config.validate import resume_path
-from pipeloom.train.data.sampler import Sampler
-from pipeloom.train.optimizers import apply_options, options_of
-from pipeloom.train.output.notices import resume_notices
+from pipeloom.train.data.corpus import Sampler
+from pipeloom.train.output.display import resume_notices
 from pipeloom.train.process_group import Group
 from pipeloom.train.run_parts import RunParts
 
@@ -28,17 +28,18 @@ def agreed_checkpoint(config: TrainConfig, group: Group) -> Path | None:
     Raises:
         CheckpointError: there is none, and the option is not `auto`.
     """
-    found = resume_path(config) if group.rank == 0 else None
+    wanted, output_dir = config.resume_from_checkpoint, Path(config.output_dir)
+    found = resume_path(wanted, output_dir) if group.rank == 0 else None
     answer = group.all_gather(os.fsencode(found) if found else b"")[0]
     return Path(os.fsdecode(answer)) if answer else None
 
 
 def save(run: RunParts, step: int) -> Path:
     """Write ``checkpoint-{step}``; each process writes its shards. 16-bit formats: float32 main parameters."""
+    run.journal.enter(f"checkpoint after step {step}")
     config, pipe = run.config, run.pipeline
-    sizes = config.gpt(run.corpus.vocabulary_size)
     state: dict[str, Any] = {
-        "model": {key: getattr(sizes, key) for key in sizes.__dataclass_fields__},
+        "model": asdict(config.gpt(run.corpus.tokenizer.vocabulary_size)),
         "sampler": {
             "samples_seen": run.samples_seen,
             "seed": run.sampler.seed,
@@ -52,7 +53,7 @@ def save(run: RunParts, step: int) -> Path:
         run.output_dir,
         step,
         model=pipe.state.main_state(),
-        optimizer=checkpoint.optimizer_state(run.base_optimizer, _names(run)),
+        optimizer=checkpoint.optimizer_state(run.optimizer, _names(run)),
         random=checkpoint.random_state(),
         state=state,
         layout=_layout(run),
@@ -75,9 +76,11 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
     else:
         saved.load_model(pipe.state.main_state(), pipe.state.ranges)
         pipe.state.refresh()
-    options = options_of(run.base_optimizer)
-    saved.load_optimizer(run.base_optimizer, _names(run), pipe.state.ranges)
-    apply_options(run.base_optimizer, options)
+    groups = run.optimizer.param_groups
+    given = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    saved.load_optimizer(run.optimizer, _names(run), pipe.state.ranges)
+    for param_group, options in zip(groups, given, strict=True):  # the options of this run, not the saved ones
+        param_group.update(options)
     if run.scaler is not None and "loss_scaler" in saved.state:
         run.scaler.load(saved.state["loss_scaler"])
     sampler = saved.state["sampler"]

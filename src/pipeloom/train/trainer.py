@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,12 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError, RunError
 from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.processes.launcher import Membership
 from pipeloom.report import write_report
 from pipeloom.train import resume
+from pipeloom.train.checkpoint.directory import in_use
 from pipeloom.train.config.data_parallel import samples_of_replica
 from pipeloom.train.config.memory import chosen_words, under_cap
 from pipeloom.train.config.schedule import AUTO
@@ -23,10 +26,9 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.tokenizers import load_tokenizer
 from pipeloom.train.flush_steps import FlushSteps
 from pipeloom.train.generate import generate
-from pipeloom.train.output.directory import in_use, prepare_output, write_timelines, writing
+from pipeloom.train.output.directory import prepare_output, writing
+from pipeloom.train.output.display import Display, display, found_text
 from pipeloom.train.output.measured_memory import MemoryProbe
-from pipeloom.train.output.notices import found_text
-from pipeloom.train.output.progress import Display, display
 from pipeloom.train.process_group import Group, join
 from pipeloom.train.run_parts import make_run_parts
 from pipeloom.train.stream_steps import StreamSteps
@@ -57,31 +59,26 @@ def train(config: TrainConfig, member: Membership | None) -> None:
                     shown.say(note)
                 if choice is not None:
                     shown.say(f"under memory.cap: {chosen_words(config)}")
-                for first, last in _stretches(done, config):
+                first = done + 1
+                for last in range(first, config.steps + 1):
+                    evaluates, saves = (
+                        bool(every) and (last % every == 0 or last == config.steps)
+                        for every in (config.eval_steps, config.save_steps)
+                    )
+                    if not (evaluates or saves or last == config.steps):
+                        continue
                     for row in trainer.steps(first, last, shown):
                         shown.step(row)
-                    if _is_due(last, config.eval_steps, config.steps):
+                    if evaluates:
                         shown.say(f"step {last}  validation loss {trainer.evaluate(last):.4f}")
-                    if _is_due(last, config.save_steps, config.steps):
-                        shown.say(f"step {last}  saved {trainer.save(last)}")
+                    if saves:
+                        shown.say(f"step {last}  saved {resume.save(trainer.run, last)}")
+                    first = last + 1
             trainer.report(shown)
             if config.sample_tokens:
                 shown.say(f"sample:\n{trainer.sample()}")
         except InputError as error:  # options are valid: now it is a failure, such as a full disk
             raise RunError(str(error)) from error
-
-
-def _stretches(done: int, config: TrainConfig) -> Iterator[tuple[int, int]]:
-    """First and last steps of the stretches between evaluations and checkpoints."""
-    first = done + 1
-    for step in range(first, config.steps + 1):
-        if step == config.steps or any(_is_due(step, n, config.steps) for n in (config.eval_steps, config.save_steps)):
-            yield first, step
-            first = step + 1
-
-
-def _is_due(step: int, every: int, last: int) -> bool:
-    return bool(every) and (step % every == 0 or step == last)
 
 
 class Trainer:
@@ -95,9 +92,7 @@ class Trainer:
         self._launched = member is not None and member.black_box is not None
         self._held = ExitStack()
         self.run = make_run_parts(config, group, member.black_box if member else None)
-        self._probe = MemoryProbe(
-            self.run.pipeline, self.run.optimizer, self.run.config_of_stages, group, self.run.corpus.vocabulary_size
-        )
+        self._probe = MemoryProbe(self.run)
         streams = self.run.schedule.microbatches_per_update is not None
         self._steps = StreamSteps(self.run) if streams else FlushSteps(self.run, self._probe)
         self._resumed: Path | None = None
@@ -135,28 +130,28 @@ class Trainer:
             if moved:
                 shown.say(moved)
         self.group.all_gather(b"")  # no process saves or logs before the directory is ready
-        sizes = self.config.gpt(corpus.vocabulary_size)
+        config, degree = self.config, self.group.data_degree
+        ranks = counted(schedule.num_ranks, "rank")
+        if degree > 1:
+            ranks = f"{degree} replicas of {ranks} ({config.parallel.data_strategy})"
+        if config.precision.dtype != "fp32":
+            ranks += f" in {config.precision.dtype}"
         start = f", from {self._resumed}" if self._resumed else ""
+        sizes = config.gpt(corpus.tokenizer.vocabulary_size)
         shown.say(
             f"{sizes.num_parameters:,} parameters in {schedule.num_stages} stages, schedule {schedule.name}, "
-            f"{self._ranks_text()}, {counted(self.config.num_microbatches, 'micro-batch')} per step; "
+            f"{ranks}, {counted(config.num_microbatches, 'micro-batch')} per step; "
             f"{found_text(corpus)}{start}"
         )
         for line in self.run.notices:
             shown.say(line)
 
-    def _ranks_text(self) -> str:
-        """``4 ranks``, or ``2 replicas of 4 ranks (zero2)``, and a number format other than float32."""
-        degree, dtype = self.group.data_degree, self.config.precision.dtype
-        text = counted(self.run.pipeline.schedule.num_ranks, "rank")
-        if degree > 1:
-            text = f"{degree} replicas of {text} ({self.config.parallel.data_strategy})"
-        return text if dtype == "fp32" else f"{text} in {dtype}"
-
     def steps(self, first: int, last: int, shown: Display) -> Iterator[dict[str, Any]]:
         """Updates `first` to `last`, after which nothing is in flight; the metrics of each as they become final."""
         count, size, start = last - first + 1, self.config.batch.size, self.run.samples_seen
-        batches = (self._batch(start + k * size) for k in range(count))
+        windows = (self.run.sampler.batch(start + k * size, size) for k in range(count))
+        length = self.config.model.sequence_length
+        batches = (self._placed(*self.run.corpus.windows(each, length)) for each in windows)
         yield from self._steps.run(batches, count, shown.live)
         self.run.samples_seen = start + count * size
 
@@ -171,23 +166,22 @@ class Trainer:
         self.run.journal.write({"step": step, "eval_loss": mean})
         return mean
 
-    def save(self, step: int) -> Path:
-        """Write ``checkpoint-{step}``."""
-        self.run.journal.enter(f"checkpoint after step {step}")
-        return resume.save(self.run, step)
-
     def report(self, shown: Display) -> None:
         """Rank 0 writes the timelines of the last step, measured and predicted, and the report."""
         self.run.journal.enter("report")
         if self._first_step > self.config.steps:
             return
-        output_dir = self.run.output_dir
-        self._probe.write(output_dir)
+        self._probe.write()
         timelines = self._steps.timelines()
         if timelines is not None:
-            measured, predicted = timelines
-            write_timelines(output_dir, measured=measured, predicted=predicted)
-            shown.say(f"report: {write_report(output_dir)}")
+            texts = {
+                name: json.loads(each.to_json())
+                for name, each in zip(("measured", "predicted"), timelines, strict=True)
+            }
+            path = self.run.output_dir / "timelines.json"
+            with writing(path):
+                write_whole(path, json.dumps(texts))
+            shown.say(f"report: {write_report(self.run.output_dir)}")
 
     def sample(self) -> str:
         """A short text that the model generates."""
@@ -205,14 +199,9 @@ class Trainer:
             sequence_length=self.config.model.sequence_length,
             temperature=self.config.sample_temperature,
             seed=self.config.seed,
-            transport=self.run.transport,
+            transport=self.config.transport,
             through=pipeline if sharded else None,
         )
-
-    def _batch(self, samples_seen: int) -> tuple[Tensor | None, Tensor | None]:
-        """This process's part of the batch that starts after `samples_seen` samples."""
-        windows = self.run.sampler.batch(samples_seen, self.config.batch.size)
-        return self._placed(*self.run.corpus.windows(windows, self.config.model.sequence_length))
 
     def _placed(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """This process's part of a global batch, on its device."""

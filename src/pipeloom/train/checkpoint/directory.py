@@ -16,16 +16,20 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeloom.errors import CheckpointError
+from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME
+
+OWN_CHECKPOINT = ("latest", "auto")  # values of resume_from_checkpoint: in the run's own output directory
 
 _VISIBLE = re.compile(r"checkpoint-(\d+)")
 _HIDDEN = re.compile(r"\.checkpoint-(\d+)\.(partial|old|deleted)-[0-9a-f]+")
+_RELEASE_SECONDS = 2.0  # how long a killed run may take to release its directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,23 @@ def resolve(path: Path) -> Path:
     found = latest(path)
     if found is None:
         raise CheckpointError(f"{path} has no complete checkpoint. Pass the output directory of a run that saved one.")
+    return found
+
+
+def resume_path(wanted: str | None, output_dir: Path) -> Path | None:
+    """The checkpoint to resume from, or None, as option ``resume_from_checkpoint`` says.
+
+    Raises:
+        CheckpointError: there is none, and `auto` was not asked for.
+    """
+    if wanted is None or wanted not in OWN_CHECKPOINT:
+        return None if wanted is None else resolve(Path(wanted))
+    found = latest(output_dir)
+    if found is None and wanted == "latest":
+        raise CheckpointError(
+            f"resume_from_checkpoint=latest: {output_dir} has no finished checkpoint. Use auto to start a run, or name "
+            "another output_dir."
+        )
     return found
 
 
@@ -179,6 +200,23 @@ def _locked(path: Path) -> Iterator[bool]:
         yield free
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def in_use(directory: Path) -> Iterator[None]:
+    """Lock the output directory (flock; the kernel releases it with the process).
+
+    Raises:
+        InputError: another run holds it.
+    """
+    deadline = time.monotonic() + _RELEASE_SECONDS
+    while time.monotonic() <= deadline:
+        with _locked(directory) as free:
+            if free:
+                yield
+                return
+        time.sleep(0.02)
+    raise InputError(f"output_dir={directory}: is in use by another run. Name another directory.")
 
 
 def _hidden(output_dir: Path, step: int, kind: str) -> Path:

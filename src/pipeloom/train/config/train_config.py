@@ -27,8 +27,6 @@ from pipeloom.train.config.sections import (
     option,
 )
 
-OWN_CHECKPOINT = ("latest", "auto")  # values of resume_from_checkpoint: in the run's own output directory
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
@@ -75,6 +73,11 @@ class TrainConfig:
     def data_degree(self) -> int:
         """The data-parallel degree; 1 as long as -1 is not replaced by a number."""
         return max(1, self.parallel.data)
+
+    @property
+    def transport(self) -> str:
+        """The transport as a pipeline takes it."""
+        return "loopback" if self.local else self.parallel.transport
 
     @property
     def microbatch_size(self) -> int:
@@ -171,6 +174,18 @@ def _from_mapping(kind: Any, mapping: Mapping[str, Any]) -> Any:
         return Bytes.parse(value) if value is not None and Bytes in (hint, *get_args(hint)) else value
 
     return kind(**{key: value_of(hints[key], value) for key, value in mapping.items()})
+
+
+def flat(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value of nested sections: ``{"steps": 9, "model.layers": 6}``."""
+    found: dict[str, Any] = {}
+    for name, value in mapping.items():
+        found |= (
+            {f"{name}.{key}": each for key, each in flat(value).items()}
+            if isinstance(value, Mapping)
+            else {name: value}
+        )
+    return found
 
 
 def as_utf8(text: str) -> str:

@@ -14,15 +14,14 @@ from pipeloom.errors import CheckpointError, DataError, InputError
 from pipeloom.ir.versions import check_drained
 from pipeloom.parallel.offload.targets import CPU
 from pipeloom.plan.memory import OPTIMIZERS
-from pipeloom.train.checkpoint import directory as checkpoint_directory
+from pipeloom.train.checkpoint.directory import in_use, resume_path
 from pipeloom.train.checkpoint.manifest import Manifest, verify
 from pipeloom.train.config.memory import under_cap
 from pipeloom.train.config.rules import check_sizes, validate_settings
 from pipeloom.train.config.schedule import AUTO, make_schedule
-from pipeloom.train.config.train_config import OWN_CHECKPOINT, TrainConfig
-from pipeloom.train.data.sampler import Corpus, prepare_corpus
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.data.corpus import Corpus, open_corpus
 from pipeloom.train.data.tokenizers import load_tokenizer
-from pipeloom.train.output.directory import in_use
 
 _GPU = Path("/dev/nvidiactl")  # with a GPU, the model lies in its memory, and torch says what is missing
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -48,10 +47,10 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
         device = "cuda" if _GPU.exists() else "cpu"
         under_cap(config, load_tokenizer(config.data.tokenizer).vocabulary_size, device=device)
     _check_processes(config, world_size)
-    checkpoint = resume_path(config)
+    output_dir = Path(config.output_dir)
+    checkpoint = resume_path(config.resume_from_checkpoint, output_dir)
     if checkpoint is not None:
         _check_checkpoint(config, checkpoint, verify(checkpoint))
-    output_dir = Path(config.output_dir)
     made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     try:
         _check_writable(output_dir)
@@ -63,33 +62,6 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
                 for path in made:
                     path.rmdir()
         raise
-
-
-def open_corpus(config: TrainConfig) -> Corpus:
-    """The tokens of the run; made at the first call, mapped from the output directory afterwards."""
-    data, output_dir = config.data, Path(config.output_dir)
-    tokens_dir = output_dir / "data"
-    return prepare_corpus(data.path, data.tokenizer, tokens_dir, data.validation_fraction, output_dir=output_dir)
-
-
-def resume_path(config: TrainConfig) -> Path | None:
-    """The checkpoint to resume from, or None.
-
-    Raises:
-        CheckpointError: there is none, and `auto` was not asked for.
-    """
-    wanted = config.resume_from_checkpoint
-    if wanted is None:
-        return None
-    if wanted not in OWN_CHECKPOINT:
-        return checkpoint_directory.resolve(Path(wanted))
-    found = checkpoint_directory.latest(Path(config.output_dir))
-    if found is None and wanted == "latest":
-        raise CheckpointError(
-            f"resume_from_checkpoint=latest: {config.output_dir} has no finished checkpoint. Use auto to start a "
-            "run, or name another output_dir."
-        )
-    return found
 
 
 def _check_processes(config: TrainConfig, world_size: int | None) -> None:

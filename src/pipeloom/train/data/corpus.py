@@ -1,4 +1,4 @@
-"""Tokenizes text files into one memory-mapped stream of tokens.
+"""Tokenizes text files into one memory-mapped stream of tokens, and selects the windows of each batch from it.
 
 Several ranks may prepare the same corpus at once. Each writes a temporary file and renames it, so the last one replaces
 the others with the same content, and a stream that is already mapped does not change.
@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -19,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipeloom.common.atomic_file import whole_file, write_whole
 from pipeloom.errors import DataError
+from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.text_files import find_files
 from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -53,17 +55,13 @@ class Corpus:
     divided_by: str
     left_out: Sequence[Path] = ()
 
-    @property
-    def vocabulary_size(self) -> int:
-        return self.tokenizer.vocabulary_size
-
     def num_windows(self, sequence_length: int, part: Part = "train") -> int:
         """The number of disjoint windows of `sequence_length` inputs and their targets.
 
         Raises:
             DataError: the data is shorter than one window.
         """
-        tokens = self._part(part)
+        tokens: NDArray[Any] = getattr(self, part)
         count = (len(tokens) - 1) // sequence_length
         if count < 1:
             fix = "Increase data.validation_fraction, use --eval_steps 0, add" if part == "validation" else "Add"
@@ -77,7 +75,7 @@ class Corpus:
         """Windows by number -> (inputs [B, S], targets [B, S]), int64; targets are the inputs shifted by one token."""
         import torch  # imported here: preparing and checking data needs no torch
 
-        tokens, count = self._part(part), self.num_windows(sequence_length, part)
+        tokens, count = getattr(self, part), self.num_windows(sequence_length, part)
         chosen = np.asarray(indices, np.int64)
         inputs = tokens[: count * sequence_length].reshape(count, sequence_length)[chosen]
         targets = tokens[1 : count * sequence_length + 1].reshape(count, sequence_length)[chosen]
@@ -95,8 +93,46 @@ class Corpus:
             chosen = range(batch * batch_size, min((batch + 1) * batch_size, count))
             yield self.windows(chosen, sequence_length, "validation")
 
-    def _part(self, part: Part) -> NDArray[Any]:
-        return self.train if part == "train" else self.validation
+
+class Sampler:
+    """Endless shuffled epochs of `num_windows` windows.
+
+    Sample ``n`` is element ``n % num_windows`` of the permutation of epoch ``n // num_windows``, which is determined by
+    `seed` and the epoch. The only state is thus the number of samples used so far: a run that resumes from it, with any
+    batch size, repeats and skips no sample.
+
+    Raises:
+        DataError: there are no windows.
+    """
+
+    def __init__(self, num_windows: int, seed: int) -> None:
+        if num_windows < 1:
+            raise DataError(f"num_windows={num_windows}: must be at least 1. Add text.")
+        self.num_windows = num_windows
+        self.seed = seed
+        self._permutation = lru_cache(maxsize=2)(self._permutation_of)  # two, as a batch may span epochs
+
+    def batch(self, first_sample: int, count: int) -> NDArray[np.int64]:
+        """The window numbers of samples ``first_sample ... first_sample + count - 1``; [count]."""
+        epoch, offset = divmod(first_sample, self.num_windows)
+        pieces = [np.empty(0, np.int64)]
+        while count > 0:
+            pieces.append(self._permutation(epoch)[offset : offset + count])
+            count -= len(pieces[-1])
+            epoch, offset = epoch + 1, 0
+        return np.concatenate(pieces)
+
+    def _permutation_of(self, epoch: int) -> NDArray[np.int64]:
+        generator = np.random.Generator(np.random.PCG64([self.seed % 2**64, epoch]))
+        return generator.permutation(self.num_windows).astype(np.int64, copy=False)
+
+
+def open_corpus(config: TrainConfig) -> Corpus:
+    """The tokens of a run; made at the first call, mapped from the output directory afterwards."""
+    data, output_dir = config.data, Path(config.output_dir)
+    return prepare_corpus(
+        data.path, data.tokenizer, output_dir / "data", data.validation_fraction, output_dir=output_dir
+    )
 
 
 def prepare_corpus(
@@ -124,8 +160,7 @@ def prepare_corpus(
     if not 0 <= validation_fraction < 1:
         raise DataError(f"validation_fraction={validation_fraction}: must be >= 0 and < 1.")
     encoder = load_tokenizer(tokenizer)
-    found = find_files(path, directory, output_dir)
-    root, files = found.root, found.files
+    root, files, passed_over, left_out = find_files(path, directory, output_dir)
     key = blake2b(encoder.fingerprint, digest_size=12)
     key.update(json.dumps([_FORMAT, str(root), validation_fraction, [_facts(file) for file in files]]).encode())
     stream, about = (directory / f"corpus-{key.hexdigest()}{ending}" for ending in (".bin", ".json"))
@@ -144,9 +179,9 @@ def prepare_corpus(
         validation=tokens[facts["num_train_tokens"] :],
         tokenizer=encoder,
         num_files=facts["num_files"],
-        skipped={reason: n for reason, n in {**facts["skipped"], **found.passed_over}.items() if n},
+        skipped={reason: n for reason, n in {**facts["skipped"], **passed_over}.items() if n},
         divided_by=facts["divided_by"],
-        left_out=found.left_out,
+        left_out=left_out,
     )
 
 

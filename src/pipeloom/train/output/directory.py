@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
+import itertools
 import json
 import math
 import os
 import platform
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,52 +16,13 @@ from typing import Any
 import yaml
 
 from pipeloom.common.atomic_file import UNFINISHED, write_whole
-from pipeloom.errors import InputError, RunError
+from pipeloom.errors import RunError
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.schedules import user_defined as own_schedule
-from pipeloom.sim import Timeline
-from pipeloom.train.checkpoint.directory import clean, list_checkpoints
-from pipeloom.train.config.train_config import OWN_CHECKPOINT, TrainConfig
-from pipeloom.train.data.text_files import CONFIG_HEAD
+from pipeloom.train.checkpoint.directory import OWN_CHECKPOINT, clean, list_checkpoints
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.data.text_files import CONFIG_HEAD, RUN_FILES
 from pipeloom.version import __version__
-
-_FILES = (
-    "metrics.jsonl",
-    "config.yaml",
-    "environment.json",
-    "timelines.json",
-    "timeline.json.gz",
-    "report.html",
-    "memory.json",
-)
-_RELEASE_SECONDS = 2.0  # how long a killed run may take to release its directory
-
-
-@contextmanager
-def in_use(directory: Path) -> Iterator[None]:
-    """Lock the output directory (flock; the kernel releases it with the process).
-
-    Raises:
-        InputError: another run holds it.
-    """
-    descriptor = os.open(directory, os.O_RDONLY)
-    deadline = time.monotonic() + _RELEASE_SECONDS
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise InputError(
-                        f"output_dir={directory}: is in use by another run. Name another directory."
-                    ) from None
-                time.sleep(0.02)
-            except OSError:  # a file system without locks
-                break
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str | None:
@@ -82,10 +42,11 @@ def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str 
     later = [entry.path for entry in list_checkpoints(directory) if not goes_on or entry.step > step]
     stale = [path for path in later if not path.name.startswith(".")]
     if not goes_on:
-        stale += [directory / name for name in _FILES if (directory / name).exists()]
-    place = None
+        stale += [directory / name for name in RUN_FILES if (directory / name).exists()]
     if stale:
-        place = _free_place(directory)
+        taken = (directory / f"previous-{number}" for number in itertools.count(1))
+        place = next(path for path in taken if not path.exists())
+        place.mkdir()
         for path in stale:
             path.rename(place / path.name)
     if goes_on:
@@ -96,7 +57,7 @@ def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str 
         + to_yaml(repeatable(config)),
     )
     write_whole(directory / "environment.json", json.dumps(_environment(), indent=2) + "\n")
-    return f"an earlier run was moved to {place}" if place else None
+    return f"an earlier run was moved to {place}" if stale else None
 
 
 @contextmanager
@@ -115,18 +76,6 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _free_place(directory: Path) -> Path:
-    number = 1
-    while True:
-        place = directory / f"previous-{number}"
-        try:
-            place.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return place
-
-
 def _cut_metrics(path: Path, step: int) -> None:
     """Drop the lines after `step`, and an unfinished last line of a killed run."""
     if not path.exists():
@@ -141,16 +90,6 @@ def _cut_metrics(path: Path, step: int) -> None:
     write_whole(path, "".join(kept))
 
 
-def append_metrics(directory: Path, row: Mapping[str, Any]) -> None:
-    """Append one line to ``metrics.jsonl``; nan and inf are written as null, as JSON needs."""
-    plain = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
-    }
-    path = directory / "metrics.jsonl"
-    with writing(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(plain, allow_nan=False) + "\n")
-
-
 def _environment() -> dict[str, Any]:
     import torch  # here, so that the launcher can use this module without it
 
@@ -162,14 +101,6 @@ def _environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads a rank": torch.get_num_threads(),
     }
-
-
-def write_timelines(output_dir: Path, *, measured: Timeline, predicted: Timeline) -> None:
-    """Write ``timelines.json``: one step as it ran, and as it was predicted."""
-    path = output_dir / "timelines.json"
-    timelines = {"measured": json.loads(measured.to_json()), "predicted": json.loads(predicted.to_json())}
-    with writing(path):
-        write_whole(path, json.dumps(timelines))
 
 
 class Journal:
@@ -189,9 +120,13 @@ class Journal:
             self._black_box.phase = phase
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row of metrics."""
-        if self._directory is not None:
-            append_metrics(self._directory, row)
+        """Append a row to ``metrics.jsonl``; nan and inf are written as null, as JSON needs."""
+        if self._directory is None:
+            return
+        unfit = {key: None for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+        path = self._directory / "metrics.jsonl"
+        with writing(path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**row, **unfit}, allow_nan=False) + "\n")
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:
