@@ -45,11 +45,10 @@ class _Incoming(Incoming):
 
 
 class DelayedTransport(Transport):
-    """`inner` with the latency of `links`."""
+    """`inner`, a transport between processes, with the latency of `links`."""
 
     def __init__(self, inner: Transport, links: EmulatedLinks) -> None:
         self._inner, self._links = inner, links
-        self.blocking, self.one_process = inner.blocking, inner.one_process
 
     def open(self, channels: Iterable[Channel]) -> None:
         self._inner.open(channels)
@@ -59,9 +58,6 @@ class DelayedTransport(Transport):
 
     def incoming(self, channel: Channel) -> Incoming:
         return _Incoming(self._inner.incoming(channel), self._links, channel)
-
-    def interrupt(self, source: int) -> None:
-        self._inner.interrupt(source)
 
     def end_step(self) -> None:
         self._inner.end_step()

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipeloom as pl
+from pipeloom.ir import DataStrategy
 from tests.cpu.reference import checkpoint_blocks, language_loss, make_gpt, tokens
 
 FAMILIES = ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "dualpipev")
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+STRATEGIES = tuple(DataStrategy)
 MICROBATCHES = 4
 SIZES = (9, 7)  # samples of each copy: a mean of means would be another number
 OPTIMIZERS = {

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
+from pipeloom.ir import DataStrategy
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import Checkpointed, accumulate, checkpoint_blocks, language_loss, make_gpt, tokens
 
 P, D, M = 2, 2, 4
-STRATEGIES = ["ddp", "parameter-server", "zero1", "zero2", "zero3"]
+STRATEGIES = tuple(DataStrategy)
 ZERO3_GRANULARITIES = ["chunk", "microbatch"]
 SPLIT = ["zb-h1", "zb-v", "dualpipev"]
 TOLERANCE = 1e-12  # float64, relative to the largest element of a gradient

@@ -12,11 +12,12 @@ from torch import nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError, PeerLost, RunError, StageError
+from pipeloom.ir import DataStrategy
 from tests.cpu.copies import check_equal_on_copies
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, make_mlp, tokens
 
-STRATEGIES = ("ddp", "parameter-server", "zero1", "zero2", "zero3")
+STRATEGIES = tuple(DataStrategy)
 ONE = pl.schedules.build("1f1b", num_ranks=1, num_microbatches=2)
 
 

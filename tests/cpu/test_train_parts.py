@@ -32,7 +32,7 @@ from pipeloom.train.config.sections import BatchConfig, OptimizerConfig, Paralle
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.generate import generate
-from pipeloom.train.link_costs import DataCosts
+from pipeloom.train.link_costs import DataCosts, slowdown_of_host
 from pipeloom.train.optimizers import (
     learning_rate,
     learning_rates,
@@ -449,3 +449,10 @@ def test_times_measured_beside_collectives_come_out_of_the_simulation_again(stra
     assert forward == pytest.approx(9.0 if strategy == "zero3" else 11.0)  # beside what is gathered once a step
     once = replace(data, granularity=Granularity.STEP)
     assert known.by_itself(once, measured) is measured
+
+
+def test_processes_without_timed_collectives_slow_no_computations_down() -> None:
+    idle = {"timed": [], "cores": 4, "threads": 2}
+    busy = {"timed": [(Op.REDUCE_GRAD, 8, 1.0, 1.0), (Op.REDUCE_GRAD, 64, 2.0, 4.0)], "cores": 4, "threads": 2}
+    assert slowdown_of_host([idle, idle]) == 0.0
+    assert slowdown_of_host([idle, busy]) == 0.5  # its largest collective keeps two of the four cores busy

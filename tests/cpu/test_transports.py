@@ -13,7 +13,7 @@ import torch
 import pipeloom as pl
 from pipeloom.errors import InputError, PeerLost, StageError
 from pipeloom.processes import all_gather_bytes
-from pipeloom.transport import Channel, Lane, Transport
+from pipeloom.transport import Channel, HybridTransport, Lane, OneProcessTransport, Transport
 from pipeloom.transport.loopback import LoopbackTransport
 from pipeloom.transport.shared_memory import SharedMemoryTransport
 from pipeloom.transport.torch_distributed import TorchDistributedTransport
@@ -206,11 +206,11 @@ def test_loopback_hands_over_references() -> None:
     assert transport.incoming(channel).receive().tensors[0] is tensor
 
 
-class CountingTransport(Transport):
+class CountingTransport(OneProcessTransport):
     """Passes everything to `inner`, as a transport of a user's own does."""
 
-    def __init__(self, inner: Transport) -> None:
-        self.inner, self.blocking, self.one_process = inner, inner.blocking, inner.one_process
+    def __init__(self, inner: OneProcessTransport) -> None:
+        self.inner, self.blocking = inner, inner.blocking
         self.num_opened = 0
         self.is_closed = False
 
@@ -274,9 +274,8 @@ def test_ranks_that_are_threads_of_a_transport_do_not_recompute() -> None:
 
 
 def test_a_transport_between_processes_needs_a_process_group() -> None:
-    transport = CountingTransport(LoopbackTransport())
-    transport.one_process = False
+    transport = HybridTransport(LoopbackTransport(), LoopbackTransport(), lambda channel: True)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=4)
-    with pytest.raises(InputError, match=r"^transport=CountingTransport: it needs a process group"):
+    with pytest.raises(InputError, match=r"^transport=HybridTransport: it needs a process group"):
         pl.Pipeline(model, schedule, transport=transport)

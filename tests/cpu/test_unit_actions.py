@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 import pipeloom as pl
-from pipeloom.ir import Action, Op, Program
+from pipeloom.ir import Action, DataStrategy, Op, Program
 from pipeloom.parallel.data.buckets import BucketRule, group_parameters, units_by_layer
 from pipeloom.parallel.data.stage_parameters import parameter_uses
 from pipeloom.parallel.data.unit import Unit
@@ -19,8 +19,8 @@ from tests.unit_program import unit_actions_of_rank
 
 CASES = [
     (strategy, granularity, family)
-    for strategy in ("ddp", "zero1", "zero2", "zero3")
-    for granularity in (("step", "microbatch") if strategy in ("zero2", "zero3") else ("step",))
+    for strategy in DataStrategy
+    for granularity in (("step", "microbatch") if strategy.shards_gradients else ("step",))
     for family in ("bfs", "zb-h1")
 ]
 

@@ -127,7 +127,7 @@ def _vocabulary(config: TrainConfig, given: int | None) -> int:
 
 def _print_prediction(config: TrainConfig, vocabulary: int, choice: Choice | None, *, as_json: bool) -> None:
     replicas = config.data_degree
-    shown = [0, 1] if replicas > 1 and config.parallel.data_strategy == "parameter-server" else [0]
+    shown = [0, 1] if replicas > 1 and config.data_parallel.kind.has_server else [0]
     ranks = [rank for replica in shown for rank in planned_memory(config, vocabulary, replica=replica)]
     weights = {replica: replicas - 1 if replica else 1 for replica in shown} if len(shown) > 1 else {0: replicas}
     total = sum(weights[rank.replica] * rank.peak for rank in ranks)

@@ -20,7 +20,7 @@ from pipeloom.ir import Action, Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.transport.call_numbers import call_count, call_number
 from pipeloom.transport.connect import Connection
-from pipeloom.transport.interface import Channel, program_channels
+from pipeloom.transport.interface import Channel, OneProcessTransport, program_channels
 
 
 class Executor:
@@ -91,7 +91,7 @@ class Executor:
         }
         self._bound: dict[tuple[int, bool], Bound] = {}
         self._threads: RankThreads | None = None
-        if connection.rank is None and self._transport.blocking and len(self.local_ranks) > 1:
+        if isinstance(self._transport, OneProcessTransport) and self._transport.blocking and len(self.local_ranks) > 1:
             self._threads = RankThreads(len(self.local_ranks), self._transport)
         self._running = False
         self.num_calls = 0

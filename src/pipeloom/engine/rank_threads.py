@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from pipeloom.errors import PeerLost
-from pipeloom.transport.interface import Transport
+from pipeloom.transport.interface import OneProcessTransport
 
 
 class RankThreads:
     """One thread per rank, which share the cores evenly."""
 
-    def __init__(self, num_ranks: int, transport: Transport) -> None:
+    def __init__(self, num_ranks: int, transport: OneProcessTransport) -> None:
         self._transport = transport
         cores = max(1, torch.get_num_threads() // num_ranks)
         self._pool = ThreadPoolExecutor(num_ranks, "rank", initializer=torch.set_num_threads, initargs=(cores,))

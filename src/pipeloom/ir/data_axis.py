@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import assert_never
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
@@ -30,6 +31,45 @@ class DataStrategy(StrEnum):
     ZERO1 = "zero1"
     ZERO2 = "zero2"
     ZERO3 = "zero3"
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage: 0 shards nothing, 1 the optimizer, 2 gradients as well, 3 parameters as well."""
+        match self:
+            case DataStrategy.DDP:
+                return 0
+            case DataStrategy.PARAMETER_SERVER | DataStrategy.ZERO1:
+                return 1
+            case DataStrategy.ZERO2:
+                return 2
+            case DataStrategy.ZERO3:
+                return 3
+            case _:
+                assert_never(self)
+
+    @property
+    def has_server(self) -> bool:
+        """Whether replica 0 updates all parameters for the other replicas."""
+        match self:
+            case DataStrategy.PARAMETER_SERVER:
+                return True
+            case DataStrategy.DDP | DataStrategy.ZERO1 | DataStrategy.ZERO2 | DataStrategy.ZERO3:
+                return False
+            case _:
+                assert_never(self)
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether a replica updates only a shard of the parameters that it computes with."""
+        return self.stage >= 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self.stage >= 2
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.stage >= 3
 
 
 class Granularity(StrEnum):
@@ -76,15 +116,15 @@ class DataAxis:
     @property
     def shards_optimizer(self) -> bool:
         """Whether a rank updates only a shard of the parameters that it computes with."""
-        return self.strategy is not DataStrategy.DDP
+        return self.strategy.shards_optimizer
 
     @property
     def shards_gradients(self) -> bool:
-        return self.strategy in (DataStrategy.ZERO2, DataStrategy.ZERO3)
+        return self.strategy.shards_gradients
 
     @property
     def shards_parameters(self) -> bool:
-        return self.strategy is DataStrategy.ZERO3
+        return self.strategy.shards_parameters
 
     @property
     def unshards(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -46,10 +47,10 @@ class DataParallel:
     offload: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("data strategy", self.strategy, [strategy.value for strategy in DataStrategy])
+        _one_of("data strategy", self.strategy, list(DataStrategy))
         _one_of("layout", self.layout, get_args(Layout))
         if self.granularity is not None:
-            _one_of("granularity", self.granularity, [granularity.value for granularity in Granularity])
+            _one_of("granularity", self.granularity, list(Granularity))
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 0:
             raise InputError(f"bucket_bytes={self.bucket_bytes!r}: must be an integer number of bytes, at least 0.")
         self.axis(1)
@@ -61,11 +62,16 @@ class DataParallel:
         """Options, the name of a strategy, or None for the default."""
         return given if isinstance(given, cls) else cls() if given is None else cls(str(given))
 
+    @property
+    def kind(self) -> DataStrategy:
+        """`strategy` as a member of the enum."""
+        return DataStrategy(self.strategy)
+
     def axis(self, degree: int, *, separate_master: bool = False) -> DataAxis:
         """The data axis of a program with `degree` replicas."""
         return DataAxis(
             degree=degree,
-            strategy=DataStrategy(self.strategy),
+            strategy=self.kind,
             granularity=Granularity(self.granularity or Granularity.STEP),
             separate_master=separate_master,
         )
@@ -113,16 +119,16 @@ def axis_of(data: DataParallel, precision: Precision, degree: int) -> DataAxis |
     Raises:
         InputError: every forward reads the parameters to offload.
     """
-    if data.offload is not None and data.strategy != "zero3" and not precision.has_masters:
+    if data.offload is not None and not data.kind.shards_parameters and not precision.has_masters:
         raise InputError(
             f"offload={data.offload!r} with {data.strategy} in {precision.dtype}: forwards read the parameters that "
             "the optimizer updates, so they cannot be offloaded. Use zero3, or bf16 or fp16, or remove it."
         )
-    if degree == 1 and data.strategy == "ddp" and not precision.has_masters:
+    if degree == 1 and not data.kind.shards_optimizer and not precision.has_masters:
         return None
     return data.axis(degree, separate_master=precision.has_masters)
 
 
-def _one_of(what: str, given: str, known: list[str] | tuple[str, ...]) -> None:
+def _one_of(what: str, given: str, known: Sequence[str]) -> None:
     if given not in known:
         raise InputError(f"{what}={given!r}: unknown. Use one of {', '.join(known)}.")

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError
-from pipeloom.ir import Schedule, check
+from pipeloom.ir import DataStrategy, Schedule, check
 from pipeloom.ir.recompute import recompute_of_stages
 from pipeloom.schedules import find
 
@@ -50,8 +50,8 @@ def check_values(given: Mapping[str, Any]) -> None:
 
 def _check_offload(given: Mapping[str, Any]) -> None:
     offloaded = [name for name in _OFFLOADED if name in given]
-    shards = given.get("data_strategy", "ddp")
-    if "offload_parameters" in given and shards != "zero3" and given.get("precision", "fp32") == "fp32":
+    shards, gathering = given.get("data_strategy", "ddp"), [known for known in DataStrategy if known.shards_parameters]
+    if "offload_parameters" in given and shards not in gathering and given.get("precision", "fp32") == "fp32":
         rule = f"with {shards} in fp32 every forward reads the parameters. Use zero3, bf16 or fp16, or remove it."
         raise _refusal(given, "offload_parameters", rule)
     target = given.get("offload")

@@ -24,7 +24,7 @@ from collections import deque
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
+from pipeloom.ir.data_axis import DataAxis, Granularity
 from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.ir.walk import meets
 from pipeloom.sim.costs import Costs
@@ -45,14 +45,14 @@ def reduce_seconds(data: DataAxis, size: float, network: Network) -> float:
     """Seconds of a REDUCE_GRAD of `size` bytes of gradients."""
     bandwidth = network.data_sum_bytes_per_second or network.data_bytes_per_second
     seconds = _link_seconds(data, size, bandwidth, network)
-    return 2 * seconds if data.strategy is DataStrategy.DDP else seconds
+    return seconds if data.shards_optimizer else 2 * seconds  # an all-reduce is a reduce-scatter and an all-gather
 
 
 def _link_seconds(data: DataAxis, size: float, bytes_per_second: float | None, network: Network) -> float:
     """Seconds of a ring all-gather or reduce-scatter of `size` bytes, or of a server's messages to all or from all."""
     others = data.degree - 1
-    is_server = data.strategy is DataStrategy.PARAMETER_SERVER
-    sent, messages = (others * size, min(others, 1)) if is_server else (others / data.degree * size, others)
+    ring = others / data.degree * size, others
+    sent, messages = (others * size, min(others, 1)) if data.strategy.has_server else ring
     transfer = 0.0 if bytes_per_second is None else sent / bytes_per_second
     return transfer + messages * network.data_latency_seconds
 

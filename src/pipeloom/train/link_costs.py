@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -121,16 +122,15 @@ def _link(pipeline: Pipeline, group: Group, known: list[dict[str, Any]]) -> Data
     ]
     lost = 0.0
     if group.device.type == "cpu":
-        losses = [_loss([each for each in known if each["host"] == host]) for host in {e["host"] for e in known}]
-        lost = sum(losses) / len(losses)
+        hosts = {each["host"] for each in known}
+        lost = fmean(slowdown_of_host([each for each in known if each["host"] == host]) for host in hosts)
     return fit_data_link(data, mean, lost)
 
 
-def _loss(processes: list[dict[str, Any]]) -> float:
-    """The slowdown on one machine, from the largest collective of each process."""
-    busy = 0.0
-    for each in processes:
-        largest = max((TimedCollective(*timed) for timed in each["timed"]), key=lambda timed: timed.num_bytes)
-        busy += largest.cpu_seconds / largest.seconds
+def slowdown_of_host(processes: list[dict[str, Any]]) -> float:
+    """The slowdown on one host, from the largest collective of each of its processes that timed any."""
+    timed = [[TimedCollective(*row) for row in each["timed"]] for each in processes]
+    largest = [max(found, key=lambda one: one.num_bytes) for found in timed if found]
+    busy = sum(one.cpu_seconds / one.seconds for one in largest)
     cores = max(each["cores"] for each in processes)
     return slowdown(sum(each["threads"] for each in processes), busy, cores)

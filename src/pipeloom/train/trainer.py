@@ -188,7 +188,8 @@ class Trainer:
         self.run.journal.enter("sample")
         pipeline = self.run.pipeline
         pipeline.state.refresh()
-        sharded = self.config.shared is not None and self.config.parallel.data_strategy == "zero3"
+        shared = self.config.shared
+        sharded = shared is not None and shared.kind.shards_parameters
         return generate(
             self.run.stages,
             self.run.schedule.placement,

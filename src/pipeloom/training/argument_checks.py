@@ -18,7 +18,7 @@ from pipeloom.parallel.offload.targets import OffloadActivations
 from pipeloom.passes import check_has_backwards
 from pipeloom.split import Stages
 from pipeloom.split.module import StageModule
-from pipeloom.transport.interface import Transport
+from pipeloom.transport.interface import OneProcessTransport
 
 
 def check_arguments(
@@ -95,9 +95,7 @@ def check_recompute(
             certainly has no attention: all its modules are torch's own.
     """
     kinds = recompute_of_stages(given, schedule.num_stages)
-    threads = transport == "threads" or (
-        isinstance(transport, Transport) and transport.one_process and transport.blocking
-    )
+    threads = transport == "threads" or (isinstance(transport, OneProcessTransport) and transport.blocking)
     if threads and any(kind is not Recompute.NONE for kind in kinds):
         raise InputError(
             f"recompute={given!r} does not work with ranks that are threads: recomputation resets the process's random "

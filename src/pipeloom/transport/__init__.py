@@ -18,7 +18,7 @@ from pipeloom.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from pipeloom.transport.hybrid import HybridTransport
-    from pipeloom.transport.interface import Channel, Incoming, Lane, Message, Outgoing, Transport
+    from pipeloom.transport.interface import Channel, Incoming, Lane, Message, OneProcessTransport, Outgoing, Transport
     from pipeloom.transport.loopback import LoopbackTransport
     from pipeloom.transport.shared_memory import SharedMemoryTransport
     from pipeloom.transport.torch_distributed import TorchDistributedTransport
@@ -33,6 +33,7 @@ _HOMES = {
     "Layout": "pipeloom.transport.values",
     "LoopbackTransport": "pipeloom.transport.loopback",
     "Message": "pipeloom.transport.interface",
+    "OneProcessTransport": "pipeloom.transport.interface",
     "Outgoing": "pipeloom.transport.interface",
     "SharedMemoryTransport": "pipeloom.transport.shared_memory",
     "TorchDistributedTransport": "pipeloom.transport.torch_distributed",
@@ -47,6 +48,7 @@ __all__ = [
     "Layout",
     "LoopbackTransport",
     "Message",
+    "OneProcessTransport",
     "Outgoing",
     "SharedMemoryTransport",
     "TorchDistributedTransport",

@@ -15,7 +15,7 @@ from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.collectives import all_gather_bytes, all_reduce, cpu_group, destroy_groups
 from pipeloom.transport import shared_memory
 from pipeloom.transport.hybrid import HybridTransport
-from pipeloom.transport.interface import Transport
+from pipeloom.transport.interface import OneProcessTransport, Transport
 from pipeloom.transport.loopback import LoopbackTransport
 from pipeloom.transport.torch_distributed import TorchDistributedTransport
 
@@ -89,7 +89,7 @@ def connect(
     grouped = dist.is_available() and dist.is_initialized()
     if transport == "auto" and not grouped:
         transport = "loopback"
-    if transport in ("loopback", "threads") or (isinstance(transport, Transport) and transport.one_process):
+    if transport in ("loopback", "threads") or isinstance(transport, OneProcessTransport):
         if replicas is not None and len(replicas) > 1:
             raise InputError(
                 f"the transport stays inside one process, but the mesh has {len(replicas)} data-parallel replicas: "

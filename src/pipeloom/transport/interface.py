@@ -97,18 +97,12 @@ class Incoming(ABC):
 class Transport(ABC):
     """One rank's access to the channels that start or end at it.
 
-    A wrapper forwards both attributes and every method, `interrupt` included.
-
     Attributes:
         blocking: whether `Incoming.receive` may wait. False where one thread runs several ranks: `receive` is then
             called only after `ready` returned True, so it never waits.
-        one_process: whether one object carries the messages of all ranks, which share this process. If it is also
-            `blocking`, each rank has a thread and calls its own ends at the same time as the others: state that the
-            ends share needs a lock.
     """
 
     blocking: bool = True
-    one_process: bool = False
 
     @abstractmethod
     def open(self, channels: Iterable[Channel]) -> None:
@@ -128,10 +122,6 @@ class Transport(ABC):
         May be called several times for one channel. All ends of a channel share its state.
         """
 
-    def interrupt(self, source: int) -> None:
-        """Wake all ranks that wait for rank `source` with PeerLost. Called only where `one_process` and `blocking`."""
-        raise NotImplementedError(f"{type(self).__name__} has one_process=True: it must define interrupt().")
-
     @abstractmethod
     def end_step(self) -> None:
         """Called after every step. Returns when the messages sent so far need nothing more from this process.
@@ -143,3 +133,15 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close all channels; messages already sent still arrive. Closing twice does nothing."""
+
+
+class OneProcessTransport(Transport):
+    """One object that carries the messages of all ranks, which share this process.
+
+    Where it is `blocking`, each rank has a thread and calls its own ends at the same time as the others: state that the
+    ends share needs a lock. A wrapper of such a transport extends this class, and forwards `blocking` and every method.
+    """
+
+    @abstractmethod
+    def interrupt(self, source: int) -> None:
+        """Wake all ranks that wait for rank `source` with PeerLost. Called only where `blocking`."""

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from torch import Tensor
 
 from pipeloom.errors import PeerLost
-from pipeloom.transport.interface import Channel, Incoming, Message, Outgoing, Transport
+from pipeloom.transport.interface import Channel, Incoming, Message, OneProcessTransport, Outgoing
 from pipeloom.transport.values import Layout
 
 
@@ -44,15 +44,13 @@ class _Queue(Outgoing, Incoming):
         self._messages.put(None)
 
 
-class LoopbackTransport(Transport):
+class LoopbackTransport(OneProcessTransport):
     """One object for all ranks of a process.
 
     Args:
         blocking: True where every rank has its own thread.
         timeout_seconds: how long a rank may wait for a message.
     """
-
-    one_process = True
 
     def __init__(self, *, blocking: bool = False, timeout_seconds: float = 1800.0) -> None:
         self.blocking = blocking
@@ -73,7 +71,6 @@ class LoopbackTransport(Transport):
         """Queues hold nothing once their messages are taken."""
 
     def interrupt(self, source: int) -> None:
-        """Wake all ranks that wait for rank `source` with PeerLost."""
         for channel, queue in self._queues.items():
             if channel.source == source:
                 queue.interrupt()

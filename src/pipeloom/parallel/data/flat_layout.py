@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from pipeloom.ir import DataAxis, DataStrategy
 
@@ -28,8 +28,10 @@ def own_segment(strategy: DataStrategy, replica: int) -> int | None:
             return 0
         case DataStrategy.PARAMETER_SERVER:
             return 0 if replica == 0 else None
-        case _:
+        case DataStrategy.ZERO1 | DataStrategy.ZERO2 | DataStrategy.ZERO3:
             return replica
+        case _:
+            assert_never(strategy)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class FlatLayout:
             data: one segment per replica where replicas update different elements, else one segment.
             loads: for layout "parameters", the elements that each replica owns so far (see `by_parameters`).
         """
-        if data.strategy in (DataStrategy.DDP, DataStrategy.PARAMETER_SERVER):
+        if not data.shards_optimizer or data.strategy.has_server:
             return cls.by_elements(sizes, 1)
         return cls.by_elements(sizes, data.degree) if loads is None else cls.by_parameters(sizes, loads)
 

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeloom.errors import InputError
-from pipeloom.ir.data_axis import DataAxis, DataStrategy
+from pipeloom.ir.data_axis import DataAxis
 from pipeloom.parallel import Precision
 from pipeloom.parallel.data.flat_layout import FlatLayout, own_segment
 
@@ -133,7 +133,7 @@ def unit_bytes(
     shards = [layout.shard(index, segment) for index in range(len(sizes))]
     parts = [(stop - start) / size if size else 0.0 for (start, stop), size in zip(shards, sizes, strict=True)]
     own = layout.segment_elements if segment is not None else 0
-    plain = data.strategy is DataStrategy.DDP and not formats.has_masters
+    plain = not data.shards_optimizer and not formats.has_masters
     compute = formats.compute * (count if plain else layout.num_elements)
     sharded = data.shards_parameters
     return UnitBytes(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeloom.errors import InputError
+from pipeloom.ir import DataStrategy
 from pipeloom.split.layer_chain import even_parts
 from pipeloom.train.config.sections import ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig
@@ -40,7 +41,8 @@ def unused_data_options(config: TrainConfig) -> list[str]:
     if config.parallel.data != 1:
         return []
     offloads = config.memory.offload_parameters
-    unused = [] if offloads and config.parallel.data_strategy == "zero3" else ["data_strategy", "data_granularity"]
+    gathers = offloads and DataStrategy(config.parallel.data_strategy).shards_parameters
+    unused = [] if gathers else ["data_strategy", "data_granularity"]
     return [*unused, *([] if offloads else ["data_bucket_bytes"]), "order"]
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.ir import Schedule
+from pipeloom.ir import DataStrategy, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
 from pipeloom.parallel.offload.targets import OffloadTarget
 from pipeloom.parallel.options import axis_of
@@ -267,7 +267,7 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, Any, str, str]]:
     for name in unused_data_options(config):
         if _given(parallel, name):
             fix = "raise --parallel.data"
-            if parallel.data_strategy == "zero3" and name != "order":
+            if DataStrategy(parallel.data_strategy).shards_parameters and name != "order":
                 fix += ", or add --memory.offload_parameters true"
             yield f"parallel.{name}", getattr(parallel, name), "with one data-parallel replica", fix
 

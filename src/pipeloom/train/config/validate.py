@@ -169,7 +169,7 @@ def _least_bytes(config: TrainConfig) -> tuple[int, int]:
 
 def _parameter_bytes(config: TrainConfig) -> int:
     """Bytes per parameter over all replicas."""
-    degree, strategy, precision = config.data_degree, config.parallel.data_strategy, config.precision
+    degree, strategy, precision = config.data_degree, config.data_parallel.kind, config.precision
     computed = _FLOAT_BYTES if precision.dtype == "fp32" else _FLOAT_BYTES // 2
     summed = computed if precision.gradients == "same" else _FLOAT_BYTES
     to_disk = config.memory.offload not in (None, CPU)
@@ -177,9 +177,9 @@ def _parameter_bytes(config: TrainConfig) -> int:
     moments = 0 if to_disk and config.memory.offload_states else int(_FLOAT_BYTES * OPTIMIZERS[config.optimizer.name])
     masters = _FLOAT_BYTES if precision.dtype != "fp32" and masters_here else 0
     return (
-        computed * (int(masters_here) if strategy == "zero3" else degree)
-        + summed * (1 if strategy in ("zero2", "zero3") else degree)
-        + (moments + masters) * (degree if strategy == "ddp" else 1)
+        computed * (int(masters_here) if strategy.shards_parameters else degree)
+        + summed * (1 if strategy.shards_gradients else degree)
+        + (moments + masters) * (1 if strategy.shards_optimizer else degree)
     )
 
 
