@@ -17,8 +17,7 @@ from benchmarks.common.workloads import Workload
 
 import pipeloom as pl
 from pipeloom.ir import DataAxis, DataStrategy, Schedule
-from pipeloom.parallel.data.collective_times import time_collectives
-from pipeloom.parallel.data.replica_group import ReplicaGroup
+from pipeloom.parallel.data.replica_group import ReplicaGroup, time_collectives
 from pipeloom.passes import lower, merge_backwards, separate_units
 from pipeloom.sim import Timeline
 from pipeloom.sim.data_link import slowdown

@@ -15,7 +15,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Op
 from pipeloom.parallel.offload import activations
-from pipeloom.parallel.offload.targets import OffloadActivations
+from pipeloom.parallel.options import OffloadActivations
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, make_mlp, tokens
 

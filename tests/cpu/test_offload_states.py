@@ -20,7 +20,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError, RunError
 from pipeloom.parallel.offload.offloaded_optimizer import OffloadedOptimizer
 from pipeloom.parallel.offload.store import FileStore, HostStore, Store, page_buffer
-from pipeloom.parallel.offload.targets import OffloadTarget
+from pipeloom.parallel.options import OffloadTarget
 from tests.cpu.reference import make_mlp
 
 OPTIMIZERS = {

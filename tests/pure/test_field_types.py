@@ -13,7 +13,7 @@ from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, Op
 from pipeloom.parallel.mesh_shape import MeshShape
-from pipeloom.parallel.offload.targets import OffloadActivations
+from pipeloom.parallel.options import OffloadActivations
 from pipeloom.plan.partition import LayerProfile, Profile
 from pipeloom.plan.slicing import LinearTime
 from pipeloom.sim import Costs, Network

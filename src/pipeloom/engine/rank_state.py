@@ -27,8 +27,7 @@ from pipeloom.ir import Action, Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing import SliceContext
 from pipeloom.split.profile import may_change_input
-from pipeloom.transport.call_numbers import out_of_step
-from pipeloom.transport.interface import Transport
+from pipeloom.transport.interface import Transport, out_of_step
 from pipeloom.transport.values import Layout, Value, flatten, split_batch
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -224,7 +223,7 @@ class RankState:
         wiring: what all runs share.
         activations, slices: values between actions.
         batch: of the running step.
-        call: number of the running step in its messages (see `pipeloom.transport.call_numbers`).
+        call: number of the running step in its messages (see `pipeloom.transport.interface`).
         other_call: called with a message of another call, as `refuse_other_call`; the message is dropped if it returns.
         loss_scale: the factor of the loss in its backward.
         loss_weights: by micro-batch and slice of the last stage, its share of the batch, from F to B.

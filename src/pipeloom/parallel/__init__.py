@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from pipeloom.common.lazy_exports import lazy_exports
 from pipeloom.parallel.mesh_shape import AXES, MeshShape
-from pipeloom.parallel.offload.targets import OffloadActivations
-from pipeloom.parallel.options import DataParallel, Precision
+from pipeloom.parallel.options import DataParallel, OffloadActivations, Precision
 
 if TYPE_CHECKING:
     from pipeloom.parallel.mesh import Mesh

@@ -4,8 +4,7 @@ launcher        starts the ranks of a run on this host, and ends them all when o
 black_box       shared memory in which a rank records its action and its error
 rendezvous      makes the default process group, also after torchrun restarted processes
 agreement       compares what processes are about to run
-collectives     the few collectives over a CPU process group
-gloo_threads    waits for gloo's threads before the interpreter shuts down
+collectives     the few collectives over a CPU process group, and the wait for gloo at the end
 host_memory     whether freed host memory stays in the process
 """
 

@@ -1,18 +1,25 @@
-"""Collectives over a CPU process group, without pickling, which raise PeerLost where a process was lost."""
+"""Collectives over a CPU process group, without pickling, which raise PeerLost where a process was lost.
+
+Gloo's threads must be idle when the interpreter shuts down: see `let_gloo_finish`.
+"""
 
 from __future__ import annotations
 
+import atexit
 import re
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import PeerLost, PipeloomError, shortened
-from pipeloom.processes.gloo_threads import let_gloo_finish
 
 _LOST = "another process ended, or timed out, during a collective"
 
@@ -20,6 +27,8 @@ _LOST = "another process ended, or timed out, during a collective"
 _LOST_WORDS = re.compile(r"gloo/transport/|timed?[ -]?out|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
 # Found in errors about this process alone, or about a wrong call.
 _LOCAL_WORDS = re.compile(r"^\[enforce fail|out of memory|ncclUnhandledCudaError|ncclInvalid")
+_LOOK_SECONDS = 0.05  # between two checks of the threads
+_MOST_SECONDS = 5.0  # the user's threads may never be idle
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -116,3 +125,35 @@ def all_gather_bytes(
         gathered = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(gathered, padded, group=group, async_op=True).wait(*timeout)
     return [row[:size].cpu().numpy().tobytes() for row, size in zip(gathered, sizes, strict=True)]
+
+
+@cache
+def let_gloo_finish() -> None:
+    """Register a wait for gloo's threads before the interpreter shuts down. Call it before using gloo.
+
+    Gloo's threads release tensors shortly after a collective has returned, and need the interpreter lock for that. A
+    thread that requests the lock during the shutdown is ended inside C++ code, which aborts the process.
+    """
+    atexit.register(_wait_for_threads)
+
+
+def _wait_for_threads() -> None:
+    """Wait until all other threads sleep in two checks. A thread that waits for the interpreter lock sleeps too, but
+    runs between the checks. On a busy host a runnable thread may wait long for a core.
+    """
+    deadline = time.monotonic() + _MOST_SECONDS
+    num_quiet = 0
+    while num_quiet < 2 and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        num_quiet = 0 if _others_work() else num_quiet + 1
+
+
+def _others_work() -> bool:
+    """Whether another thread of this process is runnable; False where /proc does not show threads."""
+    own = str(threading.get_native_id())
+    with suppress(OSError):
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # the thread has just ended
+                if task.name != own and (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD":
+                    return True
+    return False

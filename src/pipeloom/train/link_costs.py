@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from pipeloom.ir import DataAxis, Granularity, Op
-from pipeloom.parallel.data.collective_times import time_collectives
-from pipeloom.parallel.data.replica_group import ReplicaGroup
+from pipeloom.parallel.data.replica_group import ReplicaGroup, time_collectives
 from pipeloom.sim import Costs, Network
 from pipeloom.sim.background import gather_seconds, reduce_seconds
 from pipeloom.sim.data_link import DataLink, TimedCollective, fit_data_link, slowdown

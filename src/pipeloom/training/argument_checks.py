@@ -14,7 +14,7 @@ from pipeloom.errors import InputError, PipeloomError
 from pipeloom.ir import Schedule, check
 from pipeloom.ir.recompute import Recompute, recompute_of_stages
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.offload.targets import OffloadActivations
+from pipeloom.parallel.options import OffloadActivations
 from pipeloom.passes import check_has_backwards
 from pipeloom.split import Stages
 from pipeloom.split.module import StageModule

@@ -27,8 +27,7 @@ from pipeloom.ir import Action, Program, Schedule
 from pipeloom.parallel.data.sharing import share
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.offload.activations import open_activation_offload
-from pipeloom.parallel.offload.targets import OffloadActivations
-from pipeloom.parallel.options import DataParallel, Precision
+from pipeloom.parallel.options import DataParallel, OffloadActivations, Precision
 from pipeloom.passes import merge_backwards, separate_units
 from pipeloom.plan.plan import Plan
 from pipeloom.processes.agreement import RunFingerprint

@@ -11,8 +11,7 @@ from torch import nn
 from pipeloom.errors import InputError, folded
 from pipeloom.ir import Schedule
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.offload.targets import OffloadActivations
-from pipeloom.parallel.options import DataParallel, Precision
+from pipeloom.parallel.options import DataParallel, OffloadActivations, Precision
 from pipeloom.plan.plan import Plan
 from pipeloom.split import Stages
 

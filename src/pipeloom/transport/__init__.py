@@ -1,13 +1,11 @@
 """Messages between ranks: one interface, and transports for one process, one host and several hosts.
 
-interface           `Transport`, `Channel` and the two ends of a channel
+interface           `Transport`, `Channel` and the two ends of a channel; numbers of calls
 values              tensors and nested containers as messages; batches cut into micro-batches
-call_numbers        the number that travels with every message and says which call it belongs to
-connect             chooses the transport of a run and connects its ranks
+connect             chooses the transport of a run and connects its ranks; `HybridTransport` combines two transports
 loopback            all ranks in one process
 shared_memory       ranks that are processes of one host; its parts are shared_channel and shared_block
 torch_distributed   ranks that torch.distributed connects, over gloo or NCCL
-hybrid              shared memory within a host, torch.distributed between hosts
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING
 from pipeloom.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from pipeloom.transport.hybrid import HybridTransport
+    from pipeloom.transport.connect import HybridTransport
     from pipeloom.transport.interface import Channel, Incoming, Lane, Message, OneProcessTransport, Outgoing, Transport
     from pipeloom.transport.loopback import LoopbackTransport
     from pipeloom.transport.shared_memory import SharedMemoryTransport
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 # Public names, and the module that each lives in.
 _HOMES = {
     "Channel": "pipeloom.transport.interface",
-    "HybridTransport": "pipeloom.transport.hybrid",
+    "HybridTransport": "pipeloom.transport.connect",
     "Incoming": "pipeloom.transport.interface",
     "Lane": "pipeloom.transport.interface",
     "Layout": "pipeloom.transport.values",

@@ -1,9 +1,9 @@
-"""Chooses the transport between the ranks of a pipeline, and prepares it."""
+"""Chooses the transport between the ranks of a pipeline, and prepares it. `HybridTransport` combines two."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,7 @@ from pipeloom.errors import InputError
 from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.collectives import all_gather_bytes, all_reduce, cpu_group, destroy_groups
 from pipeloom.transport import shared_memory
-from pipeloom.transport.hybrid import HybridTransport
-from pipeloom.transport.interface import OneProcessTransport, Transport
+from pipeloom.transport.interface import Channel, Incoming, OneProcessTransport, Outgoing, Transport
 from pipeloom.transport.loopback import LoopbackTransport
 from pipeloom.transport.torch_distributed import TorchDistributedTransport
 
@@ -171,3 +170,38 @@ def _between_processes(
     return HybridTransport(
         local, make_remote(local.flush), lambda channel: local.reaches(channel.source, of=channel.target)
     )
+
+
+class HybridTransport(Transport):
+    """Routes each channel to one of two transports, such as shared memory within a host and torch.distributed between.
+
+    Args:
+        local: carries the channels for which `is_local` returns True.
+        remote: carries the others.
+        is_local: whether both ranks of a channel are on one host; must return the same on every rank.
+    """
+
+    def __init__(self, local: Transport, remote: Transport, is_local: Callable[[Channel], bool]) -> None:
+        self._local, self._remote, self._is_local = local, remote, is_local
+
+    def _route(self, channel: Channel) -> Transport:
+        return self._local if self._is_local(channel) else self._remote
+
+    def open(self, channels: Iterable[Channel]) -> None:
+        channels = list(channels)
+        for transport in (self._remote, self._local):
+            transport.open([channel for channel in channels if self._route(channel) is transport])
+
+    def outgoing(self, channel: Channel) -> Outgoing:
+        return self._route(channel).outgoing(channel)
+
+    def incoming(self, channel: Channel) -> Incoming:
+        return self._route(channel).incoming(channel)
+
+    def end_step(self) -> None:
+        self._local.end_step()
+        self._remote.end_step()
+
+    def close(self) -> None:
+        self._local.close()
+        self._remote.close()

@@ -12,8 +12,7 @@ from pipeloom.engine.binders.forward import bind_entry
 from pipeloom.engine.rank_state import RankState, Step, sample_mismatch
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program, peer_of
-from pipeloom.transport.call_numbers import call_only, num_samples_of
-from pipeloom.transport.interface import Channel, Lane, Message
+from pipeloom.transport.interface import Channel, Lane, Message, call_only, num_samples_of
 from pipeloom.transport.values import unflatten
 
 

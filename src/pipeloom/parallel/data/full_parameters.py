@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from pipeloom.engine.stores.parameter_bytes import Gauge
-from pipeloom.parallel.data.flat_layout import FlatLayout
+from pipeloom.parallel.data.unit_layout import FlatLayout
 
 
 class FullParameters:

@@ -1,11 +1,13 @@
-"""`ReplicaGroup`: the processes that hold the same stages in all replicas, and their collectives."""
+"""`ReplicaGroup`: the processes that hold the same stages in all replicas, each strategy's collectives, and their times."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from statistics import fmean, median
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from pipeloom.engine.overlap_times import OverlapTimes, Wait, no_wait
 from pipeloom.errors import PeerLost
-from pipeloom.ir import Action, Op
+from pipeloom.ir import Action, DataStrategy, Op
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.processes.collectives import noticing_lost_peers
 
@@ -47,6 +49,31 @@ class ReplicaGroup:
         self._has_left = False
         backend = "gloo" if self._mesh is None else dist.get_backend(self._mesh.group("dp"))
         self._small = torch.device("cuda") if "nccl" in backend else torch.device("cpu")
+
+    def gather_full(self, strategy: DataStrategy, full: Tensor, own: Tensor) -> Wait:
+        """Fill `full` parameters with the segments of the replicas that update them; `own` is this replica's."""
+        match strategy:
+            case DataStrategy.DDP:
+                return no_wait
+            case DataStrategy.PARAMETER_SERVER:
+                return self.broadcast(full)
+            case DataStrategy.ZERO1 | DataStrategy.ZERO2 | DataStrategy.ZERO3:
+                return self.all_gather(full, own)
+            case _:
+                assert_never(strategy)
+
+    def reduce_full(self, strategy: DataStrategy, full: Tensor) -> tuple[Wait, Tensor]:
+        """Sum `full` gradients over replicas; returns the `Wait`, and the memory of this replica's segment."""
+        match strategy:
+            case DataStrategy.DDP:
+                return self.all_reduce(full), full
+            case DataStrategy.PARAMETER_SERVER:
+                return self.reduce(full), full if self.index == 0 else full[:0].clone()
+            case DataStrategy.ZERO1 | DataStrategy.ZERO2 | DataStrategy.ZERO3:
+                own = full.new_empty(full.numel() // self.degree)
+                return self.reduce_scatter(full, own), own
+            case _:
+                assert_never(strategy)
 
     def broadcast(self, values: Tensor) -> Wait:
         """Broadcast the values of replica 0, in place."""
@@ -179,3 +206,52 @@ class ReplicaGroup:
             ended()
 
         return wait
+
+
+def time_collectives(
+    replicas: ReplicaGroup,
+    strategy: DataStrategy,
+    op: Op,
+    sizes: Iterable[int],
+    *,
+    device: torch.device | None = None,
+    meet: Callable[[], object] = lambda: None,
+    repeats: int = 5,
+) -> list[tuple[int, float, float]]:
+    """Time the gather (UNSHARD) or reduction (REDUCE_GRAD) of a strategy; every replica passes the same arguments.
+
+    The times include the allocations and copies that a unit makes for a collective.
+
+    Args:
+        replicas: the processes of the collective.
+        strategy: determines the collective.
+        op: UNSHARD or REDUCE_GRAD.
+        sizes: bytes of full parameters or gradients, float32.
+        device: of the tensors; the CPU by default.
+        meet: called before each size, such as a barrier, so that all ranks of a pipeline start together.
+        repeats: timed collectives per size, after one for warm-up.
+
+    Returns:
+        For each size: bytes, median seconds, and mean CPU seconds of this process. Empty where the strategy has no such
+        collective, or there is one replica.
+    """
+    if replicas.degree == 1 or (op is Op.UNSHARD and not strategy.shards_optimizer):
+        return []
+    found = []
+    for size in sizes:
+        elements = max(1, size // 4 // replicas.degree)
+        full, own = torch.zeros(elements * replicas.degree, device=device), torch.zeros(elements, device=device)
+        seconds, cpu = [], []
+        meet()
+        for _ in range(1 + repeats):
+            before, begin = time.process_time(), time.perf_counter()
+            if op is Op.UNSHARD:
+                replicas.gather_full(strategy, torch.empty_like(full) if strategy.shards_parameters else full, own)()
+            else:
+                replicas.reduce_full(strategy, full.clone())[0]()
+            if full.is_cuda:
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - begin)
+            cpu.append(time.process_time() - before)
+        found.append((full.nbytes, median(seconds[1:]), fmean(cpu[1:])))
+    return found

@@ -14,8 +14,7 @@ from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit_store import UnitStore
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.mixed_precision import DTYPES
-from pipeloom.parallel.offload.targets import OffloadTarget
-from pipeloom.parallel.options import DataParallel, Precision, axis_of
+from pipeloom.parallel.options import DataParallel, OffloadTarget, Precision, axis_of
 from pipeloom.transport.values import Value, flatten, unflatten
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import nn
 
 from pipeloom.errors import InputError
-from pipeloom.parallel.data.buckets import ParameterUse
+from pipeloom.parallel.data.unit_layout import ParameterUse
 from pipeloom.parallel.mixed_precision import with_statistics
 
 _HELD = "_held_in_units"  # an attribute of parameters in a store
@@ -20,7 +20,7 @@ def parameter_uses(
     homes: Mapping[str, tuple[int, ...]],
     num_bytes: Callable[[nn.Parameter], int],
 ) -> list[ParameterUse]:
-    """The parameters of a stage in its order, as `pipeloom.parallel.data.buckets` groups them.
+    """The parameters of a stage in its order, as `pipeloom.parallel.data.unit_layout` groups them.
 
     Args:
         module: the stage.

@@ -20,10 +20,10 @@ from pipeloom.engine.overlap_times import Wait, no_wait
 from pipeloom.engine.stores.parameter_bytes import Gauge
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.ir import DataStrategy
-from pipeloom.parallel.data.flat_layout import FlatLayout, own_segment
 from pipeloom.parallel.data.full_parameters import FullParameters
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit_gradients import UnitGradients
+from pipeloom.parallel.data.unit_layout import FlatLayout, own_segment
 from pipeloom.parallel.mixed_precision import NumberFormats
 from pipeloom.parallel.offload.main_parameters import MainShard, OffloadedShard, offloaded_parameter
 from pipeloom.parallel.offload.mover import Mover
@@ -83,8 +83,8 @@ class Unit:
         for view, parameter in zip(views, self.parameters, strict=True):
             view.copy_(parameter)
         self._replicas.broadcast(flat)()
-        formats, frees = self._formats, self._strategy is DataStrategy.ZERO3
-        if self._strategy is DataStrategy.DDP and formats.compute == formats.main:
+        formats, frees = self._formats, self._strategy.shards_parameters
+        if not self._strategy.shards_optimizer and formats.compute == formats.main:
             for view, parameter in zip(views, self.parameters, strict=True):
                 parameter.copy_(view)
             return
@@ -141,10 +141,7 @@ class Unit:
             self._gathering = arrive
             return
         arrive()
-        if self._strategy is DataStrategy.PARAMETER_SERVER:
-            self._gathering = self._replicas.broadcast(self._full.flat)
-        else:
-            self._gathering = self._replicas.all_gather(self._full.flat, own)
+        self._gathering = self._replicas.gather_full(self._strategy, self._full.flat, own)
 
     def _awaited(self, arrive: Wait) -> Wait:
         """`arrive`; where it waits for a read, the time is recorded as waiting."""
@@ -160,7 +157,7 @@ class Unit:
     @property
     def _collects(self) -> bool:
         """Whether a gather is a collective."""
-        return self._replicas.degree > 1 and self._strategy is not DataStrategy.DDP
+        return self._replicas.degree > 1 and self._strategy.shards_optimizer
 
     @property
     def waits_for_reads(self) -> bool:
@@ -227,10 +224,7 @@ class Unit:
         flat = self._full.flat.new_empty(self._layout.num_elements, dtype=self._main_dtype)
         own = self._own_segment(flat)
         self._shard.copy_to(own)
-        if self._strategy is DataStrategy.PARAMETER_SERVER:
-            self._replicas.broadcast(flat)()
-        elif self._strategy is not DataStrategy.DDP:
-            self._replicas.all_gather(flat, own)()
+        self._replicas.gather_full(self._strategy, flat, own)()
         return dict(zip(self._names, self._layout.views(flat, self._shapes), strict=True))
 
     @torch.no_grad()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from pipeloom.engine.overlap_times import Wait
 from pipeloom.errors import RunError
 from pipeloom.ir import DataStrategy
-from pipeloom.parallel.data.flat_layout import FlatLayout, own_segment
 from pipeloom.parallel.data.replica_group import ReplicaGroup
+from pipeloom.parallel.data.unit_layout import FlatLayout, own_segment
 
 
 class UnitGradients:
@@ -105,7 +105,7 @@ class UnitGradients:
             parameter.grad = None
         del gradient, gradients  # before the sum is allocated
         if flat is not None:
-            self._reducing.append((*self._reduce(flat), flat))
+            self._reducing.append((*self._replicas.reduce_full(self._strategy, flat), flat))
 
     @torch.no_grad()
     def _flattened(self, gradients: Sequence[Tensor | None]) -> Tensor:
@@ -118,17 +118,6 @@ class UnitGradients:
             row.append(flat.new_zeros(self._layout.sizes[index]) if gradient is None else gradient.reshape(-1))
         row.append(flat.new_zeros(flat.numel() - sum(map(torch.numel, row))))
         return torch.cat(row, out=flat)
-
-    def _reduce(self, flat: Tensor) -> tuple[Wait, Tensor]:
-        """Start the sum; returns its `Wait` and the tensor that receives this replica's segment."""
-        match self._strategy:
-            case DataStrategy.DDP:
-                return self._replicas.all_reduce(flat), flat
-            case DataStrategy.PARAMETER_SERVER:
-                return self._replicas.reduce(flat), flat if self._segment is not None else flat[:0].clone()
-            case _:
-                own = flat.new_empty(self._layout.segment_elements)
-                return self._replicas.reduce_scatter(flat, own), own
 
     def wait_first(self) -> None:
         """Wait for the oldest reduction."""

@@ -28,7 +28,7 @@ from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, Op
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.store import Ready, Region, Store, aligned, open_store
-from pipeloom.parallel.offload.targets import OffloadActivations, OffloadTarget
+from pipeloom.parallel.options import OffloadActivations, OffloadTarget
 
 _MOST_WRITES = 2  # queued or running; activations that wait for a write still take memory
 

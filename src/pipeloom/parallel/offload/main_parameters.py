@@ -26,7 +26,7 @@ from pipeloom.engine.stores.parameter_bytes import Gauge, Offloaded
 from pipeloom.errors import InputError, RunError
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.store import PIECE_BYTES, Ready, Region, Store, aligned, copy_across, open_store
-from pipeloom.parallel.offload.targets import OffloadTarget
+from pipeloom.parallel.options import OffloadTarget
 
 _HOME = "_home_of_main_parameter"  # an attribute of parameters
 

@@ -31,7 +31,7 @@ from pipeloom.parallel.offload.offloaded_states import OffloadedStates, State
 from pipeloom.parallel.offload.portions import Portion, make_portions
 from pipeloom.parallel.offload.state_layout import Layouts
 from pipeloom.parallel.offload.store import HostStore, Ready, Store, open_store, page_buffer
-from pipeloom.parallel.offload.targets import CPU, OffloadTarget
+from pipeloom.parallel.options import CPU, OffloadTarget
 from pipeloom.processes.host_memory import give_back_now
 
 _NUM_BUFFERS = 3

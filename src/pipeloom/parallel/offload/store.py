@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
-from pipeloom.parallel.offload.targets import CPU, OffloadTarget
+from pipeloom.parallel.options import CPU, OffloadTarget
 
 _HOST = torch.device("cpu")
 PAGE_BYTES = 4096  # alignment of addresses, offsets and lengths for direct I/O

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import DataAxis
 from pipeloom.parallel import Precision
-from pipeloom.parallel.data.flat_layout import FlatLayout, own_segment
+from pipeloom.parallel.data.unit_layout import FlatLayout, own_segment
 
 _UPDATE_BYTES = 4
 _NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

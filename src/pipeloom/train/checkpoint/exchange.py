@@ -76,7 +76,7 @@ class DistributedExchange:
     def __init__(self, group: torch.distributed.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
         import torch.distributed as dist
 
-        from pipeloom.processes.gloo_threads import let_gloo_finish
+        from pipeloom.processes.collectives import let_gloo_finish
 
         let_gloo_finish()
         self._group = group

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, Granularity, Program, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
-from pipeloom.parallel.offload.targets import CPU, OffloadActivations, OffloadTarget
-from pipeloom.parallel.options import DataParallel, axis_of
+from pipeloom.parallel.options import CPU, DataParallel, OffloadActivations, OffloadTarget, axis_of
 from pipeloom.passes import lower
 from pipeloom.plan.memory import (
     Choice,

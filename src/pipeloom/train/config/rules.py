@@ -14,8 +14,7 @@ from typing import Any
 from pipeloom.errors import InputError
 from pipeloom.ir import DataStrategy, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
-from pipeloom.parallel.offload.targets import OffloadTarget
-from pipeloom.parallel.options import axis_of
+from pipeloom.parallel.options import OffloadTarget, axis_of
 from pipeloom.passes import lower
 from pipeloom.train.config.data_parallel import unused_data_options
 from pipeloom.train.config.memory import activation_offload

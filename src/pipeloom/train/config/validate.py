@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import CheckpointError, DataError, InputError
 from pipeloom.ir.versions import check_drained
-from pipeloom.parallel.offload.targets import CPU
+from pipeloom.parallel.options import CPU
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.train.checkpoint.directory import in_use, resume_path
 from pipeloom.train.checkpoint.manifest import Manifest, verify

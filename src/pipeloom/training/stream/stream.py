@@ -25,7 +25,7 @@ from pipeloom.training.stream.results import OnUpdate, StreamResults, StreamUpda
 from pipeloom.training.stream.stage_updates import StreamOptimizer
 from pipeloom.training.stream.update_options import Discount, LearningRate, UpdateOptions
 from pipeloom.training.stream.update_rules import agree
-from pipeloom.transport.call_numbers import call_number
+from pipeloom.transport.interface import call_number
 
 
 class Stream:
