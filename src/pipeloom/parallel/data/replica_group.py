@@ -1,4 +1,4 @@
-"""`ReplicaGroup`: the processes that hold the same stages in all replicas, each strategy's collectives, and their times."""
+"""`ReplicaGroup`: the processes that hold the same stages in all replicas, with the collectives of each strategy."""
 
 from __future__ import annotations
 
