@@ -53,8 +53,8 @@ def grid() -> list[Case]:
 def thinned() -> list[Case]:
     """Every family with every strategy once, the other factors by turns; and the granularities."""
     cases = []
-    for index, (family, strategy) in enumerate(product(FAMILIES, STRATEGIES)):
-        turn = index + index // len(STRATEGIES)
+    for (row, family), (column, strategy) in product(enumerate(FAMILIES), enumerate(STRATEGIES)):
+        turn = 5 * row + column  # an odd step, so that a strategy's factors change from family to family
         tied, checkpointed = bool(turn & 1), bool(turn & 2)
         dtype = (torch.float64, torch.float32)[(turn >> 2) % 2]
         cases.append(Case(family, strategy, None, tied, checkpointed, ("adamw", "momentum")[(turn >> 1) % 2], dtype))

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.ir import DataAxis, Op
 from pipeloom.ir.unit_actions import UnitAction, gathers_inside, unit_actions
-from pipeloom.parallel.data.reductions import Completion
 from pipeloom.parallel.data.unit import Unit
+from pipeloom.parallel.data.unit_gradients import Completion
 
 
 class LayerHooks:

@@ -1,6 +1,6 @@
 """`Unit`: parameters that are gathered, freed and reduced together, such as those of one layer or of several.
 
-    module parameters      full, in the format of forwards; zero3 frees them between uses (`full_parameters`)
+    module parameters      full, in the format of forwards; zero3 frees them between uses (`FullParameters`)
     main parameters        this replica's shards, in the format of updates (`pipeloom.parallel.offload.main_parameters`)
     gradients              see `unit_gradients`
 
@@ -11,7 +11,8 @@ reads this replica's segment from the offload target, before the collective.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from pipeloom.engine.overlap_times import Wait, no_wait
 from pipeloom.engine.stores.parameter_bytes import Gauge
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.ir import DataStrategy
-from pipeloom.parallel.data.full_parameters import FullParameters
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit_gradients import UnitGradients
 from pipeloom.parallel.data.unit_layout import FlatLayout, own_segment
@@ -92,9 +92,7 @@ class Unit:
         apart = formats.compute != formats.main or frees
         if apart:
             own = own.to(formats.main, copy=True)
-        self._full = FullParameters(
-            self.parameters, self._layout, flat.to(formats.compute), frees=frees, gathered=self._gathered
-        )
+        self._full = FullParameters(self.parameters, self._layout, flat.to(formats.compute), frees, self._gathered)
         self._make_main_parameters(own)
         self._main_dtype = own.dtype
         self._shard = MainShard(own)
@@ -136,12 +134,11 @@ class Unit:
             return
         self._full.allocate()
         own = self._own_segment(self._full.flat)
-        arrive = self._awaited(self._shard.fill(own)) if self._segment is not None else no_wait
-        if not self._collects:
-            self._gathering = arrive
-            return
-        arrive()
-        self._gathering = self._replicas.gather_full(self._strategy, self._full.flat, own)
+        arrive = no_wait if self._segment is None else self._awaited(self._shard.fill(own))
+        if self._collects:
+            arrive()
+            arrive = self._replicas.gather_full(self._strategy, self._full.flat, own)
+        self._gathering = arrive
 
     def _awaited(self, arrive: Wait) -> Wait:
         """`arrive`; where it waits for a read, the time is recorded as waiting."""
@@ -236,3 +233,62 @@ class Unit:
             start, stop = self._layout.shard(index, self._segment)
             value, offloaded = values[name].reshape(-1)[start:stop].view(main.shape), offloaded_parameter(main)
             main.copy_(value) if offloaded is None else offloaded.write(value)
+
+
+class FullParameters:
+    """Flat memory of full parameters, which zero3 frees between uses.
+
+    A module parameter stays one object, and `flat` stays one storage, which is resized: a graph that saved a parameter
+    or a view of it reads its values again after the next gather. A freed parameter reads as NaN.
+
+    Args:
+        parameters: the module's.
+        layout: how they lie in flat memory.
+        flat: their values; from now on the parameters are views of it.
+        frees: whether `free` frees anything.
+        gathered: counts the bytes that are there and can be freed.
+
+    Attributes:
+        flat, frees: as given.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], layout: FlatLayout, flat: Tensor, frees: bool, gathered: Gauge
+    ) -> None:
+        self.flat, self.frees = flat, frees
+        self._parameters, self._gathered = parameters, gathered
+        shapes = [parameter.shape for parameter in parameters]
+        self._views = layout.views(flat, shapes)
+        missing = flat.new_full((), math.nan if flat.is_floating_point() else 0)
+        self._missing = [missing.expand(shape) for shape in shapes]
+        self._set(self._views)
+        if frees:
+            gathered.add(flat.nbytes)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is memory for values."""
+        return bool(self.flat.untyped_storage().nbytes())
+
+    def allocate(self) -> None:
+        """Allocate memory for values, if it was freed."""
+        if self.frees and not self.is_there:
+            self.flat.untyped_storage().resize_(self.flat.nbytes)
+            self._gathered.add(self.flat.nbytes)
+
+    def show(self) -> None:
+        """Have module parameters read that memory."""
+        if self.frees:
+            self._set(self._views)
+
+    def free(self) -> None:
+        """Free the memory."""
+        if self.frees:
+            self._set(self._missing)
+            if self.is_there:
+                self.flat.untyped_storage().resize_(0)
+                self._gathered.add(-self.flat.nbytes)
+
+    def _set(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.data = value

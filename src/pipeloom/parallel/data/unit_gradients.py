@@ -1,4 +1,4 @@
-"""`UnitGradients`: the gradients of one unit, from autograd to the optimizer.
+"""The gradients of units, from autograd to the optimizer, and when each unit's are summed over replicas.
 
 module gradients      ``.grad`` of module parameters, as autograd makes them, until a reduction takes them
 flat gradients        full: the flat tensor that a collective sums over replicas
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.overlap_times import Wait
 from pipeloom.errors import RunError
-from pipeloom.ir import DataStrategy
+from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit_layout import FlatLayout, own_segment
 
@@ -48,7 +50,6 @@ class UnitGradients:
         self.parameters, self._main = parameters, main
         self._layout, self._dtype = layout, dtype
         self._strategy, self._replicas = strategy, replicas
-        self._segment = own_segment(strategy, replicas.index)
         self._gaps = layout.gaps
         self._own_sum: Tensor | None = None  # of this replica's segment
         self._sums: list[Tensor | None] = [None] * len(parameters)  # instead, where there is one replica
@@ -59,9 +60,9 @@ class UnitGradients:
 
     def begin(self) -> None:
         """Set aside the gradients of earlier runs."""
-        pairs = zip(self.parameters, self._main.values(), strict=True)
+        pairs = list(zip(self.parameters, self._main.values(), strict=True))
         self._aside = [parameter.grad if parameter is main else None for parameter, main in pairs]
-        for index, (parameter, main) in enumerate(zip(self.parameters, self._main.values(), strict=True)):
+        for index, (parameter, main) in enumerate(pairs):
             parameter.grad = None
             if parameter.requires_grad is not main.requires_grad:  # the user froze or unfroze one of the two
                 changed = main if main.requires_grad is not self._trained[index] else parameter
@@ -69,11 +70,6 @@ class UnitGradients:
                 main.requires_grad_(changed.requires_grad)
             self._trained[index] = main.requires_grad
         self.present = [False] * len(self.parameters)
-
-    @property
-    def trains(self) -> bool:
-        """Whether any parameter requires a gradient."""
-        return any(parameter.requires_grad for parameter in self.parameters)
 
     @property
     def late(self) -> bool:
@@ -132,7 +128,8 @@ class UnitGradients:
             present: for each parameter, whether any replica has a gradient.
             loss_scale: the divisor of the sums.
         """
-        sums = self._sums if self._own_sum is None else self._layout.shards(self._own_sum, self._segment)
+        segment = own_segment(self._strategy, self._replicas.index)
+        sums = self._sums if self._own_sum is None else self._layout.shards(self._own_sum, segment)
         for index, main in enumerate(self._main.values()):
             total = sums[index] if present[index] and main.numel() else None
             before = self._aside[index] if main is self.parameters[index] else main.grad
@@ -150,9 +147,156 @@ class UnitGradients:
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors that hold gradients now."""
-        for parameter in (*self.parameters, *self._main.values()):
-            if parameter.grad is not None:
-                yield parameter.grad
-        yield from (tensor for tensor in (self._own_sum, *self._sums, *self._aside) if tensor is not None)
+        grads = (parameter.grad for parameter in (*self.parameters, *self._main.values()))
+        yield from (tensor for tensor in (*grads, self._own_sum, *self._sums, *self._aside) if tensor is not None)
         for _, own, flat in self._reducing:
             yield from (own, flat)
+
+
+class Completion:
+    """Starts the reductions of one REDUCE_GRAD inside the last backward that it covers.
+
+    Args:
+        units: in the order in which all replicas reduce them.
+        start: starts one reduction.
+    """
+
+    def __init__(self, units: Sequence[UnitGradients], start: Callable[[UnitGradients], None]) -> None:
+        self._units, self._start = units, start
+        self._queue: deque[UnitGradients] = deque()
+        self._missing: dict[UnitGradients, set[int]] = {}
+        self._begun = False
+
+    def begin(self) -> None:
+        """The last backward begins."""
+        self._queue.extend(unit for unit in self._units if any(p.requires_grad for p in unit.parameters))
+        self._begun = True
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Around the last backward: a unit starts once all its parameters have their gradients."""
+        self.begin()
+        handles = []
+        for unit in self._queue:
+            wanted = [(i, parameter) for i, parameter in enumerate(unit.parameters) if parameter.requires_grad]
+            self._missing[unit] = {index for index, _ in wanted}
+            for index, parameter in wanted:
+                hook = partial(self._arrived, unit, index)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _arrived(self, unit: UnitGradients, index: int, _: Tensor) -> None:
+        if unit in self._missing:
+            self._missing[unit].discard(index)
+            while self._queue and not self._missing[self._queue[0]]:
+                self._start(self._queue.popleft())
+
+    def reach(self, unit: UnitGradients) -> None:
+        """All gradients of `unit` are computed. Called in the order of the units, also for those not reduced here."""
+        if self._queue and self._queue[0] is unit:
+            self._start(self._queue.popleft())
+
+    def flush(self) -> None:
+        """Start all that remain, also units with missing gradients."""
+        if not self._begun:
+            self.begin()
+        while self._queue:
+            self._start(self._queue.popleft())
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop all state of the run."""
+        self._queue.clear()
+        self._missing.clear()
+        self._begun = False
+
+
+class Reductions:
+    """The reductions of one rank over replicas, from the first that starts to the deposit of all sums.
+
+    Args:
+        by_stage: the units of each stage, in its order.
+        data: the data axis. Where gradients are sharded, a reduction waits for the one before, because each holds the
+            flat gradients of a unit.
+        replicas: the processes to sum over.
+        look: called at peak memory, with flat gradients that `tensors` does not yield yet.
+    """
+
+    def __init__(
+        self,
+        by_stage: Mapping[int, Sequence[UnitGradients]],
+        data: DataAxis,
+        replicas: ReplicaGroup,
+        look: Callable[[Tensor | None], None],
+    ) -> None:
+        self._by_stage, self._data, self._replicas, self._look = by_stage, data, replicas, look
+        self._units = list(dict.fromkeys(unit for units in by_stage.values() for unit in units))
+        self._completions: dict[Action, Completion] = {}
+        self._reducing: deque[UnitGradients] = deque()
+
+    def completion(self, action: Action, program: Program) -> Completion:
+        """The `Completion` of a REDUCE_GRAD.
+
+        Its units go from the last layer to the first, as backwards finish them. Once per step, a unit that several
+        stages of the rank share waits for the REDUCE_GRAD of the last of them.
+        """
+        if action not in self._completions:
+            units = [*reversed(self._by_stage[action.stage])]
+            if not self._data.shards_gradients or self._data.granularity is Granularity.STEP:
+                order = next(order for order in program.orders if action in order)
+                behind = order[order.index(action) + 1 :]
+                later = {a.stage for a in behind if a.op is Op.REDUCE_GRAD and a.microbatch is not None}
+                waiting = {unit for stage in later - {action.stage} for unit in self._by_stage.get(stage, ())}
+                units = [unit for unit in units if unit not in waiting]
+            self._completions[action] = Completion(units, self._start)
+        return self._completions[action]
+
+    def _start(self, unit: UnitGradients) -> None:
+        if self._replicas.degree == 1:  # autograd accumulates in place until the run ends
+            return
+        if self._data.shards_optimizer:
+            self._wait()
+        unit.start(self._look)
+        self._reducing.append(unit)
+
+    def _wait(self) -> None:
+        while self._reducing:
+            self._reducing.popleft().wait_first()
+
+    def finish(self, loss_scale: float) -> None:
+        """All backwards are done: wait for all sums, and add them, divided by `loss_scale`, to main gradients."""
+        if self._replicas.degree == 1:
+            self._look(None)
+            for unit in self._units:
+                unit.start(self._look)
+        self._wait()  # for the known reductions, before replicas exchange flags
+        flags = iter(self._replicas.any([flag for unit in self._units for flag in (unit.late, *unit.present)]))
+        present = {}
+        for unit in self._units:
+            if next(flags):  # on some replica, gradients came after their reduction had started
+                self._start(unit)
+            present[unit] = [next(flags) for _ in unit.present]
+        self._wait()
+        for unit in self._units:
+            unit.deposit(present[unit], loss_scale)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors that hold gradients now."""
+        for unit in self._units:
+            yield from unit.tensors()
+
+    def begin(self) -> None:
+        for unit in self._units:
+            unit.begin()
+
+    def drop(self) -> None:
+        """Drop all state of the run."""
+        self._reducing.clear()
+        for completion in self._completions.values():
+            completion.drop()
+        for unit in self._units:
+            unit.drop()

@@ -14,10 +14,10 @@ from pipeloom.engine.stores.parameter_store import ParameterStore, RankModules
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, DataAxis, Op, Program
 from pipeloom.parallel.data.layer_hooks import LayerHooks
-from pipeloom.parallel.data.reductions import Reductions
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.stage_parameters import check_dense, claim, parameter_uses, release
 from pipeloom.parallel.data.unit import Unit
+from pipeloom.parallel.data.unit_gradients import Reductions
 from pipeloom.parallel.data.unit_layout import BucketRule, FlatLayout, ParameterUse, group_parameters, units_by_layer
 from pipeloom.parallel.mixed_precision import DTYPES, NumberFormats, cast_tables, with_statistics
 from pipeloom.parallel.offload.main_parameters import offloaded_bytes, open_mover, value_of
