@@ -76,7 +76,8 @@ def test_in_processes(tmp_path: Path) -> None:
 def _kept_bytes(pipe: pl.Pipeline, batch: tuple[Tensor, Tensor]) -> int:
     """The most bytes of noted storages that there were behind a forward or a finished move of one step."""
     worker, peaks = pipe.executor.workers[0], []
-    bound = pipe.executor._bound[0, False] = worker.bind(pipe.program)
+    bound = worker.bind(pipe.program)
+    pipe.executor._bound[True] = {0: bound}
 
     def held() -> int:
         for entry in worker.state.wiring.mover._entries.values():

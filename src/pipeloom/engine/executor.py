@@ -1,25 +1,68 @@
-"""`Executor`: runs programs on the ranks of one process, call after call, until the first error."""
+"""`Executor`: runs programs on the ranks of one process, call after call, until the first error.
+
+`Programs` are the checked programs of a pipeline: one for `step`, one for evaluation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
-from pipeloom.engine.activation_mover import ActivationMover
 from pipeloom.engine.instructions import Record, Run
-from pipeloom.engine.lowered_programs import Programs
 from pipeloom.engine.model_state import ModelState
-from pipeloom.engine.rank_state import Batch, LossFn
+from pipeloom.engine.overlap_times import ActivationMover
+from pipeloom.engine.rank_state import Batch, LossFn, RankWiring
 from pipeloom.engine.rank_threads import RankThreads
 from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.worker import Bound, WarmUp, Worker
 from pipeloom.errors import InputError, RunError
-from pipeloom.ir import Action, Program
+from pipeloom.ir import DataAxis, Program, Schedule, check
 from pipeloom.ir.recompute import Recompute
+from pipeloom.passes import evaluation_schedule, lower
 from pipeloom.transport.connect import Connection
 from pipeloom.transport.interface import Channel, OneProcessTransport, call_count, call_number, program_channels
+
+
+class Programs(NamedTuple):
+    """The programs that every rank of a pipeline runs."""
+
+    train: Program
+    forward: Program
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        tied_stages: Sequence[tuple[int, ...]],
+        data: DataAxis | None,
+        insert_offload: Callable[[Program], Program] | None,
+    ) -> Programs:
+        """Lower and check both programs.
+
+        Args:
+            schedule: of every step.
+            tied_stages: for each parameter that several stages hold, the stages.
+            data: how data-parallel replicas share parameters and gradients; None: there is one replica.
+            insert_offload: the pass that adds OFFLOAD and RELOAD; None: activations stay in memory.
+
+        Raises:
+            InputError: an illegal schedule, or an asynchronous one with `data`.
+        """
+        if data is not None and schedule.microbatches_per_update is not None:
+            raise InputError(
+                f"schedule {schedule.name!r} updates parameters while it runs: data parallelism, ZeRO and 16-bit "
+                "formats need a synchronous schedule. Give stages replicas of their own, or use a schedule such as "
+                "1f1b."
+            )
+        train = lower(schedule, tied_stages=tuple(tied_stages), data=data)
+        if insert_offload is not None and not schedule.forward_only:
+            train = insert_offload(train)
+        forward = lower(evaluation_schedule(schedule), data=data)
+        check(train)
+        check(forward)
+        return cls(train, forward)
 
 
 class Executor:
@@ -67,28 +110,14 @@ class Executor:
         self._results = ResultExchange(connection.rank, programs.forward.schedule, self._transport)
         self._opened: set[Channel] = set()
         self.open_channels({*program_channels(programs.train), *self._results.channels()})
-        self.workers = {
-            rank: Worker(
-                rank,
-                stages,
-                loss_fn=state.sharing.loss_fn(loss_fn),
-                transport=self._transport,
-                gradient_sum=GradientSum(
-                    rank,
-                    state.ownership.shared(rank),
-                    state.ownership.shared_buffers(rank),
-                    self._transport,
-                    state.stores[rank].value,
-                ),
-                store=state.stores[rank],
-                sliced=sliced,
-                recompute=recompute,
-                mover=open_mover(),
-                blackbox=blackbox,
-            )
-            for rank, stages in state.stages_of.items()
-        }
-        self._bound: dict[tuple[int, bool], Bound] = {}
+        self.workers: dict[int, Worker] = {}
+        for rank, stages in state.stages_of.items():
+            own_loss = state.sharing.loss_fn(loss_fn)
+            wiring = RankWiring(rank, stages, own_loss, self._transport, sliced, recompute, open_mover())
+            shared, store = state.ownership.shared(rank), state.stores[rank]
+            gradient_sum = GradientSum(rank, shared, self._transport, store.value) if shared else None
+            self.workers[rank] = Worker(wiring, gradient_sum=gradient_sum, store=store, blackbox=blackbox)
+        self._bound: dict[bool, dict[int, Bound]] = {}  # for training and for evaluation, by rank
         self._threads: RankThreads | None = None
         if isinstance(self._transport, OneProcessTransport) and self._transport.blocking and len(self.local_ranks) > 1:
             self._threads = RankThreads(len(self.local_ranks), self._transport)
@@ -136,22 +165,18 @@ class Executor:
             warm_up = None
             self.settle()
         self.before_call = None
-        bound = {rank: self._bind(rank, program) for rank in self.local_ranks}
-        call = call_number(self.num_calls + 1, not program.schedule.forward_only, batch.num_samples)
-        runs = {rank: self.workers[rank].run(bound[rank], batch, call, warm_up) for rank in self.local_ranks}
+        training = not program.schedule.forward_only
+        if training not in self._bound:
+            self._bound[training] = {rank: worker.bind(program) for rank, worker in self.workers.items()}
+        bound, call = self._bound[training], call_number(self.num_calls + 1, training, batch.num_samples)
+        runs = {rank: worker.run(bound[rank], batch, call, warm_up) for rank, worker in self.workers.items()}
 
         def finish() -> None:
             if share_results:
                 self._results.share(batch.losses if with_loss else batch.outputs, everywhere=with_loss)
 
-        self.drive(runs, finish, {rank: bound[rank].records for rank in self.local_ranks})
+        self.drive(runs, finish, {rank: each.records for rank, each in bound.items()})
         self.num_calls = call_count(self.workers[self.local_ranks[0]].state.call)  # a warm-up may have taken a number
-
-    def _bind(self, rank: int, program: Program) -> Bound:
-        key = (rank, program.schedule.forward_only)
-        if key not in self._bound:
-            self._bound[key] = self.workers[rank].bind(program)
-        return self._bound[key]
 
     def drive(
         self,
@@ -172,8 +197,10 @@ class Executor:
         with self.ended_by_errors(runs.values()):
             if self._threads is not None:
                 self._threads.run(runs)
-            else:
-                _take_turns(list(runs.values()))
+            else:  # each rank runs until it has to wait for another
+                waiting = [*runs.values()]
+                while waiting:
+                    waiting = [run for run in waiting if next(run, waiting) is not waiting]
             finish()
             self._transport.end_step()
 
@@ -213,19 +240,3 @@ class Executor:
             if worker.state.wiring.mover is not None:
                 worker.state.wiring.mover.close()
         self.connection.close()
-
-    # The last run
-
-    def records(self) -> list[tuple[int, list[Record]]]:
-        """Per rank of this process, the actions of the last run with start and end (perf_counter seconds)."""
-        return [(rank, list(records())) for rank, records in self.last_run.items()]
-
-    def waits(self) -> dict[int, dict[Action, float]]:
-        """Per rank of this process, the seconds that each action of the last run waited for overlapped work."""
-        return {rank: worker.overlap.waits for rank, worker in self.workers.items()}
-
-
-def _take_turns(runs: list[Run]) -> None:
-    """Run all ranks in this thread: each runs until it has to wait for another."""
-    while runs:
-        runs = [run for run in runs if next(run, runs) is not runs]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.engine.stores.ownership import Ownership, common_dtype, own_stages
+from pipeloom.engine.stores.ownership import Ownership, own_stages
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.engine.stores.parameter_store import RankModules, Sharing
 from pipeloom.errors import InputError
@@ -47,7 +48,8 @@ class ModelState:
         self.stages: dict[int, nn.Module] = {
             stage: module for stages in reversed(self.stages_of.values()) for stage, module in stages.items()
         }
-        self.norm_dtype = common_dtype(cut_model)
+        dtypes = [parameter.dtype for module in cut_model.modules for parameter in module.parameters()]
+        self.norm_dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
         found = Ownership.find(self.stages_of, cut_model, program)
         self.sharing = sharing
         self.stores = {

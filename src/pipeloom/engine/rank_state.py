@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeloom.autograd.recomputation import recomputed
 from pipeloom.autograd.split_backward import Root, WeightGradients
-from pipeloom.engine.activation_mover import ActivationMover, Key
+from pipeloom.engine.overlap_times import ActivationMover, Key
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Program
 from pipeloom.ir.recompute import Recompute
@@ -78,15 +78,9 @@ class Batch:
 
     @classmethod
     def cut(
-        cls,
-        num_microbatches: int,
-        inputs: Value,
-        targets: Value,
-        *,
-        needs_inputs: bool,
-        needs_targets: bool,
+        cls, num_microbatches: int, inputs: Value, targets: Value, *, needs_inputs: bool, needs_targets: bool
     ) -> Batch:
-        """Cut the batch into micro-batches, as far as this process reads it; weights are those of a single replica.
+        """Cut the batch into micro-batches, as far as this process reads it; `weigh` sets the weights.
 
         Raises:
             InputError: inputs or targets are missing, too short, of different lengths, or have a graph.
@@ -100,7 +94,6 @@ class Batch:
             if needs_inputs and sum(sizes) != batch.num_samples:
                 raise InputError(sample_mismatch(batch.num_samples, sum(sizes)))
             batch.num_samples, batch.sizes = sum(sizes), sizes
-            batch.weigh(batch.num_samples)
         return batch
 
     def weigh(self, all_samples: int) -> None:
@@ -132,7 +125,7 @@ def refuse_other_call(source: int, theirs: int, ours: int) -> None:
     raise out_of_step(source, theirs, ours)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RankWiring:
     """What all runs of one rank share.
 
@@ -142,7 +135,7 @@ class RankWiring:
         loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
         transport: with all channels of the programs open.
         sliced: whether micro-batches run in slices, even if in one.
-        recompute: what backwards recompute, per stage of the model; empty: nothing.
+        recompute: what backwards recompute, per stage of the model.
         mover: moves saved activations, where programs have OFFLOAD and RELOAD.
         forwards: by stage, the function that F calls in training: the module, or a wrapper that saves less.
         copies_input: by stage, whether it receives a copy of its input: leaves must not change in place.
@@ -152,18 +145,15 @@ class RankWiring:
     stages: dict[int, nn.Module]
     loss_fn: LossFn | None
     transport: Transport
-    sliced: bool = False
-    recompute: Sequence[Recompute] = ()
-    mover: ActivationMover | None = None
+    sliced: bool
+    recompute: Sequence[Recompute]
+    mover: ActivationMover | None
     forwards: dict[int, Callable[[Value], Value]] = field(init=False)
     copies_input: dict[int, bool] = field(init=False)
 
     def __post_init__(self) -> None:
-        kinds = self.recompute or [Recompute.NONE] * (max(self.stages, default=-1) + 1)
-        forwards = {stage: recomputed(module, kinds[stage]) for stage, module in self.stages.items()}
-        object.__setattr__(self, "forwards", forwards)
-        copies_input = {stage: may_change_input(module) for stage, module in self.stages.items()}
-        object.__setattr__(self, "copies_input", copies_input)
+        self.forwards = {stage: recomputed(module, self.recompute[stage]) for stage, module in self.stages.items()}
+        self.copies_input = {stage: may_change_input(module) for stage, module in self.stages.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +161,7 @@ class ActivationStores:
     """Values of one rank between the actions of a run; see the top of this file.
 
     Attributes:
+        extents: where a slice starts and ends, from its F to its B.
         num_offloaded: entries of `saved` that are offloaded.
         peak_live: peak number of entries of `saved` in the last run, without offloaded ones.
         to_offload: the entries that the next program to be bound offloads.
@@ -180,39 +171,19 @@ class ActivationStores:
     saved: dict[Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = field(default_factory=dict)
     gradients: dict[Key, Sequence[Tensor | None]] = field(default_factory=dict)
     departing: dict[Action, tuple[Layout, list[Tensor]]] = field(default_factory=dict)
+    contexts: dict[tuple[int, int], SliceContext] = field(default_factory=dict)
+    extents: dict[Key, Extent] = field(default_factory=dict)
     num_offloaded: int = 0
     peak_live: int = 0
     to_offload: Set[Key] = frozenset()
 
-    def note_live(self) -> None:
-        """Update the peak after an activation was saved or reloaded."""
-        self.peak_live = max(self.peak_live, len(self.saved) - self.num_offloaded)
-
     def clear(self) -> None:
         """Drop all values."""
-        for store in (self.arrived, self.saved, self.gradients, self.departing):
-            store.clear()
-        self.num_offloaded = 0
-
-
-@dataclass(slots=True, eq=False)
-class SliceStores:
-    """Values that the slices of one micro-batch share on one rank.
-
-    Attributes:
-        contexts: by stage and micro-batch, keys and values of earlier slices.
-        extents: where a slice starts and ends, from its F to its B.
-    """
-
-    contexts: dict[tuple[int, int], SliceContext] = field(default_factory=dict)
-    extents: dict[Key, Extent] = field(default_factory=dict)
-
-    def clear(self) -> None:
-        """Drop all values."""
-        self.extents.clear()
         for context in self.contexts.values():
             context.close()
-        self.contexts.clear()
+        for store in (self.arrived, self.saved, self.gradients, self.departing, self.contexts, self.extents):
+            store.clear()
+        self.num_offloaded = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -221,7 +192,7 @@ class RankState:
 
     Attributes:
         wiring: what all runs share.
-        activations, slices: values between actions.
+        activations: values between actions.
         batch: of the running step.
         call: number of the running step in its messages (see `pipeloom.transport.interface`).
         other_call: called with a message of another call, as `refuse_other_call`; the message is dropped if it returns.
@@ -232,7 +203,6 @@ class RankState:
 
     wiring: RankWiring
     activations: ActivationStores = field(default_factory=ActivationStores)
-    slices: SliceStores = field(default_factory=SliceStores)
     batch: Batch = field(default_factory=Batch)
     call: int = 0
     other_call: Callable[[int, int, int], None] = refuse_other_call
@@ -252,7 +222,6 @@ class RankState:
     def forget(self) -> None:
         """Drop computed values; keep the batch."""
         self.activations.clear()
-        self.slices.clear()
         self.loss_weights.clear()
         if self.wiring.mover is not None:
             self.wiring.mover.forget()

@@ -6,28 +6,23 @@ the rank's stores (`pipeloom.engine.rank_state`). A step is then one loop over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from pipeloom.engine.activation_mover import ActivationMover
 from pipeloom.engine.binders.activation_offload import bind_offload, bind_reload, moved_keys
-from pipeloom.engine.binders.backward import bind_backward, bind_input_backward, bind_weight_backward
+from pipeloom.engine.binders.backward import bind_backward, bind_weight_backward
 from pipeloom.engine.binders.forward import bind_forward
 from pipeloom.engine.binders.send_receive import bind_receive, bind_send
 from pipeloom.engine.binders.sequence_slices import in_slice
 from pipeloom.engine.instructions import InstructionList, Record, Run, explained
 from pipeloom.engine.overlap_times import OverlapTimes
-from pipeloom.engine.rank_state import Batch, Binder, LossFn, RankState, RankWiring, Step
+from pipeloom.engine.rank_state import Batch, Binder, RankState, RankWiring, Step
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.stores.parameter_store import ParameterStore
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Op, Program
-from pipeloom.ir.recompute import Recompute
 from pipeloom.ir.walk import meets
-from pipeloom.transport.interface import Transport
 
 # Runs the first instructions of a run, and returns how many of them are done.
 WarmUp = Callable[["Worker", "Bound"], int]
@@ -35,7 +30,7 @@ WarmUp = Callable[["Worker", "Bound"], int]
 _BINDERS: dict[Op, Binder] = {
     Op.F: bind_forward,
     Op.B: bind_backward,
-    Op.I: bind_input_backward,
+    Op.I: bind_backward,
     Op.W: bind_weight_backward,
     Op.SEND_F: bind_send,
     Op.SEND_B: bind_send,
@@ -56,20 +51,16 @@ class Bound:
     Attributes:
         instructions: what it runs.
         program: what was bound.
-        overlap: when the collectives and transfers of the last run were in flight.
+        overlap: when the collectives and transfers of the last run were in flight; None: the program has none.
     """
 
     instructions: InstructionList
     program: Program
-    overlap: OverlapTimes
-
-    @property
-    def training(self) -> bool:
-        return not self.program.schedule.forward_only
+    overlap: OverlapTimes | None
 
     def records(self) -> list[Record]:
         """The last run: every action with its start and end, and when collectives and transfers were in flight."""
-        overlapped = self.overlap.records()
+        overlapped = self.overlap.records() if self.overlap is not None else []
         known = {action for action, _, _ in overlapped}
         return [record for record in self.instructions.records() if record[0] not in known] + overlapped
 
@@ -78,56 +69,36 @@ class Worker:
     """Runs the programs of one rank.
 
     Args:
-        rank, stages, loss_fn, transport, sliced, recompute, mover: see `pipeloom.engine.rank_state.RankWiring`.
-        gradient_sum: sums gradients of parameters that other ranks hold too.
+        wiring: what all its runs share.
+        gradient_sum: sums gradients of parameters that other ranks hold too; None: there are none.
         store: this rank's parameters.
         blackbox: a buffer of at least `BLACKBOX_BYTES` bytes for the label of the running action, read after a crash.
 
     Attributes:
+        rank, stages: the rank, and its modules by stage.
         state: values that this rank holds while it runs.
         overlap: when its collectives and transfers were in flight.
     """
 
     def __init__(
-        self,
-        rank: int,
-        stages: dict[int, nn.Module],
-        *,
-        loss_fn: LossFn | None,
-        transport: Transport,
-        gradient_sum: GradientSum,
-        store: ParameterStore,
-        sliced: bool = False,
-        recompute: Sequence[Recompute] = (),
-        mover: ActivationMover | None = None,
-        blackbox: Any = None,
+        self, wiring: RankWiring, *, gradient_sum: GradientSum | None, store: ParameterStore, blackbox: Any
     ) -> None:
-        self.rank = rank
-        self.stages = stages
-        self.state = RankState(RankWiring(rank, stages, loss_fn, transport, sliced, recompute, mover))
+        self.rank, self.stages = wiring.rank, wiring.stages
+        self.state = RankState(wiring)
         self.overlap = store.times
-        if mover is not None:
-            mover.times = self.overlap
-        self._gradient_sum = gradient_sum
-        self._store = store
-        self._blackbox = blackbox
-
-    @property
-    def live_activations(self) -> int:
-        """The activations held now."""
-        return len(self.state.activations.saved) - self.state.activations.num_offloaded
-
-    @property
-    def peak_live_activations(self) -> int:
-        """The peak number of activations in the last run."""
-        return self.state.activations.peak_live
+        if wiring.mover is not None:
+            wiring.mover.times = self.overlap
+        self._gradient_sum, self._store, self._blackbox = gradient_sum, store, blackbox
 
     def bind(self, program: Program) -> Bound:
         """Turn this rank's part of `program` into functions."""
         self.state.activations.to_offload = moved_keys(program, self.rank)
         order = program.orders[self.rank]
         instructions = self.bind_steps((action, step) for action in order for step in self.steps(action, program))
-        return Bound(instructions, program, self.overlap)
+        return Bound(instructions, program, self.overlap if self._overlaps(program) else None)
+
+    def _overlaps(self, program: Program) -> bool:
+        return program.data is not None or self.state.wiring.mover is not None
 
     def bind_steps(self, steps: Iterable[tuple[Action, Step]]) -> InstructionList:
         """Instructions of this rank, one per step."""
@@ -136,6 +107,7 @@ class Worker:
     def steps(self, action: Action, program: Program) -> list[Step]:
         """The functions of one action."""
         if meets(action):
+            assert self._gradient_sum is not None
             (first, ready), *rest = self._gradient_sum.bind(action.stage)
 
             def begin() -> None:
@@ -158,8 +130,7 @@ class Worker:
         if action.op not in _COMPUTE_OPS:
             return [step]
         run, ready = self._store.around(action, step, program)
-        alone = program.data is None and self.state.wiring.mover is None
-        return [(run if alone else self.overlap.running(action, run), ready)]
+        return [(self.overlap.running(action, run) if self._overlaps(program) else run, ready)]
 
     def run(self, bound: Bound, batch: Batch, call: int, warm_up: WarmUp | None = None) -> Run:
         """Run a bound program; yields whenever it has to wait and the transport does not block.
@@ -175,11 +146,12 @@ class Worker:
             PeerLost: a rank that it waited for ended.
         """
         self.state.begin(batch, call)
-        self.overlap.begin()
+        if bound.overlap is not None:
+            bound.overlap.begin()
         self.state.loss_scale = self._store.loss_scale
         try:
             start = 0 if warm_up is None else warm_up(self, bound)
-            if bound.training:
+            if self._gradient_sum is not None and not bound.program.schedule.forward_only:
                 self._gradient_sum.begin()
             self._store.begin(bound.program)
             yield from bound.instructions.run(start)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pipeloom.engine.executor import Executor
 from pipeloom.engine.model_state import ModelState
-from pipeloom.engine.stores.parameter_bytes import HeldBytes, Offloaded, PeakBytes
+from pipeloom.engine.stores.parameter_store import HeldBytes, Offloaded, PeakBytes
 
 
 class OffloadTraffic(NamedTuple):
@@ -26,16 +26,17 @@ class MemoryUse:
 
     def __init__(self, state: ModelState, executor: Executor) -> None:
         self._stores, self._workers = state.stores, executor.workers
+        self._activations = {rank: worker.state.activations for rank, worker in executor.workers.items()}
 
     @property
     def live_activations(self) -> dict[int, int]:
         """Per rank of this process, the activations held now; zero between steps."""
-        return {rank: worker.live_activations for rank, worker in self._workers.items()}
+        return {rank: len(held.saved) - held.num_offloaded for rank, held in self._activations.items()}
 
     @property
     def peak_live_activations(self) -> dict[int, int]:
         """Per rank of this process, the peak number of activations in the last run."""
-        return {rank: worker.peak_live_activations for rank, worker in self._workers.items()}
+        return {rank: held.peak_live for rank, held in self._activations.items()}
 
     def held_bytes(self) -> HeldBytes:
         """Bytes of parameters and gradients now, by kind."""

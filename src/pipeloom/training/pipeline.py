@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.binders.sequence_slices import cut_sequences
-from pipeloom.engine.executor import Executor
+from pipeloom.engine.executor import Executor, Programs
 from pipeloom.engine.instructions import Record
-from pipeloom.engine.lowered_programs import Programs
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import Batch, LossFn
 from pipeloom.engine.result_exchange import total
@@ -312,7 +311,7 @@ class Pipeline:
         Gathers, reductions over replicas and offload transfers come last, with their own start and end: one record per
         unit of a stage.
         """
-        return self.executor.records()
+        return [(rank, list(records())) for rank, records in self.executor.last_run.items()]
 
     @property
     def waits(self) -> dict[int, dict[Action, float]]:
@@ -320,7 +319,7 @@ class Pipeline:
 
         Overlapped work is gathering parameters, reducing gradients, and moving offloaded activations.
         """
-        return self.executor.waits()
+        return {rank: worker.overlap.waits for rank, worker in self.executor.workers.items()}
 
     # The model
 

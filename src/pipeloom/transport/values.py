@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
-from pipeloom.split.layer_chain import even_parts
 
 Value = Any  # Tensor | tuple | list | dict[str | int, Value] | int | float | bool | str | None
 _TENSOR = "t"  # the structure of a single tensor, by far the most frequent value
@@ -171,7 +170,8 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
         )
     if num_microbatches == 1:
         return [unflatten(layout, tensors)], [length]
-    sizes = even_parts(length, num_microbatches)
+    each, larger = divmod(length, num_microbatches)
+    sizes = [each + 1] * larger + [each] * (num_microbatches - larger)
     pieces = [torch.split(t, sizes) for t in tensors]
     if layout.structure == _TENSOR:
         return list(pieces[0]), sizes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pipeloom.engine.activation_mover import ActivationMover, Key
+from pipeloom.engine.overlap_times import ActivationMover, Key
 from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Op, Program
@@ -19,7 +19,7 @@ from pipeloom.transport.values import flatten
 
 def bind_offload(state: RankState, action: Action, program: Program) -> Step:
     mover, key = _mover_of(state, action), (action.stage, action.microbatch, action.slice)
-    activations, contexts, module = state.activations, state.slices.contexts, state.wiring.stages[action.stage]
+    activations, contexts, module = state.activations, state.activations.contexts, state.wiring.stages[action.stage]
     context_key = (action.stage, action.microbatch)
 
     def offload() -> None:
@@ -40,13 +40,12 @@ def bind_offload(state: RankState, action: Action, program: Program) -> Step:
 
 def bind_reload(state: RankState, action: Action, program: Program) -> Step:
     mover, key = _mover_of(state, action), (action.stage, action.microbatch, action.slice)
-
     activations = state.activations
 
     def reload() -> None:
         mover.reload(key)
         activations.num_offloaded -= 1
-        activations.note_live()
+        activations.peak_live = max(activations.peak_live, len(activations.saved) - activations.num_offloaded)
 
     return reload, None
 

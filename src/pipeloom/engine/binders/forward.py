@@ -7,7 +7,6 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
-from torch.nn import Module
 
 from pipeloom.autograd.split_backward import Root
 from pipeloom.engine.binders.sequence_slices import cut_slice, join_slices, sliced_module
@@ -34,21 +33,27 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     def forward() -> None:
         value, leaves = (state.batch.inputs[microbatch], []) if first else arrived.pop(key)
         saved[key] = None
-        if len(saved) - activations.num_offloaded > activations.peak_live:
-            activations.note_live()
+        live = len(saved) - activations.num_offloaded
+        if live > activations.peak_live:
+            activations.peak_live = live
         try:
             output = module(value)
         except RuntimeError as error:
             if not leaves or "a leaf Variable that requires grad" not in str(error):
                 raise
-            output = module(_copied(state, stage, value))
+            wiring.copies_input[stage] = True  # the stage changes its input in place: from now on it gets a copy
+            output = module(copied(value))
         if deliver is not None:
             roots = deliver(output)
         else:
             assert loss is not None
             roots = loss(output)
-            if training and not roots and microbatch in state.batch.losses:
-                _check_nothing_to_train(leaves, wiring.stages[stage])
+            without_gradient = training and not roots and microbatch in state.batch.losses
+            if without_gradient and (leaves or any(p.requires_grad for p in wiring.stages[stage].parameters())):
+                raise RunError(
+                    "the loss requires no gradient, but parameters do: no parameter would be trained. Remove "
+                    "detach(), item() and no_grad() from loss_fn and the last stage, or freeze the parameters."
+                )
         if training:
             saved[key] = (leaves, roots)
         else:
@@ -64,67 +69,39 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     return caught_forward, None
 
 
-def _copied(state: RankState, stage: int, value: Value) -> Value:
-    """A copy of the input, for a stage that changes its input in place; from now on the stage always gets a copy."""
-    state.wiring.copies_input[stage] = True
-    return copied(value)
-
-
 def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:
     """The function that takes the last stage's output: computes the loss, or keeps the output for the caller."""
     stage, _, microbatch, piece = action
     assert microbatch is not None
-    key, loss_fn = (stage, microbatch, piece), state.wiring.loss_fn
+    key, loss_fn, sliced = (stage, microbatch, piece), state.wiring.loss_fn, state.wiring.sliced
 
-    def finish(output: Value) -> list[Root]:
+    def finish(value: Value) -> list[Root]:
         batch = state.batch
+        output: Value = value[0] if sliced else value
         if batch.targets is None or loss_fn is None:
+            if sliced:
+                pieces = batch.outputs.setdefault(microbatch, [])
+                pieces.append(output)
+                output = join_slices(pieces) if len(pieces) == program.schedule.num_slices else pieces
             batch.outputs[microbatch] = output
             return []
-        loss = _checked(loss_fn(output, batch.targets[microbatch]))
-        weight = state.loss_weights[key] = batch.weights[microbatch]
-        batch.losses[microbatch] = loss.detach() * state.seed(weight, loss)
-        return [_root(loss)] if loss.requires_grad else []
-
-    def finish_slice(value: Value) -> list[Root]:
-        (output, mark), batch = value, state.batch
-        if batch.targets is None or loss_fn is None:
-            pieces = batch.outputs.setdefault(microbatch, [])
-            pieces.append(output)
-            if len(pieces) == program.schedule.num_slices:
-                batch.outputs[microbatch] = join_slices(pieces)
-            return []
-        extent = Extent(*mark.tolist())
-        loss = _checked(loss_fn(output, cut_slice(batch.targets[microbatch], extent)))
-        weight = state.loss_weights[key] = batch.weights[microbatch] * extent.share
+        target, weight = batch.targets[microbatch], batch.weights[microbatch]
+        if sliced:
+            extent = Extent(*value[1].tolist())
+            target, weight = cut_slice(target, extent), weight * extent.share
+        loss = loss_fn(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise RunError(f"loss_fn returned {shape}: it must return a scalar, the mean over the micro-batch.")
+        if not loss.dtype.is_floating_point:
+            raise RunError(f"loss_fn returned a {loss.dtype}: a loss must be a floating-point number. Convert it.")
+        state.loss_weights[key] = weight
         weighed = loss.detach() * state.seed(weight, loss)
-        earlier = batch.losses.get(microbatch)
+        earlier = batch.losses.get(microbatch)  # of slices
         batch.losses[microbatch] = weighed if earlier is None else earlier + weighed
         return [_root(loss)] if loss.requires_grad else []
 
-    return finish_slice if state.wiring.sliced else finish
-
-
-def _checked(loss: Tensor) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise RunError(f"loss_fn returned {shape}: it must return a scalar, the mean over the micro-batch.")
-    if not loss.dtype.is_floating_point:
-        raise RunError(f"loss_fn returned a {loss.dtype}: a loss must be a floating-point number. Convert it.")
-    return loss
-
-
-def _check_nothing_to_train(leaves: list[Tensor], stage: Module) -> None:
-    """Called for a loss that requires no gradient.
-
-    Raises:
-        RunError: an earlier stage, or this one, has parameters to train.
-    """
-    if leaves or any(parameter.requires_grad for parameter in stage.parameters()):
-        raise RunError(
-            "the loss requires no gradient, but parameters do: no parameter would be trained. Remove detach(), item() "
-            "and no_grad() from loss_fn and the last stage, or freeze the parameters."
-        )
+    return finish
 
 
 def _bind_delivery(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:
@@ -139,12 +116,16 @@ def _bind_delivery(state: RankState, action: Action, program: Program) -> Callab
 
     def deliver(output: Value) -> list[Root]:
         layout, tensors = flatten(output)
-        detached = [tensor.detach() for tensor in tensors]
+        detached, roots = [], []
+        for tensor in tensors:
+            detached.append(tensor.detach())
+            if tensor.requires_grad:
+                roots.append(_root(tensor))
         if enter is not None:
             arrived[next_key] = enter(layout, detached)
         else:
             departing[send] = (layout, detached)
-        return [_root(tensor) for tensor in tensors if tensor.requires_grad]
+        return roots
 
     return deliver
 

@@ -33,20 +33,15 @@ def bind_receive(state: RankState, action: Action, program: Program) -> Step:
     channel = Channel(peer_of(action, program.placement), state.wiring.rank, Lane.PIPELINE)
     end = state.wiring.transport.incoming(channel)
     next_message, arrived, gradients = end.receive, state.activations.arrived, state.activations.gradients
-    if op is Op.RECV_F:
-        enter = bind_entry(state, stage, not program.schedule.forward_only)
+    enter = bind_entry(state, stage, not program.schedule.forward_only) if op is Op.RECV_F else None
 
-        def receive() -> None:
-            message = next_message()
-            if message.call != state.call:
-                message = _of_this_call(state, channel.source, message, next_message)
+    def receive() -> None:
+        message = next_message()
+        if message.call != state.call:
+            message = _of_this_call(state, channel.source, message, next_message)
+        if enter is not None:
             arrived[key] = enter(message.layout, message.tensors)
-    else:
-
-        def receive() -> None:
-            message = next_message()
-            if message.call != state.call:
-                message = _of_this_call(state, channel.source, message, next_message)
+        else:
             value = unflatten(message.layout, message.tensors)
             gradients[key] = value if isinstance(value, tuple) else (value,)
 
@@ -61,13 +56,7 @@ def _of_this_call(state: RankState, source: int, message: Message, receive: Call
     while call_only(message.call) != call_only(state.call):
         state.other_call(source, call_only(message.call), call_only(state.call))
         message = receive()
-    state.call = _agreed(state, source, message.call)
-    return message
-
-
-def _agreed(state: RankState, source: int, theirs: int) -> int:
-    """The call number from now on, after rank `source` sent `theirs`, a number of the same call."""
-    sent, own = num_samples_of(theirs), num_samples_of(state.call)
+    sent, own = num_samples_of(message.call), num_samples_of(state.call)
     if sent and own and sent != own:
         reads_inputs, reads_targets = bool(state.batch.inputs), state.batch.targets is not None
         if reads_inputs != reads_targets:
@@ -76,4 +65,5 @@ def _agreed(state: RankState, source: int, theirs: int) -> int:
             f"rank {source} has a batch of {sent} samples and this rank one of {own}: all ranks must step on the same "
             "batch. Pass the same one on every rank."
         )
-    return max(theirs, state.call)
+    state.call = max(message.call, state.call)
+    return message

@@ -48,36 +48,25 @@ def slice_extents(length: int, num_slices: int, lengths: Sequence[int] | None) -
     return [Extent(start, end, length) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def sequence_length(value: Value, what: str) -> int:
-    """The length of dimension 1 of the tensors that have one.
-
-    Raises:
-        InputError: there is none, or they differ.
-    """
-    _, tensors = flatten(value)
-    found = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
-    if len(found) != 1:
-        seen = f"tensors of {sorted(found)} tokens" if found else "no tensor of two dimensions or more"
-        raise InputError(
-            f"{what} hold {seen}: slices are cut along dimension 1, which must have the same length in all tensors. "
-            "Reshape or pad them."
-        )
-    return found.pop()
-
-
 def cut_sequences(batch: Batch, num_slices: int, lengths: Sequence[int] | None) -> None:
     """Set the extents of a batch's slices.
 
     Raises:
-        InputError: sequences shorter than the number of slices, or inputs and targets of different length.
+        InputError: no sequences, sequences shorter than the number of slices, or sequences of different length.
     """
-    found = {
-        what: sequence_length(values[0], what)
-        for what, values in (("inputs", batch.inputs), ("targets", batch.targets))
-        if values
-    }
-    for length in found.values():
-        batch.extents = slice_extents(length, num_slices, lengths)
+    found: dict[str, int] = {}
+    for what, values in (("inputs", batch.inputs), ("targets", batch.targets)):
+        if not values:
+            continue
+        tokens = {tensor.shape[1] for tensor in flatten(values[0])[1] if tensor.dim() > 1}
+        if len(tokens) != 1:
+            seen = f"tensors of {sorted(tokens)} tokens" if tokens else "no tensor of two dimensions or more"
+            raise InputError(
+                f"{what} hold {seen}: slices are cut along dimension 1, which must have the same length in all "
+                "tensors. Reshape or pad them."
+            )
+        (found[what],) = tokens
+        batch.extents = slice_extents(found[what], num_slices, lengths)
     if len(set(found.values())) > 1:
         raise InputError(
             f"inputs are sequences of {found['inputs']} tokens and targets of {found['targets']}: every token needs a "
@@ -108,7 +97,7 @@ def sliced_module(
     """
     stage, _, microbatch, _ = action
     assert microbatch is not None
-    module, contexts, extents = state.wiring.stages[stage], state.slices.contexts, state.slices.extents
+    module, contexts, extents = state.wiring.stages[stage], state.activations.contexts, state.activations.extents
     key, context_key, num_slices = (stage, microbatch, action.slice), (stage, microbatch), program.schedule.num_slices
     piece = action.slice or 0
     first, last_slice = stage == 0, piece == num_slices - 1
@@ -145,12 +134,11 @@ def in_slice(state: RankState, action: Action, step: Step) -> Step:
     stage, _, microbatch, _ = action
     assert microbatch is not None
     run, ready = step
-    contexts, extents, key = state.slices.contexts, state.slices.extents, (stage, microbatch, action.slice)
-    piece = action.slice or 0
+    contexts, extents = state.activations.contexts, state.activations.extents
+    key, piece = (stage, microbatch, action.slice), action.slice or 0
 
     def backward() -> None:
-        context = contexts[stage, microbatch]
-        with context.slice(piece, *extents.pop(key)):
+        with contexts[stage, microbatch].slice(piece, *extents.pop(key)):
             run()
         if piece == 0:
             contexts.pop((stage, microbatch)).close()

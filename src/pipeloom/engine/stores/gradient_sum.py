@@ -2,9 +2,12 @@
 
 `GradientExchange` is one rank's part in the sums of one group of parameters. Every member of the group sends its
 gradients to the others and adds all of them in order of rank, so that all members get the same bits. Two more things
-travel along: a few values of each parameter, by which members notice that their parameters differ, and buffers that the
-members share (see `pipeloom.engine.stores.shared_buffers`). Streams exchange gradients in the same way (see
-`pipeloom.training.stream.replica_gradients`).
+travel along: a few values of each parameter, by which members notice that their parameters differ, and `SharedBuffers`.
+Streams exchange gradients in the same way (see `pipeloom.training.stream.replica_gradients`).
+
+Forwards write into buffers such as the running statistics of a BatchNorm, on each replica of a stage from its own
+micro-batches. As under DistributedDataParallel, one rank broadcasts its values to the others: after a step all of them
+have the values of the rank that ran micro-batch 0. Only buffers that changed since the last step are sent.
 
 `GradientSum` does this for the steps of a synchronous schedule. A sum covers one step: gradients that earlier steps
 left in ``.grad`` are set aside before and added back after, so several steps before one optimizer step add up exactly.
@@ -13,14 +16,14 @@ left in ``.grad`` are set aside before and added back after, so several steps be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.rank_state import Step
-from pipeloom.engine.stores.shared_buffers import SharedBuffers
 from pipeloom.errors import RunError
-from pipeloom.transport.interface import Channel, Incoming, Lane, Transport
+from pipeloom.transport.interface import Channel, Lane, Transport
 from pipeloom.transport.values import Value, flatten, unflatten
 
 _NUM_SAMPLED = 16
@@ -30,6 +33,82 @@ _TOLERANCE = 0.01
 Shared = Mapping[str, tuple[nn.Parameter, tuple[int, ...]]]  # name -> this rank's parameter, the ranks that hold it
 Gradients = Mapping[str, Tensor | None]  # by name; None where a parameter has no gradient
 FLATTEN_ERROR = "gradients to be summed hold"  # how the error about a value that cannot travel begins
+
+
+class BufferHome(NamedTuple):
+    """Where a rank has a shared buffer.
+
+    Attributes:
+        module, attribute: the buffer is ``module.attribute``.
+        source: the rank whose values the others take.
+        ranks: all ranks with the buffer, ascending.
+    """
+
+    module: nn.Module
+    attribute: str
+    source: int
+    ranks: tuple[int, ...]
+
+    @property
+    def value(self) -> Tensor | None:
+        return self.module._buffers[self.attribute]
+
+    def take_over(self, value: Tensor | None) -> None:
+        """Give the buffer the values of `value`."""
+        own = self.value
+        if own is not None and value is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
+            own.copy_(value)
+        else:
+            self.module._buffers[self.attribute] = _copy(value)
+
+
+class SharedBuffers:
+    """The buffers that one rank shares within one gradient group.
+
+    Args:
+        rank: this rank.
+        homes: by the buffer's name.
+    """
+
+    def __init__(self, rank: int, homes: Mapping[str, BufferHome]) -> None:
+        self._rank = rank
+        self._homes = homes
+        # Values are compared, because batch_norm does not increment the version counters of its statistics.
+        self._equal = {name: _copy(home.value) for name, home in homes.items()}
+        self._changed: frozenset[str] = frozenset()
+
+    @property
+    def ranks(self) -> set[int]:
+        """All ranks that share one of these."""
+        return {rank for home in self._homes.values() for rank in home.ranks}
+
+    def look(self) -> None:
+        """Find the buffers that changed since they were last made equal."""
+        self._changed = frozenset(n for n, home in self._homes.items() if not _same(home.value, self._equal[n]))
+
+    def to_send(self, peer: int) -> dict[str, Tensor | None]:
+        """The values for `peer`."""
+        mine = {name: self._homes[name] for name in sorted(self._changed)}
+        return {n: home.value for n, home in mine.items() if home.source == self._rank and peer in home.ranks}
+
+    def take(self, values: Mapping[str, Tensor | None]) -> None:
+        """Give the buffers the values of their source ranks, which are then equal on all ranks.
+
+        Raises:
+            RunError: a buffer changed on this rank and not on its source.
+        """
+        for name in sorted(self._changed - values.keys()):
+            source = self._homes[name].source
+            if source != self._rank:
+                raise RunError(
+                    f"buffer {name} was changed by forwards on rank {self._rank} but not on rank {source}, whose "
+                    "values the replicas take: a forward must change a buffer on all replicas or on none. Freeze the "
+                    "buffer, or use a schedule without replicas."
+                )
+        for name, value in values.items():
+            self._homes[name].take_over(value)
+        for name in self._changed | values.keys():
+            self._equal[name] = _copy(self._homes[name].value)
 
 
 class GradientExchange:
@@ -90,7 +169,14 @@ class GradientExchange:
     def total(self, own: Gradients, *, last: bool = True) -> dict[str, Tensor | None]:
         """The sum of every parameter's gradients, in new memory; None where no rank has a gradient."""
         received = {self._rank: own, **self._received}
-        sums = {name: _sum(received[rank][name] for rank in ranks) for name, (_, ranks) in self._shared.items()}
+        sums: dict[str, Tensor | None] = {}
+        for name, (_, ranks) in self._shared.items():
+            total: Tensor | None = None
+            for rank in ranks:
+                part = received[rank][name]
+                if part is not None:
+                    total = part.clone() if total is None else total.add_(part)
+            sums[name] = total
         self._received.clear()
         if last:
             self._buffers.take(self._buffer_values)
@@ -103,8 +189,8 @@ class GradientSum:
 
     Args:
         rank: this rank.
-        groups: the parameters to sum, by the stage of the REDUCE_GRAD in this rank's program.
-        buffers: for the same stages, the buffers that the ranks of the group share.
+        groups: by the stage of the REDUCE_GRAD in this rank's program, the parameters to sum, and the buffers that the
+            ranks of the group share.
         transport: with the gradient lane's channels open.
         value: of a parameter by its name, wherever the parameter is.
     """
@@ -112,28 +198,25 @@ class GradientSum:
     def __init__(
         self,
         rank: int,
-        groups: Mapping[int, Shared],
-        buffers: Mapping[int, SharedBuffers],
+        groups: Mapping[int, tuple[Shared, SharedBuffers]],
         transport: Transport,
         value: Callable[[str], Tensor],
     ) -> None:
-        self._rank, self._value = rank, value
-        self._groups = groups
-        self._buffers = buffers
-        self._transport = transport
+        self._rank, self._groups, self._transport, self._value = rank, groups, transport, value
         self._set_aside: dict[str, Tensor | None] = {}
 
     def begin(self) -> None:
         """Set aside the gradients that earlier steps left."""
-        for shared in self._groups.values():
+        for shared, _ in self._groups.values():
             for name, (parameter, _) in shared.items():
                 self._set_aside[name] = parameter.grad
                 parameter.grad = None
 
     def bind(self, stage: int) -> list[Step]:
         """The functions of one REDUCE_GRAD: send to all, receive from each, add."""
-        shared = dict(sorted(self._groups[stage].items()))
-        exchange = GradientExchange(self._rank, shared, self._buffers[stage], self._value)
+        found, buffers = self._groups[stage]
+        shared = dict(sorted(found.items()))
+        exchange = GradientExchange(self._rank, shared, buffers, self._value)
         outgoing = {peer: self._transport.outgoing(Channel(self._rank, peer, Lane.GRADIENT)) for peer in exchange.peers}
 
         def own() -> Gradients:
@@ -143,7 +226,9 @@ class GradientSum:
             for peer, content in exchange.messages(own()):
                 outgoing[peer].send(*flatten(content, FLATTEN_ERROR))
 
-        def bind_receive(peer: int, end: Incoming) -> Step:
+        def bind_receive(peer: int) -> Step:
+            end = self._transport.incoming(Channel(peer, self._rank, Lane.GRADIENT))
+
             def receive() -> None:
                 message = end.receive()
                 exchange.take(peer, unflatten(message.layout, message.tensors))
@@ -156,8 +241,7 @@ class GradientSum:
                 sums = total if before is None else before if total is None else before.add_(total)
                 shared[name][0].grad = sums
 
-        incoming = {peer: self._transport.incoming(Channel(peer, self._rank, Lane.GRADIENT)) for peer in exchange.peers}
-        return [(send, None), *(bind_receive(peer, end) for peer, end in incoming.items()), (add, None)]
+        return [(send, None), *map(bind_receive, exchange.peers), (add, None)]
 
 
 def _sample(parameters: Iterable[Tensor], device: torch.device | None) -> Tensor:
@@ -188,10 +272,11 @@ def _check_alike(parameters: Mapping[str, Tensor], mine: Tensor, theirs: Tensor,
             )
 
 
-def _sum(parts: Iterable[Tensor | None]) -> Tensor | None:
-    """The sum in order, in new memory; None where all parts are None."""
-    total: Tensor | None = None
-    for part in parts:
-        if part is not None:
-            total = part.clone() if total is None else total.add_(part)
-    return total
+def _copy(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.engine.stores.gradient_sum import Shared
-from pipeloom.engine.stores.shared_buffers import BufferHome, SharedBuffers
+from pipeloom.engine.stores.gradient_sum import BufferHome, Shared, SharedBuffers
 from pipeloom.errors import InputError, unwrapped
 from pipeloom.ir import Program
 from pipeloom.split import Stages
@@ -138,27 +137,20 @@ class Ownership:
                         "parameters(), zero gradients with it, and load values with the Pipeline's load_state_dict()."
                     )
 
-    def shared(self, rank: int) -> dict[int, Shared]:
-        """The parameters that REDUCE_GRAD sums on `rank`, by the stage of the action."""
-        result: dict[int, Shared] = {}
+    def shared(self, rank: int) -> dict[int, tuple[Shared, SharedBuffers]]:
+        """By the stage of a REDUCE_GRAD on `rank`, the parameters that it sums and the buffers that it makes equal."""
+        result: dict[int, tuple[Shared, SharedBuffers]] = {}
         stages = self._program.placement.stages_of[rank]
-        for group in self._program.gradient_groups:
-            lowest = min((stage for stage in group if stage in stages), default=None)
+        for group in map(set, self._program.gradient_groups):
+            lowest = min(group.intersection(stages), default=None)
             if lowest is not None:
-                result[lowest] = {
+                parameters = {
                     name: (parameter, self.ranks_with(name))
                     for name, parameter in self.held[rank].items()
-                    if set(group).issuperset(self.homes[name]) and len(self.ranks_with(name)) > 1
+                    if group.issuperset(self.homes[name]) and len(self.ranks_with(name)) > 1
                 }
-        return result
-
-    def shared_buffers(self, rank: int) -> dict[int, SharedBuffers]:
-        """The buffers that several ranks hold, by the stage of the REDUCE_GRAD that makes them equal."""
-        result = {}
-        for lowest in self.shared(rank):
-            group = next(group for group in self._program.gradient_groups if lowest in group)
-            found = {name: home for stages, name, home in self._buffers[rank] if set(group).issuperset(stages)}
-            result[lowest] = SharedBuffers(rank, found)
+                buffers = {name: home for held, name, home in self._buffers[rank] if group.issuperset(held)}
+                result[lowest] = parameters, SharedBuffers(rank, buffers)
         return result
 
     def replica_buffers(self, rank: int, stage: int) -> SharedBuffers:
@@ -190,12 +182,3 @@ def _find_buffers(
                     home = BufferHome(module.get_submodule(owner), attribute, source, ranks)
                     found[rank].append((stages, name, home))
     return found
-
-
-def common_dtype(cut_model: Stages) -> torch.dtype:
-    """The dtype in which norms of all parameters are summed, the same on every rank."""
-    dtype: torch.dtype | None = None
-    for module in cut_model.modules:
-        for parameter in module.parameters():
-            dtype = parameter.dtype if dtype is None else torch.promote_types(dtype, parameter.dtype)
-    return dtype or torch.get_default_dtype()

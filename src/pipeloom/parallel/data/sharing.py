@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.engine.stores.parameter_store import LossFn, ParameterStore, RankModules, Sharing
+from pipeloom.engine.rank_state import LossFn
+from pipeloom.engine.stores.parameter_store import ParameterStore, RankModules, Sharing
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis
 from pipeloom.parallel.data.replica_group import ReplicaGroup

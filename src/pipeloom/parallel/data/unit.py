@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.overlap_times import Wait, no_wait
-from pipeloom.engine.stores.parameter_bytes import Gauge
 from pipeloom.engine.stores.parameter_range import Range
+from pipeloom.engine.stores.parameter_store import Gauge
 from pipeloom.ir import DataStrategy
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit_gradients import UnitGradients

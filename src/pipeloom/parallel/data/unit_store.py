@@ -9,8 +9,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from pipeloom.engine.rank_state import Step
-from pipeloom.engine.stores.parameter_bytes import Gauge, HeldBytes, Offloaded, PeakBytes
-from pipeloom.engine.stores.parameter_store import ParameterStore, RankModules
+from pipeloom.engine.stores.parameter_store import Gauge, HeldBytes, Offloaded, ParameterStore, PeakBytes, RankModules
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, DataAxis, Op, Program
 from pipeloom.parallel.data.layer_hooks import LayerHooks

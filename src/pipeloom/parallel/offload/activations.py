@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.autograd.split_backward import Repeatable
-from pipeloom.engine.activation_mover import ActivationMover, Key
-from pipeloom.engine.overlap_times import OverlapTimes
+from pipeloom.engine.overlap_times import ActivationMover, Key, OverlapTimes
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, Op
 from pipeloom.parallel.offload.mover import Mover

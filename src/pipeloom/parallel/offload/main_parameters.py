@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipeloom.engine.overlap_times import Wait, no_wait
-from pipeloom.engine.stores.parameter_bytes import Gauge, Offloaded
+from pipeloom.engine.stores.parameter_store import Gauge, Offloaded
 from pipeloom.errors import InputError, RunError
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.store import PIECE_BYTES, Ready, Region, Store, aligned, copy_across, open_store

@@ -95,9 +95,11 @@ class StreamBatches:
                 f"batches: item {number} is a {type(value).__name__}{length}: must be a pair (inputs, targets)."
             )
         try:
-            return Batch.cut(self._size, *value, needs_inputs=self._reads_inputs, needs_targets=self._reads_targets)
+            cut = Batch.cut(self._size, *value, needs_inputs=self._reads_inputs, needs_targets=self._reads_targets)
         except InputError as error:
             raise CallerError(f"batches: item {number}: {error}") from error
+        cut.weigh(cut.num_samples)
+        return cut
 
     def _keep(self, pieces: _Pieces, stage: int, values: Sequence[Any]) -> None:
         """Keep the pieces whose micro-batches this process runs at `stage`."""
