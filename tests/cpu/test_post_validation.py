@@ -21,7 +21,7 @@ from pipeloom.cli import main
 from pipeloom.errors import InputError, StageError
 from pipeloom.ir import Action, Op, Placement
 from pipeloom.passes import lower, repeat_steps, warm_up_lengths
-from pipeloom.training.post_validation.step import _RankUpdate
+from pipeloom.training.post_validation.rank_update import RankUpdate
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, make_mlp, tokens
 
@@ -177,7 +177,7 @@ def _language_loss(output: Tensor, targets: Tensor) -> Tensor:
 
 def test_repeated_slices_of_the_last_stage_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses of slices add up. Rank 0 computes those of micro-batch 0 before the update is validated."""
-    monkeypatch.setattr(_RankUpdate, "ready", lambda update: update._behind is None)
+    monkeypatch.setattr(RankUpdate, "ready", lambda update: update._behind is None)
     orders = [
         [Action(0, op, rank, piece) for op, pieces in ((Op.F, (0, 1)), (Op.B, (1, 0))) for piece in pieces]
         for rank in range(2)

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
+import torch
+
+from pipeloom.engine.binders.sequence_slices import cut_sequences
 from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.overlap_times import ActivationMover
@@ -23,6 +26,7 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.passes import evaluation_schedule, lower
 from pipeloom.transport.connect import Connection
 from pipeloom.transport.interface import Channel, OneProcessTransport, call_count, call_number, program_channels
+from pipeloom.transport.values import Value
 
 
 class Programs(NamedTuple):
@@ -77,6 +81,7 @@ class Executor:
         connection: to the other ranks; closed at the end.
         loss_fn: loss of one micro-batch; None: no loss is computed.
         sliced: whether micro-batches run in slices, even if in one.
+        slice_lengths: tokens of each slice; None: equal slices.
         recompute: what backwards recompute, per stage of the model.
         open_mover: makes the mover of one rank's activations; returns None without activation offload.
         blackbox: a writable buffer for the label of the running action.
@@ -100,11 +105,13 @@ class Executor:
         *,
         loss_fn: LossFn | None,
         sliced: bool,
+        slice_lengths: Sequence[int] | None,
         recompute: Sequence[Recompute],
         open_mover: Callable[[], ActivationMover | None],
         blackbox: Any,
     ) -> None:
         self.programs, self.connection, self.loss_fn = programs, connection, loss_fn
+        self._sliced, self._slice_lengths = sliced, slice_lengths
         self.local_ranks = tuple(state.stages_of)
         self._state, self._transport = state, connection.transport
         self._results = ResultExchange(connection.rank, programs.forward.schedule, self._transport)
@@ -148,19 +155,22 @@ class Executor:
     def run(
         self,
         program: Program,
-        batch: Batch,
+        inputs: Value,
+        targets: Value,
         *,
         with_loss: bool,
         share_results: bool = True,
         warm_up: WarmUp | None = None,
-    ) -> None:
-        """Run `program` on `batch`, which receives the losses, or, not `with_loss`, the outputs.
+    ) -> Batch:
+        """Run `program` on a batch; returns its micro-batches with their losses or, not `with_loss`, outputs.
 
         Args:
+            inputs, targets: of the batch, read on ranks with the first stage, the last stage.
             share_results: whether ranks wait for the losses or outputs of other ranks.
             warm_up: runs the first instructions of each rank, in place of `before_call`. Ignored where one thread runs
                 all ranks.
         """
+        batch = self._cut(program, inputs, targets, with_loss=with_loss)
         if warm_up is None or not self._transport.blocking:
             warm_up = None
             self.settle()
@@ -177,6 +187,42 @@ class Executor:
 
         self.drive(runs, finish, {rank: each.records for rank, each in bound.items()})
         self.num_calls = call_count(self.workers[self.local_ranks[0]].state.call)  # a warm-up may have taken a number
+        return batch
+
+    def _cut(self, program: Program, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
+        """The micro-batches of this replica, weighted by all replicas' samples.
+
+        Where one replica's batch is invalid, all replicas raise.
+        """
+        self.check_free()
+        needs_targets = with_loss and program.schedule.num_stages - 1 in self._state.stages
+        batch = Batch()
+        refusal: Exception | None = None
+        sharing = self._state.sharing
+        try:
+            batch = Batch.cut(
+                program.schedule.num_microbatches,
+                sharing.inputs(inputs),
+                targets,
+                needs_inputs=0 in self._state.stages,
+                needs_targets=needs_targets,
+            )
+            if self._sliced:
+                cut_sequences(batch, program.schedule.num_slices, self._slice_lengths)
+        except Exception as error:
+            refusal = error
+        # With several replicas, the ranks with the last stage exchange the error. Other ranks may already run: closing
+        # the transport ends them. With one replica, this rank may call again.
+        has_processes = self.connection.rank is not None and program.num_ranks > 1
+        has_replicas = sharing.axis is not None and sharing.axis.degree > 1
+        with self.ended_by_errors() if has_processes and has_replicas else nullcontext():
+            if needs_targets:
+                batch.weigh(sharing.sum_samples(batch.num_samples, refusal))
+            elif refusal is not None:
+                raise refusal
+        if self._sliced and not program.schedule.forward_only:
+            batch.seed = int(torch.randint(2**63 - 1, ()))
+        return batch
 
     def drive(
         self,

@@ -1,48 +1,29 @@
 """`Pipeline`: a model, a schedule and a transport, ready to step.
 
-every rank:   check arguments -> split -> programs -> connect -> own stages -> executor
-a step:       cut the batch -> run the program on every rank of this process -> loss on every rank
+A step cuts the batch, runs the program on every rank of this process, and has the loss on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.engine.binders.sequence_slices import cut_sequences
-from pipeloom.engine.executor import Executor, Programs
 from pipeloom.engine.instructions import Record
-from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import Batch, LossFn
 from pipeloom.engine.result_exchange import total
 from pipeloom.engine.worker import WarmUp
 from pipeloom.errors import InputError
-from pipeloom.ir import Action, Program, Schedule
-from pipeloom.parallel.data.sharing import share
+from pipeloom.ir import Action, Schedule
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.offload.activations import open_activation_offload
 from pipeloom.parallel.options import DataParallel, OffloadActivations, Precision
-from pipeloom.passes import merge_backwards, separate_units
 from pipeloom.plan.plan import Plan
-from pipeloom.processes.agreement import RunFingerprint
-from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
-from pipeloom.slicing import make_sliceable
-from pipeloom.split import Stages, split
-from pipeloom.training.argument_checks import (
-    can_train,
-    check_arguments,
-    check_num_stages,
-    check_recompute,
-    check_trains,
-)
+from pipeloom.training.argument_checks import can_train, check_trains
+from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan
 from pipeloom.training.memory_use import MemoryUse
-from pipeloom.training.plan_arguments import arguments_of_plan
-from pipeloom.transport.connect import connect
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Value, join_batch
 
@@ -84,7 +65,10 @@ class Pipeline:
 
     Attributes:
         schedule: the schedule that runs.
+        program: the program of `step`: the schedule with communication, gradient reduction and offload actions.
         mesh: as given.
+        rank: the rank of this process; None where it holds all ranks.
+        needs_inputs, needs_targets: whether this process holds the first stage, the last stage.
         state: the stages and parameters of this process: main parameters, their ranges and checkpoints.
         executor: runs the programs on the ranks of this process.
         memory: memory held by this process, measured peaks, and offload traffic.
@@ -102,7 +86,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module] | Stages,
+        model: Model,
         schedule: Schedule | Plan,
         *,
         loss_fn: LossFn | None = None,
@@ -118,84 +102,26 @@ class Pipeline:
         blackbox: Any = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
+        options = PipelineOptions(cut, slices, recompute, offload, mesh, data, precision)
         if isinstance(schedule, Plan):
-            schedule, cut, slices, recompute, offload, mesh, data, precision = arguments_of_plan(
-                schedule,
-                model,
-                cut=cut,
-                slices=slices,
-                recompute=recompute,
-                offload=offload,
-                mesh=mesh,
-                data=data,
-                precision=precision,
-            )
-        check_arguments(schedule, loss_fn, slices, offload, mesh, timeout_seconds)
-        schedule = separate_units(merge_backwards(schedule))
-        self.schedule, self.mesh = schedule, mesh
-        self._trains = can_train(schedule, loss_fn)
-        self._sliced, self._slice_lengths = schedule.num_slices > 1 or slices is not None, slices
-
-        stages = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
-        check_num_stages(stages, schedule)
-        is_cut = not isinstance(model, nn.Module | Stages)  # a list may hold placeholders for stages of other ranks
-        kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules)
-        for module in stages.modules if self._sliced else ():
-            make_sliceable(module)
-
-        sharing = share(mesh, data, precision, timeout_seconds)
-        tied = [parameter.stages for parameter in stages.tied]
-        programs = Programs.of(schedule, tied, sharing.axis, None if offload is None else offload.insert)
-
-        device = next((p.device for module in stages.modules for p in module.parameters()), torch.device("cpu"))
-        sharing.check_device(device)
-        open_mover = open_activation_offload(offload, device) if offload is not None else lambda: None
-        fingerprint = RunFingerprint.of(programs.train, () if is_cut else stages.layers, slices, sharing.terms)
-        connection = connect(
-            schedule.num_ranks,
-            transport,
-            timeout_seconds,
-            fingerprint,
-            replicas=None if mesh is None else mesh.lines("pp"),
-            group=None if mesh is None else mesh.cpu_group,
-        )
-        if connection.rank is not None:
-            frees = sharing.axis is not None and sharing.axis.shards_parameters
-            give_back_freed_memory() if frees else keep_freed_memory()
-
-        ranks = range(schedule.num_ranks) if connection.rank is None else [connection.rank]
-        self.state = ModelState(stages, programs.train, ranks, sharing)
-        self.executor = Executor(
-            self.state,
-            programs,
-            connection,
+            options, schedule = options_of_plan(schedule, model, options), schedule.make_schedule()
+        self.state, self.executor = construct(
+            model,
+            schedule,
+            options,
             loss_fn=loss_fn,
-            sliced=self._sliced,
-            recompute=kinds,
-            open_mover=open_mover,
+            layers=layers,
+            transport=transport,
             blackbox=blackbox,
+            timeout_seconds=timeout_seconds,
         )
+        self.program = self.executor.programs.train
+        self.schedule, self.mesh = self.program.schedule, options.mesh
+        self.rank = self.executor.connection.rank
+        self.needs_inputs = 0 in self.state.stages
+        self.needs_targets = self.schedule.num_stages - 1 in self.state.stages
         self.memory = MemoryUse(self.state, self.executor)
-
-    @property
-    def program(self) -> Program:
-        """The program of `step`: the schedule with communication, gradient reduction and offload actions."""
-        return self.executor.programs.train
-
-    @property
-    def rank(self) -> int | None:
-        """The rank of this process; None where it holds all ranks."""
-        return self.executor.connection.rank
-
-    @property
-    def needs_inputs(self) -> bool:
-        """Whether this process holds the first stage."""
-        return 0 in self.state.stages
-
-    @property
-    def needs_targets(self) -> bool:
-        """Whether this process holds the last stage."""
-        return self.schedule.num_stages - 1 in self.state.stages
+        self._trains = can_train(self.schedule, loss_fn)
 
     # Runs
 
@@ -238,9 +164,10 @@ class Pipeline:
             check_trains(self.schedule, self.executor.loss_fn)
         if self.state.has_copies and warm_up is None:  # before its validation, ranks may still differ
             self.state.check_equal()
-        batch = self._cut(self.program, inputs, targets, with_loss=True)
-        self.executor.run(self.program, batch, with_loss=True, share_results=share_losses, warm_up=warm_up)
-        return batch.losses
+        run = self.executor.run(
+            self.program, inputs, targets, with_loss=True, share_results=share_losses, warm_up=warm_up
+        )
+        return run.losses
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
         """The loss of one batch in evaluation mode, on every rank; gradients and modes stay as they are."""
@@ -263,46 +190,8 @@ class Pipeline:
         return join_batch([batch.outputs[b] for b in sorted(batch.outputs)]) if batch.outputs else None
 
     def _evaluate(self, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
-        program = self.executor.programs.forward
         with torch.no_grad():
-            batch = self._cut(program, inputs, targets, with_loss=with_loss)
-            self.executor.run(program, batch, with_loss=with_loss)
-        return batch
-
-    def _cut(self, program: Program, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
-        """The micro-batches of this replica, weighted by all replicas' samples.
-
-        Where one replica's batch is invalid, all replicas raise.
-        """
-        self.executor.check_free()
-        needs_targets = self.needs_targets and with_loss
-        batch = Batch()
-        refusal: Exception | None = None
-        sharing = self.state.sharing
-        try:
-            batch = Batch.cut(
-                program.schedule.num_microbatches,
-                sharing.inputs(inputs),
-                targets,
-                needs_inputs=self.needs_inputs,
-                needs_targets=needs_targets,
-            )
-            if self._sliced:
-                cut_sequences(batch, self.schedule.num_slices, self._slice_lengths)
-        except Exception as error:
-            refusal = error
-        # With several replicas, the ranks with the last stage exchange the error. Other ranks may already run: closing
-        # the transport ends them. With one replica, this rank may call again.
-        has_processes = self.rank is not None and self.schedule.num_ranks > 1
-        has_replicas = sharing.axis is not None and sharing.axis.degree > 1
-        with self.executor.ended_by_errors() if has_processes and has_replicas else nullcontext():
-            if needs_targets:
-                batch.weigh(sharing.sum_samples(batch.num_samples, refusal))
-            elif refusal is not None:
-                raise refusal
-        if self._sliced and not program.schedule.forward_only:
-            batch.seed = int(torch.randint(2**63 - 1, ()))
-        return batch
+            return self.executor.run(self.executor.programs.forward, inputs, targets, with_loss=with_loss)
 
     @property
     def records(self) -> list[tuple[int, list[Record]]]:

@@ -7,7 +7,7 @@ number names the cancelled call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -54,7 +54,7 @@ class SpeculativeWarmUp:
         """Run forwards until the parameters are validated; returns how many instructions are done."""
         state, batch = worker.state, worker.state.batch
         state.other_call = self._cancelled
-        before = ForwardState.take(worker.stages.values(), with_random_state=self._draws_alone)
+        before = ForwardState(worker.stages.values(), with_random_state=self._draws_alone)
         losses: dict[int, Tensor] = {}  # of slices, they add up: only losses that stand may enter the batch
         # Stages may change their inputs in place.
         state.batch = replace(batch, inputs=_Copies(batch.inputs), losses=losses)
@@ -140,18 +140,11 @@ class _Copies(Sequence[Any]):
         return copied(self._values[index])
 
 
-@dataclass
 class ForwardState:
     """Copies of state that forwards change outside the graph: buffers, such as running means, and random generators."""
 
-    _buffers: list[tuple[nn.Module, str, Tensor, Tensor]]  # owner, name, the buffer and a copy of it
-    _random: Tensor | None
-    _device_random: Tensor | None
-
-    @classmethod
-    def take(cls, modules: Iterable[nn.Module], *, with_random_state: bool) -> ForwardState:
-        """Copy the current state."""
-        buffers = [
+    def __init__(self, modules: Iterable[nn.Module], *, with_random_state: bool) -> None:
+        self._buffers = [  # owner, name, the buffer and a copy of it
             (module, name, buffer, buffer.clone())
             for stage in modules
             for module in stage.modules()
@@ -159,11 +152,8 @@ class ForwardState:
             if buffer is not None
         ]
         on_device = with_random_state and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return cls(
-            buffers,
-            torch.get_rng_state() if with_random_state else None,
-            torch.cuda.get_rng_state() if on_device else None,
-        )
+        self._random = torch.get_rng_state() if with_random_state else None
+        self._device_random = torch.cuda.get_rng_state() if on_device else None
 
     def restore(self) -> None:
         """Restore the copied state."""

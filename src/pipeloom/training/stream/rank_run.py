@@ -175,8 +175,10 @@ class StreamRank:
     def _steps(self, action: Action) -> list[Step]:
         stage, op, number, _ = action
         assert number is not None
-        if op is Op.STEP:
-            return self._update_steps(stage, number)
+        if op is Op.STEP:  # waits for the other replicas, then updates
+            replicas = self._replicas.get(stage)
+            received = replicas.receives(number) if replicas is not None else []
+            return [*received, (partial(self._update, self._plan.describe(stage, number)), None)]
         if op is Op.REDUCE_GRAD:
             return [(partial(self._send_gradients, stage, number // self._intervals[stage]), None)]
         ((run, ready),) = self._worker.steps(action, self._plan.program)
@@ -238,12 +240,6 @@ class StreamRank:
         rates = self._rates[stage, update] = self._optimizer.rates(self._plan.describe(stage, update))
         each = None if rates is None else self._optimizer.rate_of_each(weights.parameters, rates)
         self._replicas[stage].send(update, weights.gradients(update), each)
-
-    def _update_steps(self, stage: int, update: int) -> list[Step]:
-        """Wait for the other replicas, then update."""
-        replicas = self._replicas.get(stage)
-        received = replicas.receives(update) if replicas is not None else []
-        return [*received, (partial(self._update, self._plan.describe(stage, update)), None)]
 
     def _update(self, what: StageUpdate) -> None:
         stage, update = what.stage, what.update

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from pipeloom.errors import CallerError, InputError, RunError, one_line
 from pipeloom.training.optimizer_step import check_optimizer
 from pipeloom.training.pipeline import Pipeline
-from pipeloom.training.stream.update_options import StageUpdate, UpdateOptions
-from pipeloom.training.stream.update_rules import Rules, update_rules
+from pipeloom.training.stream.update_options import Rules, StageUpdate, UpdateOptions, update_rules
 from pipeloom.training.stream.weight_versions import Gradients, WeightVersions
 
 

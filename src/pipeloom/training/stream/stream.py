@@ -23,8 +23,7 @@ from pipeloom.training.stream.batches import StreamBatches, length_of
 from pipeloom.training.stream.rank_run import StreamPlan, StreamRank
 from pipeloom.training.stream.results import OnUpdate, StreamResults, StreamUpdate
 from pipeloom.training.stream.stage_updates import StreamOptimizer
-from pipeloom.training.stream.update_options import Discount, LearningRate, UpdateOptions
-from pipeloom.training.stream.update_rules import agree
+from pipeloom.training.stream.update_options import Discount, LearningRate, UpdateOptions, agree
 from pipeloom.transport.interface import call_number
 
 
@@ -114,9 +113,7 @@ class Stream:
 
     @num_batches.setter
     def num_batches(self, count: int) -> None:
-        count = _integer(count)
-        if count < 0:
-            raise InputError(f"num_batches={count}: must be at least 0.")
+        count = _integer(count, least=0)
         check_drained(self._pipeline.schedule, count, f"num_batches={count}")
         self._num_batches = count
 
@@ -144,16 +141,14 @@ class Stream:
             StageError: a stage, the loss or the optimizer raised. The modules then hold the user's parameters again,
                 with the updates that were made.
         """
-        count = self._count(batches, num_batches if num_batches is None else _integer(num_batches))
-        self._check_length(batches, count)
+        count = self._count(batches, num_batches)
         executor = self._pipeline.executor
         executor.check_free()
         rates = self._check_ready()
         program, used = self._prepared(count)
         taken = StreamBatches(batches, count, program.schedule, executor.local_ranks)
         live = self._agree(count, rates)
-        call = call_number(executor.num_calls + 1, True)
-        plan = StreamPlan(program, used, call, self.num_batches)
+        plan = StreamPlan(program, used, call_number(executor.num_calls + 1, True), self.num_batches)
         connection = executor.connection
         exchange = ResultExchange(connection.rank, program.schedule, connection.transport)
         results = StreamResults(connection.rank, exchange, plan, self._on_update, live)
@@ -186,30 +181,24 @@ class Stream:
         return updates
 
     def _count(self, batches: Iterable[Any] | None, num_batches: int | None) -> int:
-        if num_batches is None:
-            length = length_of(batches)
-            if length is None:
-                raise InputError(
-                    f"batches are a {type(batches).__name__} without a length: a run needs the number of its batches. "
-                    "Pass num_batches."
-                )
-            num_batches = length
-        if num_batches < 1:
-            raise InputError(f"num_batches={num_batches}: must be at least 1.")
+        length = length_of(batches)
+        if num_batches is None and length is None:
+            raise InputError(
+                f"batches are a {type(batches).__name__} without a length: a run needs the number of its batches. Pass "
+                "num_batches."
+            )
+        count = _integer(length if num_batches is None else num_batches, least=1)
         reads = self._pipeline.needs_inputs or self._pipeline.needs_targets
         if reads and not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
             raise InputError(
                 f"batches are a {type(batches).__name__}: ranks with the first or the last stage take pairs (inputs, "
                 "targets) from them. Pass an iterable."
             )
-        return num_batches
-
-    def _check_length(self, batches: Iterable[Any] | None, count: int) -> None:
-        length, pipeline = length_of(batches), self._pipeline
-        if length is not None and length < count and (pipeline.needs_inputs or pipeline.needs_targets):
+        if reads and length is not None and length < count:
             raise InputError(
                 f"num_batches={count}: `batches` has only {length}. Pass more batches, or a smaller num_batches."
             )
+        return count
 
     def _check_ready(self) -> list[float] | None:
         """Check that a run can start; returns the learning rates for the first batch."""
@@ -249,20 +238,17 @@ class Stream:
 
     def _agree(self, count: int, rates: list[float] | None) -> bool:
         """Compare the arguments of all processes; returns whether rank 0 needs losses during the run."""
-        options = self._options
-        own = {
-            "batches": count,
-            "batches before": self.num_batches,
-            "max_norm": options.max_norm,
-            "discount": options.discount,
-            "discount_updates": options.discount_updates,
-            "scale_by_replicas": options.scale_by_replicas,
-        }
+        named = ("max_norm", "discount", "discount_updates", "scale_by_replicas")
+        own = {name: getattr(self._options, name) for name in named}
+        own |= {"batches": count, "batches before": self.num_batches}
         rules = {rank: self._optimizer.rules(rank, rates) for rank in self._pipeline.executor.local_ranks}
         return agree(self._pipeline, own, rules, self._on_update is not None)
 
 
-def _integer(value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InputError(f"num_batches={value!r}: must be an integer.")
-    return operator.index(value)
+def _integer(num_batches: Any, *, least: int) -> int:
+    if isinstance(num_batches, bool) or not hasattr(num_batches, "__index__"):
+        raise InputError(f"num_batches={num_batches!r}: must be an integer.")
+    count = operator.index(num_batches)
+    if count < least:
+        raise InputError(f"num_batches={count}: must be at least {least}.")
+    return count

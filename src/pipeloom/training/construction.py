@@ -1,0 +1,189 @@
+"""How a `Pipeline` is made: the options that a `Plan` gives, and the parts of the pipeline.
+
+every process:   check arguments -> split -> programs -> connect -> own stages -> executor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pipeloom.engine.executor import Executor, Programs
+from pipeloom.engine.model_state import ModelState
+from pipeloom.engine.rank_state import LossFn
+from pipeloom.errors import InputError, folded
+from pipeloom.ir import Schedule
+from pipeloom.parallel.data.sharing import share
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.offload.activations import open_activation_offload
+from pipeloom.parallel.options import DataParallel, OffloadActivations, Precision
+from pipeloom.passes import merge_backwards, separate_units
+from pipeloom.plan.plan import Plan
+from pipeloom.processes.agreement import RunFingerprint
+from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
+from pipeloom.slicing import make_sliceable
+from pipeloom.split import Stages, split
+from pipeloom.training.argument_checks import check_arguments, check_num_stages, check_recompute
+from pipeloom.transport.connect import connect
+from pipeloom.transport.interface import Transport
+
+Model = nn.Module | Sequence[nn.Module] | Stages
+
+
+class PipelineOptions(NamedTuple):
+    """The arguments of `Pipeline` that a plan may give, by their names there."""
+
+    cut: str | Sequence[int] = "layers"
+    slices: Sequence[int] | None = None
+    recompute: str | Sequence[str] = "none"
+    offload: OffloadActivations | None = None
+    mesh: Mesh | None = None
+    data: DataParallel | str | None = None
+    precision: Precision | str | None = None
+
+
+def construct(
+    model: Model,
+    schedule: Schedule,
+    options: PipelineOptions,
+    *,
+    loss_fn: LossFn | None,
+    layers: Sequence[str] | None,
+    transport: str | Transport,
+    blackbox: Any,
+    timeout_seconds: float,
+) -> tuple[ModelState, Executor]:
+    """The stages and parameters of this process, and what runs them. For arguments and errors see `Pipeline`."""
+    cut, slices, recompute, offload, mesh, data, precision = options
+    check_arguments(schedule, loss_fn, slices, offload, mesh, timeout_seconds)
+    schedule = separate_units(merge_backwards(schedule))
+    sliced = schedule.num_slices > 1 or slices is not None
+
+    stages = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
+    check_num_stages(stages, schedule)
+    is_cut = not isinstance(model, nn.Module | Stages)  # a list may hold placeholders for stages of other ranks
+    kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules)
+    for module in stages.modules if sliced else ():
+        make_sliceable(module)
+
+    sharing = share(mesh, data, precision, timeout_seconds)
+    tied = [parameter.stages for parameter in stages.tied]
+    programs = Programs.of(schedule, tied, sharing.axis, None if offload is None else offload.insert)
+
+    device = next((p.device for module in stages.modules for p in module.parameters()), torch.device("cpu"))
+    sharing.check_device(device)
+    open_mover = open_activation_offload(offload, device) if offload is not None else lambda: None
+    fingerprint = RunFingerprint.of(programs.train, () if is_cut else stages.layers, slices, sharing.terms)
+    connection = connect(
+        schedule.num_ranks,
+        transport,
+        timeout_seconds,
+        fingerprint,
+        replicas=None if mesh is None else mesh.lines("pp"),
+        group=None if mesh is None else mesh.cpu_group,
+    )
+    if connection.rank is not None:
+        frees = sharing.axis is not None and sharing.axis.shards_parameters
+        give_back_freed_memory() if frees else keep_freed_memory()
+
+    ranks = range(schedule.num_ranks) if connection.rank is None else [connection.rank]
+    state = ModelState(stages, programs.train, ranks, sharing)
+    executor = Executor(
+        state,
+        programs,
+        connection,
+        loss_fn=loss_fn,
+        sliced=sliced,
+        slice_lengths=slices,
+        recompute=kinds,
+        open_mover=open_mover,
+        blackbox=blackbox,
+    )
+    return state, executor
+
+
+def options_of_plan(plan: Plan, model: Model, given: PipelineOptions) -> PipelineOptions:
+    """What runs `plan`. An option may repeat what the plan says, and is used where the plan leaves the choice open.
+
+    Optimizer states are not offloaded here: pass the optimizer through `pipeloom.OffloadedOptimizer`.
+
+    Args:
+        plan: what to run. A data-parallel degree above 1 without a `mesh` makes one of all processes.
+        model: its device decides whether anything moves: on the CPU nothing is offloaded to "cpu".
+        given: the options that `Pipeline` got.
+
+    Raises:
+        InputError: an option contradicts the plan, or there is no process group for the replicas.
+    """
+    modules = [model] if isinstance(model, nn.Module) else model.modules if isinstance(model, Stages) else list(model)
+    device = next((p.device.type for module in modules for p in module.parameters()), "cpu")
+    moves = plan.offload is not None and plan.offload != device
+    planned: dict[str, Any] = {}
+    if plan.cut is not None:
+        planned["cut"] = plan.cut if isinstance(plan.cut, str) else list(plan.cut)
+    if plan.slices is not None:
+        planned["slices"] = plan.slice_lengths
+    if plan.recompute is not None:
+        planned["recompute"] = plan.recompute
+    if plan.offload is not None:
+        activations = moves and plan.offload_activations is not None
+        planned["offload"] = OffloadActivations(plan.offload, plan.offload_activations or None) if activations else None
+    for name, wanted in planned.items():
+        value, usual = getattr(given, name), PipelineOptions._field_defaults[name]
+        plain, listed = (list(each) if isinstance(each, tuple) else each for each in (value, wanted))
+        same = plain == listed or (name == "recompute" and isinstance(value, str) and {value} == {*wanted})
+        if value != usual and not same:
+            raise InputError(
+                f"{name}={folded(value)}: the plan has {name}={listed}. Remove it, or make a plan with it."
+            )
+    return given._replace(
+        **planned,
+        mesh=_mesh(plan, given.mesh),
+        data=_data(plan, given.data, moves=moves),
+        precision=_precision(plan, given.precision),
+    )
+
+
+def _mesh(plan: Plan, mesh: Mesh | None) -> Mesh | None:
+    if mesh is None:
+        return None if plan.data == 1 else Mesh(pp=plan.num_ranks, dp=plan.data)
+    for axis, degree in (("dp", plan.data), ("pp", plan.num_ranks)):
+        if hasattr(mesh, "degree") and mesh.degree(axis) != degree:
+            raise InputError(f"mesh has {axis}={mesh.degree(axis)}: the plan has {degree}. Use {axis}={degree}.")
+    return mesh
+
+
+def _data(plan: Plan, data: DataParallel | str | None, *, moves: bool) -> DataParallel | str | None:
+    planned = (plan.data_strategy, plan.data_granularity, plan.data_bucket_bytes)
+    parameters = plan.offload if moves and plan.offload_parameters else None
+    if planned == (None, None, None) and parameters is None:
+        return data
+    if data is None:
+        return replace(plan.data_parallel, offload=parameters)
+    given = DataParallel.of(data)
+    found = (given.strategy, given.granularity, given.bucket_bytes)
+    names = ("data_strategy", "data_granularity", "data_bucket_bytes")
+    for name, wanted, value in zip(names, planned, found, strict=True):
+        if wanted not in (None, value):
+            raise InputError(f"data={folded(data)}: the plan has {name}={wanted}. Remove it, or make a plan with it.")
+    if plan.offload is not None and given.offload != parameters:
+        raise InputError(f"data={folded(data)}: the plan has offload={parameters}. Remove it, or make a plan with it.")
+    return given
+
+
+def _precision(plan: Plan, precision: Precision | str | None) -> Precision | str | None:
+    if plan.precision is None and plan.gradients is None:
+        return precision
+    if precision is not None:
+        given = Precision.of(precision)
+        if plan.precision not in (None, given.dtype) or plan.gradients not in (None, given.gradients):
+            raise InputError(
+                f"precision={folded(precision)}: the plan has precision={plan.precision} and gradients="
+                f"{plan.gradients}. Remove precision, or make a plan with it."
+            )
+        return given
+    return plan.number_format
