@@ -222,4 +222,4 @@ def test_the_command_measures_and_writes_what_it_measured(capsys, tmp_path):
     assert main([*words, *model, "--batch", "0"]) == 2
     assert "batch=0: a minibatch needs at least 1 sequence" in capsys.readouterr().err
     assert main([*words, *model, "--write-profile", str(tmp_path)]) == 2
-    assert ": Is a directory. Name a file that can be written." in capsys.readouterr().err
+    assert ": Is a directory. Use a writable path." in capsys.readouterr().err

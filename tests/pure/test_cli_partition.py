@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import main
-from pipeloom.cli.common.train_command import stream_command
+from pipeloom.cli.common.planning import stream_command
 from pipeloom.cli.train import parse
 from pipeloom.errors import InputError
 from pipeloom.plan.plan import Plan

@@ -25,7 +25,16 @@ COMMANDS = {
     "doctor": "check this machine: packages, devices, ports, shared memory",
 }
 
-EXAMPLES = """\
+HELP = """\
+usage: pipeloom COMMAND [options]
+
+pipeline-parallel training for PyTorch
+
+commands:
+{commands}
+
+`pipeloom COMMAND --help` shows the options of a command, `pipeloom --version` the version
+
 examples:
   pipeloom train                                        a small GPT learns Python source through two ranks
   pipeloom train --parallel.pipeline 4 --schedule gpipe --data.path 'corpus/*.txt' --output_dir runs/corpus
@@ -46,25 +55,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         only_shown = any(word.startswith(("-h", "--help", "--print_config")) for word in words)
         with standard_streams(lasting=words[:1] == ["train"] and not only_shown):
             return _run(words)
-    except InputError as error:
-        return _fail(str(error), 2)
     except PipeloomError as error:
-        return _fail(str(error), 1)
+        return _fail(str(error), 2 if isinstance(error, InputError) else 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:  # as in `pipeloom schedules | head`
         return 1
     except Exception as error:
-        if not isinstance(
-            error.__cause__, KeyboardInterrupt
-        ):  # Python 3.11 wraps an interrupt that comes while a class is made
+        # Python 3.11 wraps an interrupt that comes while a class is made.
+        if not isinstance(error.__cause__, KeyboardInterrupt):
             raise
         return _fail("interrupted", 130)
 
 
 def _run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_help())
+        width = max(map(len, COMMANDS))
+        rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+        print(HELP.format(commands=rows))
         return 0 if words else 2
     if words[0] == "--version":
         print(f"pipeloom {__version__}")
@@ -79,16 +87,6 @@ def _run(words: Sequence[str]) -> int:
         return int(importlib.import_module(f"pipeloom.cli.{words[0]}").main(words[1:]))
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-
-
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
-    return (
-        "usage: pipeloom COMMAND [options]\n\npipeline-parallel training for PyTorch\n\n"
-        f"commands:\n{rows}\n\n"
-        f"`pipeloom COMMAND --help` shows the options of a command, `pipeloom --version` the version\n\n{EXAMPLES}"
-    )
 
 
 def _fail(message: str, code: int) -> int:

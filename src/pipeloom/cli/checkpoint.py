@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from pipeloom.cli.common.parser import Parser, did_you_mean
-from pipeloom.common.quantities import bytes_text
+from pipeloom.common.quantities import bytes_text, table_lines
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.convert import convert, model_tensors
-from pipeloom.train.checkpoint.directory import (
-    CheckpointEntry,
-    is_misnamed,
-    is_ours,
-    list_checkpoints,
-    resolve,
-)
+from pipeloom.train.checkpoint.directory import CheckpointEntry, is_misnamed, is_ours, list_checkpoints, resolve
 from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, missing_or_cut, read_manifest, verify
 
 _EXAMPLES = """\
@@ -32,10 +27,9 @@ def main(argv: list[str]) -> int:
     """Run `pipeloom checkpoint ARGV`; returns the exit code. Raises InputError for bad input."""
     commands = {"ls": _ls, "verify": _verify, "convert": _convert}
     if not argv or argv[0] in ("-h", "--help"):
-        examples = "".join(f"  {line}\n" for line in _EXAMPLES.splitlines())
         print(
             "usage: pipeloom checkpoint ls DIR [--json] | verify DIR | convert DIR OUT [--ranks P | --single]\n\n"
-            f"DIR is {_DIR_HELP} (its latest checkpoint).\n\nexamples:\n{examples}",
+            f"DIR is {_DIR_HELP} (its latest checkpoint).\n\nexamples:\n{indent(_EXAMPLES, '  ')}",
             end="",
         )
         return 0 if argv else 2
@@ -54,24 +48,20 @@ def _ls(argv: list[str]) -> int:
         raise InputError(f"{directory} is not a directory. Pass {_DIR_HELP}.")
     if (directory / MANIFEST_NAME).is_file():
         answer = _describe_one(directory)
-        rows = [
-            [row["name"], row["dtype"], _shape(row["shape"]), bytes_text(row["bytes"]), _file(row)]
-            for row in answer["tensors"]
-        ]
-        header = ["tensor", "dtype", "shape", "size", "file"]
+        table = [["tensor", "dtype", "shape", "size", "file"]]
+        for row in answer["tensors"]:
+            shape, more = " x ".join(map(str, row["shape"])) or "scalar", len(row["pieces"]) - 1
+            file = f"{row['file']} and {more} more" if more > 0 else row["file"]
+            table.append([row["name"], row["dtype"], shape, bytes_text(row["bytes"]), file])
     else:
         answer = {"path": str(directory), "checkpoints": [_describe(entry) for entry in list_checkpoints(directory)]}
-        rows = [
-            [str(row["step"]), bytes_text(row["bytes"]), _layout(row), row["status"], row["path"]]
-            for row in answer["checkpoints"]
-        ]
-        header = ["step", "size", "layout", "status", "path"]
+        table = [["step", "size", "layout", "status", "path"]]
+        for row in answer["checkpoints"]:
+            table.append([str(row["step"]), bytes_text(row["bytes"]), _layout(row), row["status"], row["path"]])
     if options.json:
         print(json.dumps(answer, indent=2))
-    elif rows:
-        _print_table(header, rows)
     else:
-        print(f"no checkpoint in {directory}")
+        print("\n".join(table_lines(table)) if table[1:] else f"no checkpoint in {directory}")
     return 0
 
 
@@ -140,25 +130,9 @@ def _describe_one(checkpoint: Path) -> dict[str, Any]:
     return {**answer, "compute_type": manifest.compute_type, "ties": manifest.ties, "tensors": tensors}
 
 
-def _file(row: dict[str, Any]) -> str:
-    more = len(row["pieces"]) - 1
-    return f"{row['file']} and {more} more" if more > 0 else row["file"]
-
-
 def _layout(row: dict[str, Any]) -> str:
     """`2 ranks, schedule 1f1b`: the number of ranks that wrote it, and the scalars of the layout."""
     if row["ranks"] is None:
         return "-"
     scalars = {key: value for key, value in row["layout"].items() if isinstance(value, str | int | float)}
-    scalars.pop("ranks", None)
-    return ", ".join([f"{row['ranks']} ranks", *(f"{key} {value}" for key, value in scalars.items())])
-
-
-def _shape(shape: list[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
-
-
-def _print_table(header: list[str], rows: list[list[str]]) -> None:
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    for row in [header, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return ", ".join([f"{row['ranks']} ranks", *(f"{key} {scalars[key]}" for key in scalars if key != "ranks")])

@@ -20,13 +20,9 @@ from pipeloom.cli.common.parser import Parser
 from pipeloom.common.quantities import bytes_text
 from pipeloom.version import __version__
 
-_REQUIRED: dict[str, tuple[int, ...]] = {
-    "torch": (2, 10),
-    "numpy": (1, 26),
-    "safetensors": (0, 5),
-    "jsonargparse": (4, 40),
-}
-_REQUIRED |= {"yaml": (6,), "scipy": (1, 11), "rich": (13, 7), "jinja2": (3, 1)}
+# Required packages by import name, and their lowest versions.
+_REQUIRED = {"torch": "2.10", "numpy": "1.26", "safetensors": "0.5", "jsonargparse": "4.40"}
+_REQUIRED |= {"yaml": "6", "scipy": "1.11", "rich": "13.7", "jinja2": "3.1"}
 _DISTRIBUTION = {"yaml": "pyyaml"}  # import name -> package name, where they differ
 # Optional packages: their use, and what to install.
 _EXTRAS = {
@@ -89,11 +85,10 @@ def examine() -> list[Check]:
     return checks
 
 
-def _package(module: str, least: tuple[int, ...]) -> Check:
-    version, wanted = _version(module), ".".join(map(str, least))
-    ok = version is not None and _numbers(version) >= least
-    name = _DISTRIBUTION.get(module, module)
-    return Check(name, ok, version or "not installed", True, f"pip install '{name}>={wanted}'")
+def _package(module: str, least: str) -> Check:
+    version, name = _version(module), _DISTRIBUTION.get(module, module)
+    ok = version is not None and _numbers(version) >= _numbers(least)
+    return Check(name, ok, version or "not installed", True, f"pip install '{name}>={least}'")
 
 
 def _version(module: str) -> str | None:
@@ -118,17 +113,17 @@ def _torch_parts() -> list[Check]:
     except (ImportError, OSError) as error:  # OSError: a shared library of another machine
         text = " ".join(str(error).split())
         return [Check("torch import", False, text, True, "install torch again, for this machine: pytorch.org")]
-    has_distributed = dist.is_available()
-    gloo = has_distributed and dist.is_gloo_available()
-    nccl = has_distributed and dist.is_nccl_available()
-    mpi = has_distributed and dist.is_mpi_available()
     num_devices = torch.cuda.device_count()
     devices = [torch.cuda.get_device_properties(index) for index in range(num_devices)]
     names = "; ".join(f"{device.name}, {bytes_text(device.total_memory)}" for device in devices)
+
+    def backend(name: str, found: str, required: bool = False, fix: str | None = None) -> Check:
+        return Check(name, dist.is_available() and dist.is_backend_available(name), found, required, fix)
+
     return [
-        Check("gloo", gloo, "CPU collectives", True, "install a torch that is built with torch.distributed"),
-        Check("nccl", nccl, "CUDA collectives", num_devices > 0, "install a CUDA build of torch"),
-        Check("mpi", mpi, "not used by pipeloom"),
+        backend("gloo", "CPU collectives", True, "install a torch that is built with torch.distributed"),
+        backend("nccl", "CUDA collectives", num_devices > 0, "install a CUDA build of torch"),
+        backend("mpi", "not used by pipeloom"),
         Check(
             "cuda", num_devices > 0, names or "no device: ranks compute on the CPU", fix="pytorch.org has CUDA builds"
         ),

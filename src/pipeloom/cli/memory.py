@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeloom.cli.common.files import read_json, write_text
-from pipeloom.cli.common.parser import Parser
-from pipeloom.cli.common.train_command import plan_command
-from pipeloom.cli.common.train_options import make_parser, print_config, read_options, to_config
-from pipeloom.common.quantities import bytes_text
+from pipeloom.cli.common.planning import train_command
+from pipeloom.cli.common.train_options import difference, flat, make_parser, print_config, read_options, to_config
+from pipeloom.common.atomic_file import write_named
+from pipeloom.common.json_reader import parse_file
+from pipeloom.common.quantities import bytes_text, table_lines
 from pipeloom.errors import InputError
 from pipeloom.plan.memory import KINDS, Choice, MemoryRow, read_memory
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import plan_of_options
 from pipeloom.sim import parse_costs
+from pipeloom.train.config.data_parallel import resolve_data_degree
 from pipeloom.train.config.memory import chosen_words, planned_memory, under_cap
 from pipeloom.train.config.schedule import make_schedule
 from pipeloom.train.config.sections import ModelConfig
@@ -37,17 +38,19 @@ pipeloom memory --run runs/train
 
 def main(argv: Sequence[str]) -> int:
     """Print the table of a configuration, or of a run; returns the exit code."""
-    parser = _parser()
+    parser = make_parser("pipeloom memory", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("--run", type=str, help="output directory of a run whose predicted and measured memory to show")
+    parser.add_argument("--costs", type=str, help="JSON file with times of stages and links, for --memory.cap")
+    parser.add_argument("--vocabulary_size", type=int, help="vocabulary size (default: of data.tokenizer)")
+    parser.add_argument("--out", type=str, help="plan file to write, for `pipeloom train --plan`")
+    parser.add_argument("--json", action="store_true", help="output as one JSON object")
     options = read_options(parser, argv)
     if options.run is not None:
         if options.out is not None:
             raise InputError(f"--out={options.out}: a finished run makes no plan. Remove --out, or --run.")
-        rows = read_memory(Path(options.run))
-        _print_run(rows, as_json=options.json)
+        _print_run(read_memory(Path(options.run)), as_json=options.json)
         return 0
-    config = to_config(options.as_dict())
-    if config.parallel.data == -1:
-        raise InputError("parallel.data=-1: needs a running process group. Outside `torchrun`, give a number.")
+    config = resolve_data_degree(to_config(options.as_dict()), None)
     from pipeloom.train.config.rules import validate_settings
 
     validate_settings(config)
@@ -59,60 +62,37 @@ def main(argv: Sequence[str]) -> int:
         raise InputError(
             "--costs works only with --memory.cap, which weighs memory against time. Add a cap, or remove it."
         )
-    file = None if options.costs is None else read_json("--costs", options.costs, parse_costs)
+    file = None if options.costs is None else parse_file("--costs", options.costs, parse_costs)
     cap = config.memory.cap
     config, choice = under_cap(config, vocabulary, file=file)
     if options.out is not None:
-        why = (
-            [] if cap is None else [f"Of the options that keep {cap} per rank, {chosen_words(config)} is the fastest."]
-        )
+        why = [f"Of the options that keep {cap} per rank, {chosen_words(config)} is the fastest."] if cap else []
         seconds = choice.seconds if choice is not None and file is not None else None
         plan = _plan(config, vocabulary, seconds=seconds, why=why)
-        write_text("--out", options.out, plan.to_json() + "\n")
+        write_named("--out", options.out, plan.to_json() + "\n")
     _print_prediction(config, vocabulary, choice, as_json=options.json)
     if options.out is not None and not options.json:
-        print(f"wrote {options.out}; run it: {plan_command(options.out, _model_options(config))}")
+        model = difference(asdict(config.model), asdict(ModelConfig()))
+        chosen = {"plan": options.out, **{f"model.{name}": value for name, value in model.items()}}
+        print(f"wrote {options.out}; run it: {train_command(chosen)}")
     return 0
-
-
-def _model_options(config: TrainConfig) -> dict[str, Any]:
-    """The options of the model that differ from the defaults."""
-    default = ModelConfig()
-    pairs = ((field.name, getattr(config.model, field.name)) for field in fields(ModelConfig))
-    return {f"model.{name}": value for name, value in pairs if value != getattr(default, name)}
 
 
 def _plan(config: TrainConfig, vocabulary: int, *, seconds: float | None, why: Sequence[str]) -> Plan:
     """The configuration as a plan with the predicted memory and, if known, the seconds per step."""
-    peaks = [rank.peak for rank in planned_memory(config, vocabulary)]
     sizes = config.model
     counted_for = (
         f"Memory is predicted for optimizer {config.optimizer.name} and a GPT with {sizes.layers} blocks of width "
         f"{sizes.width} on sequences of {sizes.sequence_length} tokens."
     )
-    nested = asdict(config)
-    options = {key: value for key, value in nested.items() if not isinstance(value, dict)}
-    options |= {
-        f"{section}.{key}": nested[section][key] for section in nested.keys() - options for key in nested[section]
-    }
     return plan_of_options(
-        options,
+        dict(flat(asdict(config))),
         make_schedule(config),
         microbatches=config.num_microbatches,
         predicted_step_seconds=seconds,
-        predicted_memory_bytes=tuple(peaks),
+        predicted_memory_bytes=tuple(rank.peak for rank in planned_memory(config, vocabulary)),
         why=(*why, counted_for),
     )
-
-
-def _parser() -> Parser:
-    parser = make_parser("pipeloom memory", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--run", type=str, help="output directory of a run whose predicted and measured memory to show")
-    parser.add_argument("--costs", type=str, help="JSON file with times of stages and links, for --memory.cap")
-    parser.add_argument("--vocabulary_size", type=int, help="vocabulary size (default: of data.tokenizer)")
-    parser.add_argument("--out", type=str, help="plan file to write, for `pipeloom train --plan`")
-    parser.add_argument("--json", action="store_true", help="output as one JSON object")
-    return parser
 
 
 def _vocabulary(config: TrainConfig, given: int | None) -> int:
@@ -147,12 +127,10 @@ def _print_prediction(config: TrainConfig, vocabulary: int, choice: Choice | Non
             }
         print(json.dumps(answer, allow_nan=False))
         return
-    names = {
-        (r.replica, r.rank): f"rank {r.rank}" + (f", replica {r.replica}" if len(shown) > 1 else "") for r in ranks
-    }
-    _print_table([{"": names[r.replica, r.rank], **_texts(r.kinds), "peak": bytes_text(r.peak)} for r in ranks])
+    names = [f"rank {r.rank}" + (f", replica {r.replica}" if len(shown) > 1 else "") for r in ranks]
+    _print_table([{"": name, **_texts({**r.kinds, "peak": r.peak})} for name, r in zip(names, ranks, strict=True)])
     of = f", {replicas} data-parallel replicas" if replicas > 1 else ""
-    most = f"largest: {names[largest.replica, largest.rank]} with {bytes_text(largest.peak)}"
+    most = f"largest: {names[ranks.index(largest)]} with {bytes_text(largest.peak)}"
     print(f"all ranks{of}: {bytes_text(total)}; {most}")
     if choice is not None:
         print(f"under the cap with {chosen_words(config)}")
@@ -176,21 +154,16 @@ def _print_run(rows: Sequence[MemoryRow], *, as_json: bool) -> None:
     for row in rows:
         for name, sizes in (("predicted", row.predicted), ("measured", row.measured)):
             first = f"process {row.process} (rank {row.rank}, replica {row.replica})" if name == "predicted" else ""
-            kinds = {kind: size for kind, size in sizes.items() if kind != "peak"}
-            peak = sizes.get("peak")
-            most = "-" if peak is None else bytes_text(peak)
-            table.append({"": first, " ": name, **_texts(kinds), "peak": most})
+            table.append({"": first, " ": name, **_texts(sizes)})
     _print_table(table)
 
 
 def _texts(sizes: Mapping[str, float | None]) -> dict[str, str]:
-    """Sizes by kind as text."""
-    return {kind: "-" if sizes.get(kind) is None else bytes_text(sizes[kind] or 0) for kind in KINDS}
+    """Sizes by kind, and the peak, as text."""
+    return {kind: "-" if sizes.get(kind) is None else bytes_text(sizes[kind] or 0) for kind in (*KINDS, "peak")}
 
 
 def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
     columns = [name for name in rows[0] if any(row[name] not in ("0 B", "-") for row in rows)]
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in columns}
-    for cells in ({name: name for name in columns}, *rows):
-        line = "  ".join(f"{cells[n]:<{widths[n]}}" if not n.strip() else f"{cells[n]:>{widths[n]}}" for n in columns)
-        print(line.rstrip())
+    cells = [columns, *([row[name] for name in columns] for row in rows)]
+    print("\n".join(table_lines(cells, left=[index for index, name in enumerate(columns) if not name.strip()])))

@@ -7,10 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pipeloom.cli.common.files import read_json, write_text
-from pipeloom.cli.common.model_options import add_model_options, check_file_alone, given_model, whole_model
 from pipeloom.cli.common.parser import Parser
+from pipeloom.cli.common.planning import add_model_options, check_file_alone, given_model, measured_model
 from pipeloom.cli.partition_answers import StreamAnswer, SynchronousAnswer
+from pipeloom.common.atomic_file import write_named
+from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import Bytes, BytesPerSecond
 from pipeloom.errors import InputError
 from pipeloom.plan.partition import Form, Profile, check_levels, parse_profile
@@ -22,31 +23,19 @@ def main(argv: Sequence[str]) -> int:
     levels = _levels(given)
     check_levels(levels)
     _check_schedule(given)
-    profile = _profile(given, math.prod(components for components, _ in levels))
+    profile, options = _profile(given, math.prod(components for components, _ in levels))
     if given["write_profile"] is not None:
-        write_text("--write-profile", given["write_profile"], profile.to_json() + "\n")
-    answer = _answer(given, profile, levels)
+        write_named("--write-profile", given["write_profile"], profile.to_json() + "\n")
+    kind = SynchronousAnswer if given["schedule"] == "dapple" else StreamAnswer
+    answer = kind(profile, levels, given, options)
     if given["out"] is not None:
-        write_text("--out", given["out"], answer.plan().to_json() + "\n")
+        write_named("--out", given["out"], answer.plan().to_json() + "\n")
     if given["json"]:
         print(json.dumps(answer.numbers()))
         return 0
     written = [given[name] for name in ("write_profile", "out") if given[name] is not None]
     print("\n".join([*(f"wrote {path}" for path in written), *answer.lines(given["out"])]))
     return 0
-
-
-def _answer(
-    given: dict[str, Any], profile: Profile, levels: Sequence[tuple[int, float]]
-) -> StreamAnswer | SynchronousAnswer:
-    options = _run(given)
-    if given["schedule"] == "dapple":
-        published = given["form"] == "published"
-        return SynchronousAnswer(
-            profile, *levels[0], num_microbatches=given["microbatches"], published=published, options=options
-        )
-    keys = ("form", "memory_cap", "state_copies")
-    return StreamAnswer(profile, levels, options=options, **{key: given[key] for key in keys})
 
 
 def _parser() -> Parser:
@@ -132,26 +121,17 @@ def _check_schedule(given: dict[str, Any]) -> None:
             raise InputError(f"{option} does not work with --schedule dapple. Remove it.")
 
 
-def _profile(given: dict[str, Any], num_ranks: int) -> Profile:
-    """The profile of a file, or measured here.
+def _profile(given: dict[str, Any], num_ranks: int) -> tuple[Profile, dict[str, Any]]:
+    """The profile of a file, or measured here; and options of a training run on the measured model.
 
     Raises:
         InputError: the file cannot be read, options of a model are given with it, or model sizes are wrong.
     """
-    path = given["profile"]
-    if path is not None:
+    if given["profile"] is not None:
         check_file_alone(given, "--profile", ("batch", "write_profile"), "the layer times")
-        return read_json("--profile", path, parse_profile)
-    from pipeloom.models import GPTConfig
+        return parse_file("--profile", given["profile"], parse_profile), {}
     from pipeloom.plan.partition.profile import measure_gpt
 
     batch = 1 if given["batch"] is None else given["batch"]
-    return measure_gpt(GPTConfig(**whole_model(given)), batch=batch, num_ranks=num_ranks)
-
-
-def _run(given: dict[str, Any]) -> dict[str, Any]:
-    """Options of a training run on the measured model; empty where the profile came from a file."""
-    if given["profile"] is not None:
-        return {}
-    model = {f"model.{name}": value for name, value in given_model(given).items()}
-    return {**model, "batch.size": 1 if given["batch"] is None else given["batch"]}
+    profile = measure_gpt(measured_model(given), batch=batch, num_ranks=num_ranks)
+    return profile, {**given_model(given), "batch.size": batch}

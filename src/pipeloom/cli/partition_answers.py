@@ -1,4 +1,8 @@
-"""The output of `pipeloom partition`: numbers for ``--json``, lines of text, and a plan."""
+"""The output of `pipeloom partition`: numbers for ``--json``, lines of text, and a plan.
+
+The arguments of both answers are the profile, (components, bandwidth) per level of the cluster, the options of the
+command, and options of a training run on the measured model, which are empty for a profile from a file.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from pipeloom.cli.common.train_command import stream_command
-from pipeloom.common.quantities import bytes_text, counted, seconds_text
+from pipeloom.cli.common.planning import stream_command
+from pipeloom.common.quantities import bytes_text, counted, seconds_text, table_lines
 from pipeloom.errors import InputError
 from pipeloom.plan.partition import (
-    Form,
     Partition,
     Profile,
     data_parallel,
@@ -30,41 +33,30 @@ _POLICIES = ("1f1b", "dapple-pb")
 
 
 class StreamAnswer:
-    """PipeDream's partition, compared with data parallelism alone and with one stage per rank.
-
-    The arguments are those of `pipeloom.plan.partition.partition_layers`. `options` are options of a training run on
-    the measured model; they are empty for a profile from a file.
-    """
+    """PipeDream's partition, compared with data parallelism alone and with one stage per rank."""
 
     def __init__(
         self,
         profile: Profile,
         levels: Sequence[tuple[int, float]],
-        *,
-        form: Form,
-        memory_cap: float | None,
-        state_copies: float,
+        given: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        self._profile, self._form, self._cap, self._options = profile, form, memory_cap, options
-        self._found = found = partition_layers(
-            profile, levels, form=form, memory_cap=memory_cap, state_copies=state_copies
-        )
-        together: Partition | None = data_parallel(profile, levels, form=form, state_copies=state_copies)
-        if memory_cap is not None and together is not None and together.memory_bytes > memory_cap:
-            together = None
-        self._together, self._straight, self._obstacle = together, None, ""
+        self._profile, self._form, self._options = profile, given["form"], options
+        cap, model = given["memory_cap"], {"form": given["form"], "state_copies": given["state_copies"]}
+        self._found = found = partition_layers(profile, levels, memory_cap=cap, **model)
+        together = data_parallel(profile, levels, **model)
+        self._together = None if cap is not None and together.memory_bytes > cap else together
+        self._straight, self._obstacle = None, ""
         try:
-            self._straight = partition_layers(
-                profile, levels, form=form, memory_cap=memory_cap, state_copies=state_copies, replicate=False
-            )
+            self._straight = partition_layers(profile, levels, memory_cap=cap, replicate=False, **model)
         except InputError as error:
             self._obstacle = str(error).split(":")[0]
         self._noam_seconds = noam_period(found)
-        waits = self._noam_seconds > found.period_seconds * _NEARLY
-        fits = memory_cap is None or found.full_memory_bytes <= memory_cap
-        self._in_flight: Literal["noam", "full"] = "full" if waits and fits else "noam"
-        self._waits = waits
+        self._waits = self._noam_seconds > found.period_seconds * _NEARLY
+        fits = cap is None or found.full_memory_bytes <= cap
+        self._in_flight: Literal["noam", "full"] = "full" if self._waits and fits else "noam"
+        self._ties = _ties(profile, [(stage.first, stage.last) for stage in found.stages])
 
     def numbers(self) -> dict[str, Any]:
         """The numbers of ``--json``."""
@@ -83,7 +75,7 @@ class StreamAnswer:
             "data_parallel_seconds": together and together.period_seconds,
             "straight_pipeline_seconds": straight and straight.period_seconds,
             "fewer_ranks": fewer and {"ranks": fewer[0], "period_seconds": fewer[1]},
-            "ties": _ties(self._profile, [(stage.first, stage.last) for stage in found.stages]),
+            "ties": self._ties,
         }
 
     def plan(self) -> Plan:
@@ -92,20 +84,20 @@ class StreamAnswer:
         Raises:
             InputError: several stages share weights.
         """
-        first, *others = self._reasons()
-        return stream_plan(
-            self._profile,
-            self._found,
-            in_flight=self._in_flight,
-            batch_size=self._options.get("batch.size"),
-            why=[first, *others, *self._waiting()],
-        )
+        why, size = [*self._reasons(), *self._waiting()], self._options.get("batch.size")
+        return stream_plan(self._profile, self._found, in_flight=self._in_flight, batch_size=size, why=why)
 
     def lines(self, path: str | None) -> list[str]:
         """The answer as text; `path` is the plan file, if one was written."""
+        rows: list[tuple[str, ...]] = []
+        for stage in self._found.stages:
+            times = (stage.compute_seconds, stage.sync_seconds, stage.transfer_seconds)
+            replicas = " x ".join(map(str, stage.replicas_by_level))
+            numbers = (*map(_seconds, times), str(stage.in_flight), bytes_text(stage.memory_bytes))
+            rows.append((*_layers(self._profile, stage.first, stage.last), replicas, *numbers))
+        table = _table(("compute", "sync", "transfer", "in flight", "memory"), rows)
         first, *others = self._reasons()
-        ties = _ties(self._profile, [(stage.first, stage.last) for stage in self._found.stages])
-        return [first, *self._table(), *others, *_shared(ties), *self._waiting(), *self._training(path)]
+        return [first, *table, *others, *_shared(self._ties), *self._waiting(), *self._training(path)]
 
     def _reasons(self) -> list[str]:
         found, fewer = self._found, self._found.fewer_ranks
@@ -113,9 +105,8 @@ class StreamAnswer:
         lines = [
             f"{seconds_text(found.period_seconds)} per minibatch, {counted(len(found.stages), 'stage')} on "
             f"{counted(ranks, 'rank')}; {self._why(found)}",
-            self._compared("data parallelism alone", self._together) or "data parallelism alone exceeds the memory cap",
-            self._compared("one stage per rank", self._straight)
-            or f"one stage per rank is not possible ({self._obstacle})",
+            self._compared("data parallelism alone", self._together, "exceeds the memory cap"),
+            self._compared("one stage per rank", self._straight, f"is not possible ({self._obstacle})"),
         ]
         if fewer is not None:
             lines.append(
@@ -124,33 +115,17 @@ class StreamAnswer:
             )
         return lines
 
-    def _table(self) -> list[str]:
-        header = ("stage", "layers", "", "replicas", "compute", "sync", "transfer", "in flight", "memory")
-        rows: list[tuple[str, ...]] = [header]
-        for number, stage in enumerate(self._found.stages):
-            times = (stage.compute_seconds, stage.sync_seconds, stage.transfer_seconds)
-            rows.append(
-                (
-                    *_cells(self._profile, number, stage.first, stage.last),
-                    " x ".join(map(str, stage.replicas_by_level)),
-                    *map(_seconds, times),
-                    str(stage.in_flight),
-                    bytes_text(stage.memory_bytes),
-                )
-            )
-        return _table(rows)
-
     def _waiting(self) -> list[str]:
         """A line if stages wait for each other with PipeDream's NOAM."""
         if not self._waits:
             return []
         noam = ", ".join(str(stage.in_flight) for stage in self._found.stages)
         full = ", ".join(str(stage.full_in_flight) for stage in self._found.stages)
-        size = f"{bytes_text(self._found.full_memory_bytes)} on the fullest rank"
-        slower = f"in flight noam ({noam}): {seconds_text(self._noam_seconds)} per minibatch"
-        if self._in_flight == "noam":
-            return [f"{slower}, within the memory cap; in flight full ({full}) reaches the period but needs {size}"]
-        return [f"{slower}; in flight full ({full}) reaches the period and needs {size}"]
+        capped, but = (", within the memory cap", "but") if self._in_flight == "noam" else ("", "and")
+        return [
+            f"in flight noam ({noam}): {seconds_text(self._noam_seconds)} per minibatch{capped}; in flight full "
+            f"({full}) reaches the period {but} needs {bytes_text(self._found.full_memory_bytes)} on the fullest rank"
+        ]
 
     def _training(self, path: str | None) -> list[str]:
         """Lines on how to train the partition, or why it cannot be trained."""
@@ -169,10 +144,10 @@ class StreamAnswer:
             lines = [f"pipeloom train cannot run this: {error}"]
         return lines if here else [f"train it in Python: pl.Pipeline(model, {_in_python(plan, path)})", *lines]
 
-    def _compared(self, name: str, other: Partition | None) -> str | None:
-        """A line on another partition, or None."""
+    def _compared(self, name: str, other: Partition | None, missing: str) -> str:
+        """A line on another partition; `missing` says why there is none."""
         if other is None:
-            return None
+            return f"{name} {missing}"
         ratio = other.period_seconds / self._found.period_seconds if self._found.period_seconds else 1.0
         return f"{name} takes {seconds_text(other.period_seconds)}, {ratio:.2f}x as long; {self._why(other)}"
 
@@ -182,35 +157,41 @@ class StreamAnswer:
         stage = found.stages[number]
         if found.bottleneck.kind == "transfer":
             return f"bottleneck: transfer from stage {number} to {number + 1}"
-        kinds = {"compute": stage.compute_seconds, "sync": stage.sync_seconds}
-        longer = found.bottleneck.kind
-        [other] = kinds.keys() - {longer}
-        more = f" ({'plus' if self._form == 'summed' else 'overlaps'} {other} {seconds_text(kinds[other])})"
-        return f"bottleneck: {longer} of stage {number}, {seconds_text(kinds[longer])}{more if kinds[other] else ''}"
+        times = {"compute": stage.compute_seconds, "sync": stage.sync_seconds}
+        longer = times.pop(found.bottleneck.kind)
+        [(other, seconds)] = times.items()
+        more = (
+            f" ({'plus' if self._form == 'summed' else 'overlaps'} {other} {seconds_text(seconds)})" if seconds else ""
+        )
+        return f"bottleneck: {found.bottleneck.kind} of stage {number}, {seconds_text(longer)}{more}"
 
 
 class SynchronousAnswer:
-    """DAPPLE's partition, and the simulated step under DAPPLE's two policies.
-
-    The arguments are those of `pipeloom.plan.partition.partition_synchronous`; `options` as in `StreamAnswer`.
-    """
+    """DAPPLE's partition, and the simulated step under DAPPLE's two policies."""
 
     def __init__(
         self,
         profile: Profile,
-        ranks: int,
-        bandwidth: float,
-        *,
-        num_microbatches: int,
-        published: bool,
+        levels: Sequence[tuple[int, float]],
+        given: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        self._profile, self._ranks, self._options = profile, ranks, options
+        [(ranks, bandwidth)], microbatches = levels, given["microbatches"]
+        published = given["form"] == "published"
+        self._profile, self._options = profile, options
         self._found = found = partition_synchronous(
-            profile, ranks=ranks, bandwidth=bandwidth, num_microbatches=num_microbatches, published=published
+            profile, ranks=ranks, bandwidth=bandwidth, num_microbatches=microbatches, published=published
         )
-        small = num_microbatches * len(found.stages) <= _MOST_SIMULATED
+        small = microbatches * len(found.stages) <= _MOST_SIMULATED
         self._simulated = {name: found.simulate(find(name)) for name in _POLICIES} if small else {}
+        self._ties = _ties(profile, [(first, last) for first, last, _ in found.stages])
+        self._why = [
+            f"{seconds_text(found.step_seconds)} per step of {counted(found.num_microbatches, 'micro-batch')}, "
+            f"{counted(len(found.stages), 'stage')} on {counted(ranks, 'rank')}"
+        ]
+        if small:
+            times = ", ".join(f"{seconds_text(seconds)} with {name}" for name, seconds in self._simulated.items())
+            self._why.append(f"simulated: {times}")
 
     def numbers(self) -> dict[str, Any]:
         """The numbers of ``--json``."""
@@ -219,7 +200,7 @@ class SynchronousAnswer:
             "stages": [{"layers": [first, last], "replicas": replicas} for first, last, replicas in found.stages],
             "step_seconds": found.step_seconds,
             "simulated_seconds": self._simulated,
-            "ties": _ties(self._profile, [(first, last) for first, last, _ in found.stages]),
+            "ties": self._ties,
         }
 
     def plan(self) -> Plan:
@@ -229,37 +210,23 @@ class SynchronousAnswer:
             InputError: stages have different numbers of replicas.
         """
         times = self._simulated or {_POLICIES[0]: self._found.step_seconds}
-        schedule = min(times, key=times.__getitem__)
+        name = min(times, key=times.__getitem__)
+        size = self._options.get("batch.size")
         return synchronous_plan(
-            self._profile,
-            self._found,
-            schedule=schedule,
-            seconds=times[schedule],
-            batch_size=self._options.get("batch.size"),
-            why=[self._first_line(), *self._said()],
+            self._profile, self._found, schedule=name, seconds=times[name], batch_size=size, why=self._why
         )
 
     def lines(self, path: str | None) -> list[str]:
         """The answer as text."""
         found = self._found
-        rows: list[tuple[str, ...]] = [("stage", "layers", "", "replicas", "forward", "backward", "transfer", "sync")]
         times = (found.forward_seconds, found.backward_seconds, (*found.transfer_seconds, 0.0), found.reduce_seconds)
-        for number, ((first, last, replicas), *seconds) in enumerate(zip(found.stages, *times, strict=True)):
-            rows.append((*_cells(self._profile, number, first, last), str(replicas), *map(_seconds, seconds)))
-        shared = _shared(_ties(self._profile, [(first, last) for first, last, _ in found.stages]))
+        rows = [
+            (*_layers(self._profile, first, last), str(replicas), *map(_seconds, seconds))
+            for (first, last, replicas), *seconds in zip(found.stages, *times, strict=True)
+        ]
+        table = _table(("forward", "backward", "transfer", "sync"), rows)
         run = [] if path is None else [f"train it: pipeloom train --plan {path}"]
-        return [self._first_line(), *_table(rows), *self._said(), *shared, *run]
-
-    def _first_line(self) -> str:
-        found = self._found
-        return (
-            f"{seconds_text(found.step_seconds)} per step of {counted(found.num_microbatches, 'micro-batch')}, "
-            f"{counted(len(found.stages), 'stage')} on {counted(self._ranks, 'rank')}"
-        )
-
-    def _said(self) -> list[str]:
-        said = ", ".join(f"{seconds_text(seconds)} with {name}" for name, seconds in self._simulated.items())
-        return [f"simulated: {said}"] if said else []
+        return [self._why[0], *table, *self._why[1:], *_shared(self._ties), *run]
 
 
 def _in_python(plan: Plan, path: str | None) -> str:
@@ -289,26 +256,17 @@ def _shared(ties: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _cells(profile: Profile, number: int, first: int, last: int) -> tuple[str, str, str]:
-    names = dict.fromkeys(_printable(profile.layers[layer].name) for layer in (first, last))
-    return str(number), f"{first}-{last}", " .. ".join(names)
+def _layers(profile: Profile, first: int, last: int) -> tuple[str, str]:
+    """The layers of a stage by number and by name, on one line: control characters are escaped."""
+    names = dict.fromkeys(profile.layers[layer].name for layer in (first, last))
+    shown = (letter if letter.isprintable() else repr(letter)[1:-1] for letter in " .. ".join(names))
+    return f"{first}-{last}", "".join(shown)
 
 
 def _seconds(seconds: float) -> str:
     return seconds_text(seconds) if seconds else "-"
 
 
-def _printable(name: str) -> str:
-    """`name` on one line, with control characters escaped."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in (1, 2) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    numbered = [(str(stage), *row) for stage, row in enumerate(rows)]
+    return table_lines([("stage", "layers", "", "replicas", *columns), *numbered], left=(1, 2))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from pipeloom.cli.common.parser import Parser
+from pipeloom.common.quantities import table_lines
 from pipeloom.schedules import FAMILIES
 
 _COLUMNS = ("name", "paper", "constraints", "bubble", "peak")
@@ -32,9 +33,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     headings = (*_COLUMNS[:-1], "peak on rank d")
     if not sys.stdout.isatty():  # whole lines, for grep and less
-        widths = [max(map(len, column)) for column in zip(headings, *(row.values() for row in rows), strict=True)]
-        for cells in (headings, *(row.values() for row in rows)):
-            print("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+        print("\n".join(table_lines([headings, *([*row.values()] for row in rows)])))
         return 0
     from rich import box
     from rich.console import Console

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeloom import schedules
-from pipeloom.cli import simulate_data
-from pipeloom.cli.common.files import write_text
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.simulate_inputs import Inputs
-from pipeloom.common.atomic_file import write_whole
-from pipeloom.common.quantities import seconds_text
+from pipeloom.common.atomic_file import write_named
+from pipeloom.common.quantities import Bytes, BytesPerSecond, percent_text, seconds_text
 from pipeloom.errors import InputError
-from pipeloom.ir import Checked, Schedule, check
+from pipeloom.ir import DataStrategy, Granularity, Program, Schedule, check
 from pipeloom.ir.torch_csv import to_csv
 from pipeloom.sim import Timeline, simulate
+from pipeloom.sim.background import LINKS
 
 _COMPARE = "compare"
-_OUTPUTS = ("csv", "html", "svg", "trace")
-_FILES = (*_OUTPUTS, "out")
+_FILES = ("csv", "html", "svg", "trace", "out")
 
 _EXAMPLES = """\
 pipeloom simulate 1f1b --ranks 4 --microbatches 8
@@ -44,16 +42,13 @@ pipeloom simulate compare 1f1b interleaved zb-h1 zb-v --ranks 4 --microbatches 8
 def main(argv: Sequence[str]) -> int:
     """Simulate one schedule, or compare several, and show them; returns the exit code."""
     options = _parser().parse_args(list(argv))
-    simulate_data.check_options(options)
     names = _names(options)
-    inputs = Inputs.read(options)
+    inputs = Inputs(options)
     made = [_simulate(name, inputs) for name in names]
-    timelines = [timeline for timeline, _, _ in made]
-    written = _write_files(timelines, made[0][1], options)
-    if options.out is not None:
-        write_text("--out", options.out, _plan_json(made[0][1], inputs, made[0][2]) + "\n")
-        written.append(options.out)
-    answers = [answer for _, _, answer in made]
+    timelines, answers = [each.timeline for each in made], [each.answer for each in made]
+    written = [(kind, path) for kind in _FILES if (path := getattr(options, kind)) is not None]
+    for kind, path in written:
+        write_named(f"--{kind}", path, _content(kind, made, inputs))
     if options.json:
         print(json.dumps({"schedules": answers} if options.names[0] == _COMPARE else answers[0], allow_nan=False))
         return 0
@@ -65,9 +60,17 @@ def main(argv: Sequence[str]) -> int:
         print_timeline(timelines[0])
     for answer in answers:
         _print_notes(answer)
-    for path in written:
+    for _, path in written:
         print(f"wrote {path}")
     return 0
+
+
+class _Simulated(NamedTuple):
+    """A timeline, its schedule, and the numbers of ``--json``."""
+
+    timeline: Timeline
+    schedule: Schedule
+    answer: dict[str, Any]
 
 
 def _names(options: Any) -> list[str]:
@@ -78,8 +81,7 @@ def _names(options: Any) -> list[str]:
     """
     names: list[str] = options.names
     if names[0] == _COMPARE:
-        names = names[1:]
-        if not names:
+        if not (names := names[1:]):
             raise InputError(
                 "simulate compare: needs at least one schedule. Name the schedules to compare, such as 1f1b zb-h1."
             )
@@ -103,25 +105,49 @@ def _names(options: Any) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _simulate(name: str, inputs: Inputs) -> tuple[Timeline, Schedule, dict[str, Any]]:
-    """The timeline, the schedule and the numbers."""
+def _simulate(name: str, inputs: Inputs) -> _Simulated:
     schedule, found = inputs.schedule(name)
-    checked = check(schedule)
-    pipeline = simulate_data.program_of(schedule, inputs.options)
-    costs = simulate_data.costs_of(schedule, inputs.costs, inputs.options)
-    timeline = simulate(pipeline, costs, simulate_data.network_of(inputs.network, inputs.options))
-    answer = summary(timeline, checked) | inputs.memory(schedule, timeline)
-    answer |= simulate_data.numbers(pipeline, timeline)
+    costs, checked, pipeline = inputs.costs_of(schedule), check(schedule), inputs.pipeline(schedule)
+    timeline = simulate(pipeline, costs, inputs.network)
+    answer: dict[str, Any] = {
+        "schedule": timeline.name,
+        "ranks": timeline.num_ranks,
+        "microbatches": timeline.num_microbatches,
+        "chunks": timeline.num_chunks,
+        "slices": timeline.num_slices,
+        "makespan_seconds": timeline.makespan,
+        "span_seconds": timeline.span_seconds,
+        "ideal_seconds": timeline.ideal_seconds,
+        "bubble_fraction": timeline.bubble_fraction,
+        "bubble_fraction_span": timeline.bubble_fraction_span,
+        "peak_activations": list(timeline.peak_activations),
+        "period_seconds": timeline.period_seconds,
+        "ideal_period_seconds": timeline.ideal_period_seconds,
+        "weight_versions": list(checked.weight_versions),
+    }
+    if timeline.weight_version_bytes is not None:
+        answer["weight_version_bytes"] = list(timeline.weight_version_bytes)
+    answer |= inputs.memory(schedule, timeline)
+    if isinstance(pipeline, Program) and (data := pipeline.data) is not None:
+        degree, strategy, granularity = data.degree, data.strategy.value, data.granularity.value
+        answer["data"] = {"degree": degree, "strategy": strategy, "granularity": granularity}
+    for link in timeline.links:
+        answer[f"{link}_link_seconds"] = [
+            math.fsum(end - start for (_, op, _, _), start, end in row if LINKS[op] == link)
+            for row in timeline.background
+        ]
+    if timeline.background and timeline.peak_bytes is not None:
+        answer["peak_bytes"] = list(timeline.peak_bytes)
     if schedule.forward_only:
         answer["forward_only"] = True
     if found is not None:
         best = found.best_named
         answer["best_named"] = None if best is None else {"name": best[0], "makespan_seconds": best[1]}
         answer["lower_bound_seconds"] = found.lower_bound
-    return timeline, schedule, answer
+    return _Simulated(timeline, schedule, answer)
 
 
-def _plan_json(schedule: Schedule, inputs: Inputs, answer: dict[str, Any]) -> str:
+def _plan_json(made: _Simulated, inputs: Inputs) -> str:
     """The simulated schedule as a plan.
 
     A schedule that was built for the given costs, or read from a file, is stored with its orders; others by name. The
@@ -132,6 +158,7 @@ def _plan_json(schedule: Schedule, inputs: Inputs, answer: dict[str, Any]) -> st
     """
     from pipeloom.plan.plan import Plan
 
+    _, schedule, answer = made
     options, name, measured = inputs.options, inputs.options.names[0], inputs.file is not None
     if schedule.microbatches_per_update is not None or schedule.forward_only:
         kind = "an evaluation" if schedule.forward_only else "a stream"
@@ -139,7 +166,7 @@ def _plan_json(schedule: Schedule, inputs: Inputs, answer: dict[str, Any]) -> st
     if options.offload is not None:
         raise InputError(f"--out={options.out}: --offload has no offload target. Remove --offload, and add it by hand.")
     named = name in schedules.FAMILIES and not schedules.find(name).to_measure
-    why = [f"The simulated bubble is {100 * answer['bubble_fraction']:.1f} % of the step."]
+    why = [f"The simulated bubble is {percent_text(answer['bubble_fraction'])} of the step."]
     if best := answer.get("best_named"):
         why.append(f"The fastest named schedule, {best['name']}, takes {seconds_text(best['makespan_seconds'])}.")
     if "lower_bound_seconds" in answer:
@@ -169,42 +196,20 @@ def _print_notes(answer: dict[str, Any]) -> None:
         unit = "bytes" if "peak_bytes" in answer else "rank-shares of one micro-batch"
         over = "" if answer.get("within_memory", True) else ": over the limit"
         print(f"{name}: peak memory per rank {' '.join(f'{peak:.6g}' for peak in peaks)} {unit}{over}")
-    for line in simulate_data.notes(name, answer, answer["makespan_seconds"]):
-        print(line)
+    if data := answer.get("data"):
+        print(f"{name}: {data['degree']} replicas, {data['strategy']}, granularity {data['granularity']}")
+    for link, where in (("data", "to other replicas"), ("memory", "to the offload target")):
+        if seconds := answer.get(f"{link}_link_seconds"):
+            makespan = answer["makespan_seconds"]
+            print(f"{name}: a link {where} is busy for up to {max(seconds):.6g} s of {makespan:.6g} s")
     if "weight_version_bytes" in answer and "data" not in answer:
         held = " ".join(f"{size:.6g}" for size in answer["weight_version_bytes"])
         print(f"{name}: peak of all parameter versions per rank {held} bytes")
     if "lower_bound_seconds" in answer:
-        best = answer["best_named"]
-        said = (
-            "no named schedule keeps the limits"
-            if best is None
-            else (f"the best named schedule is {best['name']} with {best['makespan_seconds']:.6g} s")
-        )
+        said = "no named schedule keeps the limits"
+        if best := answer["best_named"]:
+            said = f"the best named schedule is {best['name']} with {best['makespan_seconds']:.6g} s"
         print(f"{name}: {answer['makespan_seconds']:.6g} s; {said}; lower bound {answer['lower_bound_seconds']:.6g} s")
-
-
-def summary(timeline: Timeline, checked: Checked) -> dict[str, Any]:
-    """The numbers of ``--json``."""
-    answer: dict[str, Any] = {
-        "schedule": timeline.name,
-        "ranks": timeline.num_ranks,
-        "microbatches": timeline.num_microbatches,
-        "chunks": timeline.num_chunks,
-        "slices": timeline.num_slices,
-        "makespan_seconds": timeline.makespan,
-        "span_seconds": timeline.span_seconds,
-        "ideal_seconds": timeline.ideal_seconds,
-        "bubble_fraction": timeline.bubble_fraction,
-        "bubble_fraction_span": timeline.bubble_fraction_span,
-        "peak_activations": list(timeline.peak_activations),
-        "period_seconds": timeline.period_seconds,
-        "ideal_period_seconds": timeline.ideal_period_seconds,
-        "weight_versions": list(checked.weight_versions),
-    }
-    if timeline.weight_version_bytes is not None:
-        answer["weight_version_bytes"] = list(timeline.weight_version_bytes)
-    return answer
 
 
 def _parser() -> Parser:
@@ -243,7 +248,22 @@ def _parser() -> Parser:
     option("--placement", choices=("loop", "v"), help="search: placement of virtual stages (loop)")
     option("--effort", type=float, help="search: effort, about seconds; the result is reproducible (6)")
     option("--prove", type=float, help="search: seconds for CP-SAT to prove a better bound (none)")
-    simulate_data.add_options(parser)
+    strategies, granularities = ([each.value for each in kind] for kind in (DataStrategy, Granularity))
+    option("--data", type=int, help="data-parallel degree; micro-batches are per replica (no data parallelism)")
+    option("--data-strategy", choices=strategies, help="sharding strategy (ddp)")
+    option("--data-granularity", choices=granularities, help="frequency of all-gathers and reductions (step)")
+    option("--data-bandwidth", type=BytesPerSecond, help="bandwidth per rank to other replicas (no limit)")
+    option(
+        "--data-sum-bandwidth", type=BytesPerSecond, help="bandwidth per rank of gradient reductions (--data-bandwidth)"
+    )
+    option("--data-latency", type=float, help="latency of a message between replicas in seconds (0)")
+    option("--data-slowdown", type=float, help="slowdown of computations during collectives, 0 to 1 (0)")
+    option("--units", type=int, help="units per stage, gathered and reduced one by one (1)")
+    option("--cluster", type=str, help="JSON file with bandwidths and latencies for --data and --offload")
+    option("--parameter-bytes", type=Bytes, help="bytes of parameters per rank")
+    option("--offload", type=float, help="activations kept per rank; the others are offloaded (no offload)")
+    option("--memory-bandwidth", type=BytesPerSecond, help="bandwidth to the offload target (no limit)")
+    option("--activation-bytes", type=Bytes, help="bytes of activations per rank and micro-batch")
     option("--json", action="store_true", help="output as one JSON object")
     option("--out", type=str, help="plan file to write, for `pipeloom train --plan`")
     option("--csv", type=str, help="CSV file to write, in the format of torch.distributed.pipelining")
@@ -254,37 +274,21 @@ def _parser() -> Parser:
     return parser
 
 
-def _write_files(timelines: list[Timeline], schedule: Schedule, options: Any) -> list[str]:
-    """Write the output files of `options`; returns their paths.
-
-    Raises:
-        InputError: a file cannot be written.
-    """
-    written = []
-    for kind in _OUTPUTS:
-        path = getattr(options, kind)
-        if path is None:
-            continue
-        try:
-            _write(kind, timelines, schedule, Path(path), options.critical_path)
-        except OSError as error:
-            raise InputError(f"--{kind} {path}: {error.strerror or error}. Use a writable path.") from error
-        written.append(path)
-    return written
-
-
-def _write(kind: str, timelines: list[Timeline], schedule: Schedule, path: Path, critical: bool) -> None:
+def _content(kind: str, made: Sequence[_Simulated], inputs: Inputs) -> str | bytes:
+    """The content of the output file of option `kind`. Raises InputError if there is no plan of the schedule."""
+    timelines, critical = [each.timeline for each in made], inputs.options.critical_path
+    if kind == "out":
+        return _plan_json(made[0], inputs) + "\n"
     if kind == "csv":
-        write_whole(path, to_csv(schedule))
-    elif kind == "trace":
-        from pipeloom.report.perfetto import write_trace
+        return to_csv(made[0].schedule)
+    if kind == "trace":
+        from pipeloom.report.perfetto import trace_bytes
 
-        write_trace(timelines[0], path)
-    elif kind == "svg":
+        return trace_bytes(timelines[0], compressed=inputs.options.trace.endswith(".gz"))
+    if kind == "svg":
         from pipeloom.report.svg import timeline_svg
 
-        write_whole(path, timeline_svg(timelines, standalone=True, critical=critical) + "\n")
-    else:
-        from pipeloom.report.html import simulation_html
+        return timeline_svg(timelines, standalone=True, critical=critical) + "\n"
+    from pipeloom.report.html import simulation_html
 
-        write_whole(path, simulation_html(timelines, critical=critical))
+    return simulation_html(timelines, critical=critical)

@@ -1,25 +1,71 @@
-"""The inputs of `pipeloom simulate`: schedules, costs, links and memory from the options and the costs file."""
+"""The inputs of `pipeloom simulate`: schedules, costs, links and memory from the options and the files they name."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import add
 from typing import Any, cast
 
 from pipeloom import schedules
-from pipeloom.cli.common.files import read_json
+from pipeloom.common.json_reader import parse_file
 from pipeloom.errors import InputError
-from pipeloom.ir import Op, Placement, Schedule
+from pipeloom.ir import DataAxis, DataStrategy, Granularity, Op, Placement, Program, Schedule
+from pipeloom.passes import insert_offload, lower
+from pipeloom.plan.cluster import data_links, parse_cluster
 from pipeloom.schedules import Conditions, Found, StreamOptions
 from pipeloom.schedules.conditions import peak_held
 from pipeloom.schedules.sizes import check_sizes
 from pipeloom.sim import Costs, CostsFile, Network, Timeline, parse_costs, simulate
+from pipeloom.sim.costs import MOST_UNITS
+
+_TIMES = ("forward", "backward_input", "backward_weight")
+_SIZES = ("parameter_bytes", "activation_bytes")
+_LINKS = {  # option -> attribute of the network
+    "data_bandwidth": "data_bytes_per_second",
+    "data_sum_bandwidth": "data_sum_bytes_per_second",
+    "data_latency": "data_latency_seconds",
+    "data_slowdown": "data_slowdown",
+    "memory_bandwidth": "memory_bytes_per_second",
+}
+_OF_DATA = ("data_strategy", "data_granularity", *(name for name in _LINKS if name.startswith("data")), "units")
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "memory_limit": (lambda limit: limit > 0, "more than 0 rank-shares of one micro-batch"),
+    "weight_gradient_memory": (lambda ratio: 0 <= ratio <= 1, "from 0 to 1, as a fraction of what F keeps"),
+    "effort": (lambda seconds: 0 < seconds < math.inf, "more than 0 and finite"),
+    "prove": (lambda seconds: 0 < seconds < math.inf, "more than 0 and finite"),
+    "offload": (lambda kept: kept > 0, "more than 0"),
+    "units": (lambda count: 1 <= count <= MOST_UNITS, f"from 1 to {MOST_UNITS}"),
+}
 
 
-@dataclass(frozen=True, kw_only=True)
+def _check_options(options: Any) -> None:
+    """Validate options that have a range, need another option, or exclude it.
+
+    Raises:
+        InputError: the first wrong option.
+    """
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    for name, (holds, rule) in _RANGES.items():
+        if name in given and not holds(given[name]):
+            raise InputError(f"{_flag(name)} {given[name]:g}: must be {rule}.")
+    for names, needed, is_there in (
+        (_OF_DATA, "--data", "data" in given),
+        (("memory_bandwidth",), "--offload", "offload" in given),
+        (("cluster",), "--data or --offload", "data" in given or "offload" in given),
+        (("placement", "effort", "prove"), "schedule `search`", "search" in options.names),
+    ):
+        alone = next((name for name in names if name in given), None)
+        if alone is not None and not is_there:
+            raise InputError(f"{_flag(alone)} has no effect without {needed}. Add {needed}, or remove it.")
+    for names, content in (((*_TIMES, "latency"), "its value"), ((*_SIZES, "units"), "a value for every stage")):
+        twice = next((name for name in names if name in given), None)
+        if twice is not None and "costs" in given:
+            raise InputError(f"{_flag(twice)} with --costs: the file has {content}. Remove one of the two.")
+
+
 class Inputs:
     """The options of one call, validated.
 
@@ -27,155 +73,103 @@ class Inputs:
         options: the parsed command line.
         costs, network: times of computations and messages.
         file: the costs file, if given.
+
+    Raises:
+        InputError: a file cannot be read, an option is out of range, or options exclude each other.
     """
 
-    options: Any
-    costs: Costs
-    network: Network
-    file: CostsFile | None
-
-    @classmethod
-    def read(cls, options: Any) -> Inputs:
-        """Read the options.
-
-        Raises:
-            InputError: the costs file cannot be read, or options exclude each other.
-        """
-        limit, ratio = options.memory_limit, options.weight_gradient_memory
-        if limit is not None and not limit > 0:
-            raise InputError(f"--memory-limit {limit:g}: must be more than 0 rank-shares of one micro-batch.")
-        if ratio is not None and not 0 <= ratio <= 1:
-            raise InputError(f"--weight-gradient-memory {ratio:g}: must be from 0 to 1, as a fraction of what F keeps.")
-        for what in ("effort", "prove"):
-            value = getattr(options, what)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise InputError(f"--{what} {value:g}: must be more than 0 and finite.")
-        searched = "search" in options.names
-        given = next((what for what in ("placement", "effort", "prove") if getattr(options, what) is not None), None)
-        if given is not None and not searched:
-            raise InputError(f"--{given} has no effect without schedule `search`. Remove it, or add search.")
-        if options.costs is None:
-            forward, backward_input, backward_weight = (
-                1.0 if seconds is None else seconds
-                for seconds in (options.forward, options.backward_input, options.backward_weight)
-            )
-            costs = Costs(
-                forward=forward,
-                backward_input=backward_input,
-                backward_weight=backward_weight,
-                overlap=options.overlap,
-                rank_slowness=_slowness(options.slow_rank, options.ranks),
-            )
-            network = Network(latency_seconds=0.0 if options.latency is None else options.latency)
-            return cls(options=options, costs=costs, network=network, file=None)
-        for what in ("forward", "backward_input", "backward_weight", "latency"):
-            if getattr(options, what) is not None:
-                raise InputError(
-                    f"--{what.replace('_', '-')} with --costs: the file has its value. Remove one of the two."
-                )
-        file = read_json("--costs", options.costs, parse_costs)
-        if ratio is not None and file.costs.activation_bytes is not None:
-            raise InputError(
-                "--weight-gradient-memory with the bytes of --costs: the file has its value. Remove one of the two."
-            )
+    def __init__(self, options: Any) -> None:
+        _check_options(options)
+        self.options = options
+        self.file: CostsFile | None = None
         slowness = _slowness(options.slow_rank, options.ranks)
-        costs = replace(file.costs, overlap=options.overlap, rank_slowness=slowness)
-        return cls(options=options, costs=costs, network=file.network, file=file)
-
-    @property
-    def in_bytes(self) -> bool:
-        """Whether memory is counted in bytes; else in rank-shares of one micro-batch."""
-        return self.costs.activation_bytes is not None
+        if options.costs is None:
+            network = Network(latency_seconds=options.latency or 0.0)
+            times = ((name, getattr(options, name)) for name in _TIMES)
+            costs = Costs.uniform(**{name: seconds for name, seconds in times if seconds is not None})
+        else:
+            self.file = parse_file("--costs", options.costs, parse_costs)
+            costs, network = self.file.costs, self.file.network
+            if options.weight_gradient_memory is not None and costs.activation_bytes is not None:
+                raise InputError(
+                    "--weight-gradient-memory with the bytes of --costs: the file has its value. Remove one of the two."
+                )
+        self.costs = replace(costs, overlap=options.overlap, rank_slowness=slowness)
+        if options.cluster is not None:
+            cluster = parse_file("--cluster", options.cluster, parse_cluster)
+            found = data_links(cluster, devices=options.ranks, replicas=options.data or 1)
+            used = {"data": options.data is not None, "memory": options.offload is not None}
+            network = replace(network, **{name: value for name, value in found.items() if used[name.split("_")[0]]})
+        links = {name: getattr(options, option) for option, name in _LINKS.items()}
+        self.network = replace(network, **{name: value for name, value in links.items() if value is not None})
 
     def schedule(self, name: str) -> tuple[Schedule, Found | None]:
         """The schedule `name`, and the result of the search if it was searched.
 
         Raises:
-            ScheduleError, InputError: an unknown name, or sizes or costs that the schedule does not support.
+            ScheduleError, InputError: an unknown name, or sizes that the schedule does not support.
         """
-        schedule, found = self._make(name)
-        self._check_stages(schedule)
-        return schedule, found
-
-    def _make(self, name: str) -> tuple[Schedule, Found | None]:
-        options, ranks, microbatches = self.options, self.options.ranks, self.options.microbatches
-        chunks = options.chunks
+        options, chunks, stream = self.options, self.options.chunks, self._stream(name)
+        sizes = {"num_ranks": options.ranks, "num_microbatches": options.microbatches}
         if schedules.is_file(name):
-            check_sizes(ranks, microbatches, 1 if chunks is None else chunks)
-            schedule = schedules.build(
-                name, num_ranks=ranks, num_microbatches=microbatches, num_chunks=chunks, **self.stream(name)
-            )
-            return schedule, None
+            check_sizes(options.ranks, options.microbatches, 1 if chunks is None else chunks)
+            return schedules.build(name, **sizes, num_chunks=chunks, **stream), None
         family = schedules.find(name)
-        stream = self.stream(name)
         family.check_stream(stream)
         least = 2 if name == "search" and options.placement == "v" else 1  # a V needs two virtual stages per rank
-        if chunks is None and family.chunks is None and self.file is not None and ranks > 0:
-            chunks = max(least, self.file.num_stages // ranks)
+        if chunks is None and family.chunks is None and self.file is not None and options.ranks > 0:
+            chunks = max(least, self.file.num_stages // options.ranks)
         if chunks is None:
             chunks = max(least, family.default_chunks)
         slices = options.slices if family.sliced or options.names[0] != "compare" else 1
-        check_sizes(ranks, microbatches, chunks, slices, most=family.most_actions)
+        check_sizes(options.ranks, options.microbatches, chunks, slices, most=family.most_actions)
         if name == "search":
             if slices > 1:
                 raise InputError(f"{slices} slices: search does not slice sequences. Use 1 slice, or schedule seq1f1b.")
-            placement = (Placement.v if options.placement == "v" else Placement.loop)(ranks, chunks)
-            return self._search(placement, self.conditions(placement, name))
-        measured = self.conditions(Placement.loop(ranks, chunks), name) if family.to_measure else None
-        schedule = family(
-            num_ranks=ranks,
-            num_microbatches=microbatches,
-            num_chunks=chunks,
-            num_slices=slices,
-            conditions=measured,
-            **stream,
-        )
-        return schedule, None
+            return self._search((Placement.v if options.placement == "v" else Placement.loop)(options.ranks, chunks))
+        measured = self.conditions(Placement.loop(options.ranks, chunks), name) if family.to_measure else None
+        return family(**sizes, num_chunks=chunks, num_slices=slices, conditions=measured, **stream), None
 
-    def stream(self, name: str) -> StreamOptions:
+    def _stream(self, name: str) -> StreamOptions:
         """The options of a stream. When comparing, an option goes to the schedules that support it, if any does.
 
         Raises:
             InputError: `--replicas` is not a list of integers.
         """
+
+        def supported(schedule: str) -> set[str]:
+            return set() if schedules.is_file(schedule) else set(schedules.find(schedule).stream)
+
         options = self.options
-        replicas = None
+        given = {what: getattr(options, what) for what in ("weights", "microbatches_per_update", "in_flight")}
+        if given["in_flight"] is not None and re.fullmatch(r"\d+", given["in_flight"], re.ASCII):
+            given["in_flight"] = int(given["in_flight"])
+        given["replicas"] = None
         if options.replicas is not None:
             if re.fullmatch(r"\d+(,\d+)*", options.replicas, re.ASCII) is None:
                 raise InputError(
                     f"--replicas {options.replicas}: must be the number of ranks per stage, such as 2,1,1."
                 )
-            replicas = [int(count) for count in options.replicas.split(",")]
-        in_flight = options.in_flight
-        if in_flight is not None and re.fullmatch(r"\d+", in_flight, re.ASCII):
-            in_flight = int(in_flight)
-        given = {
-            "weights": options.weights,
-            "replicas": replicas,
-            "microbatches_per_update": options.microbatches_per_update,
-            "in_flight": in_flight,
-        }
-        own = _stream_options(name)
-        others = {what for other in options.names[1:] for what in _stream_options(other)} - own
+            given["replicas"] = [int(count) for count in options.replicas.split(",")]
+        others = {what for other in options.names[1:] for what in supported(other)} - supported(name)
         return cast("StreamOptions", {what: value for what, value in given.items() if what not in others})
 
-    def _search(self, placement: Placement, conditions: Conditions) -> tuple[Schedule, Found]:
-        """Search, and with ``--prove`` prove a bound.
+    def _search(self, placement: Placement) -> tuple[Schedule, Found]:
+        """Search, and with ``--prove`` prove a bound. Raises where no schedule keeps the caps or no solver is there."""
 
-        Raises:
-            ScheduleError, InputError: no schedule keeps the caps, or no solver is installed.
-        """
-        options = self.options
-        effort = int(schedules.EFFORT if options.effort is None else options.effort * 1_000_000)
+        def measure(schedule: Schedule) -> float:
+            return simulate(schedule, self.costs, self.network).makespan
+
+        options, conditions = self.options, self.conditions(placement, "search")
         found = schedules.search(
             placement=placement,
             num_microbatches=options.microbatches,
             conditions=conditions,
-            effort=effort,
-            measure=self._seconds,
+            effort=int(schedules.EFFORT if options.effort is None else options.effort * 1_000_000),
+            measure=measure,
         )
         if options.prove is not None:
-            found = schedules.prove(found, conditions=conditions, seconds=options.prove, measure=self._seconds)
+            found = schedules.prove(found, conditions=conditions, seconds=options.prove, measure=measure)
         return found.schedule, found
 
     def _check_stages(self, schedule: Schedule) -> None:
@@ -187,12 +181,8 @@ class Inputs:
                 f"{schedule.num_stages} on {schedule.num_ranks} ranks. Give one entry per stage.{compared}"
             )
 
-    def _seconds(self, schedule: Schedule) -> float:
-        """The simulated seconds per step."""
-        return simulate(schedule, self.costs, self.network).makespan
-
     def conditions(self, placement: Placement, name: str) -> Conditions:
-        """The costs and caps that the schedule `name` is built for; memory in bytes or rank-shares, see `in_bytes`.
+        """The costs and caps that the schedule `name` is built for; memory in bytes if known, else in rank-shares.
 
         Without overlap of communication, messages count as part of the computations.
         """
@@ -233,31 +223,55 @@ class Inputs:
             caps=caps,
         )
 
+    def pipeline(self, schedule: Schedule) -> Schedule | Program:
+        """The schedule or program to simulate, with data parallelism, offload and the updates of a stream.
+
+        Updates take no time where stages have no replicas, so a large stream is simulated without them.
+        """
+        options, data = self.options, None
+        if options.data is None and options.offload is None:
+            stream = schedule.microbatches_per_update is not None
+            replicated = any(len(ranks) > 1 for ranks in schedule.placement.replicas)
+            return lower(schedule) if stream and (replicated or not schedule.large) else schedule
+        if options.data is not None:
+            data = DataAxis(
+                degree=options.data,
+                strategy=DataStrategy(options.data_strategy or DataStrategy.DDP),
+                granularity=Granularity(options.data_granularity or Granularity.STEP),
+            )
+        program = lower(schedule, data=data)
+        return program if options.offload is None else insert_offload(program, options.offload)
+
+    def costs_of(self, schedule: Schedule) -> Costs:
+        """The costs with sizes from the options. Raises InputError if the costs file has another number of stages."""
+        self._check_stages(schedule)
+        sizes: dict[str, Any] = {
+            name: (getattr(self.options, name) * schedule.stage_share,) * schedule.num_stages
+            for name in _SIZES
+            if getattr(self.options, name) is not None
+        }
+        if self.options.units is not None:
+            sizes["units"] = (self.options.units,) * schedule.num_stages
+        return replace(self.costs, **sizes)
+
     def memory(self, schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
         """Peak memory per rank and whether it is within the caps; empty without a memory option.
 
         A slice keeps 1/K of the activations of its micro-batch.
         """
-        options = self.options
-        asked = options.memory_limit is not None or options.weight_gradient_memory is not None
-        if not asked and not self.in_bytes:
+        in_bytes = self.costs.activation_bytes is not None
+        if not in_bytes and self.options.memory_limit is None and self.options.weight_gradient_memory is None:
             return {}
         conditions = self.conditions(schedule.placement, schedule.name)
-        held = timeline.peak_bytes
-        if held is None:
-            peaks = [float(f"{peak / schedule.num_slices:.12g}") for peak in peak_held(schedule, conditions)]
-        else:
-            peaks = list(held)
-        answer: dict[str, Any] = {"peak_bytes" if self.in_bytes else "peak_memory": peaks}
+        peaks = timeline.peak_bytes
+        if peaks is None:
+            held = peak_held(schedule, conditions)
+            peaks = tuple(float(f"{peak / schedule.num_slices:.12g}") for peak in held)
+        answer: dict[str, Any] = {"peak_bytes" if in_bytes else "peak_memory": [*peaks]}
         if any(math.isfinite(cap) for cap in conditions.caps):
-            answer["within_memory"] = all(
-                peak <= cap * (1 + 1e-9) for peak, cap in zip(peaks, conditions.caps, strict=True)
-            )
+            pairs = zip(peaks, conditions.caps, strict=True)
+            answer["within_memory"] = all(peak <= cap * (1 + 1e-9) for peak, cap in pairs)
         return answer
-
-
-def _stream_options(name: str) -> set[str]:
-    return set() if schedules.is_file(name) else set(schedules.find(name).stream)
 
 
 def _slowness(words: Sequence[str] | None, num_ranks: int) -> tuple[float, ...] | None:
@@ -276,3 +290,7 @@ def _slowness(words: Sequence[str] | None, num_ranks: int) -> tuple[float, ...] 
             raise InputError(f"--slow-rank {word}: rank {rank} already has a factor. Give one per rank.")
         factors[rank] = float(match[2])
     return tuple(factors.get(rank, 1.0) for rank in range(num_ranks))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

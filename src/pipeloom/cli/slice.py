@@ -8,10 +8,16 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from pipeloom.cli.common.files import read_json, write_text
-from pipeloom.cli.common.model_options import add_model_options, check_file_alone, given_model, whole_model
 from pipeloom.cli.common.parser import Parser
-from pipeloom.cli.common.train_command import plan_command
+from pipeloom.cli.common.planning import (
+    add_model_options,
+    check_file_alone,
+    given_model,
+    measured_model,
+    train_command,
+)
+from pipeloom.common.atomic_file import write_named
+from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import counted, seconds_text
 from pipeloom.errors import InputError
 from pipeloom.plan.plan import Plan
@@ -26,7 +32,6 @@ from pipeloom.plan.slicing import (
     slicing_timeline,
 )
 from pipeloom.schedules import FAMILIES
-from pipeloom.sim import Timeline
 from pipeloom.split.layer_chain import even_parts
 
 _GRID = 8
@@ -38,60 +43,56 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(list(argv)).as_dict()
     if given["grid"] is None:
         given["grid"] = max(1, min(_GRID, given["sequence"]))
-    sizes = {
-        "sequence": given["sequence"],
-        "num_ranks": given["ranks"],
-        "batch": given["batch"],
-        "grid": given["grid"],
-    }
+    sizes = {name: given[name] for name in ("sequence", "batch", "grid")} | {"num_ranks": given["ranks"]}
     check_sizes(**sizes)
-    schedule, limit = _schedule(given), given["memory_limit"]
+    schedule = _schedule(given)
     costs, errors = _costs(given)
     if schedule == "terapipe":  # pieces may differ; the answer is optimal
         found, whole = slice_batch(costs, **sizes), slice_batch(costs, **sizes, sliced=False)
         found = replace(found, peak_tokens=given["batch"] * given["sequence"])
     else:
-        found = slice_for_schedule(costs, schedule=schedule, **sizes, memory_limit=limit)
+        found = slice_for_schedule(costs, schedule=schedule, **sizes, memory_limit=given["memory_limit"])
         whole = slice_for_schedule(costs, schedule=schedule, **sizes, sliced=False)
     if given["write_costs"] is not None:
-        write_text("--write-costs", given["write_costs"], costs.to_json() + "\n")
+        write_named("--write-costs", given["write_costs"], costs.to_json() + "\n")
     if given["out"] is not None:
         plan = _plan(costs, found, whole, schedule=schedule, sizes=sizes)
-        write_text("--out", given["out"], plan.to_json() + "\n")
+        write_named("--out", given["out"], plan.to_json() + "\n")
     if given["json"]:
-        print(json.dumps(answer(found, whole)))
+        answer = {
+            "slices": [list(lengths) for lengths in found.slices],
+            "batch": list(found.batch),
+            "predicted_seconds": found.predicted_seconds,
+            "unsliced_seconds": whole.predicted_seconds,
+            "max_slice_seconds": found.max_slice_seconds,
+        }
+        print(json.dumps(answer))
         return 0
     _show(found, whole, costs, errors, schedule)
     if given["write_costs"] is not None:
         print(f"wrote {given['write_costs']}")
     if given["out"] is not None:
-        model = {f"model.{name}": value for name, value in given_model(given).items()}
-        command = plan_command(given["out"], {**model, "model.sequence_length": given["sequence"]})
-        print(f"wrote {given['out']}; run it: {command}")
+        options = {"plan": given["out"], **given_model(given), "model.sequence_length": given["sequence"]}
+        print(f"wrote {given['out']}; run it: {train_command(options)}")
     return 0
 
 
 def _plan(costs: SliceCosts, found: Slicing, whole: Slicing, *, schedule: str, sizes: dict[str, Any]) -> Plan:
     """The slicing as a plan. A run cuts all micro-batches alike; if `found` does not, another slicing is found."""
-    why = [_gain(found, whole, schedule)]
-    count = len(found.batch)
-    if len({*found.slices}) > 1 or list(found.batch) != sorted(even_parts(sizes["batch"], count), reverse=True):
-        unequal = found.predicted_seconds
+    why, lengths = [], found.slices[0]
+    if len({*found.slices}) > 1 or [*found.batch] != even_parts(sizes["batch"], len(found.batch)):
+        unequal = seconds_text(found.predicted_seconds)
+        why = [f"All micro-batches are cut alike, as a run needs; different cuts would take {unequal}."]
         found = slice_for_schedule(costs, schedule=schedule, **sizes)
-        count = len(found.batch)
-        why = [
-            _gain(found, whole, schedule),
-            f"All micro-batches are cut alike, as a run needs; different cuts would take {seconds_text(unequal)}.",
-        ]
-    lengths = found.slices[0]
+        lengths = found.slices[0]
     return Plan(
         schedule=schedule,
         pipeline=found.num_ranks,
-        microbatches=count,
+        microbatches=len(found.batch),
         batch_size=sizes["batch"],
         slices=lengths if len(lengths) > 1 else None,
         predicted_step_seconds=found.predicted_seconds,
-        why=tuple(why),
+        why=(_gain(found, whole, schedule), *why),
     )
 
 
@@ -111,17 +112,6 @@ def _schedule(given: dict[str, Any]) -> str:
             "batch. Raise the limit, or remove --schedule."
         )
     return named or "seq1f1b"
-
-
-def answer(found: Slicing, whole: Slicing) -> dict[str, Any]:
-    """The numbers of ``--json``."""
-    return {
-        "slices": [list(lengths) for lengths in found.slices],
-        "batch": list(found.batch),
-        "predicted_seconds": found.predicted_seconds,
-        "unsliced_seconds": whole.predicted_seconds,
-        "max_slice_seconds": found.max_slice_seconds,
-    }
 
 
 def _parser() -> Parser:
@@ -161,26 +151,14 @@ def _costs(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float] | Non
     Raises:
         InputError: the file cannot be read, options of a model are given with it, or model sizes are wrong.
     """
-    path = given["costs"]
-    if path is None:
-        return _measured(given)
-    check_file_alone(given, "--costs", ("write_costs",), "the slice times")
-    return read_json("--costs", path, parse_slice_costs), None
-
-
-def _measured(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float]]:
-    from pipeloom.models import GPTConfig
+    if given["costs"] is not None:
+        check_file_alone(given, "--costs", ("write_costs",), "the slice times")
+        return parse_file("--costs", given["costs"], parse_slice_costs), None
     from pipeloom.plan.slicing.measure_slices import measure_slices
 
-    config = GPTConfig(**{**whole_model(given), "sequence_length": given["sequence"]})
+    config = measured_model(given, sequence_length=given["sequence"])
     costs, *errors = measure_slices(config, num_ranks=given["ranks"], grid=given["grid"], batch=given["batch"])
     return costs, (errors[0], errors[1])
-
-
-def _timeline(costs: SliceCosts, found: Slicing, schedule: str, name: str) -> Timeline:
-    if schedule != "terapipe":
-        return scheduled_timeline(costs, found, schedule=schedule, name=name)
-    return slicing_timeline(costs, found.slices, num_ranks=found.num_ranks, batch=found.batch, name=name)
 
 
 def _show(found: Slicing, whole: Slicing, costs: SliceCosts, errors: tuple[float, float] | None, schedule: str) -> None:
@@ -191,7 +169,12 @@ def _show(found: Slicing, whole: Slicing, costs: SliceCosts, errors: tuple[float
     actions = 2 * found.num_ranks * (sum(map(len, found.slices)) + len(whole.slices))
     if actions <= _MOST_SPANS:
         print_comparison(
-            [_timeline(costs, each, schedule, name) for name, each in (("unsliced", whole), ("sliced", found))]
+            [
+                slicing_timeline(costs, each.slices, num_ranks=each.num_ranks, batch=each.batch, name=name)
+                if schedule == "terapipe"
+                else scheduled_timeline(costs, each, schedule=schedule, name=name)
+                for name, each in (("unsliced", whole), ("sliced", found))
+            ]
         )
     else:
         print(f"no timeline: {actions:,} spans are too many to show")

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from pipeloom.errors import InputError
+
 UNFINISHED = ".pipeloom-*.tmp"  # temporary files; a killed process leaves them behind
 
 
@@ -53,6 +55,18 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """
     with whole_file(path) as file:
         file.write(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
+
+
+def write_named(option: str, path: str, content: str | bytes) -> None:
+    """Write the file that a command line names, as `write_whole`.
+
+    Raises:
+        InputError: the file cannot be written; the message begins with `option` and `path`.
+    """
+    try:
+        write_whole(Path(path), content)
+    except OSError as error:
+        raise InputError(f"{option} {path}: {error.strerror or error}. Use a writable path.") from error
 
 
 def _plain_mode(path: Path) -> int | None:

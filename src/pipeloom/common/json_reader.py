@@ -1,18 +1,41 @@
-"""Reads JSON files that people write, and reports the first wrong entry in one line with its path."""
+"""Reads files that people write, mostly JSON, and reports the first wrong entry in one line with its path."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pipeloom.errors import InputError, folded
 
 _MOST_DIGITS = 300  # below the largest float, 1.8e308; a longer integer becomes infinite, as 1e999 does
 Word = TypeVar("Word", bound=StrEnum)
+T = TypeVar("T")
+
+
+def parse_file(name: str, path: str | Path, parse: Callable[[str], T], kind: str = "JSON file") -> T:
+    """Parse the file `path`; a leading byte order mark is dropped.
+
+    Args:
+        name: the option or the thing that names the file, for error messages.
+        path: the file.
+        parse: parses its text; raises InputError.
+        kind: the kind of the file, for error messages.
+
+    Raises:
+        InputError: the file cannot be read or parsed; the message begins with `name` and the path.
+    """
+    try:
+        return parse(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise InputError(f"{name} {path}: {reason}. Name a readable {kind}.") from error
+    except InputError as error:
+        raise InputError(f"{name} {path}: {error}") from error
 
 
 def load_json(text: str) -> Any:

@@ -1,9 +1,10 @@
-"""Formats numbers for messages and reports, and parses the sizes and bandwidths of options."""
+"""Formats numbers and tables for messages and reports, and parses the sizes and bandwidths of options."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Container, Sequence
 from decimal import Decimal
 
 from pipeloom.errors import InputError
@@ -96,9 +97,26 @@ def bytes_text(count: float) -> str:
     return f"{number_text(count)} TiB"
 
 
+def percent_text(fraction: float) -> str:
+    """``0.2727`` -> ``"27.3 %"``."""
+    return f"{100 * fraction:.1f} %"
+
+
 def seconds_text(seconds: float) -> str:
     """``0.0123`` -> ``"12.3 ms"``."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * factor >= 1:
             return f"{number_text(seconds * factor)} {unit}"
     return f"{number_text(seconds * 1e6)} µs" if seconds else "0 s"
+
+
+def table_lines(rows: Sequence[Sequence[str]], left: Container[int] | None = None) -> list[str]:
+    """`rows` of cells as lines with aligned columns: the columns `left` to the left (None: all), the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if left is None or column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -61,9 +61,13 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
 def write_trace(timeline: Timeline, path: Path) -> None:
     """Write the trace to `path`, compressed if its name ends in ``.gz``."""
+    write_whole(path, trace_bytes(timeline, compressed=path.suffix == ".gz"))
+
+
+def trace_bytes(timeline: Timeline, *, compressed: bool) -> bytes:
+    """The trace as the content of a file. The same timeline gives the same bytes."""
     text = json.dumps(trace(timeline), separators=(",", ":")).encode()
-    # mtime=0: the same timeline gives the same bytes.
-    write_whole(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    return gzip.compress(text, mtime=0) if compressed else text
 
 
 def _nanoseconds(seconds: float) -> int:

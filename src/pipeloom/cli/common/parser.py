@@ -59,7 +59,7 @@ class _HelpFormatter(DefaultHelpFormatter):
         if action.metavar or not action.option_strings:
             return str(action.metavar or action.dest.upper())
         choices = "|".join(map(str, action.choices or ()))
-        return choices if 0 < len(choices) <= _MOST_LETTERS else metavar_of(_plain_type(action))
+        return choices if 0 < len(choices) <= _MOST_LETTERS else metavar_of(getattr(action, "_typehint", None))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = ", ".join(action.option_strings)
@@ -137,7 +137,10 @@ class Parser(ArgumentParser):
 
     def _explain_value(self, key: str, value: str) -> str:
         action = next(each for each in self._actions if each.dest == key)
-        kind, name = _plain_type(action), key if self.place else "/".join(action.option_strings) or key
+        kind, name = (
+            _without_none(getattr(action, "_typehint", None)),
+            key if self.place else "/".join(action.option_strings) or key,
+        )
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         rule = f"must be one of {', '.join(map(str, choices))}" if choices else _RULES.get(kind, "is of the wrong type")
         try:  # 1e3 is a float in YAML
@@ -157,17 +160,11 @@ class Parser(ArgumentParser):
         return [name for action in self._actions for name in action.option_strings]
 
 
-def metavar_of(kind: Any, otherwise: str = "TEXT") -> str:
+def metavar_of(kind: Any) -> str:
     """The name of a value of this type in the help."""
-    plain = _without_none(kind)
-    if plain is None or get_origin(plain) is Literal:  # None: of choices
+    if kind is None or get_origin(_without_none(kind)) is Literal:  # None: of choices
         return "NAME"
-    return _METAVARS.get(plain, otherwise)
-
-
-def _plain_type(action: Any) -> Any:
-    """The type of the values of an option, None aside."""
-    return _without_none(getattr(action, "_typehint", None))
+    return _METAVARS.get(_without_none(kind), "TEXT")
 
 
 def _without_none(kind: Any) -> Any:

@@ -29,21 +29,15 @@ class _Stream(io.FileIO):
                 return super().write(data)
             except OSError as error:
                 self._failed = True
-                self._report(error)
+                problem = f"standard output cannot be written: {error.strerror}"
+                if not self._lasting:
+                    if isinstance(error, BrokenPipeError):
+                        raise
+                    raise RunError(f"{problem}. Free space, or redirect to another file.") from error
+                if self.fileno() == 1:
+                    rest = "the run continues without it; metrics.jsonl has the metrics"
+                    sys.stderr.write(f"pipeloom: warning: {problem}; {rest}\n")
         return memoryview(data).nbytes
-
-    def _report(self, error: OSError) -> None:
-        if not self._lasting:
-            if isinstance(error, BrokenPipeError):
-                raise error
-            raise RunError(
-                f"standard output cannot be written: {error.strerror}. Free space, or redirect to another file."
-            )
-        if self.fileno() == 1:
-            sys.stderr.write(
-                f"pipeloom: warning: standard output cannot be written: {error.strerror}; the run continues without "
-                "it; metrics.jsonl has the metrics\n"
-            )
 
 
 @contextmanager
@@ -57,7 +51,12 @@ def standard_streams(*, lasting: bool) -> Iterator[None]:
         BrokenPipeError: the reader of a pipe is gone, unless `lasting`.
         RunError: standard output cannot be written, unless `lasting`.
     """
-    _open_closed()
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # so that no other file gets descriptor 0, 1 or 2
+            stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115  # stays open
+            if stream.fileno() == number:  # ranks inherit it
+                os.set_inheritable(number, True)
+            setattr(sys, name, stream)
     before = sys.stdout, sys.stderr
     if isinstance(sys.stdout, io.TextIOWrapper):  # for a terminal without UTF-8; stderr escapes anyway
         sys.stdout.reconfigure(errors="replace")
@@ -71,16 +70,6 @@ def standard_streams(*, lasting: bool) -> Iterator[None]:
             sys.stdout.flush()
         finally:
             sys.stdout, sys.stderr = before
-
-
-def _open_closed() -> None:
-    """Open null devices for closed streams, so that no other file gets descriptor 0, 1 or 2."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115  # stays open
-            if stream.fileno() == number:  # ranks inherit it
-                os.set_inheritable(number, True)
-            setattr(sys, name, stream)
 
 
 def _guarded(stream: IO[str], number: int, lasting: bool) -> IO[str]:

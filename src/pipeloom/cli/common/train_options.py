@@ -17,7 +17,7 @@ from jsonargparse import Namespace
 
 from pipeloom.cli.common.parser import Parser, did_you_mean, metavar_of
 from pipeloom.errors import InputError, unwrapped
-from pipeloom.train.config.train_config import TrainConfig, as_utf8, options
+from pipeloom.train.config.train_config import Option, TrainConfig, as_utf8, options
 
 ENV_PREFIX = "PIPELOOM_"
 ENV_RULE = """\
@@ -36,16 +36,7 @@ MOST_USED = (
     "optimizer.learning_rate",
     "output_dir",
 )
-_GROUPS = {  # group of the schema -> title in the help
-    "data": "data",
-    "model": "model",
-    "parallel": "parallel",
-    "batch": "batch",
-    "optimizer": "optimizer",
-    "precision": "optimizer",
-    "memory": "memory",
-    "output": "output",
-}
+_TITLES = ("most used", "data", "model", "parallel", "batch", "optimizer", "memory", "output")  # in the help
 _MAY_BE_EMPTY = frozenset({"sample_prompt"})
 
 
@@ -53,21 +44,11 @@ def make_parser(prog: str, description: str, examples: str) -> Parser:
     """The parser of a command with the options of `pipeloom train`; keys are those of `TrainConfig`."""
     parser = Parser(prog, f"{description}\n\n{ENV_RULE}", examples=examples, add_help=False, print_config=None)
     parser.may_be_empty = frozenset(f"--{key}" for key in _MAY_BE_EMPTY)
+    groups = {title: parser.add_argument_group(title) for title in _TITLES}
+    groups["precision"] = groups["optimizer"]
     known = {option.key: option for option in options()}
-    for title in ("most used", *dict.fromkeys(_GROUPS.values())):
-        group = parser.add_argument_group(title)
-        inside = (key for key, option in known.items() if _GROUPS[option.group] == title and key not in MOST_USED)
-        for key in MOST_USED if title == "most used" else inside:
-            option = known[key]
-            action = group.add_argument(
-                f"--{key}",
-                type=option.kind,
-                default=option.default,
-                help=f"{option.help_with_choices} (default: {option.default_text})",
-                metavar=option.value or metavar_of(option.kind),
-            )
-            if option.kind is bool:  # `--local` alone means true
-                action.nargs, action.const = "?", True
+    for key in dict.fromkeys((*MOST_USED, *known)):
+        add_option(groups["most used" if key in MOST_USED else known[key].group], known[key])
     group = parser.add_argument_group("configuration")
     group.add_argument("--config", action="config", metavar="FILE", help="YAML file with options")
     group.add_argument(
@@ -79,6 +60,19 @@ def make_parser(prog: str, description: str, examples: str) -> Parser:
     )
     group.add_argument("-h", "--help", action="help", help="this text")
     return parser
+
+
+def add_option(group: Any, option: Option) -> None:
+    """Add an option of `pipeloom train` to a group of a parser."""
+    action = group.add_argument(
+        f"--{option.key}",
+        type=option.kind,
+        default=option.default,
+        help=f"{option.help_with_choices} (default: {option.default_text})",
+        metavar=option.value or metavar_of(option.kind),
+    )
+    if bool in (option.kind, *get_args(option.kind)):  # `--local` alone means true
+        action.nargs, action.const = "?", True
 
 
 def read_options(parser: Parser, argv: Sequence[str]) -> Namespace:
@@ -95,22 +89,14 @@ def read_options(parser: Parser, argv: Sequence[str]) -> Namespace:
         given = parser.parse_object(layer, namespace=given, env=False, defaults=False)
     parser.place = ""
     given = parser.parse_args(flags, namespace=given, env=False, defaults=False)
-    planned = _read_plan(parser, given)
-    if planned is not None:
-        given = parser.parse_object(given, namespace=planned, env=False, defaults=False)
+    if (path := given.get("plan")) is not None:
+        given = parser.parse_object(given, namespace=_read_plan(parser, path, given), env=False, defaults=False)
     values: Namespace = parser.parse_object(given, env=False)
     return values
 
 
-def _read_plan(parser: Parser, given: Namespace) -> Namespace | None:
-    """The options of ``--plan``; they override defaults alone.
-
-    Raises:
-        InputError: the plan cannot be read, or a given option contradicts it.
-    """
-    path = given.get("plan")
-    if path is None:
-        return None
+def _read_plan(parser: Parser, path: str, given: Namespace) -> Namespace:
+    """The options of a plan; they override defaults alone. Raises InputError if a given option contradicts one."""
     from pipeloom.plan.plan import Plan
     from pipeloom.plan.train_options import options_of_plan
 
@@ -134,13 +120,14 @@ def print_config(config: TrainConfig, asked: str) -> None:
     """Print `config` as the YAML of a config file: all of it, or with `asked` skip_default what differs."""
     mapping = config.to_mapping()
     if asked == "skip_default":
-        mapping = _difference(mapping, TrainConfig().to_mapping())
+        mapping = difference(mapping, TrainConfig().to_mapping())
     print(yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True), end="")
 
 
-def _difference(mapping: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def difference(mapping: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a nested mapping that differ from those of `other`."""
     return {
-        key: _difference(value, other[key]) if isinstance(value, Mapping) else value
+        key: difference(value, other[key]) if isinstance(value, Mapping) else value
         for key, value in mapping.items()
         if value != other[key]
     }
@@ -188,7 +175,7 @@ def _read_file(file: str) -> dict[str, Any]:
     try:
         with open(file, encoding="utf-8") as stream:
             content = yaml.load(stream, _UniqueKeys)
-        rows = list(_flat(content)) if isinstance(content, Mapping) else []
+        rows = list(flat(content)) if isinstance(content, Mapping) else []
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no UTF-8, no such date
         raise InputError(f"--config={file}: cannot be read as YAML: {unwrapped(str(error))}.") from error
     if not rows:
@@ -215,11 +202,11 @@ def _read_file(file: str) -> dict[str, Any]:
     return dict(rows)
 
 
-def _flat(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of every leaf."""
+def flat(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every leaf of a nested mapping."""
     for name, value in content.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -228,9 +215,9 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The options among the variables by dotted key: ``PIPELOOM_MODEL__LAYERS=8`` is ``model.layers``."""
     variables = {ENV_PREFIX + key.upper().replace(".", "__"): key for key, *_ in options()}
     found = {}
-    for variable in sorted(
-        name for name in environment if name.startswith(ENV_PREFIX) and name != f"{ENV_PREFIX}CONFIG"
-    ):
+    for variable in sorted(environment):
+        if not variable.startswith(ENV_PREFIX) or variable == f"{ENV_PREFIX}CONFIG":
+            continue
         key = variables.get(variable)
         if key is None:
             hint = did_you_mean(variable, variables) or "see `pipeloom train --help`"
