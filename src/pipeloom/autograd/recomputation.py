@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,23 +50,14 @@ def recomputed(module: nn.Module, recompute: Recompute) -> Callable[[Value], Val
     runner = _Full(module) if recompute is Recompute.FULL else _Selective(module)
     if isinstance(module, StageModule):
         return partial(module, run=runner)
-    if is_plain_sequential(module):
-        return lambda value: run_blocks(*_layers_of(module), value, runner)
-    return lambda value: runner([module], module, value)
+    if not is_plain_sequential(module):
+        return lambda value: runner([module], module, value)
 
+    def run_layers(value: Value) -> Value:
+        layers = list(module.children())  # at this moment: one may have been replaced
+        return run_blocks(layers, [True] * len(layers), value, runner)
 
-def _layers_of(module: nn.Module) -> tuple[list[nn.Module], list[bool]]:
-    """The layers of an nn.Sequential at this moment, all of them blocks."""
-    layers = list(module.children())
-    return layers, [True] * len(layers)
-
-
-class _CheckpointedBlock(NamedTuple):
-    """How to checkpoint a block; found in its first forward."""
-
-    modules: list[nn.Module]
-    contexts: Callable[[], tuple[Any, Any]]
-    works_in_place: bool
+    return run_layers
 
 
 class _Full:
@@ -74,36 +65,29 @@ class _Full:
 
     def __init__(self, stage: nn.Module) -> None:
         self._stage = stage
-        self._blocks: dict[int, _CheckpointedBlock] = {}
+        # By the first module of a block, found in its first forward: contexts, and whether it works in place.
+        self._blocks: dict[nn.Module, tuple[Callable[[], tuple[Any, Any]], bool]] = {}
 
     def __call__(self, modules: Sequence[nn.Module], block: Callable[..., Value], *args: Any, **settings: Any) -> Value:
         if not torch.is_grad_enabled():
             return block(*args, **settings)
-        known = self._blocks.get(id(modules[0]))
-        if known is not None:
-            return _checkpointed(known, block, *args, **settings)
-        known = _describe(modules)
-        before = _buffer_states(modules)
-        result = _checkpointed(known, block, *args, **settings)
+        known = self._blocks.get(modules[0])
+        before: list[tuple[str, Tensor, int]] = []
+        if known is None:
+            norms = [part for module in modules for part in module.modules() if isinstance(part, _Norm)]
+            known = (partial(_contexts, norms) if norms else noop_context_fn), any(map(may_change_input, modules))
+            before = _buffer_states(modules)
+        contexts, in_place = known
+        function = partial(_on_copy, block) if in_place else block
+        result = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **settings)
         for name, buffer, version in before:
             if buffer._version != version:
                 raise RunError(
                     f"module {_name_of(self._stage, modules[0])} changes its buffer {name!r} in a forward: its "
                     "recomputation would start from the changed values. Use recompute 'none' for this stage."
                 )
-        self._blocks[id(modules[0])] = known
+        self._blocks[modules[0]] = known
         return result
-
-
-def _describe(modules: Sequence[nn.Module]) -> _CheckpointedBlock:
-    norms = [part for module in modules for part in module.modules() if isinstance(part, _Norm)]
-    contexts = partial(_contexts, norms) if norms else noop_context_fn
-    return _CheckpointedBlock(list(modules), contexts, any(map(may_change_input, modules)))
-
-
-def _checkpointed(known: _CheckpointedBlock, block: Callable[..., Value], *args: Any, **settings: Any) -> Value:
-    function = partial(_on_copy, block) if known.works_in_place else block
-    return checkpoint(function, *args, use_reentrant=False, context_fn=known.contexts, **settings)
 
 
 class _Selective(TorchFunctionMode):

@@ -24,7 +24,8 @@ checkpointing returns every saved tensor once for each handle of its holder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,8 +34,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils import checkpoint
 
-from pipeloom.autograd.deferred_gradients import LEAF, deferred_gradients
-from pipeloom.autograd.weight_products import PRODUCTS, Formula
+from pipeloom.autograd.deferred_gradients import LEAF, PRODUCTS, DeferredProduct, Formula, deferred_gradients
 
 Root = Tensor | GradientEdge
 
@@ -52,22 +52,14 @@ class Repeatable:
 _HOLDER = getattr(checkpoint, "_Holder", ())  # checkpointing saves it in place of a tensor
 
 
+@dataclass(slots=True, eq=False)
 class WeightGradients:
     """What W needs of a graph after I: enough to add the weights' gradients, nothing else."""
 
-    __slots__ = ("_formulas", "_gradients", "_heads", "_ready")
-
-    def __init__(
-        self,
-        heads: list[tuple[list[GradientEdge], bool]],
-        formulas: list[Formula | None],
-        gradients: list[Tensor | None],
-        ready: list[tuple[GradientEdge, Tensor]],
-    ) -> None:
-        self._heads = heads
-        self._formulas = formulas
-        self._gradients = gradients
-        self._ready = ready
+    _heads: list[tuple[list[GradientEdge], bool]]
+    _formulas: list[Formula | None]
+    _gradients: list[Tensor | None]
+    _ready: list[tuple[GradientEdge, Tensor]]
 
     def accumulate(self) -> None:
         """Add to every parameter's ``.grad`` what B would have added. Call it once."""
@@ -122,12 +114,11 @@ def backward_input(
         edges = node.next_functions
         wanted.append(GradientEdge(node, 0))
         heads.append(([GradientEdge(*edges[operand]) for operand in product.operands], product.complete))
-        formula = PRODUCTS[product.name].formula
         if product.checkpointed:
             formulas.append(None)
-            prehooks.append(_read_when_executed(node, formula, product.operands, formulas, caught, index))
+            prehooks.append(_read_when_executed(node, product, index, formulas, caught))
         else:
-            formulas.append(formula(node, product.operands))
+            formulas.append(PRODUCTS[product.name].formula(node, product.operands))
             if product.executed:  # at `wanted` the engine returns the gradient before the hooks of an executed node
                 node.register_prehook(partial(caught.__setitem__, index))
     ready = [GradientEdge(nodes[position], 0) for position in split.ready]
@@ -230,15 +221,14 @@ def _checkpointed(node: Any, factors: Sequence[str]) -> bool | None:
 
 def _read_when_executed(
     node: Any,
-    formula: Callable[[Any, tuple[int, ...]], Formula],
-    operands: tuple[int, ...],
+    product: DeferredProduct,
+    index: int,
     formulas: list[Formula | None],
     caught: list[tuple[Tensor | None] | None],
-    index: int,
 ) -> Any:
     """Read a node's factors when the engine executes it, so that a checkpoint recomputes once for both."""
 
     def read(gradients: tuple[Tensor | None]) -> None:
-        formulas[index], caught[index] = formula(node, operands), gradients
+        formulas[index], caught[index] = PRODUCTS[product.name].formula(node, product.operands), gradients
 
     return node.register_prehook(read)

@@ -12,18 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from pipeloom.engine.binders.sequence_slices import cut_sequences
-from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.overlap_times import ActivationMover
 from pipeloom.engine.rank_state import Batch, LossFn, RankWiring
 from pipeloom.engine.rank_threads import RankThreads
 from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.engine.stores.gradient_sum import GradientSum
-from pipeloom.engine.worker import Bound, WarmUp, Worker
+from pipeloom.engine.worker import Bound, Record, Run, WarmUp, Worker
 from pipeloom.errors import InputError, RunError
-from pipeloom.ir import DataAxis, Program, Schedule, check
+from pipeloom.ir import Program
 from pipeloom.ir.recompute import Recompute
-from pipeloom.passes import evaluation_schedule, lower
 from pipeloom.transport.connect import Connection
 from pipeloom.transport.interface import Channel, OneProcessTransport, call_count, call_number, program_channels
 from pipeloom.transport.values import Value
@@ -34,39 +32,6 @@ class Programs(NamedTuple):
 
     train: Program
     forward: Program
-
-    @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        tied_stages: Sequence[tuple[int, ...]],
-        data: DataAxis | None,
-        insert_offload: Callable[[Program], Program] | None,
-    ) -> Programs:
-        """Lower and check both programs.
-
-        Args:
-            schedule: of every step.
-            tied_stages: for each parameter that several stages hold, the stages.
-            data: how data-parallel replicas share parameters and gradients; None: there is one replica.
-            insert_offload: the pass that adds OFFLOAD and RELOAD; None: activations stay in memory.
-
-        Raises:
-            InputError: an illegal schedule, or an asynchronous one with `data`.
-        """
-        if data is not None and schedule.microbatches_per_update is not None:
-            raise InputError(
-                f"schedule {schedule.name!r} updates parameters while it runs: data parallelism, ZeRO and 16-bit "
-                "formats need a synchronous schedule. Give stages replicas of their own, or use a schedule such as "
-                "1f1b."
-            )
-        train = lower(schedule, tied_stages=tuple(tied_stages), data=data)
-        if insert_offload is not None and not schedule.forward_only:
-            train = insert_offload(train)
-        forward = lower(evaluation_schedule(schedule), data=data)
-        check(train)
-        check(forward)
-        return cls(train, forward)
 
 
 class Executor:

@@ -1,19 +1,19 @@
-"""`ModelState`: the stages and parameters that one process holds, and how they are read and written."""
+"""`ModelState`: the stages and parameters of one process, read and written. `MemoryUse`: the memory of its ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pipeloom.engine.rank_state import RankState
 from pipeloom.engine.stores.ownership import Ownership, own_stages
 from pipeloom.engine.stores.parameter_range import Range
-from pipeloom.engine.stores.parameter_store import RankModules, Sharing
+from pipeloom.engine.stores.parameter_store import HeldBytes, Offloaded, ParameterStore, PeakBytes, RankModules, Sharing
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
 from pipeloom.split import Stages
@@ -50,14 +50,12 @@ class ModelState:
         }
         dtypes = [parameter.dtype for module in cut_model.modules for parameter in module.parameters()]
         self.norm_dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
-        found = Ownership.find(self.stages_of, cut_model, program)
-        self.sharing = sharing
+        self.sharing, self.ownership = sharing, Ownership(self.stages_of, cut_model, program)
         self.stores = {
-            rank: sharing.store(RankModules(stages, found.held[rank], found.homes, cut_model.layers))
+            rank: sharing.store(RankModules(stages, self.ownership.held[rank], self.ownership.homes, cut_model.layers))
             for rank, stages in self.stages_of.items()
         }
-        main = {rank: dict(store.parameters) for rank, store in self.stores.items()}
-        self.ownership = replace(found, held=main)
+        main = self.ownership.held = {rank: dict(store.parameters) for rank, store in self.stores.items()}
         self.parameter_names = cut_model.parameter_names
         self.ties: dict[str, str] = dict(cut_model.canonical_names)
         self.has_copies = sum(map(len, main.values())) > len({name for held in main.values() for name in held})
@@ -106,26 +104,19 @@ class ModelState:
 
     def check_equal(self) -> None:
         """Raises InputError where ranks of this process hold different values of one parameter."""
-        self.ownership.check_equal(lambda rank, name: self.stores[rank].value(name))
-
-    def train(self, mode: bool = True) -> None:
-        """Set all stages held here to training mode, or to evaluation mode."""
-        for module in self.modules():
-            module.train(mode)
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss in a backward. Main gradients are divided by it."""
-        return next(iter(self.stores.values())).loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: float) -> None:
-        if scale != 1.0 and not (self.sharing.axis and self.sharing.axis.separate_master):
-            raise InputError(
-                f"loss_scale={scale}: only 16-bit gradients are scaled. Pass precision='fp16' to Pipeline."
-            )
-        for store in self.stores.values():
-            store.loss_scale = scale
+        held = self.ownership.held
+        lowest = {name: rank for rank in reversed(held) for name in held[rank]}
+        for rank, parameters in held.items():
+            for name, parameter in parameters.items():
+                if held[lowest[name]][name] is parameter:
+                    continue
+                one, other = (self.stores[holder].value(name) for holder in (lowest[name], rank))
+                if not (torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)):
+                    raise InputError(
+                        f"parameter {name!r} differs on ranks {lowest[name]} and {rank}: all ranks that hold a "
+                        "parameter must update their copies alike. Make the optimizer from the Pipeline's "
+                        "parameters(), zero gradients with it, and load values with the Pipeline's load_state_dict()."
+                    )
 
     def main_state(self) -> dict[str, Tensor]:
         """Main parameters and persistent buffers held here, by canonical name; not copied.
@@ -181,21 +172,20 @@ class ModelState:
         values = self._by_canonical_name(state)
         found = []
         for module in self.modules():
-            own = module.state_dict()
-            for name, mine in own.items():
+            loaded = {}
+            for name, mine in module.state_dict().items():
                 canonical = self.ties.get(name, name)
                 if canonical not in values:
                     raise InputError(f"the state has no {name!r}: this process holds it. Pass this model's state.")
-                value = values[canonical]
-                if isinstance(mine, Tensor) and getattr(value, "shape", None) != mine.shape:
-                    seen = (
-                        f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
-                    )
+                value = loaded[name] = values[canonical]
+                shape = getattr(value, "shape", None)
+                if isinstance(mine, Tensor) and shape != mine.shape:
+                    seen = f"type {type(value).__name__}" if shape is None else f"shape {tuple(shape)}"
                     raise InputError(
                         f"{name!r} has {seen} in the state: the model's has shape {tuple(mine.shape)}. Pass this "
                         "model's state."
                     )
-            found.append((module, {name: values[self.ties.get(name, name)] for name in own}))
+            found.append((module, loaded))
         with ExitStack() as stack:
             for store in self.stores.values():
                 stack.enter_context(store.writable())
@@ -217,3 +207,62 @@ class ModelState:
                     "out."
                 )
         return values
+
+
+class OffloadTraffic(NamedTuple):
+    """Transfers of activations and main parameters so far.
+
+    Attributes:
+        moved_bytes: bytes written and read.
+        wait_seconds: how long ranks waited for transfers. An optimizer counts its own waits.
+    """
+
+    moved_bytes: int
+    wait_seconds: float
+
+
+class MemoryUse:
+    """`Pipeline.memory`: the memory of one process."""
+
+    def __init__(self, stores: Mapping[int, ParameterStore], ranks: Mapping[int, RankState]) -> None:
+        self._stores, self._ranks = stores, ranks
+
+    @property
+    def live_activations(self) -> dict[int, int]:
+        """Per rank of this process, the activations held now; zero between steps."""
+        return {rank: len(held.saved) - held.num_offloaded for rank, held in self._ranks.items()}
+
+    @property
+    def peak_live_activations(self) -> dict[int, int]:
+        """Per rank of this process, the peak number of activations in the last run."""
+        return {rank: held.peak_live for rank, held in self._ranks.items()}
+
+    def held_bytes(self) -> HeldBytes:
+        """Bytes of parameters and gradients now, by kind."""
+        held = [store.held_bytes() for store in self._stores.values()]
+        return HeldBytes(*map(sum, zip(*held, strict=True)))
+
+    def record_peaks(self, wanted: bool = True) -> None:
+        """Whether runs measure gradients for `peak_bytes`, which takes some time."""
+        for store in self._stores.values():
+            store.records_peaks = wanted
+
+    def peak_bytes(self) -> PeakBytes:
+        """The peak bytes of gathered parameters and of gradients in the last run, summed over ranks."""
+        peaks = [store.peak_bytes() for store in self._stores.values()]
+        return PeakBytes(*map(sum, zip(*peaks, strict=True)))
+
+    @property
+    def offloaded_parameters(self) -> Offloaded:
+        """Bytes and transfers of offloaded main parameters."""
+        return Offloaded(*map(sum, zip(*(store.offloaded for store in self._stores.values()), strict=True)))
+
+    @property
+    def offload_traffic(self) -> OffloadTraffic:
+        """Transfers of activations and main parameters so far."""
+        movers = [held.wiring.mover for held in self._ranks.values() if held.wiring.mover is not None]
+        parameters = self.offloaded_parameters
+        return OffloadTraffic(
+            sum(mover.moved_bytes for mover in movers) + parameters.moved_bytes,
+            sum(mover.wait_seconds for mover in movers) + parameters.wait_seconds,
+        )

@@ -157,62 +157,43 @@ class RankWiring:
 
 
 @dataclass(slots=True, eq=False)
-class ActivationStores:
-    """Values of one rank between the actions of a run; see the top of this file.
+class RankState:
+    """Values that the bound actions of one rank read and write; for the stores see the top of this file.
 
     Attributes:
+        wiring: what all runs share.
         extents: where a slice starts and ends, from its F to its B.
+        loss_weights: by micro-batch and slice of the last stage, its share of the batch, from F to B.
         num_offloaded: entries of `saved` that are offloaded.
         peak_live: peak number of entries of `saved` in the last run, without offloaded ones.
-        to_offload: the entries that the next program to be bound offloads.
+        to_offload: the entries of `saved` that the next program to be bound offloads.
+        batch: of the running step.
+        call: number of the running step in its messages (see `pipeloom.transport.interface`).
+        other_call: called with a message of another call, as `refuse_other_call`; the message is dropped if it returns.
+        loss_scale: the factor of the loss in its backward.
+        seeds: gradients in which backwards of the loss start, kept for the next step.
     """
 
+    wiring: RankWiring
     arrived: dict[Key, tuple[Value, list[Tensor]]] = field(default_factory=dict)
     saved: dict[Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = field(default_factory=dict)
     gradients: dict[Key, Sequence[Tensor | None]] = field(default_factory=dict)
     departing: dict[Action, tuple[Layout, list[Tensor]]] = field(default_factory=dict)
     contexts: dict[tuple[int, int], SliceContext] = field(default_factory=dict)
     extents: dict[Key, Extent] = field(default_factory=dict)
+    loss_weights: dict[Key, float] = field(default_factory=dict)
     num_offloaded: int = 0
     peak_live: int = 0
     to_offload: Set[Key] = frozenset()
-
-    def clear(self) -> None:
-        """Drop all values."""
-        for context in self.contexts.values():
-            context.close()
-        for store in (self.arrived, self.saved, self.gradients, self.departing, self.contexts, self.extents):
-            store.clear()
-        self.num_offloaded = 0
-
-
-@dataclass(slots=True, eq=False)
-class RankState:
-    """Values that the bound actions of one rank read and write.
-
-    Attributes:
-        wiring: what all runs share.
-        activations: values between actions.
-        batch: of the running step.
-        call: number of the running step in its messages (see `pipeloom.transport.interface`).
-        other_call: called with a message of another call, as `refuse_other_call`; the message is dropped if it returns.
-        loss_scale: the factor of the loss in its backward.
-        loss_weights: by micro-batch and slice of the last stage, its share of the batch, from F to B.
-        seeds: gradients in which backwards of the loss start, kept for the next step.
-    """
-
-    wiring: RankWiring
-    activations: ActivationStores = field(default_factory=ActivationStores)
     batch: Batch = field(default_factory=Batch)
     call: int = 0
     other_call: Callable[[int, int, int], None] = refuse_other_call
     loss_scale: float = 1.0
-    loss_weights: dict[Key, float] = field(default_factory=dict)
     seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def begin(self, batch: Batch, call: int) -> None:
         """Start a run."""
-        self.batch, self.call, self.activations.peak_live = batch, call, 0
+        self.batch, self.call, self.peak_live = batch, call, 0
 
     def clear(self) -> None:
         """Drop everything, also after an error."""
@@ -221,8 +202,12 @@ class RankState:
 
     def forget(self) -> None:
         """Drop computed values; keep the batch."""
-        self.activations.clear()
+        for context in self.contexts.values():
+            context.close()
+        for store in (self.arrived, self.saved, self.gradients, self.departing, self.contexts, self.extents):
+            store.clear()
         self.loss_weights.clear()
+        self.num_offloaded = 0
         if self.wiring.mover is not None:
             self.wiring.mover.forget()
 

@@ -66,16 +66,10 @@ class RankThreads:
 
 def _thread_modes() -> list[Callable[[], AbstractContextManager[Any]]]:
     """The caller's thread-local modes of torch: gradients on or off, autocast. Saved-tensor hooks are left out."""
-    modes: list[Callable[[], AbstractContextManager[Any]]] = [
-        functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())
+    cached = torch.is_autocast_cache_enabled()
+    autocast = [
+        functools.partial(torch.autocast, device, dtype=torch.get_autocast_dtype(device), cache_enabled=cached)
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
     ]
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            autocast = functools.partial(
-                torch.autocast,
-                device,
-                dtype=torch.get_autocast_dtype(device),
-                cache_enabled=torch.is_autocast_cache_enabled(),
-            )
-            modes.append(autocast)
-    return modes
+    return [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), *autocast]

@@ -2,7 +2,7 @@
 
 Every process sends its terms, plain values by name, to the others. `first_difference` names the rank and the term that
 differ. `RunFingerprint` holds the terms of a pipeline. A stream compares its own terms (see
-`pipeloom.training.stream.update_options`).
+`pipeloom.training.stream.stream`).
 """
 
 from __future__ import annotations

@@ -10,13 +10,12 @@ from torch import nn
 
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.engine.worker import RUNNABLE_OPS
-from pipeloom.errors import InputError, PipeloomError
+from pipeloom.errors import InputError
 from pipeloom.ir import Schedule, check
 from pipeloom.ir.recompute import Recompute, recompute_of_stages
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.options import OffloadActivations
 from pipeloom.passes import check_has_backwards
-from pipeloom.split import Stages
 from pipeloom.split.module import StageModule
 from pipeloom.transport.interface import OneProcessTransport
 
@@ -73,15 +72,6 @@ def _check_loss(loss_fn: LossFn | None) -> None:
         )
 
 
-def check_num_stages(stages: Stages, schedule: Schedule) -> None:
-    """Raises InputError where the model is not cut into as many stages as the schedule has."""
-    if len(stages.modules) != schedule.num_stages:
-        raise InputError(
-            f"the model has {len(stages.modules)} stages and the schedule {schedule.num_stages}: the numbers must be "
-            f"equal. Cut the model into {schedule.num_stages} stages."
-        )
-
-
 def check_recompute(
     given: str | Sequence[str], schedule: Schedule, transport: object, modules: Sequence[nn.Module]
 ) -> tuple[Recompute, ...]:
@@ -133,16 +123,6 @@ def _check_slices(schedule: Schedule, lengths: Sequence[int] | None) -> None:
         )
     if any(length < 1 for length in lengths):
         raise InputError(f"slices={list(lengths)}: each slice needs at least one token.")
-
-
-def can_train(schedule: Schedule, loss_fn: LossFn | None) -> bool:
-    """Whether `step` can compute gradients where they are enabled; `check_trains` says why not."""
-    try:
-        with torch.enable_grad():
-            check_trains(schedule, loss_fn)
-    except PipeloomError:
-        return False
-    return True
 
 
 def check_trains(schedule: Schedule, loss_fn: LossFn | None) -> None:

@@ -16,18 +16,18 @@ from pipeloom.engine.executor import Executor, Programs
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import InputError, folded
-from pipeloom.ir import Schedule
+from pipeloom.ir import DataAxis, Schedule, check
 from pipeloom.parallel.data.sharing import share
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.offload.activations import open_activation_offload
 from pipeloom.parallel.options import DataParallel, OffloadActivations, Precision
-from pipeloom.passes import merge_backwards, separate_units
+from pipeloom.passes import evaluation_schedule, lower, merge_backwards, separate_units
 from pipeloom.plan.plan import Plan
 from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
 from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
-from pipeloom.training.argument_checks import check_arguments, check_num_stages, check_recompute
+from pipeloom.training.argument_checks import check_arguments, check_recompute
 from pipeloom.transport.connect import connect
 from pipeloom.transport.interface import Transport
 
@@ -64,7 +64,11 @@ def construct(
     sliced = schedule.num_slices > 1 or slices is not None
 
     stages = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
-    check_num_stages(stages, schedule)
+    if len(stages.modules) != schedule.num_stages:
+        raise InputError(
+            f"the model has {len(stages.modules)} stages and the schedule {schedule.num_stages}: the numbers must be "
+            f"equal. Cut the model into {schedule.num_stages} stages."
+        )
     is_cut = not isinstance(model, nn.Module | Stages)  # a list may hold placeholders for stages of other ranks
     kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules)
     for module in stages.modules if sliced else ():
@@ -72,7 +76,7 @@ def construct(
 
     sharing = share(mesh, data, precision, timeout_seconds)
     tied = [parameter.stages for parameter in stages.tied]
-    programs = Programs.of(schedule, tied, sharing.axis, None if offload is None else offload.insert)
+    programs = _programs(schedule, tied, sharing.axis, offload)
 
     device = next((p.device for module in stages.modules for p in module.parameters()), torch.device("cpu"))
     sharing.check_device(device)
@@ -104,6 +108,24 @@ def construct(
         blackbox=blackbox,
     )
     return state, executor
+
+
+def _programs(
+    schedule: Schedule, tied: list[tuple[int, ...]], data: DataAxis | None, offload: OffloadActivations | None
+) -> Programs:
+    """The checked programs of a training step and of evaluation; `tied` are the stages of each shared parameter."""
+    if data is not None and schedule.microbatches_per_update is not None:
+        raise InputError(
+            f"schedule {schedule.name!r} updates parameters while it runs: data parallelism, ZeRO and 16-bit formats "
+            "need a synchronous schedule. Give stages replicas of their own, or use a schedule such as 1f1b."
+        )
+    train = lower(schedule, tied_stages=tuple(tied), data=data)
+    if offload is not None and not schedule.forward_only:
+        train = offload.insert(train)
+    forward = lower(evaluation_schedule(schedule), data=data)
+    check(train)
+    check(forward)
+    return Programs(train, forward)
 
 
 def options_of_plan(plan: Plan, model: Model, given: PipelineOptions) -> PipelineOptions:

@@ -12,18 +12,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from pipeloom.engine.instructions import Record
+from pipeloom.engine.model_state import MemoryUse
 from pipeloom.engine.rank_state import Batch, LossFn
 from pipeloom.engine.result_exchange import total
-from pipeloom.engine.worker import WarmUp
+from pipeloom.engine.worker import Record, WarmUp
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Schedule
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.options import DataParallel, OffloadActivations, Precision
 from pipeloom.plan.plan import Plan
-from pipeloom.training.argument_checks import can_train, check_trains
+from pipeloom.training.argument_checks import check_trains
 from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan
-from pipeloom.training.memory_use import MemoryUse
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Value, join_batch
 
@@ -120,8 +119,9 @@ class Pipeline:
         self.rank = self.executor.connection.rank
         self.needs_inputs = 0 in self.state.stages
         self.needs_targets = self.schedule.num_stages - 1 in self.state.stages
-        self.memory = MemoryUse(self.state, self.executor)
-        self._trains = can_train(self.schedule, loss_fn)
+        ranks = {rank: worker.state for rank, worker in self.executor.workers.items()}
+        self.memory = MemoryUse(self.state.stores, ranks)
+        self._trains = False  # whether `check_trains` has passed
 
     # Runs
 
@@ -162,6 +162,7 @@ class Pipeline:
     ) -> dict[int, Tensor]:
         if not self._trains or not torch.is_grad_enabled():
             check_trains(self.schedule, self.executor.loss_fn)
+            self._trains = True
         if self.state.has_copies and warm_up is None:  # before its validation, ranks may still differ
             self.state.check_equal()
         run = self.executor.run(
@@ -227,7 +228,8 @@ class Pipeline:
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode of all stages held here."""
-        self.state.train(mode)
+        for module in self.modules():
+            module.train(mode)
         return self
 
     def eval(self) -> Self:
@@ -259,11 +261,17 @@ class Pipeline:
         Raises:
             InputError: on setting it where gradients have 32 bits or more.
         """
-        return self.state.loss_scale
+        return next(iter(self.state.stores.values())).loss_scale
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        self.state.loss_scale = scale
+        axis = self.state.sharing.axis
+        if scale != 1.0 and not (axis and axis.separate_master):
+            raise InputError(
+                f"loss_scale={scale}: only 16-bit gradients are scaled. Pass precision='fp16' to Pipeline."
+            )
+        for store in self.state.stores.values():
+            store.loss_scale = scale
 
     def close(self) -> None:
         """Close the channels. Closing twice does nothing.

@@ -2,7 +2,6 @@
 
 forward              F
 backward             B, I and W
-send_receive         SEND and RECV
-activation_offload   OFFLOAD and RELOAD
+transfers            SEND and RECV, OFFLOAD and RELOAD
 sequence_slices      what F, B and I of a slice of a sequence do in addition
 """

@@ -17,8 +17,8 @@ def bind_backward(state: RankState, action: Action, program: Program) -> Step:
     stage, op, microbatch, piece = action
     assert microbatch is not None
     key, splits, last = (stage, microbatch, piece), op is Op.I, stage == program.schedule.num_stages - 1
-    saved, arrived = state.activations.saved, state.activations.gradients
-    mover = state.wiring.mover if key in state.activations.to_offload else None
+    saved, arrived = state.saved, state.gradients
+    mover = state.wiring.mover if key in state.to_offload else None
     deliver = _bind_delivery(state, action, program) if stage > 0 else None
 
     def backward() -> None:
@@ -53,7 +53,7 @@ def bind_backward(state: RankState, action: Action, program: Program) -> Step:
 
 def bind_weight_backward(state: RankState, action: Action, program: Program) -> Step:
     key = (action.stage, action.microbatch, action.slice)
-    saved = state.activations.saved
+    saved = state.saved
 
     def backward() -> None:
         held = saved.pop(key)
@@ -67,7 +67,7 @@ def _bind_delivery(state: RankState, action: Action, program: Program) -> Callab
     """The function that takes the gradients of a stage's inputs: passes them to the stage before, or to their SEND."""
     stage, _, microbatch, piece = action
     assert microbatch is not None
-    gradients, departing = state.activations.gradients, state.activations.departing
+    gradients, departing = state.gradients, state.departing
     before, send = (stage - 1, microbatch, piece), action.with_op(Op.SEND_B)
     here = program.placement.rank_of(stage - 1, microbatch) == state.wiring.rank
 

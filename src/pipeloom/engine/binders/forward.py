@@ -21,21 +21,19 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     assert microbatch is not None
     key = (stage, microbatch, piece)
     training = not program.schedule.forward_only
-    activations, wiring = state.activations, state.wiring
-    arrived, saved = activations.arrived, activations.saved
+    wiring, arrived, saved = state.wiring, state.arrived, state.saved
     run = wiring.forwards[stage] if training else wiring.stages[stage]
     module = sliced_module(state, action, program, run) if wiring.sliced else run
-    deliver = _bind_delivery(state, action, program) if stage < program.schedule.num_stages - 1 else None
-    loss = _bind_loss(state, action, program) if deliver is None else None
-    first = stage == 0
-    mover = wiring.mover if key in activations.to_offload else None
+    first, last = stage == 0, stage == program.schedule.num_stages - 1
+    finish = _bind_loss(state, action, program) if last else _bind_delivery(state, action, program)
+    mover = wiring.mover if key in state.to_offload else None
 
     def forward() -> None:
         value, leaves = (state.batch.inputs[microbatch], []) if first else arrived.pop(key)
         saved[key] = None
-        live = len(saved) - activations.num_offloaded
-        if live > activations.peak_live:
-            activations.peak_live = live
+        live = len(saved) - state.num_offloaded
+        if live > state.peak_live:
+            state.peak_live = live
         try:
             output = module(value)
         except RuntimeError as error:
@@ -43,17 +41,13 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
                 raise
             wiring.copies_input[stage] = True  # the stage changes its input in place: from now on it gets a copy
             output = module(copied(value))
-        if deliver is not None:
-            roots = deliver(output)
-        else:
-            assert loss is not None
-            roots = loss(output)
-            without_gradient = training and not roots and microbatch in state.batch.losses
-            if without_gradient and (leaves or any(p.requires_grad for p in wiring.stages[stage].parameters())):
-                raise RunError(
-                    "the loss requires no gradient, but parameters do: no parameter would be trained. Remove "
-                    "detach(), item() and no_grad() from loss_fn and the last stage, or freeze the parameters."
-                )
+        roots = finish(output)
+        without_gradient = last and training and not roots and microbatch in state.batch.losses
+        if without_gradient and (leaves or any(p.requires_grad for p in wiring.stages[stage].parameters())):
+            raise RunError(
+                "the loss requires no gradient, but parameters do: no parameter would be trained. Remove detach(), "
+                "item() and no_grad() from loss_fn and the last stage, or freeze the parameters."
+            )
         if training:
             saved[key] = (leaves, roots)
         else:
@@ -111,7 +105,7 @@ def _bind_delivery(state: RankState, action: Action, program: Program) -> Callab
     here = program.placement.rank_of(stage + 1, microbatch) == state.wiring.rank
     next_key = (stage + 1, microbatch, piece)
     send = action.with_op(Op.SEND_F)
-    departing, arrived = state.activations.departing, state.activations.arrived
+    departing, arrived = state.departing, state.arrived
     enter = bind_entry(state, stage + 1, not program.schedule.forward_only) if here else None
 
     def deliver(output: Value) -> list[Root]:

@@ -97,7 +97,7 @@ def sliced_module(
     """
     stage, _, microbatch, _ = action
     assert microbatch is not None
-    module, contexts, extents = state.wiring.stages[stage], state.activations.contexts, state.activations.extents
+    module, contexts, extents = state.wiring.stages[stage], state.contexts, state.extents
     key, context_key, num_slices = (stage, microbatch, action.slice), (stage, microbatch), program.schedule.num_slices
     piece = action.slice or 0
     first, last_slice = stage == 0, piece == num_slices - 1
@@ -134,7 +134,7 @@ def in_slice(state: RankState, action: Action, step: Step) -> Step:
     stage, _, microbatch, _ = action
     assert microbatch is not None
     run, ready = step
-    contexts, extents = state.activations.contexts, state.activations.extents
+    contexts, extents = state.contexts, state.extents
     key, piece = (stage, microbatch, action.slice), action.slice or 0
 
     def backward() -> None:

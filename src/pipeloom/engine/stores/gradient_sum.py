@@ -53,22 +53,9 @@ class BufferHome(NamedTuple):
     def value(self) -> Tensor | None:
         return self.module._buffers[self.attribute]
 
-    def take_over(self, value: Tensor | None) -> None:
-        """Give the buffer the values of `value`."""
-        own = self.value
-        if own is not None and value is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
-            own.copy_(value)
-        else:
-            self.module._buffers[self.attribute] = _copy(value)
-
 
 class SharedBuffers:
-    """The buffers that one rank shares within one gradient group.
-
-    Args:
-        rank: this rank.
-        homes: by the buffer's name.
-    """
+    """The buffers that one rank shares within one gradient group, by name."""
 
     def __init__(self, rank: int, homes: Mapping[str, BufferHome]) -> None:
         self._rank = rank
@@ -106,7 +93,11 @@ class SharedBuffers:
                     "buffer, or use a schedule without replicas."
                 )
         for name, value in values.items():
-            self._homes[name].take_over(value)
+            home, own = self._homes[name], self._homes[name].value
+            if own is not None and value is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
+                own.copy_(value)
+            else:
+                home.module._buffers[home.attribute] = _copy(value)
         for name in self._changed | values.keys():
             self._equal[name] = _copy(self._homes[name].value)
 
@@ -115,7 +106,6 @@ class GradientExchange:
     """One rank's part in the sums of one group of parameters.
 
     Args:
-        rank: this rank.
         shared: the parameters of the group that this rank holds, in an order that all ranks agree on. Gradients are
             added in the order of the ranks that it names.
         buffers: those that the ranks of the group share.
@@ -188,7 +178,6 @@ class GradientSum:
     """One rank's part in all its gradient groups.
 
     Args:
-        rank: this rank.
         groups: by the stage of the REDUCE_GRAD in this rank's program, the parameters to sum, and the buffers that the
             ranks of the group share.
         transport: with the gradient lane's channels open.

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeloom.engine.stores.gradient_sum import BufferHome, Shared, SharedBuffers
 from pipeloom.errors import InputError, unwrapped
@@ -86,56 +84,29 @@ def _with_parameters(
         ) from error
 
 
-@dataclass(frozen=True)
 class Ownership:
     """The parameters of a process's ranks.
 
     Attributes:
-        names: canonical names of all parameters of the model, in its order.
         held: for each rank of this process, its parameters by canonical name.
         homes: for each parameter that is held here, all stages that have it.
     """
 
-    names: tuple[str, ...]
-    held: dict[int, dict[str, nn.Parameter]]
-    homes: dict[str, tuple[int, ...]]
-    _program: Program
-    _buffers: dict[int, list[tuple[list[int], str, BufferHome]]]
-
-    @classmethod
-    def find(cls, by_rank: dict[int, dict[int, nn.Module]], cut_model: Stages, program: Program) -> Ownership:
+    def __init__(self, by_rank: dict[int, dict[int, nn.Module]], cut_model: Stages, program: Program) -> None:
+        self.held: dict[int, dict[str, nn.Parameter]] = {rank: {} for rank in by_rank}
+        self.homes: dict[str, tuple[int, ...]] = {}
+        self._program, self._buffers = program, _find_buffers(by_rank, cut_model, program)
         tied = {parameter.name: parameter.stages for parameter in cut_model.tied}
-        held: dict[int, dict[str, nn.Parameter]] = {}
-        stages_of: dict[str, tuple[int, ...]] = {}
         for rank, stages in by_rank.items():
-            held[rank] = {}
             for stage, module in stages.items():
                 for alias, parameter in module.named_parameters():
                     name = cut_model.canonical_names.get(alias, alias)
-                    held[rank][name] = parameter
-                    stages_of[name] = tied.get(name, (stage,))
-        return cls(cut_model.parameter_names, held, stages_of, program, _find_buffers(by_rank, cut_model, program))
+                    self.held[rank][name] = parameter
+                    self.homes[name] = tied.get(name, (stage,))
 
     def ranks_with(self, name: str) -> tuple[int, ...]:
         """All ranks that hold a parameter, ascending."""
         return self._program.ranks_of_group(self.homes[name])
-
-    def check_equal(self, value: Callable[[int, str], Tensor]) -> None:
-        """Raises InputError where a parameter is not the same on all ranks of this process that hold it.
-
-        Args:
-            value: ``value(rank, name)`` of a parameter.
-        """
-        names = {name: rank for rank, held in reversed(self.held.items()) for name in held}  # the lowest rank
-        for rank, held in self.held.items():
-            for name, parameter in held.items():
-                first = self.held[names[name]][name]
-                if first is not parameter and not _equal(value(names[name], name), value(rank, name)):
-                    raise InputError(
-                        f"parameter {name!r} differs on ranks {names[name]} and {rank}: all ranks that hold a "
-                        "parameter must update their copies alike. Make the optimizer from the Pipeline's "
-                        "parameters(), zero gradients with it, and load values with the Pipeline's load_state_dict()."
-                    )
 
     def shared(self, rank: int) -> dict[int, tuple[Shared, SharedBuffers]]:
         """By the stage of a REDUCE_GRAD on `rank`, the parameters that it sums and the buffers that it makes equal."""
@@ -156,10 +127,6 @@ class Ownership:
     def replica_buffers(self, rank: int, stage: int) -> SharedBuffers:
         """The buffers that only the replicas of one stage hold."""
         return SharedBuffers(rank, {name: home for stages, name, home in self._buffers[rank] if stages == [stage]})
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _find_buffers(

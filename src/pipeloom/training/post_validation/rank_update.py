@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -111,6 +111,7 @@ class RankUpdate:
         self._all_parameters = pipeline.state.rank_parameters(rank)
         held = set(self._all_parameters)
         self._groups = [[p for p in group["params"] if p in held] for group in optimizer.param_groups]
+        self._parameters = [parameter for group in self._groups for parameter in group]
         self._device = self._all_parameters[0].device if self._all_parameters else torch.device("cpu")
         self._before = _connected(pipeline.executor, rank, rank - 1)
         self._behind = _connected(pipeline.executor, rank, rank + 1)
@@ -121,10 +122,6 @@ class RankUpdate:
         self._change = _Change.NONE
         self.stands = True  # whether no rank made a wrong update
         self.num_rollbacks = 0
-
-    @property
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for group in self._groups for parameter in group)
 
     def begin(self, number: int, losses: dict[int, Tensor], numbers: Tensor) -> None:
         """Update by the shares received so far, and pass them on."""
@@ -152,7 +149,7 @@ class RankUpdate:
         shares.changes[self._rank] = self._change
         self._know(shares)
         if self._behind is not None and self._change is not _Change.NONE:
-            self._snapshot.take(list(self._parameters), self._optimizer.state)
+            self._snapshot.take(self._parameters, self._optimizer.state)
         self._apply(self._change)
         if self._behind is None:
             self._drop_gradients()

@@ -46,21 +46,22 @@ class SpeculativeWarmUp:
 
     def __init__(self, ready: Callable[[], bool], validate: Callable[[], bool], *, draws_alone: bool) -> None:
         self._ready, self._validate, self._draws_alone = ready, validate, draws_alone
-        self._cancelled = _CancelledCalls()
+        self._speculating = False  # whether the running forwards may have to be repeated
+        self._cancelled: tuple[int, ...] = ()  # numbers of cancelled calls whose messages may still arrive
         self._bound: Bound | None = None
         self._length = 0  # instructions of the warm-up of `_bound`
 
     def __call__(self, worker: Worker, bound: Bound) -> int:
         """Run forwards until the parameters are validated; returns how many instructions are done."""
         state, batch = worker.state, worker.state.batch
-        state.other_call = self._cancelled
+        state.other_call = self._take_other_call
         before = ForwardState(worker.stages.values(), with_random_state=self._draws_alone)
         losses: dict[int, Tensor] = {}  # of slices, they add up: only losses that stand may enter the batch
         # Stages may change their inputs in place.
         state.batch = replace(batch, inputs=_Copies(batch.inputs), losses=losses)
         failure: RunError | None = None
         position, length = 0, self._length_of(bound, worker.rank)
-        self._cancelled.speculating = True
+        self._speculating = True
         try:
             while position < length and not self._ready():
                 for _ in bound.instructions.run(position, position + 1):
@@ -73,7 +74,7 @@ class SpeculativeWarmUp:
         except StageError as error:  # wrong parameters may have made the stage raise
             failure = error
         finally:
-            state.batch, self._cancelled.speculating = batch, False
+            state.batch, self._speculating = batch, False
         if failure is not None:  # before any wait: peers may wait for what this rank will not send
             _cancel(worker, bound)
         if self._validate():
@@ -84,12 +85,20 @@ class SpeculativeWarmUp:
         if failure is None:
             _cancel(worker, bound)
         state.forget()
-        state.activations.peak_live = 0
+        state.peak_live = 0
         before.restore()
         call = call_only(state.call)
-        self._cancelled.numbers = (call, cancel_number(call))
+        self._cancelled = (call, cancel_number(call))
         state.call = call_number(call_count(call) + 1, True, num_samples_of(state.call))
         return 0
+
+    def _take_other_call(self, source: int, theirs: int, ours: int) -> None:
+        """Called with messages of other calls; those of cancelled calls are dropped."""
+        if theirs == cancel_number(ours):
+            text = f"rank {source} cancelled {call_name(ours)}"
+            raise CancelledCall(text) if self._speculating else PeerLost(text)
+        if theirs not in self._cancelled:
+            refuse_other_call(source, theirs, ours)
 
     def _length_of(self, bound: Bound, rank: int) -> int:
         if self._bound is not bound:
@@ -97,26 +106,6 @@ class SpeculativeWarmUp:
             self._bound = bound
             self._length = sum(1 for _ in takewhile(lambda each: each.action in actions, bound.instructions))
         return self._length
-
-
-class _CancelledCalls:
-    """Handles messages of cancelled calls.
-
-    Attributes:
-        speculating: whether the running forwards may have to be repeated.
-        numbers: numbers of cancelled calls whose messages may still arrive.
-    """
-
-    def __init__(self) -> None:
-        self.speculating = False
-        self.numbers: tuple[int, ...] = ()
-
-    def __call__(self, source: int, theirs: int, ours: int) -> None:
-        if theirs == cancel_number(ours):
-            text = f"rank {source} cancelled {call_name(ours)}"
-            raise CancelledCall(text) if self.speculating else PeerLost(text)
-        if theirs not in self.numbers:
-            refuse_other_call(source, theirs, ours)
 
 
 def _cancel(worker: Worker, bound: Bound) -> None:

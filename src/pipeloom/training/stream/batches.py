@@ -81,14 +81,6 @@ class StreamBatches:
             raise CallerError(
                 f"batches: item {number} raised {one_line(error)}: a run needs {self._num_batches} batches."
             ) from error
-        cut = self._cut(number, value)
-        self._keep(self._inputs, 0, cut.inputs)
-        self._keep(self._targets, self._last, cut.targets or ())
-        self._keep(self._weights, self._last, cut.weights)
-        self.num_samples[number] = cut.num_samples
-        self._num_taken += 1
-
-    def _cut(self, number: int, value: Any) -> Batch:
         if not isinstance(value, tuple | list) or len(value) != 2:
             length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
             raise CallerError(
@@ -99,13 +91,13 @@ class StreamBatches:
         except InputError as error:
             raise CallerError(f"batches: item {number}: {error}") from error
         cut.weigh(cut.num_samples)
-        return cut
-
-    def _keep(self, pieces: _Pieces, stage: int, values: Sequence[Any]) -> None:
-        """Keep the pieces whose micro-batches this process runs at `stage`."""
-        for microbatch, value in enumerate(values, self._num_taken * self._size):
-            if self._place.rank_of(stage, microbatch) in self._ranks:
-                pieces.kept[microbatch] = value
+        first, last = (0, self._inputs, cut.inputs), (self._last, self._targets, cut.targets or ())
+        for stage, pieces, values in (first, last, (self._last, self._weights, cut.weights)):
+            for microbatch, piece in enumerate(values, number * self._size):
+                if self._place.rank_of(stage, microbatch) in self._ranks:
+                    pieces.kept[microbatch] = piece
+        self.num_samples[number] = cut.num_samples
+        self._num_taken += 1
 
 
 class _Pieces(Sequence[Any]):

@@ -21,10 +21,9 @@ from functools import partial
 
 import torch
 
-from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.rank_state import Step, sample_mismatch
 from pipeloom.engine.stores.ownership import Ownership
-from pipeloom.engine.worker import Worker
+from pipeloom.engine.worker import Record, Run, Worker
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program
 from pipeloom.ir.versions import num_updates
@@ -86,10 +85,8 @@ class StreamRank:
 
     Args:
         worker: of the rank.
-        plan: of the run.
-        batches: of this process.
-        optimizer: of this process.
-        ownership: of this process.
+        plan: of the run; the same on all ranks.
+        batches, optimizer, ownership: of this process.
         on_losses: called on ranks with the last stage, after each of its updates, with the losses of the micro-batches
             that ran here, each times its share of its batch.
         poll: called after every update.
@@ -161,11 +158,10 @@ class StreamRank:
                 for peer in replicas:
                     if peer != rank and peer not in mailboxes:
                         mailboxes[peer] = Mailbox(rank, peer, self._worker.state.wiring.transport, self._plan.call)
-                named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+                shared = {name: (p, replicas) for name, p in module.named_parameters() if p.requires_grad}
                 buffers = self._ownership.replica_buffers(rank, stage)
-                self._replicas[stage] = ReplicaGradients(
-                    rank, stage, replicas, named, buffers, mailboxes, num_updates(schedule, stage)
-                )
+                last = num_updates(schedule, stage) - 1
+                self._replicas[stage] = ReplicaGradients(rank, stage, shared, buffers, mailboxes, last)
         self._note_bytes()
 
     def _note_bytes(self) -> None:

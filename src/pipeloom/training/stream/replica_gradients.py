@@ -10,14 +10,13 @@ replicas.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeloom.engine.rank_state import Step
-from pipeloom.engine.stores.gradient_sum import FLATTEN_ERROR, GradientExchange, SharedBuffers
+from pipeloom.engine.stores.gradient_sum import FLATTEN_ERROR, GradientExchange, Shared, SharedBuffers
 from pipeloom.errors import CallerError
 from pipeloom.training.stream.weight_versions import Gradients
 from pipeloom.transport.interface import Channel, Lane, Transport, call_only, out_of_step
@@ -25,14 +24,7 @@ from pipeloom.transport.values import flatten, unflatten
 
 
 class Mailbox:
-    """Messages of one peer in the gradient lane, which come for any stage and update.
-
-    Args:
-        rank: this rank.
-        peer: the other one.
-        transport: with the lane open in both directions.
-        call: the number of this run.
-    """
+    """Messages of one peer in the gradient lane, which come for any stage and update; `call` is the run's number."""
 
     def __init__(self, rank: int, peer: int, transport: Transport, call: int) -> None:
         self.peer = peer
@@ -69,30 +61,18 @@ class ReplicaGradients:
     """One rank's part in the sums of one stage.
 
     Args:
-        rank: this rank.
-        stage: of which.
-        replicas: its ranks.
-        parameters: by name, in the order of the gradients.
+        shared: the stage's parameters and replicas, in the order of the gradients.
         buffers: those that the replicas share.
         mailboxes: by peer.
-        num_updates: of the run.
+        last: the run's last update of the stage.
     """
 
     def __init__(
-        self,
-        rank: int,
-        stage: int,
-        replicas: tuple[int, ...],
-        parameters: dict[str, nn.Parameter],
-        buffers: SharedBuffers,
-        mailboxes: dict[int, Mailbox],
-        num_updates: int,
+        self, rank: int, stage: int, shared: Shared, buffers: SharedBuffers, mailboxes: dict[int, Mailbox], last: int
     ) -> None:
-        shared = {name: (parameter, replicas) for name, parameter in parameters.items()}
-        self._exchange = GradientExchange(rank, shared, buffers, parameters.__getitem__)
-        self._rank, self._stage, self._names = rank, stage, list(parameters)
+        self._exchange = GradientExchange(rank, shared, buffers, lambda name: shared[name][0])
+        self._rank, self._stage, self._names, self._last = rank, stage, list(shared), last
         self._mailboxes = {peer: mailboxes[peer] for peer in self._exchange.peers}
-        self._last = num_updates - 1
         self._rates: dict[int, Tensor | None] = {}  # by update, one for each parameter
 
     def send(self, update: int, gradients: Gradients, rates: Tensor | None) -> None:
@@ -118,15 +98,13 @@ class ReplicaGradients:
         self._exchange.take(box.peer, content)
         own = self._rates[update]
         if rates is not None and own is not None and not torch.equal(own, rates):
-            self._refuse_rates(update, own.tolist(), rates.tolist(), box.peer)
-
-    def _refuse_rates(self, update: int, own: Sequence[float], theirs: Sequence[float], peer: int) -> None:
-        name, one, other = next(row for row in zip(self._names, own, theirs, strict=True) if row[1] != row[2])
-        raise CallerError(
-            f"replicas of stage {self._stage} have learning rate {one} on rank {self._rank} and {other} on rank {peer} "
-            f"for parameter {name!r} in update {update}: replicas must make the same updates. Give the same "
-            "learning_rate on each."
-        )
+            rows = zip(self._names, own.tolist(), rates.tolist(), strict=True)
+            name, one, other = next(row for row in rows if row[1] != row[2])
+            raise CallerError(
+                f"replicas of stage {self._stage} have learning rate {one} on rank {self._rank} and {other} on rank "
+                f"{box.peer} for parameter {name!r} in update {update}: replicas must make the same updates. Give the "
+                "same learning_rate on each."
+            )
 
     def total(self, update: int, own: Gradients) -> Gradients:
         """The sum over all replicas in their order, in new memory."""

@@ -38,8 +38,6 @@ class StreamResults:
 
     Args:
         rank: of this process; None where it holds all ranks.
-        exchange: sends results between ranks.
-        plan: of the run.
         on_update: called with every batch and its loss, in order, on the process with rank 0.
         live: whether ranks with the last stage send losses to rank 0 during the run.
     """
@@ -82,7 +80,8 @@ class StreamResults:
         if self._on_update is None:
             return
         self._pending.update(losses)
-        while self._pending.keys() >= (held := self._microbatches_of(self._num_reported)):
+        size = self._plan.batch_size
+        while self._pending.keys() >= (held := {*range(self._num_reported * size, (self._num_reported + 1) * size)}):
             batch = self._plan.batches_before + self._num_reported
             loss = sum(self._pending.pop(b) for b in sorted(held))
             try:
@@ -92,9 +91,6 @@ class StreamResults:
                     f"on_update({batch}, {loss}) raised {one_line(error)}, which ends the run."
                 ) from error
             self._num_reported += 1
-
-    def _microbatches_of(self, batch: int) -> set[int]:
-        return set(range(batch * self._plan.batch_size, (batch + 1) * self._plan.batch_size))
 
     def gather(
         self, norms: Mapping[int, Mapping[tuple[int, int], float]], sum_over_processes: Callable[[Tensor], Tensor]

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from pipeloom.errors import CallerError, InputError, RunError, one_line
 from pipeloom.training.optimizer_step import check_optimizer
 from pipeloom.training.pipeline import Pipeline
-from pipeloom.training.stream.update_options import Rules, StageUpdate, UpdateOptions, update_rules
+from pipeloom.training.stream.update_options import StageUpdate, UpdateOptions
 from pipeloom.training.stream.weight_versions import Gradients, WeightVersions
+
+Rules = dict[str, dict[str, str]]  # by stage, as JSON has its keys: what decides about an update, by name
 
 
 class StreamOptimizer:
@@ -28,8 +30,6 @@ class StreamOptimizer:
 
     Args:
         optimizer: of this process; None where it has nothing to update.
-        options: of the stream.
-        pipeline: that it trains.
 
     Attributes:
         trained: the parameters that the optimizer has.
@@ -73,8 +73,32 @@ class StreamOptimizer:
             )
 
     def rules(self, rank: int, rates: list[float] | None) -> Rules:
-        """`update_rules` of a rank; `rates` are the `asked_rates` of the first batch."""
-        return update_rules(self._pipeline, rank, type(self._optimizer).__name__, self._groups, rates)
+        """How a rank updates its stages with replicas: type of the optimizer, options of the groups with parameters.
+
+        Replicas of a stage stay equal because each makes the same updates of the same gradients: their rules have to be
+        the same. Other stages may have other optimizers. `rates` are the `asked_rates` of the first batch.
+        """
+        rules: Rules = {}
+        for stage, module in self._pipeline.state.stages_of[rank].items():
+            number = {p: k for k, p in enumerate(p for p in module.parameters() if p.requires_grad)}
+            if not number or len(self._pipeline.schedule.placement.replicas[stage]) == 1:
+                continue
+            grouped: list[list[int]] = []
+            options: dict[str, str] = {}
+            for which, group in enumerate(self._groups):
+                held = [number[p] for p in group["params"] if p in number]
+                if held:
+                    values = {**group, **({} if rates is None else {"lr": rates[which]})}
+                    name = f"of group {len(grouped)}"
+                    options |= {f"{key} {name}": _text(value) for key, value in values.items() if _is_plain(value)}
+                    grouped.append(held)
+            rules[str(stage)] = {
+                "optimizer": type(self._optimizer).__name__,
+                "learning_rate": "of its groups" if rates is None else "from a function",
+                "parameters by group": str(grouped),
+                **options,
+            }
+        return rules
 
     def begin(self) -> None:
         """Record the optimizer's parameters and, where the stream sets them, its learning rates."""
@@ -137,18 +161,10 @@ class StreamOptimizer:
         if self._num_held == 1:
             self._optimizer.step()
             return
-        before = _group_values(self._groups)
+        before = _group_values(self._groups)  # which all stages of the process share
         self._optimizer.step()
-        self._check_written(before)
-
-    def _check_written(self, before: list[dict[str, object]]) -> None:
-        """Raises RunError where a step wrote into the options of the groups, which all stages of the process share."""
-        written = {
-            key
-            for old, new in zip(before, _group_values(self._groups), strict=True)
-            for key in new
-            if key not in old or new[key] != old[key]
-        }
+        pairs = zip(before, _group_values(self._groups), strict=True)
+        written = {key for old, new in pairs for key in new if key not in old or new[key] != old[key]}
         if written:
             raise RunError(
                 f"{type(self._optimizer).__name__} writes {', '.join(sorted(written))} into its parameter groups, but "
@@ -244,3 +260,20 @@ def _norm(gradients: list[Tensor]) -> Tensor:
     whole = gradients[0] if len(gradients) == 1 else torch.stack(torch._foreach_norm(gradients))
     norm: Tensor = torch.linalg.vector_norm(whole)
     return norm
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an option is a number, a word, or a tuple of these such as betas."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return value is None or isinstance(value, int | float | str)
+
+
+def _text(value: Any) -> str:
+    """A text that is equal for equal values, such as 1, 1.0 and a tensor of 1."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    return str(float(value)) if number else str(value)

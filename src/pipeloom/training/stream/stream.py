@@ -14,16 +14,17 @@ from typing import Any
 import torch
 
 from pipeloom.engine.result_exchange import ResultExchange
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, shortened
 from pipeloom.ir import Program, check
 from pipeloom.ir.versions import check_drained, versions_used
 from pipeloom.passes import lower, stretch
+from pipeloom.processes.agreement import first_difference, gather_json
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.stream.batches import StreamBatches, length_of
 from pipeloom.training.stream.rank_run import StreamPlan, StreamRank
 from pipeloom.training.stream.results import OnUpdate, StreamResults, StreamUpdate
-from pipeloom.training.stream.stage_updates import StreamOptimizer
-from pipeloom.training.stream.update_options import Discount, LearningRate, UpdateOptions, agree
+from pipeloom.training.stream.stage_updates import Rules, StreamOptimizer
+from pipeloom.training.stream.update_options import Discount, LearningRate, UpdateOptions
 from pipeloom.transport.interface import call_number
 
 
@@ -237,12 +238,37 @@ class Stream:
         return self._last_length
 
     def _agree(self, count: int, rates: list[float] | None) -> bool:
-        """Compare the arguments of all processes; returns whether rank 0 needs losses during the run."""
+        """Compare with all other processes, the only communication before a run; returns whether rank 0 reports.
+
+        Raises:
+            InputError: ranks, or replicas of a stage, are about to do different things. PeerLost: a process ended.
+        """
         named = ("max_norm", "discount", "discount_updates", "scale_by_replicas")
-        own = {name: getattr(self._options, name) for name in named}
-        own |= {"batches": count, "batches before": self.num_batches}
-        rules = {rank: self._optimizer.rules(rank, rates) for rank in self._pipeline.executor.local_ranks}
-        return agree(self._pipeline, own, rules, self._on_update is not None)
+        terms = {"batches": count, "batches before": self.num_batches}
+        terms |= {name: getattr(self._options, name) for name in named}
+        executor = self._pipeline.executor
+        rules = {rank: self._optimizer.rules(rank, rates) for rank in executor.local_ranks}
+        lost = "another rank ended before all began their run; see its error"
+        own = [terms, rules, self._on_update is not None]
+        gathered = gather_json(own, executor.connection.process_group, lost=lost)
+        found = first_difference(enumerate(of_process for of_process, _, _ in gathered))
+        if found is not None:
+            raise InputError(
+                f"rank {found.first} runs with {found.name} {found.one} and rank {found.rank} with {found.other}: all "
+                "ranks must run the same stream. Pass the same on each."
+            )
+        of_rank: dict[int, Rules] = {int(rank): part for _, parts, _ in gathered for rank, part in parts.items()}
+        for stage, replicas in enumerate(self._pipeline.schedule.placement.replicas):
+            found = first_difference((rank, of_rank[rank].get(str(stage), {})) for rank in replicas)
+            if found is not None:
+                one, other = ("none" if rule is None else shortened(rule, 80) for rule in (found.one, found.other))
+                raise InputError(
+                    f"replicas of stage {stage} have {found.name} {one} on rank {found.first} and {other} on rank "
+                    f"{found.rank}: replicas must make the same updates. Give their optimizers the same parameters, "
+                    "options and learning rates."
+                )
+        live_on_first: bool = gathered[0][2]
+        return live_on_first
 
 
 def _integer(num_batches: Any, *, least: int) -> int:
