@@ -15,7 +15,7 @@ from benchmarks.common.workloads import WaitingStage, wait
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.engine.binders import backward
+from pipeloom.engine.binders import computations
 from pipeloom.ir import Action, Op, Schedule
 
 
@@ -89,7 +89,7 @@ def run(cell: Cell, *, waits: bool = True, transport: str = "auto") -> Answer:
     """Train by a cell."""
     model, loss_fn = cell.model(waits=waits), _made_up_for(nn.functional.mse_loss)
     with (
-        mock.patch.object(backward, "run_backward", _made_up_for(backward.run_backward)),
+        mock.patch.object(computations, "run_backward", _made_up_for(computations.run_backward)),
         pl.Pipeline(model, cell.schedule, loss_fn=loss_fn, transport=transport) as pipe,
     ):
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01, momentum=0.9)

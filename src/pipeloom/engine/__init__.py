@@ -9,13 +9,8 @@ from pipeloom.common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from pipeloom.engine.worker import RUNNABLE_OPS
 
-# Public names, and the module that each lives in.
-_HOMES = {
-    "RUNNABLE_OPS": "pipeloom.engine.worker",
-}
+_HOMES = {"RUNNABLE_OPS": "pipeloom.engine.worker"}  # public names, and the module that each lives in
 
-__all__ = [
-    "RUNNABLE_OPS",
-]
+__all__ = ["RUNNABLE_OPS"]
 
 __getattr__ = lazy_exports(__name__, _HOMES)

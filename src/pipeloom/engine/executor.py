@@ -52,10 +52,8 @@ class Executor:
         blackbox: a writable buffer for the label of the running action.
 
     Attributes:
-        programs, connection: as given.
-        loss_fn: as given.
-        local_ranks: the ranks of this process.
-        workers: by rank of this process.
+        programs, connection, loss_fn: as given.
+        local_ranks, workers: the ranks of this process, and a worker for each.
         num_calls: calls so far, equal on all ranks.
         before_call: called once before the next call or by `settle`, to finish work of the last call.
         last_run: per rank of this process, a function that returns the records of its last run.

@@ -28,7 +28,7 @@ class ModelState:
     Args:
         cut_model: all stages of the model.
         program: decides which rank holds which stage.
-        ranks: the ranks of this process.
+        ranks: those of this process.
         sharing: what data-parallel replicas share.
 
     Attributes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 
 from torch import Tensor
@@ -42,7 +43,7 @@ class OverlapTimes:
         Returns:
             A function that records the end, callable from any thread. Only its first call counts.
         """
-        span = _Span(action)
+        span = _Span(action, perf_counter())
         self._spans.append(span)
         return span.stop
 
@@ -73,12 +74,11 @@ class OverlapTimes:
         return [(span.action, span.start, span.end) for span in self._spans if span.end is not None]
 
 
+@dataclass(slots=True)
 class _Span:
-    __slots__ = ("action", "end", "start")
-
-    def __init__(self, action: Action) -> None:
-        self.action, self.start = action, perf_counter()
-        self.end: float | None = None
+    action: Action
+    start: float
+    end: float | None = None
 
     def stop(self) -> None:
         if self.end is None:

@@ -44,11 +44,6 @@ class Extent(NamedTuple):
     end: int
     length: int
 
-    @property
-    def share(self) -> float:
-        """The share of the sequence's tokens."""
-        return (self.end - self.start) / self.length
-
 
 @dataclass
 class Batch:
@@ -130,8 +125,7 @@ class RankWiring:
     """What all runs of one rank share.
 
     Attributes:
-        rank: the rank.
-        stages: its modules by stage.
+        rank, stages: the rank, and its modules by stage.
         loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
         transport: with all channels of the programs open.
         sliced: whether micro-batches run in slices, even if in one.

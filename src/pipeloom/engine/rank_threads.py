@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from contextlib import ExitStack
 
 import torch
 
@@ -28,7 +27,14 @@ class RankThreads:
 
         An interrupt of the caller, such as Ctrl-C, is raised once every rank has stopped, at its next wait.
         """
-        modes = _thread_modes()
+        # The caller's thread-local modes of torch: gradients on or off, autocast. Saved-tensor hooks are left out.
+        cached = torch.is_autocast_cache_enabled()
+        autocast = [
+            functools.partial(torch.autocast, device, dtype=torch.get_autocast_dtype(device), cache_enabled=cached)
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        ]
+        modes = [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), *autocast]
         futures: list[Future[None]] = []
         begin = threading.Event()
 
@@ -62,14 +68,3 @@ class RankThreads:
 
     def close(self) -> None:
         self._pool.shutdown()
-
-
-def _thread_modes() -> list[Callable[[], AbstractContextManager[Any]]]:
-    """The caller's thread-local modes of torch: gradients on or off, autocast. Saved-tensor hooks are left out."""
-    cached = torch.is_autocast_cache_enabled()
-    autocast = [
-        functools.partial(torch.autocast, device, dtype=torch.get_autocast_dtype(device), cache_enabled=cached)
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    ]
-    return [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), *autocast]

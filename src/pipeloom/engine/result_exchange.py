@@ -24,9 +24,7 @@ class ResultExchange:
     """
 
     def __init__(self, rank: int | None, schedule: Schedule, transport: Transport) -> None:
-        self._rank = rank
-        self._schedule = schedule
-        self._transport = transport
+        self._rank, self._schedule, self._transport = rank, schedule, transport
         self.holders = schedule.placement.replicas[-1]
 
     def channels(self) -> set[Channel]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from pipeloom.engine.binders.backward import bind_backward, bind_weight_backward
-from pipeloom.engine.binders.forward import bind_forward
+from pipeloom.engine.binders.computations import bind_backward, bind_forward, bind_weight_backward
 from pipeloom.engine.binders.sequence_slices import in_slice
 from pipeloom.engine.binders.transfers import bind_offload, bind_receive, bind_reload, bind_send, moved_keys
 from pipeloom.engine.overlap_times import OverlapTimes
@@ -218,8 +217,6 @@ class Worker:
         """Run a bound program; yields whenever it has to wait and the transport does not block.
 
         Args:
-            bound: the program.
-            batch: inputs, targets and results.
             call: the number of the call, sent with every message: equal on all ranks that make the same calls.
             warm_up: runs the first instructions, before the rest of the run begins.
 

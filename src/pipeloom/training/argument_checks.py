@@ -29,23 +29,6 @@ def check_arguments(
     timeout_seconds: float,
 ) -> None:
     """Raises InputError where an argument is of the wrong kind, or the executor cannot run the schedule."""
-    _check_schedule(schedule)
-    _check_loss(loss_fn)
-    if offload is not None and (isinstance(offload, type) or not hasattr(offload, "insert")):
-        raise InputError(
-            f"offload={offload!r}: must be a pipeloom.OffloadActivations, such as OffloadActivations('cpu')."
-        )
-    if mesh is not None and (isinstance(mesh, type) or not hasattr(mesh, "coordinate")):
-        raise InputError(f"mesh={mesh!r}: must be a pipeloom.Mesh, such as Mesh(pp=2, dp=2).")
-    if mesh is not None and mesh.degree("pp") * mesh.degree("dp") != mesh.shape.num_processes:
-        raise InputError(f"mesh={mesh}: a Pipeline runs on axes pp and dp. Give the other axes degree 1.")
-    number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
-    if not number or not 0 < float(timeout_seconds) < math.inf:
-        raise InputError(f"timeout_seconds={timeout_seconds!r}: must be a finite number above 0.")
-    _check_slices(schedule, slices)
-
-
-def _check_schedule(schedule: Schedule) -> None:
     if not isinstance(schedule, Schedule):
         raise InputError(
             f"schedule={schedule!r}: must be a Schedule. Make one, for example with "
@@ -58,9 +41,6 @@ def _check_schedule(schedule: Schedule) -> None:
             f"schedule {schedule.name!r} has {unknown}: the executor runs {', '.join(sorted(RUNNABLE_OPS))}. Use a "
             f"schedule without {unknown.op}."
         )
-
-
-def _check_loss(loss_fn: LossFn | None) -> None:
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn={loss_fn!r}: must be a function, called as loss_fn(output, targets).")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
@@ -70,6 +50,18 @@ def _check_loss(loss_fn: LossFn | None) -> None:
             "loss_fn is a module with parameters, which no stage would train. Put layers with parameters at the end of "
             "the model, and keep only the rest in loss_fn."
         )
+    if offload is not None and (isinstance(offload, type) or not hasattr(offload, "insert")):
+        raise InputError(
+            f"offload={offload!r}: must be a pipeloom.OffloadActivations, such as OffloadActivations('cpu')."
+        )
+    if mesh is not None and (isinstance(mesh, type) or not hasattr(mesh, "coordinate")):
+        raise InputError(f"mesh={mesh!r}: must be a pipeloom.Mesh, such as Mesh(pp=2, dp=2).")
+    if mesh is not None and mesh.degree("pp") * mesh.degree("dp") != mesh.shape.num_processes:
+        raise InputError(f"mesh={mesh}: a Pipeline runs on axes pp and dp. Give the other axes degree 1.")
+    number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
+    if not number or not 0 < float(timeout_seconds) < math.inf:
+        raise InputError(f"timeout_seconds={timeout_seconds!r}: must be a finite number above 0.")
+    _check_slices(schedule, slices)
 
 
 def check_recompute(

@@ -181,9 +181,7 @@ class OptimizerStep(ABC):
         if not max_norm > 0:
             raise InputError(f"max_norm={max_norm}: must be above 0. Leave it out for no clipping.")
         check_optimizer(pipeline, optimizer)
-        self._pipeline = pipeline
-        self._optimizer = optimizer
-        self._max_norm = max_norm
+        self._pipeline, self._optimizer, self._max_norm = pipeline, optimizer, max_norm
 
     @abstractmethod
     def step(self, inputs: Value = None, targets: Value = None, numbers: Numbers | None = None) -> list[Update]:

@@ -215,8 +215,7 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this process's optimizer updates."""
-        for _, parameter in self.state.named_parameters():
-            yield parameter
+        return (parameter for _, parameter in self.state.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names in the uncut model and parameters, in the model's order; see `ModelState.named_parameters`."""

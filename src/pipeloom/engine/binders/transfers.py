@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from pipeloom.engine.binders.forward import bind_entry
+from pipeloom.engine.binders.computations import bind_entry
 from pipeloom.engine.overlap_times import ActivationMover, Key
 from pipeloom.engine.rank_state import RankState, Step, sample_mismatch
 from pipeloom.errors import InputError, RunError

@@ -15,7 +15,7 @@ left in ``.grad`` are set aside before and added back after, so several steps be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -139,7 +139,8 @@ class GradientExchange:
             names = self._names[peer]
             sample = None
             if first:
-                sample = self._sent_samples[peer] = _sample(map(self._value, names), self._device)
+                values = [_few(self._value(name)).to(device=self._device) for name in names]
+                sample = self._sent_samples[peer] = torch.cat(values) if values else torch.empty(0)
             yield peer, (tuple(own[name] for name in names), self._buffers.to_send(peer) if last else {}, sample)
 
     def take(self, peer: int, message: Value) -> None:
@@ -233,13 +234,8 @@ class GradientSum:
         return [(send, None), *map(bind_receive, exchange.peers), (add, None)]
 
 
-def _sample(parameters: Iterable[Tensor], device: torch.device | None) -> Tensor:
-    """At most `_NUM_SAMPLED` values from all over each parameter, on `device`."""
-    values = [_few(parameter).to(device=device) for parameter in parameters]
-    return torch.cat(values) if values else torch.empty(0)
-
-
 def _few(parameter: Tensor) -> Tensor:
+    """At most `_NUM_SAMPLED` values from all over a parameter."""
     values = parameter.detach().reshape(-1)
     return values[:: max(1, -(-len(values) // _NUM_SAMPLED))]
 

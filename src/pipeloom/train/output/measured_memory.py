@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipeloom.autograd.saved_bytes import SavedBytes
+from pipeloom.autograd.recomputation import SavedBytes
 from pipeloom.plan.memory import write_memory
 from pipeloom.train.config.memory import memory_rows
 from pipeloom.train.output.directory import writing

@@ -104,10 +104,7 @@ class RankUpdate:
     """The update of one rank."""
 
     def __init__(self, rank: int, pipeline: Pipeline, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        self._rank = rank
-        self._pipeline = pipeline
-        self._optimizer = optimizer
-        self._max_norm = max_norm
+        self._rank, self._pipeline, self._optimizer, self._max_norm = rank, pipeline, optimizer, max_norm
         self._all_parameters = pipeline.state.rank_parameters(rank)
         held = set(self._all_parameters)
         self._groups = [[p for p in group["params"] if p in held] for group in optimizer.param_groups]

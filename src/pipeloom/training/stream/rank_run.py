@@ -173,42 +173,40 @@ class StreamRank:
         assert number is not None
         if op is Op.STEP:  # waits for the other replicas, then updates
             replicas = self._replicas.get(stage)
-            received = replicas.receives(number) if replicas is not None else []
+            received = [] if replicas is None else replicas.receives(number)
             return [*received, (partial(self._update, self._plan.describe(stage, number)), None)]
         if op is Op.REDUCE_GRAD:
             return [(partial(self._send_gradients, stage, number // self._intervals[stage]), None)]
         ((run, ready),) = self._worker.steps(action, self._plan.program)
+        if op not in (Op.F, Op.I, Op.B, Op.W):
+            state, calls, unknown = self._worker.state, self._calls, self._plan.call
+            batch = number // self._plan.batch_size
+
+            def message() -> None:  # has the call number of its batch, which has the number of samples once it is known
+                state.call = calls.get(batch, unknown)
+                run()
+                calls[batch] = state.call
+
+            return [(message, ready)]
+        weights, version = self._weights[stage], self._plan.used[stage, number]
         if op in (Op.F, Op.I):
-            return [(self._forward(action, run), ready)]
-        if op in (Op.B, Op.W):
-            return [(self._backward(stage, number, run), ready)]
-        return [(self._message(number // self._plan.batch_size, run), ready)]
+            reads, install = op is Op.F and stage in (0, self._last_stage), weights.install
 
-    def _message(self, batch: int, run: Callable[[], None]) -> Callable[[], None]:
-        """A SEND or RECV with the call number of its batch, which has the number of samples as soon as it is known."""
-        state, calls, unknown = self._worker.state, self._calls, self._plan.call
+            def forward() -> None:
+                if reads:
+                    self._read(number)
+                install(version)
+                run()
 
-        def message() -> None:
-            state.call = calls.get(batch, unknown)
+            return [(forward, ready)]
+        update, begin, end = number // self._intervals[stage], weights.begin_backward, weights.end_backward
+
+        def backward() -> None:
+            begin(version, update)
             run()
-            calls[batch] = state.call
+            end(version, update)
 
-        return message
-
-    def _forward(self, action: Action, run: Callable[[], None]) -> Callable[[], None]:
-        """F or I with the version that the micro-batch uses."""
-        stage, op, microbatch, _ = action
-        assert microbatch is not None
-        install, version = self._weights[stage].install, self._plan.used[stage, microbatch]
-        reads = op is Op.F and stage in (0, self._last_stage)
-
-        def forward() -> None:
-            if reads:
-                self._read(microbatch)
-            install(version)
-            run()
-
-        return forward
+        return [(backward, ready)]
 
     def _read(self, microbatch: int) -> None:
         """Take the batch, and compare its number of samples with that of other ranks."""
@@ -218,18 +216,6 @@ class StreamRank:
         if said and own != said:
             raise RunError(sample_mismatch(*((own, said) if batches.batch.inputs else (said, own))))
         self._calls[batch] = self._plan.call + call_number(0, False, own)
-
-    def _backward(self, stage: int, microbatch: int, run: Callable[[], None]) -> Callable[[], None]:
-        """B or W, which adds to the sum of the micro-batch's update."""
-        version, update = self._plan.used[stage, microbatch], microbatch // self._intervals[stage]
-        begin, end = self._weights[stage].begin_backward, self._weights[stage].end_backward
-
-        def backward() -> None:
-            begin(version, update)
-            run()
-            end(version, update)
-
-        return backward
 
     def _send_gradients(self, stage: int, update: int) -> None:
         weights = self._weights[stage]

@@ -10,6 +10,7 @@ replicas.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,11 +88,8 @@ class ReplicaGradients:
 
     def receives(self, update: int) -> list[Step]:
         """The functions that wait for the other replicas."""
-
-        def bind(box: Mailbox) -> Step:
-            return lambda: self._receive(box, update), lambda: box.ready(self._stage, update)
-
-        return [bind(box) for box in self._mailboxes.values()]
+        boxes = self._mailboxes.values()
+        return [(partial(self._receive, box, update), partial(box.ready, self._stage, update)) for box in boxes]
 
     def _receive(self, box: Mailbox, update: int) -> None:
         rates, content = box.take(self._stage, update)

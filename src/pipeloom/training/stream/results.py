@@ -64,11 +64,8 @@ class StreamResults:
             self._own.update(losses)
             self._report(losses)
 
-    def poll(self) -> None:
-        """Receive the losses that other ranks have sent so far."""
-        self._receive(wait=False)
-
-    def _receive(self, *, wait: bool) -> None:
+    def receive(self, *, wait: bool = False) -> None:
+        """Receive the losses that other ranks have sent so far, or with `wait` all of the run."""
         for holder in self._num_received:
             while self._num_received[holder] < self._num_updates and (wait or self._exchange.ready(holder)):
                 held = self._plan.microbatches_of(self._last_stage, self._num_received[holder])
@@ -101,7 +98,7 @@ class StreamResults:
             norms: for each rank of this process, by stage and update.
             sum_over_processes: sums a table over all processes.
         """
-        self._receive(wait=True)
+        self.receive(wait=True)
         schedule, size = self._plan.program.schedule, self._plan.batch_size
         squares = torch.zeros(schedule.num_microbatches // size, schedule.num_stages, dtype=torch.float64)
         for rank, of_rank in norms.items():

@@ -39,8 +39,6 @@ class StreamOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, options: UpdateOptions, pipeline: Pipeline) -> None:
-        if optimizer is not None:
-            _check_kind(optimizer)
         self._optimizer, self._pipeline = optimizer, pipeline
         self._num_held = sum(map(len, pipeline.state.stages_of.values()))
         self.trained: set[nn.Parameter] = set()
@@ -56,7 +54,7 @@ class StreamOptimizer:
         return self._optimizer.param_groups if self._optimizer is not None else []
 
     def check(self) -> None:
-        """Raises InputError where the parameters or options of the optimizer's groups do not match the stream."""
+        """Raises InputError where the optimizer or the parameters or options of its groups do not match the stream."""
         if self._optimizer is None:
             name = next((name for name, p in self._pipeline.named_parameters() if p.requires_grad), None)
             if name is not None:
@@ -65,10 +63,22 @@ class StreamOptimizer:
                     "freeze the parameters."
                 )
             return
+        kind = type(self._optimizer)
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
+            raise InputError(f"optimizer is a {kind.__name__}: must be a torch.optim.Optimizer.")
+        asked = list(inspect.signature(kind.step).parameters.values())[1:]
+        needed = [p.name for p in asked if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if needed:
+            raise InputError(
+                f"{kind.__name__}.step() needs {', '.join(needed)}: a stream calls step() without arguments. Use "
+                "another optimizer."
+            )
+        if isinstance(self._optimizer, torch.optim.SparseAdam):
+            raise InputError("SparseAdam takes sparse gradients: a stream has dense ones. Use Adam or AdamW.")
         check_optimizer(self._pipeline, self._optimizer)
         if self._options.sets_rates and any("lr" not in group for group in self._groups):
             raise InputError(
-                f"{type(self._optimizer).__name__} has parameter groups without 'lr', which learning_rate, discount "
+                f"{kind.__name__} has parameter groups without 'lr', which learning_rate, discount "
                 "and scale_by_replicas set. Leave these out, or use an optimizer with a learning rate."
             )
 
@@ -116,12 +126,6 @@ class StreamOptimizer:
         self, weights: WeightVersions, gradients: Gradients, update: StageUpdate, rates: Sequence[float] | None
     ) -> float:
         """Clip, update, and make the stage's next version.
-
-        Args:
-            weights: of the stage.
-            gradients: of its parameters.
-            update: which update.
-            rates: `rates` of the update.
 
         Returns:
             The 2-norm of the stage's gradient before clipping.
@@ -227,22 +231,6 @@ class StreamOptimizer:
                 group["lr"].fill_(rate * factor)
             else:
                 group["lr"] = rate * factor
-
-
-def _check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Raises InputError for optimizers whose step needs arguments or sparse gradients."""
-    kind = type(optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"optimizer is a {kind.__name__}: must be a torch.optim.Optimizer.")
-    asked = list(inspect.signature(kind.step).parameters.values())[1:]
-    needed = [p.name for p in asked if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if needed:
-        raise InputError(
-            f"{kind.__name__}.step() needs {', '.join(needed)}: a stream calls step() without arguments. Use another "
-            "optimizer."
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise InputError("SparseAdam takes sparse gradients: a stream has dense ones. Use Adam or AdamW.")
 
 
 def _group_values(groups: list[dict[str, Any]]) -> list[dict[str, object]]:

@@ -155,7 +155,7 @@ class Stream:
         results = StreamResults(connection.rank, exchange, plan, self._on_update, live)
         ranks = {
             rank: StreamRank(
-                worker, plan, taken, self._optimizer, self._pipeline.state.ownership, results.add, results.poll
+                worker, plan, taken, self._optimizer, self._pipeline.state.ownership, results.add, results.receive
             )
             for rank, worker in executor.workers.items()
         }

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from pipeloom.errors import RunError
 
 Gradients = list[Tensor | None]  # in the order of `WeightVersions.parameters`
-
-
 _NOTHING: Iterable[None] = repeat(None)
 
 

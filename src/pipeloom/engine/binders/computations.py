@@ -1,14 +1,18 @@
-"""Binder of F: run the stage, and pass its output to the next stage or to the loss."""
+"""Binders of F, B, I and W.
+
+F runs the stage, and passes its output to the next stage or to the loss. B is its backward, at once; I and W are the
+two halves of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from pipeloom.autograd.split_backward import Root
+from pipeloom.autograd.split_backward import Root, WeightGradients, backward_input, run_backward
 from pipeloom.engine.binders.sequence_slices import cut_slice, join_slices, sliced_module
 from pipeloom.engine.rank_state import Extent, RankState, Step
 from pipeloom.errors import RunError
@@ -25,7 +29,7 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     run = wiring.forwards[stage] if training else wiring.stages[stage]
     module = sliced_module(state, action, program, run) if wiring.sliced else run
     first, last = stage == 0, stage == program.schedule.num_stages - 1
-    finish = _bind_loss(state, action, program) if last else _bind_delivery(state, action, program)
+    finish = _bind_loss(state, action, program) if last else _bind_output(state, action, program)
     mover = wiring.mover if key in state.to_offload else None
 
     def forward() -> None:
@@ -82,7 +86,7 @@ def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[
         target, weight = batch.targets[microbatch], batch.weights[microbatch]
         if sliced:
             extent = Extent(*value[1].tolist())
-            target, weight = cut_slice(target, extent), weight * extent.share
+            target, weight = cut_slice(target, extent), weight * ((extent.end - extent.start) / extent.length)
         loss = loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -98,7 +102,7 @@ def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[
     return finish
 
 
-def _bind_delivery(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:
+def _bind_output(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:
     """The function that takes a stage's output: passes it to the next stage on this rank, or to its SEND."""
     stage, _, microbatch, piece = action
     assert microbatch is not None
@@ -149,3 +153,71 @@ def _root(tensor: Tensor) -> Root:
     # The node of a Python function needs a C++ node to stay alive, as in torch.autograd.graph.get_gradient_edge.
     token = tensor.view_as(tensor).grad_fn if isinstance(node, BackwardCFunction) else None
     return GradientEdge(node, tensor.output_nr, token)
+
+
+def bind_backward(state: RankState, action: Action, program: Program) -> Step:
+    """B, or I, which keeps what its W needs."""
+    stage, op, microbatch, piece = action
+    assert microbatch is not None
+    key, splits, last = (stage, microbatch, piece), op is Op.I, stage == program.schedule.num_stages - 1
+    saved, arrived = state.saved, state.gradients
+    mover = state.wiring.mover if key in state.to_offload else None
+    deliver = _bind_gradients(state, action, program) if stage > 0 else None
+
+    def backward() -> None:
+        if mover is not None:
+            mover.arrive(key)
+        held = saved[key]
+        assert isinstance(held, tuple)
+        leaves, roots = held
+        given: Sequence[Tensor | None]
+        if last:
+            weight = state.loss_weights.pop(key) * state.loss_scale
+            given = [state.seed(weight, state.batch.losses[microbatch])] if roots else ()
+        else:
+            given = arrived.pop(key)
+        starts, gradients = [], []
+        for root, gradient in zip(roots, given, strict=True):
+            if gradient is not None:
+                starts.append(root)
+                gradients.append(gradient)
+        if splits:
+            found, saved[key] = backward_input(starts, gradients, leaves)
+        else:
+            if starts:
+                run_backward(tuple(starts), tuple(gradients), False, False, (), True, True)
+            del saved[key]
+            found = [leaf.grad for leaf in leaves] if leaves else []
+        if deliver is not None:
+            deliver(found)
+
+    return backward, None
+
+
+def bind_weight_backward(state: RankState, action: Action, program: Program) -> Step:
+    key = (action.stage, action.microbatch, action.slice)
+    saved = state.saved
+
+    def backward() -> None:
+        held = saved.pop(key)
+        assert isinstance(held, WeightGradients)
+        held.accumulate()
+
+    return backward, None
+
+
+def _bind_gradients(state: RankState, action: Action, program: Program) -> Callable[[Sequence[Tensor | None]], None]:
+    """The function that takes the gradients of a stage's inputs: passes them to the stage before, or to their SEND."""
+    stage, _, microbatch, piece = action
+    assert microbatch is not None
+    gradients, departing = state.gradients, state.departing
+    before, send = (stage - 1, microbatch, piece), action.with_op(Op.SEND_B)
+    here = program.placement.rank_of(stage - 1, microbatch) == state.wiring.rank
+
+    def deliver(found: Sequence[Tensor | None]) -> None:
+        if here:
+            gradients[before] = found
+        else:
+            departing[send] = flatten(found[0] if len(found) == 1 else tuple(found), "a backward made")
+
+    return deliver
