@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import torch
 
@@ -34,7 +35,8 @@ class RankThreads:
             for device in ("cpu", "cuda")
             if torch.is_autocast_enabled(device)
         ]
-        modes = [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), *autocast]
+        gradients = functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())
+        modes: list[Callable[[], AbstractContextManager[Any]]] = [gradients, *autocast]
         futures: list[Future[None]] = []
         begin = threading.Event()
 

@@ -11,14 +11,6 @@ from pipeloom.errors import CallerError, InputError, one_line
 from pipeloom.ir import Schedule
 
 
-def length_of(batches: Any) -> int | None:
-    """The length of `batches`; None where it has none, such as a DataLoader over an iterable data set."""
-    try:
-        return len(batches)
-    except TypeError:
-        return None
-
-
 class StreamBatches:
     """One process's batches of one run. Inputs and targets that this process needs are kept until they are read.
 

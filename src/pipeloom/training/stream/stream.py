@@ -20,7 +20,7 @@ from pipeloom.ir.versions import check_drained, versions_used
 from pipeloom.passes import lower, stretch
 from pipeloom.processes.agreement import first_difference, gather_json
 from pipeloom.training.pipeline import Pipeline
-from pipeloom.training.stream.batches import StreamBatches, length_of
+from pipeloom.training.stream.batches import StreamBatches
 from pipeloom.training.stream.rank_run import StreamPlan, StreamRank
 from pipeloom.training.stream.results import OnUpdate, StreamResults, StreamUpdate
 from pipeloom.training.stream.stage_updates import Rules, StreamOptimizer
@@ -181,8 +181,11 @@ class Stream:
         self.peak_weight_bytes = {rank: part.peak_weight_bytes for rank, part in ranks.items()}
         return updates
 
-    def _count(self, batches: Iterable[Any] | None, num_batches: int | None) -> int:
-        length = length_of(batches)
+    def _count(self, batches: Any, num_batches: int | None) -> int:
+        try:
+            length = len(batches)
+        except TypeError:  # such as of a DataLoader over an iterable data set
+            length = None
         if num_batches is None and length is None:
             raise InputError(
                 f"batches are a {type(batches).__name__} without a length: a run needs the number of its batches. Pass "
