@@ -65,14 +65,21 @@ class StageTime:
 
     def __call__(self, batch: int, length: Any, context: Any) -> tuple[Array, Array]:
         length, context = np.asarray(length, dtype=np.float64), np.asarray(context, dtype=np.float64)
+        tokens, keys, share = batch * length, context + length, self.width / self.tensor
+        products = self._products(tokens, weights=False)
+        # Scores and their product with the values: two products of every head of this device.
+        scores = tokens * keys * self.heads / self.tensor
+        attention = 2 * self._product(tokens * keys * share, scores + batch * (length + keys) * share)
+        passes = _PASSES_WIDTH * tokens * self.width + _PASSES_SHARD * tokens * share + _PASSES_SCORES * scores
+        elementwise = self._traffic(passes)
+        inside = self.cluster.inside_node  # a ring over the devices that share a layer
+        part = _VALUE_BYTES * tokens * share / (self.cluster.efficiency * inside.bytes_per_second)
+        reduces = 4 * (self.tensor - 1) * (part + inside.latency_seconds)
+        behind = self._traffic(np.where(context > 0, _PASSES_CONTEXT * 2 * batch * keys * share, 0.0))
+        backward = products + self._products(tokens, weights=True) + 2 * (attention + elementwise) + behind + reduces
         launch = self.layers * _KERNELS * self.cluster.device.launch_seconds
-        tokens = batch * length
-        products, attention = self._products(tokens, weights=False), self._attention(batch, length, context)
-        elementwise, reduces = self._elementwise(batch, length, context), 2 * self._all_reduce(tokens)
-        behind = np.where(context > 0, _PASSES_CONTEXT * 2 * batch * (context + length) * self.width / self.tensor, 0.0)
-        both = products + self._products(tokens, weights=True) + 2 * attention + 2 * elementwise + self._traffic(behind)
         forward = self.layers * (products + attention + elementwise + reduces) + launch
-        backward = self.layers * (both + reduces) + 2 * launch
+        backward = self.layers * backward + 2 * launch
         if self.recompute:
             backward = backward + forward
         message = self._message(tokens)
@@ -91,19 +98,6 @@ class StageTime:
                 total = total + self._traffic(_PASSES_ACCUMULATE * values)
         return total
 
-    def _attention(self, batch: int, length: Array, context: Array) -> Array:
-        """Scores and their product with the values: two products of every head of this device."""
-        keys, share = context + length, self.width / self.tensor
-        operations = batch * length * keys * share
-        values = batch * (length * keys * self.heads / self.tensor + (length + keys) * share)
-        return 2 * self._product(operations, values)
-
-    def _elementwise(self, batch: int, length: Array, context: Array) -> Array:
-        tokens = batch * length
-        scores = tokens * (context + length) * self.heads / self.tensor
-        width = tokens * self.width
-        return self._traffic(_PASSES_WIDTH * width + _PASSES_SHARD * width / self.tensor + _PASSES_SCORES * scores)
-
     def _product(self, operations: Array, values: Array) -> Array:
         """`operations` are pairs of a multiplication and an addition, `values` what is read and written."""
         rate = self.cluster.efficiency * self.cluster.device.operations_per_second
@@ -112,13 +106,6 @@ class StageTime:
     def _traffic(self, values: Any) -> Array:
         rate = self.cluster.efficiency * self.cluster.device.memory_bytes_per_second
         return np.asarray(_VALUE_BYTES * values / rate)
-
-    def _all_reduce(self, tokens: Array) -> Array:
-        """A ring over the devices that share the layer."""
-        links, n = self.cluster.inside_node, self.tensor
-        rate = self.cluster.efficiency * links.bytes_per_second
-        part = _VALUE_BYTES * tokens * self.width / n / rate
-        return np.asarray(2 * (n - 1) * (part + links.latency_seconds))
 
     def _message(self, tokens: Array) -> Array:
         """The output, sent from one device to one, which sends it on to its tensor-parallel group."""

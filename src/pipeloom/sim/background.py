@@ -164,7 +164,6 @@ def _seconds(
     pipeline: Schedule | Program, schedule: Schedule, costs: Costs, network: Network, counts: tuple[int, ...]
 ) -> dict[Op, list[float]]:
     """For each op, the seconds per stage of one action, or of one unit. Raises InputError for missing bytes."""
-    stages = range(schedule.num_stages)
     seconds = {op: list(costs.others(op, schedule)) for op in LINKS}
     data = pipeline.data if isinstance(pipeline, Program) else None
     if data is not None:
@@ -174,13 +173,11 @@ def _seconds(
             raise InputError(
                 "the data link has a bandwidth, but the costs have no parameter_bytes. Add parameter_bytes per stage."
             )
-        for op, formula, sizes in (
-            (Op.UNSHARD, gather_seconds, parameters),
-            (Op.REDUCE_GRAD, reduce_seconds, gradients),
-        ):
-            for stage, count in enumerate(counts):
-                size = sizes[stage] / count if sizes else 0.0
-                seconds[op][stage] = seconds[op][stage] / count + formula(data, size, network)
+        for stage, count in enumerate(counts):
+            gathered, reduced = ((sizes[stage] / count if sizes else 0.0) for sizes in (parameters, gradients))
+            gathering, reducing = gather_seconds(data, gathered, network), reduce_seconds(data, reduced, network)
+            seconds[Op.UNSHARD][stage] = seconds[Op.UNSHARD][stage] / count + gathering
+            seconds[Op.REDUCE_GRAD][stage] = seconds[Op.REDUCE_GRAD][stage] / count + reducing
     bandwidth = network.memory_bytes_per_second
     if bandwidth is not None and any(action.op is Op.OFFLOAD for _, action in pipeline.actions()):
         kept = costs.bytes_kept(schedule)
@@ -189,7 +186,6 @@ def _seconds(
                 "the memory link has a bandwidth, but the costs have no activation_bytes. Add activation_bytes per "
                 "stage."
             )
-        for stage in stages:
-            for op in (Op.OFFLOAD, Op.RELOAD):
-                seconds[op][stage] += kept[0][stage] / bandwidth
+        for op in (Op.OFFLOAD, Op.RELOAD):
+            seconds[op] = [each + size / bandwidth for each, size in zip(seconds[op], kept[0], strict=True)]
     return seconds

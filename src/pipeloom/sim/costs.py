@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import add
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
@@ -149,14 +150,11 @@ class Costs:
         """One time for each stage. `backward` splits into equal halves unless both parts are given instead."""
         if (backward is None) == (backward_input is None) or (backward_input is None) != (backward_weight is None):
             raise InputError("costs per stage need either backward, or both backward_input and backward_weight.")
-        if backward is not None:
-            backward_input = backward_weight = [seconds / 2 for seconds in backward]
-        assert backward_input is not None
-        assert backward_weight is not None
+        halves = [seconds / 2 for seconds in backward or ()]
         return cls(
             forward=tuple(forward),
-            backward_input=tuple(backward_input),
-            backward_weight=tuple(backward_weight),
+            backward_input=tuple(halves if backward_input is None else backward_input),
+            backward_weight=tuple(halves if backward_weight is None else backward_weight),
             other=other or {},
         )
 
@@ -233,9 +231,8 @@ class Costs:
         )
         table = {op: self.others(op, schedule) for op in Op}
         table[Op.F], table[Op.I], table[Op.W] = forward, backward_input, backward_weight
-        if self.backward is None:
-            table[Op.B] = tuple(i + w for i, w in zip(backward_input, backward_weight, strict=True))
-        else:
+        table[Op.B] = tuple(map(add, backward_input, backward_weight))
+        if self.backward is not None:
             table[Op.B] = _by_stage("backward", self.backward, schedule)
         return table
 

@@ -96,7 +96,12 @@ def parse_costs(text: str) -> CostsFile:
 
 
 def _network(data: dict[str, Entry], sized: bool) -> Network:
-    links = [_link(link) for link in data["links"].members()] if "links" in data else []
+    links = []
+    for link in data["links"].members() if "links" in data else ():
+        entries = link.fields(("ranks", "bytes_per_second"))
+        pairs = (pair.members(length=2) for pair in entries["ranks"].members())
+        ranks = frozenset((source.whole(), target.whole()) for source, target in pairs)
+        links.append(Link(ranks=ranks, bytes_per_second=entries["bytes_per_second"].number()))
     known: dict[str, Any] = {what: data[what].number() for what in _BESIDE if what in data}
     if "bytes_per_second" in data and data["bytes_per_second"].value is not None:
         known["bytes_per_second"] = data["bytes_per_second"].number()
@@ -107,21 +112,9 @@ def _network(data: dict[str, Entry], sized: bool) -> Network:
     if "overlap_communication" in data:
         known["overlap_communication"] = data["overlap_communication"].flag()
     if "latency" in data:
-        known["latency_seconds"] = _latency(data["latency"])
+        latency = data["latency"]
+        is_table = isinstance(latency.value, list)  # with a row for each source rank
+        rows = latency.members() if is_table else ()
+        table = tuple(tuple(each.number() for each in row.members()) for row in rows)
+        known["latency_seconds"] = table if is_table else latency.number()
     return Network(links=tuple(links), **known)
-
-
-def _link(link: Entry) -> Link:
-    entries = link.fields(("ranks", "bytes_per_second"))
-    pairs = [pair.members(length=2) for pair in entries["ranks"].members()]
-    return Link(
-        ranks=frozenset((source.whole(), target.whole()) for source, target in pairs),
-        bytes_per_second=entries["bytes_per_second"].number(),
-    )
-
-
-def _latency(latency: Entry) -> float | tuple[tuple[float, ...], ...]:
-    """A number, or a table with a row for each source rank."""
-    if not isinstance(latency.value, list):
-        return latency.number()
-    return tuple(tuple(each.number() for each in row.members()) for row in latency.members())

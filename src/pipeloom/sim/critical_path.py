@@ -62,10 +62,9 @@ class _Back:
         self.path: list[tuple[int, Span]] = []
         self.rows, self.schedule = timeline.compute_spans, timeline.schedule
         self.index = {s.action: (rank, n) for rank, row in enumerate(self.rows) for n, s in enumerate(row)}
-        self.sent = {transfer.action: transfer for transfer in timeline.transfers}
-        latency = timeline.latency_seconds
-        self.latency = latency if isinstance(latency, tuple) else None
-        self.same_latency = 0.0 if isinstance(latency, tuple) else latency
+        self.sent: dict[Action | None, Transfer] = {transfer.action: transfer for transfer in timeline.transfers}
+        latency, ranks = timeline.latency_seconds, len(self.rows)
+        self.latency = latency if isinstance(latency, tuple) else ((latency,) * ranks,) * ranks
         self.first_of = {second: first for first, second in timeline.overlapped}
         self.on_line = {(transfer.line, transfer.end): transfer for transfer in timeline.transfers}
         self.of_rank = {(transfer.source, transfer.end): transfer for transfer in timeline.transfers}
@@ -97,10 +96,8 @@ class _Back:
     def _awaited(self, rank: int, span: Span) -> Span | None:
         """The background transfer that ended when a computation, or the unit that it starts, could start."""
         members = [span.action, *filter(None, (self.schedule.partners.get(span.action),))]
-        for each in self.background[rank]:
-            if each.end == span.start and any(_needs(member, each.action) for member in members):
-                return each
-        return None
+        ended = (each for each in self.background[rank] if each.end == span.start)
+        return next((each for each in ended if any(_needs(member, each.action) for member in members)), None)
 
     def beside(self, rank: int, span: Span) -> _Place | None:
         """Put a background transfer on the path, and those directly before it on its link; returns the computation
@@ -121,34 +118,27 @@ class _Back:
 
     def _causes(self, rank: int, position: int, span: Span) -> Iterable[_Cause]:
         if position:
-            own = (rank, position - 1)
-            sent = self._blocking(self.rows[rank][position - 1].action)
-            if self.rows[rank][position - 1].action in self.schedule.partners:  # the second member of a unit
+            own, before = (rank, position - 1), self.rows[rank][position - 1]
+            if before.action in self.schedule.partners:  # the second member of a unit
                 yield _Cause(span.start, own, None)
                 return
-            yield _Cause(self.rows[rank][position - 1].end if sent is None else sent.end, own, sent)
+            sent = self._blocking(before.action)
+            yield _Cause(before.end if sent is None else sent.end, own, sent)
         for need in awaited(span.action, self.schedule):
             if need not in self.index or self.index[need][0] == rank:
                 continue
-            source, producer = self._end_of(need)
-            lag = self.same_latency if self.latency is None else self.latency[source][rank]
-            message = message_after(need, self.schedule)
-            transfer = self.sent.get(message) if message is not None else None
+            source, producer = self.index[self.schedule.partners.get(need, need)]  # the end of its unit
+            transfer = self.sent.get(message_after(need, self.schedule))
             if transfer is None:
-                yield _Cause(self.rows[source][producer].end + lag, (source, producer), None)
+                there = self.rows[source][producer].end
             else:
                 there = transfer.start if transfer.blocking else transfer.end
-                yield _Cause(there + lag, (source, producer), transfer)
-
-    def _end_of(self, action: Action) -> tuple[int, int]:
-        """Where the action's result is available: at its own end, or at the end of its unit."""
-        return self.index[self.schedule.partners.get(action, action)]
+            yield _Cause(there + self.latency[source][rank], (source, producer), transfer)
 
     def _blocking(self, action: Action) -> Transfer | None:
         """The last transfer that kept the rank of a computation busy after it."""
         for member in (action, *filter(None, (self.first_of.get(action),))):
-            message = message_after(member, self.schedule)
-            transfer = self.sent.get(message) if message is not None else None
+            transfer = self.sent.get(message_after(member, self.schedule))
             if transfer is not None and transfer.blocking:
                 return transfer
         return None
@@ -157,7 +147,8 @@ class _Back:
         stage, op, microbatch, piece = transfer.action
         ops = (Op.F,) if op is Op.SEND_F else (Op.B, Op.I)
         candidates = (Action(stage, each, microbatch, piece) for each in ops)
-        return self._end_of(next(action for action in candidates if action in self.index))
+        action = next(action for action in candidates if action in self.index)
+        return self.index[self.schedule.partners.get(action, action)]
 
     def _held_up_by(self, transfer: Transfer, produced: float) -> Transfer | None:
         """The transfer that had to end before this one could start."""

@@ -75,7 +75,7 @@ def fit_data_link(data: DataAxis, timed: Iterable[TimedCollective], slowdown: fl
     latency = fmean(latencies) if latencies else 0.0
     rates: dict[Op, float | None] = {}
     for op, (size, seconds, messages) in largest.items():
-        through = _form_bytes(data, op, size)
+        through = forms[op](data, size, Network(data_bytes_per_second=1.0))  # bytes over each replica's link
         left = seconds - messages * latency
         rates[op] = through / left if left > 0 and through else None
     return DataLink(
@@ -84,12 +84,6 @@ def fit_data_link(data: DataAxis, timed: Iterable[TimedCollective], slowdown: fl
         latency_seconds=latency,
         slowdown=slowdown,
     )
-
-
-def _form_bytes(data: DataAxis, op: Op, size: float) -> float:
-    """Bytes that an `op` of `size` bytes sends over each replica's link."""
-    form = gather_seconds if op is Op.UNSHARD else reduce_seconds
-    return form(data, size, Network(data_bytes_per_second=1.0))
 
 
 def slowdown(computing: float, collectives: float, cores: float) -> float:

@@ -85,13 +85,12 @@ class Network:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_seconds("send_seconds", self.send_seconds)
-        check_seconds("receive_seconds", self.receive_seconds)
+        for what in ("send_seconds", "receive_seconds", "data_latency_seconds"):
+            check_seconds(what, getattr(self, what))
         rows = self.latency_seconds if isinstance(self.latency_seconds, tuple) else ((self.latency_seconds,),)
         for row in rows:
             for seconds in row:
                 check_seconds("latency_seconds", seconds)
-        check_seconds("data_latency_seconds", self.data_latency_seconds)
         if not 0 <= self.data_slowdown <= 1:
             raise InputError(
                 f"data_slowdown={self.data_slowdown}: must be the fraction of speed that computations lose, 0 to 1."
@@ -136,12 +135,8 @@ class Network:
 
         Schedules are optimized for this lower bound; `simulate` adds waits for busy links.
         """
-        return tuple(
-            tuple(map(add, latencies, transfers))
-            for latencies, transfers in zip(
-                self.latency(schedule.num_ranks), self.transfer_seconds(schedule, costs), strict=True
-            )
-        )
+        rows = zip(self.latency(schedule.num_ranks), self.transfer_seconds(schedule, costs), strict=True)
+        return tuple(tuple(map(add, latencies, transfers)) for latencies, transfers in rows)
 
     def transfer_seconds(self, schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
         """``[source][target]``: the transfer time of the pair's smallest message on an idle link."""
@@ -169,14 +164,11 @@ class Network:
         """
         table = self.transfer_seconds(schedule, costs)
         there, back = [0.0] * schedule.num_stages, [0.0] * schedule.num_stages
-        if not self.overlap_communication:
-            for stage, (holders, next_holders) in enumerate(pairwise(schedule.placement.replicas)):
-                pairs = list(product(holders, next_holders))
-                forth = min(table[a][b] for a, b in pairs)
-                returned = min(table[b][a] for a, b in pairs)
-                for each in (stage, stage + 1):  # it sends, and the next receives, and the other way round
-                    there[each] += forth
-                    back[each] += returned
+        holders = () if self.overlap_communication else pairwise(schedule.placement.replicas)
+        for stage, pair in enumerate(holders):
+            for each in (stage, stage + 1):  # it sends, and the next receives, and the other way round
+                there[each] += min(table[a][b] for a, b in product(*pair))
+                back[each] += min(table[b][a] for a, b in product(*pair))
         return tuple(there), tuple(back)
 
 

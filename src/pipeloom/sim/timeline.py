@@ -106,10 +106,8 @@ class Timeline:
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
         """For each rank, the seconds it computes."""
-        spans = (
-            row.busy if isinstance(row, SpanRow) else math.fsum(span.end - span.start for span in row)
-            for row in self.compute_spans
-        )
+        rows = self.compute_spans
+        spans = (row.busy if isinstance(row, SpanRow) else math.fsum(end - at for _, at, end in row) for row in rows)
         return tuple(map(sub, spans, self.waits)) if self.waits else tuple(spans)
 
     @property
@@ -124,11 +122,9 @@ class Timeline:
         For a stream, see `steady_period`; None if it is too short. For consecutive steps, the makespan divided
         by the number of micro-batches.
         """
-        return (
-            steady_period(self.schedule, self.compute_spans)
-            if self.is_stream
-            else self.makespan / self.num_microbatches
-        )
+        if self.is_stream:
+            return steady_period(self.schedule, self.compute_spans)
+        return self.makespan / self.num_microbatches
 
     @property
     def ideal_period_seconds(self) -> float:
@@ -153,17 +149,13 @@ class Timeline:
     @property
     def peak_bytes(self) -> tuple[float, ...] | None:
         """For each rank, peak bytes of activations, including those kept for W; None if unknown."""
-        if self.memory_bytes is None:
-            return None
-        return tuple(map(_peak, self.memory_bytes))
+        return None if self.memory_bytes is None else tuple(map(_peak, self.memory_bytes))
 
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule that ran, read back from the computations."""
-        orders = tuple(
-            row.actions if isinstance(row, SpanRow) else tuple(span.action for span in row)
-            for row in self.compute_spans
-        )
+        rows = self.compute_spans
+        orders = tuple(row.actions if isinstance(row, SpanRow) else tuple(span.action for span in row) for row in rows)
         return Schedule(
             name=self.name,
             num_microbatches=self.num_microbatches,

@@ -72,7 +72,9 @@ def _refusal(module: nn.Module) -> str:
     declared: Any = getattr(module, "sliceable", None)
     if isinstance(declared, str) or (declared is not None and not declared):
         return declared or "declares sliceable = False"
-    if declared and _declares(module):
+    # Set on the module, or by the class that defines its forward or a subclass of that.
+    classes = (names for names in map(vars, type(module).__mro__) if {"sliceable", "forward"} & names.keys())
+    if declared and ("sliceable" in vars(module) or "sliceable" in next(classes, {})):
         return ""
     if "forward" in vars(module):
         return "has a forward set on the instance"
@@ -90,14 +92,6 @@ def _refusal(module: nn.Module) -> str:
     if declared:
         return "overrides the forward of the class that declares sliceable"
     return "is not known to process tokens independently"
-
-
-def _declares(module: nn.Module) -> bool:
-    """Whether ``sliceable`` is set on the module, or by the class that defines its forward or a subclass of that."""
-    if "sliceable" in vars(module):
-        return True
-    defining = (names for names in map(vars, type(module).__mro__) if {"sliceable", "forward"} & names.keys())
-    return "sliceable" in next(defining, {})
 
 
 def _setting_refusal(module: nn.Module) -> str:

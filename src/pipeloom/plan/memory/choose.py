@@ -90,7 +90,11 @@ def _choice(program: Program, model: MemoryModel, costs: Costs | None, network: 
             parameters, gradients = stage_bytes(model)
             costs = replace(costs, parameter_bytes=parameters, gradient_bytes=gradients)
         if costs.units is None:
-            costs = replace(costs, units=_unit_counts(program, model))
+            counts = [1] * program.schedule.num_stages
+            for rank in range(program.num_ranks):
+                for stage, units in units_of_rank(program, model, rank).items():
+                    counts[stage] = min(MOST_UNITS, max(counts[stage], len(units)))
+            costs = replace(costs, units=tuple(counts))
     memory = memory_of_ranks(program, model)
     return Choice(program=program, model=model, memory=memory, seconds=simulate(program, costs, network).makespan)
 
@@ -100,15 +104,6 @@ def stage_bytes(model: MemoryModel) -> tuple[tuple[float, ...], tuple[float, ...
     formats = NumberBytes.of(model.precision)
     counts = [num_parameters(stage) for stage in model.stages]
     return tuple(float(formats.compute * n) for n in counts), tuple(float(formats.gradient * n) for n in counts)
-
-
-def _unit_counts(program: Program, model: MemoryModel) -> tuple[int, ...]:
-    """For each stage, the number of units in which it is gathered and reduced (`Costs.units`)."""
-    counts = [1] * program.schedule.num_stages
-    for rank in range(program.num_ranks):
-        for stage, units in units_of_rank(program, model, rank).items():
-            counts[stage] = min(MOST_UNITS, max(counts[stage], len(units)))
-    return tuple(counts)
 
 
 def _with_recompute(schedule: Schedule, model: MemoryModel, costs: Costs) -> Costs:
