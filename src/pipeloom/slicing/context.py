@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -111,6 +112,7 @@ class _Extend(torch.autograd.Function):
         return own, None, None, None
 
 
+@dataclass(slots=True, eq=False)
 class Slice:
     """The slice that is running.
 
@@ -121,19 +123,14 @@ class Slice:
         cache: tensors that modules compute once per slice, such as masks.
     """
 
-    __slots__ = ("_calls", "_context", "_first_time", "cache", "end", "index", "length", "start")
-
-    def __init__(
-        self, context: SliceContext, index: int, start: int, end: int, length: int, *, first_time: bool
-    ) -> None:
-        self.index = index
-        self.start = start
-        self.end = end
-        self.length = length
-        self.cache: dict[Hashable, Tensor] = {}
-        self._context = context
-        self._first_time = first_time
-        self._calls: dict[Hashable, int] = {}
+    index: int
+    start: int
+    end: int
+    length: int
+    _context: SliceContext
+    _first_time: bool
+    cache: dict[Hashable, Tensor] = field(default_factory=dict)
+    _calls: dict[Hashable, int] = field(default_factory=dict)
 
     def extend(self, owner: Hashable, new: Tensor, dim: int = -2) -> Tensor:
         """Append `new` to the tensor that earlier slices extended under `owner`.
@@ -222,9 +219,7 @@ class SliceContext:
                 f"slice {index} from token {start} to {end} of {length}: must have at least one token and be inside "
                 "the sequence."
             )
-        first_time = index not in self._begun
-        piece = Slice(self, index, start, end, length, first_time=first_time)
-        before = current_slice()
+        piece, before = Slice(index, start, end, length, self, index not in self._begun), current_slice()
         torch._C._stash_obj_in_tls(_KEY, piece)
         try:
             yield piece

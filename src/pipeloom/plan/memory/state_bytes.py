@@ -118,17 +118,7 @@ def unit_bytes(
     sizes = [math.prod(shape) for shape in shapes.values()]
     count = sum(sizes)
     states = [state_elements(optimizer, shape, in_block=name in in_blocks) for name, shape in shapes.items()]
-    if data is None:
-        whole = formats.gradient * count
-        return UnitBytes(
-            parameters=formats.compute * count,
-            masters=0.0,
-            optimizer=_UPDATE_BYTES * sum(states),
-            gathered=0.0,
-            full_gradients=whole,
-            sending=0.0,
-            reduced=whole,
-        )
+    data = data or DataAxis(degree=1)
     layout, segment = FlatLayout.of_unit(sizes, data, loads), own_segment(data.strategy, replica)
     shards = [layout.shard(index, segment) for index in range(len(sizes))]
     parts = [(stop - start) / size if size else 0.0 for (start, stop), size in zip(shards, sizes, strict=True)]

@@ -95,25 +95,22 @@ class Pipelines:
 
     def by_ranks(self) -> Array:
         """The value for all layers on each number of components of the outermost level, shape (components + 1,)."""
-        level = len(self._problem.levels) - 1
-        return self._suffixes(level, self._step(level, 0))[:, 0, 0]
+        return self._suffixes(len(self._problem.levels) - 1, 0, every_end=False)[:, 0, 0]
 
     def plan(self) -> tuple[StageNode, ...]:
         """The fastest pipeline; of several, one with the fewest stages on the outermost level, then inside each."""
         level = len(self._problem.levels) - 1
         return self._plan(level, 0, self._problem.num_layers - 1, 0, float(self.by_ranks()[-1]))
 
-    def _suffixes(self, level: int, step: Step, *, add: bool = False, every_end: bool = False) -> Array:
-        components = self._problem.levels[level].components
-        return best_suffixes(
-            self._problem.num_layers, components, step, most_replicas=self._most_replicas, add=add, every_end=every_end
-        )
+    def _suffixes(self, level: int, behind: int, *, every_end: bool) -> Array:
+        components, step = self._problem.levels[level].components, self._step(level, behind)
+        sizes = self._problem.num_layers, components
+        return best_suffixes(*sizes, step, most_replicas=self._most_replicas, every_end=every_end)
 
     def _table(self, level: int, behind: int) -> Array:
         """Values for layers i..e on all components of a level, with `behind` ranks behind: shape (layers, layers)."""
         if (level, behind) not in self._tables:
-            values = self._suffixes(level, self._step(level, behind), every_end=True)
-            self._tables[level, behind] = values[-1, :-1]
+            self._tables[level, behind] = self._suffixes(level, behind, every_end=True)[-1, :-1]
         return self._tables[level, behind]
 
     def _behind(self, level: int, behind: int, replicas: int, components: int) -> int:
@@ -126,19 +123,16 @@ class Pipelines:
         weights = problem.weights[first, first:]
         others = np.arange(problem.levels[level].components - replicas + 1)
         if level:
-            inside = np.stack(
-                [
-                    self._table(level - 1, self._behind(level, behind, replicas, int(count)))[first, first:]
-                    for count in (others if self._counts_behind else others[:1])
-                ]
-            )
+            counts = others if self._counts_behind else others[:1]
+            tables = (self._table(level - 1, self._behind(level, behind, replicas, int(count))) for count in counts)
+            inside = np.stack([table[first, first:] for table in tables])
             return inside if self._memory else problem.stage_seconds(inside, weights, replicas, level)
+        seconds = problem.stage_seconds(problem.compute[first, first:], weights, replicas, level)
         if not self._counts_behind:
-            return problem.stage_seconds(problem.compute[first, first:], weights, replicas, level)[None]
+            return seconds[None]
         held = problem.memory_bytes(first, replicas, behind + others)
         if self._memory:
             return held
-        seconds = problem.stage_seconds(problem.compute[first, first:], weights, replicas, level)
         return np.where(held <= (problem.memory_cap or np.inf), seconds, np.inf)
 
     def _step(self, level: int, behind: int) -> Step:
@@ -159,15 +153,13 @@ class Pipelines:
         allowed = budget * (1 + _EQUAL)
         timed = self._step(level, behind)
 
-        def counted(start: int, replicas: int) -> tuple[Array, Array]:
-            alone, before = timed(start, replicas)
-            till = last - start
-            return np.where(alone[: till + 1] <= allowed, 1.0, np.inf), np.where(
-                before[:, :till] <= allowed, 1.0, np.inf
-            )
+        def stages(start: int, replicas: int) -> tuple[Array, Array]:
+            (alone, before), till = timed(start, replicas), last - start
+            counted = [np.where(each <= allowed, 1.0, np.inf) for each in (alone[: till + 1], before[:, :till])]
+            return counted[0], counted[1]
 
         left = problem.levels[level].components
-        counts = best_suffixes(last + 1, left, counted, most_replicas=self._most_replicas, add=True)[:, :, 0]
+        counts = best_suffixes(last + 1, left, stages, most_replicas=self._most_replicas, add=True)[:, :, 0]
         nodes = []
         while True:
             end, replicas = self._first_stage(timed, counts, first, last, left, allowed)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from time import perf_counter, thread_time
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from pipeloom.models.gpt import GPT
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.models.initial_values import init_parameters
 from pipeloom.plan.slicing.slice_costs import Sample, SliceCosts, fit
-from pipeloom.slicing import Slice, SliceContext, make_sliceable
+from pipeloom.slicing import SliceContext, make_sliceable
 from pipeloom.split import StageModule
 from pipeloom.split.profile import Clock, threads_of_a_rank, time_once, untouched
 
@@ -102,34 +103,34 @@ def measure_stage_slices(
     make_sliceable(stage)
     forward: list[Sample] = []
     backward: list[Sample] = []
+
+    def add(samples: int, length: int, context: int) -> int:
+        timed = _time_slice(stage, sample(samples, sequence), sequence, length, context, num_rounds)
+        forward.append(Sample(samples // piece * length, context, timed.forward))
+        backward.append(Sample(samples // piece * length, context, timed.backward))
+        return timed.token_bytes
+
     with threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
-        slices = _Slices(stage, sample, sequence, num_rounds)
         for length, context in _points(sequence, grid):
-            there, back = slices.time(piece, length, context)
-            forward.append(Sample(length, context, there))
-            backward.append(Sample(length, context, back))
-        latency, per_token = _message(slices.token_bytes, sequence)
+            token_bytes = add(piece, length, context)
+        latency, per_token = _message(token_bytes, sequence)
         size = 1
         while size < batch and forward[-1].seconds + backward[-1].seconds < _MOST_SECONDS:
             size = min(2 * size, batch)
-            there, back = slices.time(size * piece, sequence, 0)
-            forward.append(Sample(size * sequence, 0, there))
-            backward.append(Sample(size * sequence, 0, back))
+            add(size * piece, sequence, 0)
     (there_form, forward_error), (back_form, backward_error) = fit(forward), fit(backward)
     costs = SliceCosts(forward=there_form, backward=back_form, latency=latency, seconds_per_token_sent=per_token)
     return Measured(costs, forward_error, backward_error)
 
 
 class _InSlice(nn.Module):
-    """A stage on one slice of its context, as `time_once` calls it."""
+    """A stage on tokens `start` to `end` of its context, as `time_once` calls it."""
 
     def __init__(self, stage: nn.Module, context: SliceContext, index: int, start: int, end: int, length: int) -> None:
         super().__init__()
         self.stage = stage
-        self._context, self._place = context, (index, start, end, length)
-
-    def entered(self) -> AbstractContextManager[Slice]:
-        return self._context.slice(*self._place)
+        self.entered = partial(context.slice, index, start, end, length)
+        self._tokens = slice(start, end)
 
     def forward(self, value: Any) -> Any:
         with self.entered():
@@ -137,55 +138,57 @@ class _InSlice(nn.Module):
 
     def cut(self, value: Any) -> Any:
         """Its part of the sequence."""
-        _, start, end, _ = self._place
-        return tree_map(lambda leaf: leaf[:, start:end] if isinstance(leaf, Tensor) and leaf.dim() > 1 else leaf, value)
+        return tree_map(lambda leaf: leaf[:, self._tokens] if _has_tokens(leaf) else leaf, value)
 
 
-class _Slices:
-    """Times slices of a stage as in a pipeline: after earlier slices, and in the middle of the sequence."""
+class _Timed(NamedTuple):
+    """Seconds of a slice, and the bytes of its output per token, over all samples."""
 
-    def __init__(self, stage: nn.Module, sample: Callable[[int, int], Any], sequence: int, num_rounds: int) -> None:
-        self._stage, self._sample, self._sequence, self._num_rounds = stage, sample, sequence, num_rounds
-        self.token_bytes = 0  # of the output, over all samples of the last run
+    forward: float
+    backward: float
+    token_bytes: int
 
-    def time(self, samples: int, length: int, context: int) -> tuple[float, float]:
-        """Seconds forward and backward of `length` tokens behind `context` others."""
-        value = self._sample(samples, self._sequence)
-        clock = Clock([self._stage], value, _timer())
-        with untouched([self._stage], clock.cuda):
-            times = [self._run(value, length, context, clock)]
-            if sum(times[0]) < _LONG_SECONDS:
-                times = [self._run(value, length, context, clock) for _ in range(self._num_rounds)]
-        forward, backward = zip(*times, strict=True)
-        return median(forward), median(backward)
 
-    def _run(self, value: Any, length: int, context: int, clock: Clock) -> tuple[float, float]:
-        """One slice, after a slice of all earlier tokens, and before a slice of one token unless the sequence ends.
+def _time_slice(stage: nn.Module, value: Any, sequence: int, length: int, context: int, num_rounds: int) -> _Timed:
+    """The median times of `length` tokens behind `context` others."""
+    clock = Clock([stage], value, _timer())
+    with untouched([stage], clock.cuda):
+        runs = [_run(stage, value, sequence, length, context, clock)]
+        if runs[0].forward + runs[0].backward < _LONG_SECONDS:
+            runs = [_run(stage, value, sequence, length, context, clock) for _ in range(num_rounds)]
+    forward, backward, token_bytes = zip(*runs, strict=True)
+    return _Timed(median(forward), median(backward), token_bytes[-1])
 
-        The earlier slice leaves keys and values. The later slice runs its backward first, and leaves their gradients.
-        """
-        end = context + length
-        whole = min(end + 1, self._sequence)
-        shared = SliceContext()
-        places = [(a, b) for a, b in ((0, context), (context, end), (end, whole)) if a < b]
-        pieces = [_InSlice(self._stage, shared, index, a, b, whole) for index, (a, b) in enumerate(places)]
-        index = places.index((context, end))
 
-        @contextmanager
-        def behind() -> Iterator[None]:
-            for later in pieces[index + 1 :]:
-                time_once(later, later.cut(value), clock, around_backward=later.entered)
-            with pieces[index].entered():
-                yield
+def _run(stage: nn.Module, value: Any, sequence: int, length: int, context: int, clock: Clock) -> _Timed:
+    """One slice, after a slice of all earlier tokens, and before a slice of one token unless the sequence ends.
 
-        with torch.no_grad():
-            for earlier in pieces[:index]:
-                earlier(earlier.cut(value))
-        forward, backward, output = time_once(pieces[index], pieces[index].cut(value), clock, around_backward=behind)
-        shared.close()
-        sizes = [leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim() > 1]
-        self.token_bytes = sum(sizes) // length
-        return forward, backward
+    The earlier slice leaves keys and values. The later slice runs its backward first, and leaves their gradients.
+    """
+    end = context + length
+    whole = min(end + 1, sequence)
+    shared = SliceContext()
+    places = [(a, b) for a, b in ((0, context), (context, end), (end, whole)) if a < b]
+    pieces = [_InSlice(stage, shared, index, a, b, whole) for index, (a, b) in enumerate(places)]
+    index = places.index((context, end))
+
+    @contextmanager
+    def behind() -> Iterator[None]:
+        for later in pieces[index + 1 :]:
+            time_once(later, later.cut(value), clock, around_backward=later.entered)
+        with pieces[index].entered():
+            yield
+
+    with torch.no_grad():
+        for earlier in pieces[:index]:
+            earlier(earlier.cut(value))
+    forward, backward, output = time_once(pieces[index], pieces[index].cut(value), clock, around_backward=behind)
+    shared.close()
+    return _Timed(forward, backward, sum(leaf.nbytes for leaf in tree_leaves(output) if _has_tokens(leaf)) // length)
+
+
+def _has_tokens(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 1
 
 
 def _timer() -> Callable[[], float]:
@@ -221,7 +224,7 @@ def _message(token_bytes: int, sequence: int) -> tuple[float, float]:
             target.copy_(source)
             source.copy_(target)
             times.append(now() - start)
-        return sorted(times)[3]
+        return median(times)
 
     short, long = copy(1), copy(max(2, sequence))
     return short, max(0.0, long - short) / max(1, sequence - 1)

@@ -21,6 +21,7 @@ from pipeloom.plan.slicing.slice_costs import Array
 
 _MOST_ENTRIES = 2**22  # of the tables in memory together
 _MOST_AT_ONCE = 16  # limits tried together
+Pieces = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +40,10 @@ class Tables:
     sizes: tuple[int, ...]
     batch: int
 
-    @property
-    def width(self) -> int:
-        """Cells of the longest slice."""
-        return int(self.cost.shape[2])
-
     def keep(self, allowed: NDArray[np.bool_]) -> Tables:
         """The allowed slices only, as narrow as possible."""
         wide = np.flatnonzero(allowed.any(axis=(0, 1)))
-        first = int(wide[0]) if len(wide) else self.width - 1
+        first = int(wide[0]) if len(wide) else allowed.shape[2] - 1
         cost, *largest = (
             np.where(allowed[:, :, first:], table[:, :, first:], np.inf) for table in (self.cost, *self.largest)
         )
@@ -58,7 +54,7 @@ class Tables:
 class Answer:
     """Pieces ``(kind, ends of its slices)``, the sum of their costs, and the largest in each direction."""
 
-    pieces: tuple[tuple[int, tuple[int, ...]], ...]
+    pieces: Pieces
     total: float
     largest: tuple[float, ...]
 
@@ -88,7 +84,7 @@ def minimise(tables: Tables, widths: Sequence[float], tolerance: float = 0.0) ->
     # Half of the widths is for the buckets, the other half for the remaining gap to the bound.
     best, low = _search(together, [sum(widths) / 2], tolerance / 2, measured_by=tables, known=best)
     if best.objective - low > sum(widths) / 2 + (tolerance + 1e-12) * best.objective:
-        tables = tables.keep(floor[:, :, -tables.width :] <= best.objective * (1 + 1e-12))
+        tables = tables.keep(floor[:, :, -tables.cost.shape[2] :] <= best.objective * (1 + 1e-12))
         best, _ = _search(tables, widths, tolerance, measured_by=tables, known=best)
     return best
 
@@ -147,7 +143,7 @@ def _search(
         for (_, _, low, high), answer in zip(taken, _under(tables, limits), strict=True):
             if answer is None:
                 continue
-            measured = measure(measured_by, answer)
+            measured = measure(measured_by, answer.pieces)
             if measured.objective < best.objective:
                 best = measured
             least = min(least, answer.objective)
@@ -195,17 +191,17 @@ def _candidates(table: Array, width: float) -> Array:
     return np.asarray(values[np.append(bucket[1:] != bucket[:-1], True)])
 
 
-def measure(tables: Tables, answer: Answer) -> Answer:
-    """`answer` with the sum and the largest values of `tables`."""
-    width = tables.width
+def measure(tables: Tables, pieces: Pieces) -> Answer:
+    """The sum and the largest values of these pieces by `tables`."""
+    width = tables.cost.shape[2]
     chosen = [
         (end - 1, kind, start - end + width)
-        for kind, ends in answer.pieces
+        for kind, ends in pieces
         for start, end in zip((0, *ends), ends, strict=False)  # the last start is unused
     ]
     index = tuple(np.array(chosen).T)
     return Answer(
-        pieces=answer.pieces,
+        pieces=pieces,
         total=float(tables.cost[index].sum()),
         largest=tuple(float(table[index].max()) for table in tables.largest),
     )
@@ -224,15 +220,11 @@ def _under(tables: Tables, limits: Sequence[Sequence[float]]) -> list[Answer | N
     kinds = [_kinds(sums, tables.sizes, tables.batch) for sums in best[:, -1].reshape(len(limits), pieces)]
     lanes = sorted({index * pieces + kind for index, each in enumerate(kinds) for kind in each or ()})
     ends = dict(zip(lanes, _paths(cost[:, lanes], best[lanes]), strict=True))
-    return [
-        None
-        if each is None
-        else measure(
-            tables,
-            Answer(pieces=tuple((kind, ends[index * pieces + kind]) for kind in each), total=0.0, largest=()),
-        )
-        for index, each in enumerate(kinds)
-    ]
+    answers: list[Answer | None] = []
+    for index, each in enumerate(kinds):
+        found = tuple((kind, ends[index * pieces + kind]) for kind in each or ())
+        answers.append(measure(tables, found) if each is not None else None)
+    return answers
 
 
 def _slice(cost: Array) -> Array:

@@ -106,7 +106,7 @@ def slice_batch(
         batch=sizes,
         slices=slices,
         predicted_seconds=best.objective,
-        max_slice_seconds=sum(measure(replace(tables, largest=seconds), best).largest),
+        max_slice_seconds=sum(measure(replace(tables, largest=seconds), best.pieces).largest),
         gap_seconds=sum(widths) + tolerance * best.objective,
         peak_tokens=peak_tokens(slices, sizes, num_ranks),
     )
