@@ -28,8 +28,6 @@ from pipeloom.sim.costs import Costs
 from pipeloom.sim.simulator import build_timeline, simulate
 from pipeloom.sim.timeline import Span, Timeline
 
-Times = list[list[tuple[float, float]]]  # of ranks, (start, end) of their actions
-
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of even slices
 _FACTORS = (1, 2, 4, 8)  # on the ranks of the slicer
 _SIMULATED = 8  # candidates per piece size, the best by the formula
@@ -198,8 +196,7 @@ def slicing_seconds(
         num_ranks: pipeline-parallel degree.
         batch: sequences per piece (default: 1 each).
     """
-    forward, backward = _spans(costs, slices, num_ranks, batch)
-    return max(end for row in (*forward, *backward) for _, end in row)
+    return slicing_timeline(costs, slices, num_ranks=num_ranks, batch=batch).makespan
 
 
 def slicing_timeline(
@@ -214,12 +211,31 @@ def slicing_timeline(
 
     A micro-batch counts as one activation and a slice as an even part of one.
     """
-    forward, backward = _spans(costs, slices, num_ranks, batch)
+    sizes = [1] * len(slices) if batch is None else list(batch)
+    if len(sizes) != len(slices) or not slices or any(not lengths or min(lengths) < 1 for lengths in slices):
+        raise InputError(
+            f"slices={slices!r}, batch={sizes!r}: each piece needs slices of at least 1 token. Give one list per piece."
+        )
     units = [
         (piece, None if len(lengths) == 1 else part)
         for piece, lengths in enumerate(slices)
         for part in range(len(lengths))
     ]
+    asked = [
+        (size, length, end - length)
+        for size, lengths in zip(sizes, slices, strict=True)
+        for length, end in zip(lengths, accumulate(lengths), strict=True)
+    ]
+    known: dict[tuple[int, tuple[int, int, int]], Array] = {}
+    seconds = []
+    for stage in stages_of(costs, num_ranks):
+        for each in asked:
+            if (id(stage), each) not in known:
+                known[id(stage), each] = ask(stage, *each)
+        seconds.append(np.array([known[id(stage), each] for each in asked]).T.tolist())
+    forward = _flow([times for times, _ in seconds], [0.0] * num_ranks)
+    ended = [row[-1][1] for row in forward]
+    backward = _flow([times[::-1] for _, times in seconds[::-1]], ended[::-1])[::-1]
     spans = [
         [Span(Action(rank, Op.F, *unit), *span) for unit, span in zip(units, forward[rank], strict=True)]
         + [Span(Action(rank, Op.B, *unit), *span) for unit, span in zip(units[::-1], backward[rank], strict=True)]
@@ -235,37 +251,7 @@ def slicing_timeline(
     return build_timeline(schedule, spans, name=name, kind="simulated")
 
 
-def _spans(
-    costs: SliceTime | Sequence[SliceTime],
-    slices: Sequence[Sequence[int]],
-    num_ranks: int,
-    batch: Sequence[int] | None,
-) -> tuple[Times, Times]:
-    """Per rank, (start, end) of the forwards in order, and of the backwards from the last to the first."""
-    sizes = [1] * len(slices) if batch is None else list(batch)
-    if len(sizes) != len(slices) or not slices or any(not lengths or min(lengths) < 1 for lengths in slices):
-        raise InputError(
-            f"slices={slices!r}, batch={sizes!r}: each piece needs slices of at least 1 token. Give one list per piece."
-        )
-    units = [
-        (size, length, end - length)
-        for size, lengths in zip(sizes, slices, strict=True)
-        for length, end in zip(lengths, accumulate(lengths), strict=True)
-    ]
-    known: dict[tuple[int, tuple[int, int, int]], tuple[float, float]] = {}
-    seconds = []
-    for stage in stages_of(costs, num_ranks):
-        for unit in units:
-            if (id(stage), unit) not in known:
-                known[id(stage), unit] = tuple(map(float, ask(stage, *unit)))  # type: ignore[assignment]
-        seconds.append([known[id(stage), unit] for unit in units])
-    forward = _flow([[times[0] for times in row] for row in seconds], [0.0] * num_ranks)
-    ended = [row[-1][1] for row in forward]
-    backward = _flow([[times[1] for times in row[::-1]] for row in seconds[::-1]], ended[::-1])
-    return forward, backward[::-1]
-
-
-def _flow(seconds: Sequence[Sequence[float]], free: Sequence[float]) -> Times:
+def _flow(seconds: Sequence[Sequence[float]], free: Sequence[float]) -> list[list[tuple[float, float]]]:
     """(start, end) of jobs that pass through the stages in order; each stage runs them in order once it is free."""
     arrive = [-math.inf] * len(seconds[0])
     rows = []
