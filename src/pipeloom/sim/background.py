@@ -23,9 +23,7 @@ from __future__ import annotations
 from collections import deque
 
 from pipeloom.errors import InputError
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.data_axis import DataAxis, Granularity
-from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.ir import Action, DataAxis, Granularity, Op, Program, Schedule
 from pipeloom.ir.walk import meets
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.network import Network

@@ -9,8 +9,7 @@ from operator import add
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
-from pipeloom.ir.action import Op
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir import Op, Schedule
 from pipeloom.ir.versions import weight_version_bytes
 
 MOST_UNITS = 10_000  # of a stage

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from pipeloom.ir.action import Op
-from pipeloom.ir.data_axis import DataAxis
+from pipeloom.ir import DataAxis, Op
 from pipeloom.sim.background import gather_seconds, reduce_seconds
 from pipeloom.sim.network import Network
 

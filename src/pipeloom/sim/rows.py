@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir import Action, Op, Schedule
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,9 +12,8 @@ from typing import Literal
 
 from pipeloom.common.json_reader import Entry, load_json
 from pipeloom.errors import InputError
-from pipeloom.ir.action import COMPUTE_OPS, Action, Op
-from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Schedule, Uses, WeightPolicy
+from pipeloom.ir import COMPUTE_OPS, Action, Op, Placement, Schedule, WeightPolicy
+from pipeloom.ir.schedule import Uses
 from pipeloom.ir.text import parse_action
 from pipeloom.ir.versions import versions_used, weight_versions
 from pipeloom.sim.background import LINKS

@@ -13,9 +13,8 @@ from operator import add
 
 from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError
-from pipeloom.ir.action import Op
+from pipeloom.ir import Op, Program, Schedule
 from pipeloom.ir.recompute import Recompute
-from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
 from pipeloom.plan.memory.rank_memory import RankMemory, memory_of_rank, memory_of_ranks, units_of_rank
 from pipeloom.plan.memory.state_bytes import NumberBytes

@@ -14,9 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeloom.errors import InputError
-from pipeloom.ir.action import Op
-from pipeloom.ir.data_axis import Granularity
-from pipeloom.ir.schedule import Program
+from pipeloom.ir import Granularity, Op, Program
 from pipeloom.ir.unit_actions import gathers_inside, unit_actions
 from pipeloom.ir.versions import weight_version_bytes
 from pipeloom.parallel.data.unit_layout import BucketRule, ParameterUse, group_parameters, units_by_layer

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeloom.errors import InputError
-from pipeloom.models.gpt import GPT
-from pipeloom.models.gpt_config import GPTConfig
-from pipeloom.models.initial_values import init_parameters
+from pipeloom.models import GPT, GPTConfig, init_parameters
 from pipeloom.plan.slicing.slice_costs import Sample, SliceCosts, fit
 from pipeloom.slicing import SliceContext, make_sliceable
 from pipeloom.split import StageModule

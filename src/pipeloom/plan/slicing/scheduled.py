@@ -19,14 +19,11 @@ import numpy as np
 
 from pipeloom import schedules
 from pipeloom.errors import InputError
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.plan.slicing.slice_costs import Array, SliceTime, ask
 from pipeloom.plan.slicing.slicer import Slicing, check_sizes, slice_batch, stages_of, uniform
-from pipeloom.sim.costs import Costs
-from pipeloom.sim.simulator import build_timeline, simulate
-from pipeloom.sim.timeline import Span, Timeline
+from pipeloom.sim import Costs, Span, Timeline, simulate
+from pipeloom.sim.simulator import build_timeline
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of even slices
 _FACTORS = (1, 2, 4, 8)  # on the ranks of the slicer
