@@ -27,7 +27,7 @@ from pipeloom.errors import InputError, folded
 from pipeloom.ir import Schedule
 from pipeloom.ir.text import from_json, to_json
 from pipeloom.parallel.options import DataParallel, Precision
-from pipeloom.plan.plan_rules import check_orders, check_stages, check_values
+from pipeloom.plan.plan_rules import check_schedule, check_values
 from pipeloom.schedules import build, find, is_file, steady_length
 
 VERSION = 1
@@ -110,10 +110,7 @@ class Plan:
             object.__setattr__(self, "virtual_stages", schedule.placement.num_chunks)
         if one_word:
             object.__setattr__(self, "recompute", (self.recompute or ()) * schedule.num_stages)
-        given = self._given()
-        if schedule is self.schedule:
-            check_orders(given, schedule)
-        check_stages(given, schedule)
+        check_schedule(self._given(), schedule)
         self.data_parallel  # noqa: B018  # its own checks
         self.number_format  # noqa: B018
 

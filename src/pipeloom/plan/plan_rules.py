@@ -64,25 +64,22 @@ def _check_offload(given: Mapping[str, Any]) -> None:
         raise InputError(f"offload={target!r}: nothing is offloaded. Remove it, or set offload_states=True.")
 
 
-def check_orders(given: Mapping[str, Any], schedule: Schedule) -> None:
-    """Raises InputError for values that contradict the orders of a plan's own `schedule`."""
-    check(schedule)
-    made = {
-        "pipeline": schedule.num_ranks,
-        "microbatches": schedule.microbatches_per_update or schedule.num_microbatches,
-        "virtual_stages": schedule.placement.num_chunks,
-    }
-    for name, number in made.items():
-        if given[name] != number:
-            rule = f"the orders of schedule {schedule.name!r} have {number}. Use {name}={number}."
-            raise _refusal(given, name, rule)
-    for name in ("replicas", "in_flight", "weights"):
-        if name in given:
-            raise _refusal(given, name, f"the orders of schedule {schedule.name!r} already say it. Remove it.")
-
-
-def check_stages(given: Mapping[str, Any], schedule: Schedule) -> None:
-    """Raises InputError for values per slice, stage or rank that do not fit the schedule."""
+def check_schedule(given: Mapping[str, Any], schedule: Schedule) -> None:
+    """Raises InputError for values that contradict the schedule, which a plan may hold itself."""
+    if schedule is given["schedule"]:
+        check(schedule)
+        made = {
+            "pipeline": schedule.num_ranks,
+            "microbatches": schedule.microbatches_per_update or schedule.num_microbatches,
+            "virtual_stages": schedule.placement.num_chunks,
+        }
+        for name, number in made.items():
+            if given[name] != number:
+                rule = f"the orders of schedule {schedule.name!r} have {number}. Use {name}={number}."
+                raise _refusal(given, name, rule)
+        for name in ("replicas", "in_flight", "weights"):
+            if name in given:
+                raise _refusal(given, name, f"the orders of schedule {schedule.name!r} already say it. Remove it.")
     slices, stages = given.get("slices", schedule.num_slices), schedule.num_stages
     if schedule.num_slices != (len(slices) if isinstance(slices, tuple) else slices):
         rule = f"schedule {schedule.name!r} has {counted(schedule.num_slices, 'slice')}. Make both agree."

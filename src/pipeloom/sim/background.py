@@ -60,6 +60,7 @@ class Background:
 
     Attributes:
         spans: for each rank, the transfers on its links, one per unit if stages have units.
+        inside: whether links make computations longer.
     """
 
     def __init__(self, pipeline: Schedule | Program, costs: Costs, network: Network) -> None:
@@ -71,6 +72,7 @@ class Background:
         self._counts = counts or (1,) * schedule.num_stages
         self._seconds = _seconds(pipeline, schedule, costs, network, self._counts)  # of one unit
         self._slowdown = network.data_slowdown if data is not None else 0.0
+        self.inside = self._in_units or self._slowdown > 0
         self._one_by_one = data is not None and data.shards_parameters and data.granularity is Granularity.MICROBATCH
         self._one_reduction = data is not None and data.shards_optimizer
         reductions = pipeline.data_reductions if isinstance(pipeline, Program) and self._in_units else frozenset()
@@ -80,11 +82,6 @@ class Background:
         self._gathered: dict[tuple[int, int], list[float]] = {}  # of rank and stage, when each unit was gathered
         self._back: dict[Action, float] = {}  # ends of RELOADs
         self._busy: list[deque[Span]] = [deque() for _ in pipeline.orders]  # pending transfers of data links
-
-    @property
-    def inside(self) -> bool:
-        """Whether links make computations longer."""
-        return self._in_units or self._slowdown > 0
 
     def begin(self, rank: int, action: Action, now: float) -> None:
         """Issue a background action at `now`; the rank continues at once."""

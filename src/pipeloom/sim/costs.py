@@ -94,9 +94,6 @@ class Costs:
         if len(set(counts.values())) > 1:
             of = ", ".join(f"{what} has {count} entries" for what, count in counts.items())
             raise InputError(f"costs are of different stages ({of}): each must have one entry per stage.")
-        self._check_bytes()
-
-    def _check_bytes(self) -> None:
         for what in SIZES:
             for size in getattr(self, what) or ():
                 if not 0 <= size <= MOST:

@@ -171,12 +171,9 @@ def measured_timeline(
         if action.op in COMPUTE_OPS or in_background(action, schedule)
     )
     zero = min(begun, default=0.0)
-    rows: list[list[Span]] = [[] for _ in records]
-    beside: list[list[Span]] = [[] for _ in records]
-    for rank, record in enumerate(records):
-        for action, start, end in record:
-            row = beside[rank] if in_background(action, schedule) else rows[rank]
-            row.append(Span(action, max(0.0, start - zero), max(0.0, end - zero)))
+    spans = [[Span(action, max(0.0, at - zero), max(0.0, end - zero)) for action, at, end in row] for row in records]
+    rows = [[span for span in row if not in_background(span.action, schedule)] for row in spans]
+    beside = [[span for span in row if in_background(span.action, schedule)] for row in spans]
     for row in beside:
         row.sort(key=itemgetter(1, 2))
     return build_timeline(schedule, rows, name=name or schedule.name, kind="measured", background=beside, waits=waits)

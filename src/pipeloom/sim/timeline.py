@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import sub
@@ -244,19 +244,16 @@ def _spans(data: Sequence[Sequence[Sequence[str | float]]]) -> tuple[tuple[Span,
     rows = tuple(
         tuple(Span(parse_action(str(action)), float(start), float(end)) for action, start, end in row) for row in data
     )
-    _check_finite(start + end for row in rows for _, start, end in row)
+    if not math.isfinite(sum(start + end for row in rows for _, start, end in row)):
+        raise ValueError("times must be finite")
     return rows
 
 
 def _curves(data: Sequence[Sequence[Sequence[float]]]) -> tuple[tuple[tuple[float, float], ...], ...]:
     curves = tuple(tuple((float(at), float(value)) for at, value in points) for points in data)
-    _check_finite(at + value for points in curves for at, value in points)
-    return curves
-
-
-def _check_finite(values: Iterable[float]) -> None:
-    if not math.isfinite(sum(values)):
+    if not math.isfinite(sum(at + value for points in curves for at, value in points)):
         raise ValueError("times must be finite")
+    return curves
 
 
 def _latency(data: float | Sequence[Sequence[float]]) -> float | tuple[tuple[float, ...], ...]:

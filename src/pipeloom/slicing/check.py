@@ -85,24 +85,19 @@ def _refusal(module: nn.Module) -> str:
     forward: Any = type(module).forward
     kinds: tuple[Any, ...] = (*_PER_TOKEN, *_CONTAINERS)
     if any(isinstance(module, kind) and forward is kind.forward for kind in kinds):
-        return _setting_refusal(module)
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) > 1:
+            return f"normalises over {len(module.normalized_shape)} dimensions"
+        if isinstance(module, nn.Softmax) and module.dim != -1:
+            return f"normalises over dimension {module.dim}"
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            return "changes its weight in every forward"
+        return ""
     for refused, reason in _REASONS:
         if isinstance(module, refused):
             return reason
     if declared:
         return "overrides the forward of the class that declares sliceable"
     return "is not known to process tokens independently"
-
-
-def _setting_refusal(module: nn.Module) -> str:
-    """As `_refusal`, for the settings of torch's own modules."""
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) > 1:
-        return f"normalises over {len(module.normalized_shape)} dimensions"
-    if isinstance(module, nn.Softmax) and module.dim != -1:
-        return f"normalises over dimension {module.dim}"
-    if isinstance(module, nn.Embedding) and module.max_norm is not None:
-        return "changes its weight in every forward"
-    return ""
 
 
 class RefuseRawAttention(TorchFunctionMode):

@@ -77,9 +77,6 @@ class Profile:
             total = sum(float(getattr(layer, key)) for layer in self.layers)
             if total > MOST:
                 raise InputError(f"the profile: {key} add up to {total:g}: must be at most {MOST:g}. Check the units.")
-        self._check_ties()
-
-    def _check_ties(self) -> None:
         shared = [0.0] * len(self.layers)
         for number, (size, layers) in enumerate(self.ties):
             Entry(size, "the profile", f"ties[{number}].bytes").number()
