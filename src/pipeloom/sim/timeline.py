@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import sub
 from typing import Literal
@@ -180,27 +180,14 @@ class Timeline:
 
     def to_json(self) -> str:
         """One JSON object; `from_json` reads it back exactly."""
-        return json.dumps(
-            {
-                "name": self.name,
-                "kind": self.kind,
-                "ideal_seconds": self.ideal_seconds,
-                "num_microbatches": self.num_microbatches,
-                "num_slices": self.num_slices,
-                "placement": self.placement.replicas,
-                "spans": _rows(self.spans),
-                "background": _rows(self.background),
-                "waits": self.waits,
-                "memory": [*map(list, self.memory)],
-                "memory_bytes": None if self.memory_bytes is None else [*map(list, self.memory_bytes)],
-                "overlapped": sorted([str(first), str(second)] for first, second in self.overlapped),
-                "transfers": [[str(action), *rest] for action, *rest in self.transfers],
-                "latency_seconds": self.latency_seconds,
-                "weights": self.weights.value,
-                "microbatches_per_update": self.microbatches_per_update,
-                "weight_version_bytes": self.weight_version_bytes,
-            }
-        )
+        data = {each.name: getattr(self, each.name) for each in fields(self)}
+        data["placement"] = self.placement.replicas
+        data["spans"], data["background"] = _rows(self.spans), _rows(self.background)
+        data["memory"] = [*map(list, self.memory)]
+        data["memory_bytes"] = None if self.memory_bytes is None else [*map(list, self.memory_bytes)]
+        data["overlapped"] = sorted([str(first), str(second)] for first, second in self.overlapped)
+        data["transfers"] = [[str(action), *rest] for action, *rest in self.transfers]
+        return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
