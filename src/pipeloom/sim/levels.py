@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pipeloom.sim.rows import Floats
 
 Times = tuple["Floats", "Floats"]
+# What actions wait for from other ranks, and how long that travels (None: no time).
+Waits = list[tuple[Ints, "Floats | None"]]
 
 
 def spans_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Network) -> tuple[SpanRow, ...]:
@@ -42,14 +44,20 @@ def spans_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Net
         later = np.zeros(len(seconds))
         later[columns.units] = seconds[partners]
     latency = np.array(network.latency(schedule.num_ranks))
-    starts, ends = (_by_rounds if proof.rounds else _singly)(proof, seconds, latency, later)
+    rank, remotes = np.append(columns.rank, np.int32(0)), (proof.remote, proof.remote_of_partner)
+    waits: Waits = [
+        (remote, latency[rank[remote], rank[:-1]] if latency.any() else None)
+        for remote in remotes
+        if remote is not None
+    ]
+    starts, ends = (_by_rounds if proof.rounds else _singly)(proof, seconds, waits, later)
     return tuple(
         SpanRow(order, starts[a:b], ends[a:b])
         for order, a, b in zip(schedule.orders, columns.first[:-1], columns.first[1:], strict=True)
     )
 
 
-def _by_rounds(proof: Proof, seconds: Floats, latency: Floats, later: Floats | None) -> Times:
+def _by_rounds(proof: Proof, seconds: Floats, waits: Waits, later: Floats | None) -> Times:
     """Starts and ends by index. Within, actions are numbered by `Proof.sequence`, so a round is a slice."""
     sequence, count, begins = proof.sequence, len(proof.sequence), proof.columns.first
     number = np.empty(count + 1, np.int32)
@@ -57,9 +65,7 @@ def _by_rounds(proof: Proof, seconds: Floats, latency: Floats, later: Floats | N
     number[count] = count + 1  # no need: always available
     before = number[sequence - 1]
     before[number[begins[:-1][np.diff(begins) > 0]]] = count  # the first of a rank, which is free at 0
-    waits = [
-        (number[remote[sequence]], lags if lags is None else lags[sequence]) for remote, lags in _waits(proof, latency)
-    ]
+    waits = [(number[remote[sequence]], None if lags is None else lags[sequence]) for remote, lags in waits]
     seconds, later = seconds[sequence], None if later is None else later[sequence]
     starts, ends = np.empty(count), np.empty(count + 2)
     ends[count:] = 0.0, -np.inf
@@ -79,28 +85,18 @@ def _by_rounds(proof: Proof, seconds: Floats, latency: Floats, later: Floats | N
     return starts[number[:count]], ends[number[:count]]
 
 
-def _waits(proof: Proof, latency: Floats) -> list[tuple[Ints, Floats | None]]:
-    """What actions wait for from other ranks, and how long that travels (None: no time)."""
-    rank = np.append(proof.columns.rank, np.int32(0))
-    found: list[tuple[Ints, Floats | None]] = []
-    for remote in (proof.remote, proof.remote_of_partner):
-        if remote is not None:
-            found.append((remote, latency[rank[remote], rank[:-1]] if latency.any() else None))
-    return found
-
-
-def _singly(proof: Proof, seconds: Floats, latency: Floats, later: Floats | None) -> Times:
+def _singly(proof: Proof, seconds: Floats, waits: Waits, later: Floats | None) -> Times:
     """The same action by action, which is faster for few ranks."""
     count = len(proof.sequence)
     none = [0.0] * count
     begins = set(proof.columns.first.tolist())
-    waits = [(remote.tolist(), none if lags is None else lags.tolist()) for remote, lags in _waits(proof, latency)]
+    columns = [(remote.tolist(), none if lags is None else lags.tolist()) for remote, lags in waits]
     duration, after = seconds.tolist(), none if later is None else later.tolist()
     starts, ends = [0.0] * count, [0.0] * count
     there = [0.0] * count + [-math.inf]
     for index in proof.sequence.tolist():
         start = 0.0 if index in begins else ends[index - 1]
-        for sources, lags in waits:
+        for sources, lags in columns:
             come = there[sources[index]] + lags[index]
             if come > start:
                 start = come
