@@ -10,7 +10,7 @@ their scores, dropout, tensor parallelism as in Megatron-LM (arXiv:1909.08053): 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -137,15 +137,9 @@ def pipeline_stages(
     if layers % pipeline:
         raise InputError(f"pipeline={pipeline}: must divide the {layers} layers. Use a divisor.")
     per_node = max(1, cluster.devices_per_node // tensor)
-    common = {
-        "cluster": cluster,
-        "layers": layers // pipeline,
-        "width": width,
-        "heads": heads,
-        "tensor": tensor,
-        "recompute": recompute,
-    }
-    near, far = (StageTime(**common, message=where) for where in ("node", "network"))  # type: ignore[arg-type]
+    sizes = {"layers": layers // pipeline, "width": width, "heads": heads, "tensor": tensor}
+    far = StageTime(cluster=cluster, recompute=recompute, **sizes)
+    near = replace(far, message="node")
     return [far if stage % per_node == per_node - 1 else near for stage in range(pipeline)]
 
 

@@ -117,29 +117,23 @@ class Pipelines:
         """Ranks behind each component of a stage, see this module."""
         return -(-(behind + components * self._sizes[level]) // replicas) if self._counts_behind else 0
 
-    def _stage(self, level: int, behind: int, first: int, replicas: int) -> Array:
-        """Values of stages from layer `first`: shape (components of the level behind them, or 1; last layer)."""
-        problem = self._problem
-        weights = problem.weights[first, first:]
-        others = np.arange(problem.levels[level].components - replicas + 1)
-        if level:
-            counts = others if self._counts_behind else others[:1]
-            tables = (self._table(level - 1, self._behind(level, behind, replicas, int(count))) for count in counts)
-            inside = np.stack([table[first, first:] for table in tables])
-            return inside if self._memory else problem.stage_seconds(inside, weights, replicas, level)
-        seconds = problem.stage_seconds(problem.compute[first, first:], weights, replicas, level)
-        if not self._counts_behind:
-            return seconds[None]
-        held = problem.memory_bytes(first, replicas, behind + others)
-        if self._memory:
-            return held
-        return np.where(held <= (problem.memory_cap or np.inf), seconds, np.inf)
-
     def _step(self, level: int, behind: int) -> Step:
-        transfer = np.zeros(self._problem.num_layers) if self._memory else self._problem.transfer_seconds(level)
+        """Values of the stages of a level, with `behind` ranks behind its components."""
+        problem, components = self._problem, self._problem.levels[level].components
+        transfer = np.zeros(problem.num_layers) if self._memory else problem.transfer_seconds(level)
 
         def step(first: int, replicas: int) -> tuple[Array, Array]:
-            value = self._stage(level, behind, first, replicas)
+            weights = problem.weights[first, first:]
+            others = np.arange(components - replicas + 1 if self._counts_behind else 1)  # behind the stage
+            if level:
+                ranks = (self._behind(level, behind, replicas, int(count)) for count in others)
+                inside = np.stack([self._table(level - 1, each)[first, first:] for each in ranks])
+                value = inside if self._memory else problem.stage_seconds(inside, weights, replicas, level)
+            else:
+                value = problem.stage_seconds(problem.compute[first, first:], weights, replicas, level)[None]
+                if self._counts_behind:
+                    held = problem.memory_bytes(first, replicas, behind + others)
+                    value = held if self._memory else np.where(held <= (problem.memory_cap or np.inf), value, np.inf)
             return value[0], np.maximum(value[1:] if len(value) > 1 else value, transfer[first:])[:, :-1]
 
         return step
