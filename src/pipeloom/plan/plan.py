@@ -195,10 +195,8 @@ class Plan:
         entry = read_json(text, "the plan", "the output of a planning command (`--out`) or of Plan.save")
         version = entry.value.get("version", VERSION) if isinstance(entry.value, Mapping) else VERSION
         if type(version) is not int or version != VERSION:
-            raise InputError(
-                f"version={folded(version)}: this pipeloom reads version {VERSION}. Make "
-                "the plan again with this pipeloom."
-            )
+            rule = f"this pipeloom reads version {VERSION}. Make the plan again with this pipeloom."
+            raise InputError(f"version={folded(version)}: {rule}")
         required = [field.name for field in fields(cls) if field.default is MISSING]
         optional = [field.name for field in fields(cls) if field.default is not MISSING]
         data = {name: value.value for name, value in entry.fields(("version", *required), optional).items()}

@@ -13,7 +13,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -114,8 +114,7 @@ class SliceCosts:
 
     def to_json(self) -> str:
         """The text of a costs file; `parse_slice_costs` reads it back exactly."""
-        phases = {name: {"base": getattr(self, name).base, "context": getattr(self, name).context} for name in _PHASES}
-        return json.dumps({**phases, "latency": self.latency, "seconds_per_token_sent": self.seconds_per_token_sent})
+        return json.dumps(asdict(self))
 
 
 class Sample(NamedTuple):
