@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.field_types import check_fields
-from pipeloom.common.json_reader import read_json
+from pipeloom.common.json_reader import parse_file, read_json
 from pipeloom.common.quantities import bytes_text, seconds_text
 from pipeloom.errors import InputError, folded
 from pipeloom.ir import Schedule
@@ -220,13 +220,7 @@ class Plan:
         Raises:
             InputError: the file cannot be read, or holds no plan of this version; in one line with the path.
         """
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8-sig"))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text file"
-            raise InputError(f"plan {path}: {reason}. Name a readable plan file.") from error
-        except InputError as error:
-            raise InputError(f"plan {path}: {error}") from error
+        return parse_file("plan", path, cls.from_json, "plan file")
 
     def __str__(self) -> str:
         """One line per attribute that is set, then the reasons."""
