@@ -137,8 +137,9 @@ def pipeline_stages(
     if layers % pipeline:
         raise InputError(f"pipeline={pipeline}: must divide the {layers} layers. Use a divisor.")
     per_node = max(1, cluster.devices_per_node // tensor)
-    sizes = {"layers": layers // pipeline, "width": width, "heads": heads, "tensor": tensor}
-    far = StageTime(cluster=cluster, recompute=recompute, **sizes)
+    far = StageTime(
+        cluster=cluster, layers=layers // pipeline, width=width, heads=heads, tensor=tensor, recompute=recompute
+    )
     near = replace(far, message="node")
     return [far if stage % per_node == per_node - 1 else near for stage in range(pipeline)]
 
