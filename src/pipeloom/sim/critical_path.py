@@ -85,7 +85,10 @@ class _Back:
         cause = max(causes, key=lambda cause: cause.there)  # of equal ones the first, which is its own rank
         taken = next((each.transfer for each in causes if each.at[0] != rank and each.transfer is not None), None)
         if taken is not None and taken.blocking and cause.at[0] == rank:
-            self.path.append((rank, Span(_receive(taken.action), cause.there, span.start)))
+            send = taken.action
+            stage, op = (send.stage + 1, Op.RECV_F) if send.op is Op.SEND_F else (send.stage - 1, Op.RECV_B)
+            receive = Action(stage, op, send.microbatch, send.slice)
+            self.path.append((rank, Span(receive, cause.there, span.start)))
         transfer, source = cause.transfer, cause.at
         while transfer is not None:
             self.path.append((transfer.source, Span(transfer.action, transfer.start, transfer.end)))
@@ -164,10 +167,3 @@ def _needs(action: Action, beside: Action) -> bool:
     if beside.op is Op.UNSHARD:
         return action.stage == beside.stage and action.op in (Op.F, Op.B, Op.I)
     return action.op in (Op.B, Op.I) and beside == action.with_op(Op.RELOAD)
-
-
-def _receive(send: Action) -> Action:
-    """The other end of a message."""
-    forward = send.op is Op.SEND_F
-    other = send.stage + (1 if forward else -1)
-    return Action(other, Op.RECV_F if forward else Op.RECV_B, send.microbatch, send.slice)
