@@ -141,8 +141,7 @@ def measure_gpt(config: GPTConfig, *, batch: int, num_ranks: int) -> Profile:
     """
     import torch  # profiles from files need none
 
-    from pipeloom.models.gpt import GPT, loss_fn
-    from pipeloom.models.initial_values import init_parameters
+    from pipeloom.models import GPT, init_parameters, loss_fn
     from pipeloom.split import profile_model
     from pipeloom.split.profile import threads_of_a_rank
 
