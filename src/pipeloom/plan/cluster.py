@@ -113,8 +113,7 @@ def parse_cluster(text: str) -> Cluster:
     Raises:
         InputError: invalid JSON or a wrong value; the message names the key and the rule.
     """
-    root = read_json(text, "the cluster file", "an object with name, device, ...")
-    cluster: Cluster = _read(Cluster, root)
+    cluster: Cluster = _read(Cluster, read_json(text, "the cluster file", "an object with name, device, ..."))
     return cluster
 
 
