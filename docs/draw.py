@@ -19,12 +19,11 @@ from typing import Any
 
 import pipeloom as pl
 from pipeloom import cli
-from pipeloom.common.quantities import number_text, seconds_text
+from pipeloom.common.quantities import number_text, percent_text, seconds_text
 from pipeloom.ir.versions import versions_used
 from pipeloom.passes import lower, repeat_steps
 from pipeloom.plan.slicing import parse_slice_costs, slice_batch, slicing_timeline, uniform
 from pipeloom.report import timeline_svg
-from pipeloom.report.html import percent_text
 from pipeloom.report.plots import Series, line_chart
 from pipeloom.sim import Timeline
 from pipeloom.train.config.train_config import options

@@ -13,11 +13,13 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipeloom.cli.common.parser import Parser
 from pipeloom.common.quantities import bytes_text
+from pipeloom.errors import unwrapped
 from pipeloom.version import __version__
 
 # Required packages by import name, and their lowest versions.
@@ -66,10 +68,15 @@ def main(argv: list[str]) -> int:
 
 def examine() -> list[Check]:
     """Every finding about this machine, in the order of the report."""
-    python = ".".join(map(str, sys.version_info[:3]))
+    python = f"{platform.python_version()}, {platform.platform()}"
     checks = [
-        Check("python", sys.version_info >= (3, 11), f"{python}, {platform.platform()}", True, "install Python 3.11"),
-        *(_package(module, least) for module, least in _REQUIRED.items()),
+        Check("python", sys.version_info >= (3, 11), python, True, "install Python 3.11"),
+    ]
+    for module, least in _REQUIRED.items():
+        version, name = _version(module), _DISTRIBUTION.get(module, module)
+        ok = version is not None and _numbers(version) >= _numbers(least)
+        checks.append(Check(name, ok, version or "not installed", True, f"pip install '{name}>={least}'"))
+    checks += [
         *_torch_parts(),
         Check("cpu", True, _cores()),
         Check("memory", True, _memory()),
@@ -83,12 +90,6 @@ def examine() -> list[Check]:
         version = _version(module)
         checks.append(Check(module, version is not None, version or use, fix=f"pip install {package}"))
     return checks
-
-
-def _package(module: str, least: str) -> Check:
-    version, name = _version(module), _DISTRIBUTION.get(module, module)
-    ok = version is not None and _numbers(version) >= _numbers(least)
-    return Check(name, ok, version or "not installed", True, f"pip install '{name}>={least}'")
 
 
 def _version(module: str) -> str | None:
@@ -111,8 +112,8 @@ def _torch_parts() -> list[Check]:
         import torch
         import torch.distributed as dist
     except (ImportError, OSError) as error:  # OSError: a shared library of another machine
-        text = " ".join(str(error).split())
-        return [Check("torch import", False, text, True, "install torch again, for this machine: pytorch.org")]
+        fix = "install torch again, for this machine: pytorch.org"
+        return [Check("torch import", False, unwrapped(str(error)), True, fix)]
     num_devices = torch.cuda.device_count()
     devices = [torch.cuda.get_device_properties(index) for index in range(num_devices)]
     names = "; ".join(f"{device.name}, {bytes_text(device.total_memory)}" for device in devices)
@@ -133,26 +134,22 @@ def _torch_parts() -> list[Check]:
 def _cores() -> str:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = ""
-    try:  # a container may grant less time than it shows cores
+    with suppress(OSError, ValueError):  # a container may grant less time than it shows cores
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         if quota != "max":
             limit = f", limited to the time of {int(quota) / int(period):.3g}"
-    except (OSError, ValueError):
-        pass
     return f"{usable} cores usable of {os.cpu_count()}{limit}"
 
 
 def _memory() -> str:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     parts = [f"{bytes_text(total)} in all"]
-    try:
+    with suppress(OSError, ValueError, KeyError):
         rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         parts.append(f"{bytes_text(int(rows['MemAvailable'].split()[0]) * 1024)} available")
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
             parts.append(f"limited to {bytes_text(int(limit))}")
-    except (OSError, ValueError, KeyError):
-        pass
     return ", ".join(parts)
 
 
@@ -160,7 +157,7 @@ def _tried(name: str, attempt: Callable[[], None], found: str, required: bool = 
     try:
         attempt()
     except (OSError, AttributeError) as error:  # AttributeError: this system's Python has no such function
-        return Check(name, False, " ".join(str(error).split()), required, fix)
+        return Check(name, False, unwrapped(str(error)), required, fix)
     return Check(name, True, found, required, fix)
 
 

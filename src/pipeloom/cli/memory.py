@@ -57,7 +57,13 @@ def main(argv: Sequence[str]) -> int:
     if options.print_config is not None:
         print_config(config, options.print_config)
         return 0
-    vocabulary = _vocabulary(config, options.vocabulary_size)
+    vocabulary = options.vocabulary_size
+    if vocabulary is None:
+        from pipeloom.train.data.tokenizers import load_tokenizer
+
+        vocabulary = load_tokenizer(config.data.tokenizer).vocabulary_size
+    elif vocabulary < 1:
+        raise InputError(f"--vocabulary_size={vocabulary}: must be at least 1.")
     if options.costs is not None and config.memory.cap is None:
         raise InputError(
             "--costs works only with --memory.cap, which weighs memory against time. Add a cap, or remove it."
@@ -95,16 +101,6 @@ def _plan(config: TrainConfig, vocabulary: int, *, seconds: float | None, why: S
     )
 
 
-def _vocabulary(config: TrainConfig, given: int | None) -> int:
-    if given is None:
-        from pipeloom.train.data.tokenizers import load_tokenizer
-
-        return load_tokenizer(config.data.tokenizer).vocabulary_size
-    if given < 1:
-        raise InputError(f"--vocabulary_size={given}: must be at least 1.")
-    return given
-
-
 def _print_prediction(config: TrainConfig, vocabulary: int, choice: Choice | None, *, as_json: bool) -> None:
     replicas = config.data_degree
     shown = [0, 1] if replicas > 1 and config.data_parallel.kind.has_server else [0]
@@ -138,16 +134,14 @@ def _print_prediction(config: TrainConfig, vocabulary: int, choice: Choice | Non
 
 def _print_run(rows: Sequence[MemoryRow], *, as_json: bool) -> None:
     if as_json:
-        processes = [
-            {
-                "process": row.process,
-                "copy": row.replica,
-                "rank": row.rank,
-                "predicted": row.predicted,
-                "measured": row.measured,
-            }
-            for row in rows
-        ]
+        keys = {
+            "process": "process",
+            "copy": "replica",
+            "rank": "rank",
+            "predicted": "predicted",
+            "measured": "measured",
+        }
+        processes = [{key: getattr(row, name) for key, name in keys.items()} for row in rows]
         print(json.dumps({"processes": processes}, allow_nan=False))
         return
     table = []

@@ -108,25 +108,20 @@ def _levels(given: dict[str, Any]) -> list[tuple[int, float]]:
 
 
 def _check_schedule(given: dict[str, Any]) -> None:
-    dapple = given["schedule"] == "dapple"
-    if dapple != (given["microbatches"] is not None):
-        raise InputError(
-            "--schedule dapple needs the number of micro-batches per step. Add --microbatches."
-            if dapple
-            else "--microbatches works only with --schedule dapple: PipeDream has no steps. Remove it."
-        )
+    if given["schedule"] != "dapple":
+        if given["microbatches"] is not None:
+            raise InputError("--microbatches works only with --schedule dapple: PipeDream has no steps. Remove it.")
+        return
+    if given["microbatches"] is None:
+        raise InputError("--schedule dapple needs the number of micro-batches per step. Add --microbatches.")
     for name, default in (("levels", None), ("memory_cap", None), ("state_copies", 0.0)):
-        if dapple and given[name] != default:
+        if given[name] != default:
             option = "--" + name.replace("_", "-")
             raise InputError(f"{option} does not work with --schedule dapple. Remove it.")
 
 
 def _profile(given: dict[str, Any], num_ranks: int) -> tuple[Profile, dict[str, Any]]:
-    """The profile of a file, or measured here; and options of a training run on the measured model.
-
-    Raises:
-        InputError: the file cannot be read, options of a model are given with it, or model sizes are wrong.
-    """
+    """The profile of a file, or measured here; and options of a training run on the measured model."""
     if given["profile"] is not None:
         check_file_alone(given, "--profile", ("batch", "write_profile"), "the layer times")
         return parse_file("--profile", given["profile"], parse_profile), {}

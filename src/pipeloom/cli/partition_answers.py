@@ -29,19 +29,15 @@ from pipeloom.schedules import find, steady_length
 
 _MOST_SIMULATED = 50_000  # forwards per step; larger steps are not simulated
 _NEARLY = 1.001  # relative difference below which two periods count as equal
+_Levels = Sequence[tuple[int, float]]
+_Options = Mapping[str, Any]
 _POLICIES = ("1f1b", "dapple-pb")
 
 
 class StreamAnswer:
     """PipeDream's partition, compared with data parallelism alone and with one stage per rank."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        levels: Sequence[tuple[int, float]],
-        given: Mapping[str, Any],
-        options: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, profile: Profile, levels: _Levels, given: _Options, options: _Options) -> None:
         self._profile, self._form, self._options = profile, given["form"], options
         cap, model = given["memory_cap"], {"form": given["form"], "state_copies": given["state_copies"]}
         self._found = found = partition_layers(profile, levels, memory_cap=cap, **model)
@@ -79,11 +75,7 @@ class StreamAnswer:
         }
 
     def plan(self) -> Plan:
-        """The partition as a plan of schedule `pipedream`.
-
-        Raises:
-            InputError: several stages share weights.
-        """
+        """The partition as a plan of schedule `pipedream`. Raises InputError if several stages share weights."""
         why, size = [*self._reasons(), *self._waiting()], self._options.get("batch.size")
         return stream_plan(self._profile, self._found, in_flight=self._in_flight, batch_size=size, why=why)
 
@@ -169,13 +161,7 @@ class StreamAnswer:
 class SynchronousAnswer:
     """DAPPLE's partition, and the simulated step under DAPPLE's two policies."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        levels: Sequence[tuple[int, float]],
-        given: Mapping[str, Any],
-        options: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, profile: Profile, levels: _Levels, given: _Options, options: _Options) -> None:
         [(ranks, bandwidth)], microbatches = levels, given["microbatches"]
         published = given["form"] == "published"
         self._profile, self._options = profile, options
@@ -204,11 +190,7 @@ class SynchronousAnswer:
         }
 
     def plan(self) -> Plan:
-        """The partition as a plan under the faster policy.
-
-        Raises:
-            InputError: stages have different numbers of replicas.
-        """
+        """The partition as a plan under the faster policy. Raises InputError if numbers of replicas differ."""
         times = self._simulated or {_POLICIES[0]: self._found.step_seconds}
         name = min(times, key=times.__getitem__)
         size = self._options.get("batch.size")

@@ -74,11 +74,7 @@ class _Simulated(NamedTuple):
 
 
 def _names(options: Any) -> list[str]:
-    """The names of the schedules, validated.
-
-    Raises:
-        InputError: no schedule to compare, several without `compare`, or wrong output files.
-    """
+    """The names of the schedules. Raises InputError for a wrong number or name of them, or wrong output files."""
     names: list[str] = options.names
     if names[0] == _COMPARE:
         if not (names := names[1:]):
@@ -151,10 +147,7 @@ def _plan_json(made: _Simulated, inputs: Inputs) -> str:
     """The simulated schedule as a plan.
 
     A schedule that was built for the given costs, or read from a file, is stored with its orders; others by name. The
-    numbers of the simulation are predictions if the costs come from a file.
-
-    Raises:
-        InputError: a stream, an evaluation, or offloaded activations without a target.
+    numbers of the simulation are predictions if the costs come from a file. Raises InputError if no plan holds it.
     """
     from pipeloom.plan.plan import Plan
 

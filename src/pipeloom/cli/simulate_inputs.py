@@ -42,11 +42,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def _check_options(options: Any) -> None:
-    """Validate options that have a range, need another option, or exclude it.
-
-    Raises:
-        InputError: the first wrong option.
-    """
+    """Raise InputError if an option is out of range, needs another option, or excludes it."""
     given = {name: value for name, value in vars(options).items() if value is not None}
     for name, (holds, rule) in _RANGES.items():
         if name in given and not holds(given[name]):
@@ -131,11 +127,7 @@ class Inputs:
         return family(**sizes, num_chunks=chunks, num_slices=slices, conditions=measured, **stream), None
 
     def _stream(self, name: str) -> StreamOptions:
-        """The options of a stream. When comparing, an option goes to the schedules that support it, if any does.
-
-        Raises:
-            InputError: `--replicas` is not a list of integers.
-        """
+        """The options of a stream. When comparing, an option goes to the schedules that support it, if any does."""
 
         def supported(schedule: str) -> set[str]:
             return set() if schedules.is_file(schedule) else set(schedules.find(schedule).stream)

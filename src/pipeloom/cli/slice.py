@@ -97,11 +97,7 @@ def _plan(costs: SliceCosts, found: Slicing, whole: Slicing, *, schedule: str, s
 
 
 def _schedule(given: dict[str, Any]) -> str:
-    """The schedule on the command line, or one that keeps the memory limit.
-
-    Raises:
-        InputError: terapipe, which holds all tokens of the batch, under a lower limit.
-    """
+    """The schedule on the command line, or one that keeps the memory limit; terapipe holds all tokens of the batch."""
     named: str | None = given["schedule"]
     limit, tokens = given["memory_limit"], given["batch"] * given["sequence"]
     if limit is None or tokens <= limit:
@@ -146,11 +142,7 @@ def _parser() -> Parser:
 
 
 def _costs(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float] | None]:
-    """The slice times and, where they were measured, the error of the fit (forward, backward).
-
-    Raises:
-        InputError: the file cannot be read, options of a model are given with it, or model sizes are wrong.
-    """
+    """The slice times and, where they were measured, the error of the fit (forward, backward)."""
     if given["costs"] is not None:
         check_file_alone(given, "--costs", ("write_costs",), "the slice times")
         return parse_file("--costs", given["costs"], parse_slice_costs), None

@@ -8,23 +8,16 @@ from pipeloom.common.lazy_exports import lazy_exports
 from pipeloom.models.gpt_config import GPTConfig
 
 if TYPE_CHECKING:
-    from pipeloom.models.gpt import GPT, loss_fn
-    from pipeloom.models.initial_values import init_parameters, materialize
+    from pipeloom.models.gpt import GPT, init_parameters, loss_fn, materialize
 
 # Public name -> the module that defines it.
 _HOMES = {
     "GPT": "pipeloom.models.gpt",
-    "init_parameters": "pipeloom.models.initial_values",
+    "init_parameters": "pipeloom.models.gpt",
     "loss_fn": "pipeloom.models.gpt",
-    "materialize": "pipeloom.models.initial_values",
+    "materialize": "pipeloom.models.gpt",
 }
 
-__all__ = [
-    "GPT",
-    "GPTConfig",
-    "init_parameters",
-    "loss_fn",
-    "materialize",
-]
+__all__ = ["GPT", "GPTConfig", "init_parameters", "loss_fn", "materialize"]
 
 __getattr__ = lazy_exports(__name__, _HOMES)

@@ -1,8 +1,7 @@
 """Renders timelines and training runs: terminal picture, SVG, offline HTML, Perfetto trace. Needs no torch."""
 
-from pipeloom.report.html import simulation_html
+from pipeloom.report.html import simulation_html, write_report
 from pipeloom.report.perfetto import trace, write_trace
-from pipeloom.report.run_report import write_report
 from pipeloom.report.svg import timeline_svg
 from pipeloom.report.terminal import print_timeline
 

@@ -1,15 +1,29 @@
-"""Offline HTML pages: single files without scripts or external resources."""
+"""Offline HTML pages of simulations and training runs: single files without scripts or external resources."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeloom.common.quantities import bytes_text, number_text, seconds_text
+from pipeloom.common.atomic_file import write_whole
+from pipeloom.common.quantities import bytes_text, counted, number_text, percent_text, plural, seconds_text
+from pipeloom.errors import InputError
+from pipeloom.report.perfetto import write_trace
+from pipeloom.report.plots import Series, line_chart
+from pipeloom.report.run_files import Metrics, read_configuration, read_environment, read_metrics, read_timelines
 from pipeloom.report.svg import timeline_svg
 from pipeloom.sim.timeline import Timeline
 from pipeloom.version import __version__
+
+_CHARTS = (
+    ("gradient norm", "grad_norm"),
+    ("learning rate", "lr"),
+    ("tokens per second", "tokens_per_second"),
+    ("seconds per step", "step_seconds"),
+    ("bubble", "bubble_fraction"),
+)
 
 
 def simulation_html(timelines: Sequence[Timeline], *, title: str | None = None, critical: bool = False) -> str:
@@ -23,7 +37,7 @@ def simulation_html(timelines: Sequence[Timeline], *, title: str | None = None, 
     from markupsafe import Markup
 
     first = timelines[0]
-    return render(
+    return _render(
         "simulation.html.j2",
         title=title or " and ".join(dict.fromkeys(timeline.name for timeline in timelines)),
         lead=f"{first.num_ranks} ranks, {first.num_microbatches} micro-batches",
@@ -32,7 +46,37 @@ def simulation_html(timelines: Sequence[Timeline], *, title: str | None = None, 
     )
 
 
-def render(template: str, **values: Any) -> str:
+def write_report(output_dir: Path) -> Path:
+    """Write ``report.html`` and, if the run recorded a timeline, ``timeline.json.gz`` into `output_dir`.
+
+    Reads ``metrics.jsonl`` and, if they exist, ``config.yaml``, ``timelines.json`` (``{"measured": ...,
+    "predicted": ...}``, each the JSON of a `Timeline`) and ``environment.json`` (name -> value).
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        InputError: the directory has no metrics, a file is damaged, or the report cannot be written.
+    """
+    if not output_dir.is_dir():
+        raise InputError(f"{output_dir} is not a directory. Pass the --output_dir of `pipeloom train`.")
+    metrics = read_metrics(output_dir / "metrics.jsonl")
+    timelines = read_timelines(output_dir / "timelines.json")
+    report = output_dir / "report.html"
+    page = _page(output_dir, metrics, timelines)
+    try:
+        write_whole(report, page)
+        if "measured" in timelines:
+            write_trace(timelines["measured"], output_dir / "timeline.json.gz")
+    except OSError as error:
+        raise InputError(
+            f"{error.filename}: {error.strerror}. The report is written to the directory of the run: make it writable "
+            "and free space on its disk."
+        ) from error
+    return report
+
+
+def _render(template: str, **values: Any) -> str:
     """Render a template of this directory. Text is escaped unless it is `Markup`."""
     import jinja2
 
@@ -43,11 +87,114 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(version=__version__, seconds=seconds_text, number=number_text, bytes=bytes_text)
-    environment.globals["percent"] = percent_text
+    texts = {"seconds": seconds_text, "number": number_text, "bytes": bytes_text, "percent": percent_text}
+    environment.globals.update(texts, version=__version__)
     return environment.get_template(template).render(**values)
 
 
-def percent_text(fraction: float) -> str:
-    """``0.2727`` -> ``"27.3 %"``."""
-    return f"{100 * fraction:.1f} %"
+def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) -> str:
+    from markupsafe import Markup
+
+    lead = f"Training run, steps {metrics.steps[0]['step']} to {metrics.steps[-1]['step']}"
+    shown = [timelines[kind] for kind in ("measured", "predicted") if kind in timelines]
+    titles = []
+    for timeline in shown:
+        kind = "measured" if timeline.kind == "measured" else "predicted"
+        bubble = percent_text(timeline.bubble_fraction)
+        titles.append(f"{kind}: {seconds_text(timeline.makespan)}, bubble {bubble}")
+    if shown:
+        lead += f"; schedule {shown[0].name} on {counted(shown[0].num_ranks, 'rank')}, "
+        lead += f"{counted(shown[0].num_microbatches, 'micro-batch')} per step"
+    environment, environment_note = read_environment(output_dir / "environment.json")
+    loss = [Series(label="training loss", points=metrics.series("loss"))]
+    if metrics.evaluations:
+        loss.append(Series(label="validation loss", points=metrics.series("eval_loss"), style="b", marks=True))
+    return _render(
+        "run.html.j2",
+        title=output_dir.resolve().name,
+        lead=lead,
+        warnings=_warnings(metrics),
+        tiles=_tiles(metrics),
+        evaluated=bool(metrics.evaluations),
+        loss_chart=Markup(line_chart(loss, width=1040, height=300)),
+        picture=Markup(timeline_svg(shown, titles=titles)) if shown else "",
+        no_picture="This run recorded no timeline: timelines.json is not in its directory.",
+        ranks=_ranks(metrics),
+        charts=_charts(metrics),
+        configuration=read_configuration(output_dir / "config.yaml"),
+        environment=environment,
+        environment_note=environment_note,
+    )
+
+
+def _warnings(metrics: Metrics) -> list[str]:
+    found, skipped = [], metrics.skipped
+    for key, name in (("loss", "training loss"), ("eval_loss", "validation loss"), ("grad_norm", "gradient norm")):
+        bad = [int(step) for step, value in metrics.series(key) if not math.isfinite(value)]
+        if key == "grad_norm":
+            bad = [step for step in bad if step not in skipped]
+        if bad:
+            steps = ", ".join(map(str, bad[:12])) + (f" and {len(bad) - 12} more" if len(bad) > 12 else "")
+            found.append(f"The {name} was not finite at {plural('step', len(bad))} {steps} (red crosses below).")
+    if metrics.truncated:
+        found.append("The last line of metrics.jsonl is incomplete: the run was killed while it wrote the line.")
+    return found
+
+
+def _tiles(metrics: Metrics) -> list[dict[str, str]]:
+    tiles = []
+
+    def add(label: str, value: str, note: str = "") -> None:
+        tiles.append({"label": label, "value": value, "note": note})
+
+    if losses := metrics.series("loss"):
+        add("training loss", number_text(losses[-1][1]), f"at step {metrics.steps[-1]['step']}")
+    if evaluations := metrics.series("eval_loss"):
+        finite = [(value, step) for step, value in evaluations if math.isfinite(value)]
+        best = f"best {number_text(min(finite)[0])} at step {min(finite)[1]:.0f}" if finite else ""
+        add("validation loss", number_text(evaluations[-1][1]), best)
+    for label, key, text in (
+        ("tokens per second", "tokens_per_second", number_text),
+        ("seconds per step", "step_seconds", seconds_text),
+        ("bubble", "bubble_fraction", percent_text),
+    ):
+        if (median := metrics.median(key)) is not None:
+            predicted = metrics.median(f"predicted_{key}")
+            add(label, text(median), "median" if predicted is None else f"median; predicted {text(predicted)}")
+    if memory := [value for value in metrics.per_rank("peak_memory_bytes") if math.isfinite(value)]:
+        add("peak memory", bytes_text(max(memory)), "maximum over processes")
+    if scales := metrics.series("loss_scale"):
+        add("loss scale", number_text(scales[-1][1]), f"{counted(len(metrics.skipped), 'optimizer step')} skipped")
+    return tiles
+
+
+def _ranks(metrics: Metrics) -> list[dict[str, str]]:
+    memory, live = metrics.per_rank("peak_memory_bytes"), metrics.per_rank("live_activations")
+    most = max((value for value in memory if math.isfinite(value)), default=0.0)
+    count = max(len(memory), len(live))
+    ranks = len(live) or count  # ranks per data-parallel replica; memory is listed replica by replica
+    memory += [math.nan] * (count - len(memory))
+    live = (live or [math.nan]) * -(-count // max(1, len(live)))
+    return [
+        {
+            "name": f"{place}" if count == ranks else f"{place % ranks} of replica {place // ranks}",
+            "memory": bytes_text(used) if math.isfinite(used) else "not recorded",
+            "share": f"{100 * used / most:.1f}" if most and math.isfinite(used) else "0",
+            "live": number_text(alive) if math.isfinite(alive) else "not recorded",
+        }
+        for place, (used, alive) in enumerate(zip(memory, live, strict=False))
+    ]
+
+
+def _charts(metrics: Metrics) -> list[dict[str, Any]]:
+    from markupsafe import Markup
+
+    charts = []
+    for title, key in _CHARTS:
+        series, keys = [Series(label=title, points=metrics.series(key))], []
+        if predicted := metrics.series(f"predicted_{key}"):
+            series.append(Series(label=f"{title}, predicted", points=predicted, style="b"))
+            keys = [("a", "measured"), ("b", "predicted")]
+        if series[0].points:
+            charts.append({"title": title, "legend": keys, "svg": Markup(line_chart(series))})
+    return charts

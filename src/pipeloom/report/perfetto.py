@@ -40,13 +40,16 @@ def trace(timeline: Timeline) -> dict[str, Any]:
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "actions"}},
         ]
         events += [_slice(rank, span, timeline.versions_used) for span in row]
-        events += _links(timeline, rank)
+        for track, link in enumerate(timeline.links, 1):  # the background spans, one track per link
+            name = {"name": f"{link} link"}
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": name})
+            row = [span for span in timeline.background[rank] if LINKS[span.action.op] == link]
+            events += [_slice(rank, span, timeline.versions_used) | {"tid": track} for span in row]
         events += [
             {"ph": "C", "name": "live activations", "pid": rank, "ts": _nanoseconds(at) / 1e3, "args": {"live": live}}
             for at, live in timeline.memory[rank]
         ]
-    for number, arrow in enumerate(_messages(timeline)):
-        events += _arrow(number, *arrow)
+    events += _arrows(timeline)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -75,15 +78,6 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _links(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
-    """The background spans of a rank, one track per link."""
-    for track, link in enumerate(timeline.links, 1):
-        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": f"{link} link"}}
-        for span in timeline.background[rank]:
-            if LINKS[span.action.op] == link:
-                yield _slice(rank, span, timeline.versions_used) | {"tid": track}
-
-
 def _slice(rank: int, span: Span, versions: Uses) -> dict[str, Any]:
     (_, op, microbatch, _), start, end = span
     event: dict[str, Any] = {
@@ -101,27 +95,23 @@ def _slice(rank: int, span: Span, versions: Uses) -> dict[str, Any]:
     return event
 
 
-def _messages(timeline: Timeline) -> Iterator[tuple[int, Span, int, Span]]:
-    """(rank, span) of the producer and of the consumer for each activation or gradient sent between ranks."""
-    schedule = timeline.schedule
+def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Start and end of an arrow for each activation or gradient sent between ranks."""
     found: dict[Action, tuple[int, Span]] = {
         span.action: (rank, span) for rank, row in enumerate(timeline.compute_spans) for span in row
     }
+    number = 0
     for action, (rank, span) in found.items():
-        for need in dependencies(action, schedule):
+        for need in dependencies(action, timeline.schedule):
             source, producer = found.get(need, (rank, span))
-            if source != rank:
-                yield source, producer, rank, span
-
-
-def _arrow(number: int, source: int, producer: Span, rank: int, consumer: Span) -> list[dict[str, Any]]:
-    name = "activation" if consumer.action.op is Op.F else "gradient"
-    common = {"name": name, "cat": "message", "id": number, "tid": 0}
-    # The viewer attaches an arrow to the slice around its time stamp. The end of a slice is outside of it, and an empty
-    # send or receive may share its start.
-    leaves = max(_nanoseconds(producer.start), _nanoseconds(producer.end) - 1)
-    arrives = min(_nanoseconds(consumer.start) + 1, _nanoseconds(consumer.end))
-    return [
-        {"ph": "s", "pid": source, "ts": leaves / 1e3, **common},
-        {"ph": "f", "bp": "e", "pid": rank, "ts": arrives / 1e3, **common},
-    ]
+            if source == rank:
+                continue
+            name = "activation" if action.op is Op.F else "gradient"
+            common = {"name": name, "cat": "message", "id": number, "tid": 0}
+            # The viewer attaches an arrow to the slice around its time stamp. The end of a slice is outside of it, and
+            # an empty send or receive may share its start.
+            leaves = max(_nanoseconds(producer.start), _nanoseconds(producer.end) - 1)
+            arrives = min(_nanoseconds(span.start) + 1, _nanoseconds(span.end))
+            yield {"ph": "s", "pid": source, "ts": leaves / 1e3, **common}
+            yield {"ph": "f", "bp": "e", "pid": rank, "ts": arrives / 1e3, **common}
+            number += 1

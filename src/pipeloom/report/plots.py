@@ -67,18 +67,17 @@ def line_chart(series: Sequence[Series], *, width: float = 520.0, height: float 
 def _line(line: Series, at: Callable[[float, float], tuple[float, float]]) -> list[str]:
     path, parts, pen_down = [], [], False
     for x, y in _thinned(line.points):
+        tip = f"<title>{escape(line.label)} at {number_text(x)}: {number_text(y)}</title>"
         if not math.isfinite(y):
             pen_down = False
             px, _ = at(x, 0.0)
-            parts.append(f'<path class="bad" d="M{px - 4:.1f} {_TOP - 4:.0f}l8 8m0 -8l-8 8">')
-            parts.append(f"<title>{escape(line.label)} at {number_text(x)}: {number_text(y)}</title></path>")
+            parts.append(f'<path class="bad" d="M{px - 4:.1f} {_TOP - 4:.0f}l8 8m0 -8l-8 8">{tip}</path>')
             continue
         px, py = at(x, y)
         path.append(f"{'L' if pen_down else 'M'}{px:.1f} {py:.1f}")
         pen_down = True
         if line.marks:
-            parts.append(f'<circle class="{line.style}" cx="{px:.1f}" cy="{py:.1f}" r="3.2">')
-            parts.append(f"<title>{escape(line.label)} at {number_text(x)}: {number_text(y)}</title></circle>")
+            parts.append(f'<circle class="{line.style}" cx="{px:.1f}" cy="{py:.1f}" r="3.2">{tip}</circle>')
     return [f'<path class="line {line.style}" d="{"".join(path)}"/>', *parts]
 
 
@@ -91,9 +90,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, flo
     for first in range(0, len(points), size):
         piece = list(enumerate(points[first : first + size]))
         finite = [entry for entry in piece if math.isfinite(entry[1][1])]
-        extremes = {
-            entry[0] for choose in (min, max) if finite for entry in (choose(finite, key=lambda entry: entry[1][1]),)
-        }
+        extremes = {choose(finite, key=lambda entry: entry[1][1])[0] for choose in (min, max)} if finite else set()
         kept += [point for index, point in piece if index in extremes or not math.isfinite(point[1])]
     return kept
 

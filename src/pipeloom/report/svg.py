@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from pipeloom.common.quantities import number_text, seconds_text
+from pipeloom.common.quantities import number_text, percent_text, seconds_text
 from pipeloom.ir.action import COMPUTE_OPS, Op
 from pipeloom.report.drawing import COLOURS, OP_NAMES, described, label, op_shares, ops_in, ticks
 from pipeloom.sim import Span, Timeline, critical_path
@@ -60,19 +60,21 @@ def timeline_svg(
         title = titles[index] if index < len(titles) else _title(timeline)
         parts.append(f'<text class="title" x="0" y="{y + 12:.0f}">{escape(title)}</text>')
         y += 24
-        paths = _critical_spans(timeline, scale) if critical else [()] * timeline.num_ranks
+        path = list(critical_path(timeline)) if critical else []
         for rank, row in enumerate(timeline.spans):
+            drawn = len(row) <= timeline.makespan * scale / 2  # its spans are wide enough
+            own = [span for at, span in path if at == rank and drawn]
             peak = timeline.peak_activations[rank]
             parts.append(f'<text x="0" y="{y + 15:.0f}">rank {rank}</text>')
             parts.append(f'<text class="soft" x="{width - _RIGHT + 6:.0f}" y="{y + _BAR + 11:.0f}">')
-            parts.append(f"<title>peak live activations; one micro-batch on one rank is 1</title>{number_text(peak)}")
-            parts.append("</text>")
+            tip = "<title>peak live activations; one micro-batch on one rank is 1</title>"
+            parts.append(f"{tip}{number_text(peak)}</text>")
             parts += _bars(timeline, rank, row, y, scale, tooltips)
-            parts += [_underline(span, y, scale) for span in paths[rank] if span.action.op not in LINKS]
+            parts += [_underline(span, y, scale) for span in own if span.action.op not in LINKS]
             for link in timeline.links:
                 y += _LINK + 1
                 parts += _link(timeline, rank, link, y + _BAR - _LINK, scale, tooltips)
-                parts += [_underline(s, y, scale) for s in paths[rank] if LINKS.get(s.action.op) == link]
+                parts += [_underline(s, y, scale) for s in own if LINKS.get(s.action.op) == link]
             parts.append(_memory(timeline.memory[rank], timeline.makespan, y + _BAR + 1 + _MEMORY, scale, most))
             y += _BAR + _MEMORY + _GAP
         y += 8
@@ -94,10 +96,8 @@ def timeline_svg(
 
 
 def _title(timeline: Timeline) -> str:
-    text = (
-        f"{timeline.name}, {timeline.kind}: {seconds_text(timeline.makespan)}, "
-        f"bubble {100 * timeline.bubble_fraction:.1f} %"
-    )
+    bubble = percent_text(timeline.bubble_fraction)
+    text = f"{timeline.name}, {timeline.kind}: {seconds_text(timeline.makespan)}, bubble {bubble}"
     if timeline.is_stream and timeline.period_seconds is not None:
         text += f", {seconds_text(timeline.period_seconds)} per micro-batch in steady state"
     return text
@@ -158,15 +158,6 @@ def _link(timeline: Timeline, rank: int, link: str, y: float, scale: float, tool
     return parts
 
 
-def _critical_spans(timeline: Timeline, scale: float) -> list[Sequence[Span]]:
-    """Per rank, its spans on the critical path; none if its spans are too narrow to draw."""
-    found: list[list[Span]] = [[] for _ in timeline.spans]
-    for rank, span in critical_path(timeline):
-        if len(timeline.spans[rank]) <= timeline.makespan * scale / 2:
-            found[rank].append(span)
-    return [*found]
-
-
 def _underline(span: Span, y: float, scale: float) -> str:
     x, w = _LEFT + span.start * scale, (span.end - span.start) * scale
     return f'<path class="critical" d="M{x:.2f} {y + _BAR - 1:.1f}h{max(0.0, w - 0.6):.2f}"/>'
@@ -210,25 +201,22 @@ def _grid(seconds: float, scale: float, bottom: float) -> list[str]:
     for tick in ticks(0.0, seconds, 8):
         x = _LEFT + tick * scale
         parts.append(f'<path class="grid" d="M{x:.1f} 26V{bottom:.0f}"/>')
-        parts.append(f'<text class="soft" x="{x:.1f}" y="{bottom + 11:.0f}" text-anchor="middle">')
-        parts.append(f"{seconds_text(tick)}</text>")
+        place = f'x="{x:.1f}" y="{bottom + 11:.0f}"'
+        parts.append(f'<text class="soft" {place} text-anchor="middle">{seconds_text(tick)}</text>')
     return parts
 
 
 def _legend(timelines: Sequence[Timeline], y: float, critical: bool) -> list[str]:
     x, parts = _LEFT, []
-    for op in ops_in(timelines, instant=(Op.STEP,)):
-        parts.append(f'<rect class="{op.value}" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10" rx="2"/>')
-        parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">{OP_NAMES[op]}</text>')
-        x += 28 + 6.2 * len(OP_NAMES[op])
-    if any(timeline.overlapped for timeline in timelines):
-        parts.append(f'<rect class="unit" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10"/>')
-        parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">overlapped pair</text>')
-        x += 122
-    parts.append(f'<rect class="memory" x="{x:.0f}" y="{y - 8:.0f}" width="10" height="10"/>')
-    parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">live activations (peak on the right)</text>')
+    square = f'y="{y - 8:.0f}" width="10" height="10"'
+    names = [(op.value, OP_NAMES[op], 28 + 6.2 * len(OP_NAMES[op])) for op in ops_in(timelines, instant=(Op.STEP,))]
+    pairs = [("unit", "overlapped pair", 122.0)] if any(timeline.overlapped for timeline in timelines) else []
+    for kind, text, columns in (*names, *pairs, ("memory", "live activations (peak on the right)", 230.0)):
+        corners = "" if kind in ("unit", "memory") else ' rx="2"'
+        parts.append(f'<rect class="{kind}" x="{x:.0f}" {square}{corners}/>')
+        parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">{text}</text>')
+        x += columns
     if critical:
-        x += 230
         parts.append(f'<path class="critical" d="M{x:.0f} {y - 3:.0f}h10"/>')
         parts.append(f'<text x="{x + 15:.0f}" y="{y + 1:.0f}">critical path</text>')
     return parts

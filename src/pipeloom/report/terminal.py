@@ -8,7 +8,7 @@ rank 1     F0 F1 F2    B0--- F3 B1--- F4 ...
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pipeloom.common.quantities import number_text, seconds_text
@@ -117,9 +117,15 @@ def layout(
     scale, makespan, numbered = _fit((timeline, *others), columns, letters)
     if not scale:
         return [[] for _ in timeline.spans], True
+
+    def text(span: Span, width: int) -> str:
+        if letters:
+            return f"{span.action.op.value[0]}{label(span)}"[: width - 1].ljust(width - 1, "-") + " "
+        return label(span).ljust(width) if len(label(span)) <= width else " " * width
+
     if numbered:
         rows = timeline.spans if timeline.is_stream else timeline.compute_spans
-        return [_labelled(row, scale, letters) for row in rows], True
+        return [_cells((span for span in row if span.action.op in COLOURS), scale, text) for row in rows], True
     return [_dominant(row, makespan, round(scale * makespan)) for row in timeline.spans], False
 
 
@@ -128,18 +134,12 @@ def link_layout(
 ) -> list[list[Cell]]:
     """The cells of one link per rank, at the scale of `layout` with the same arguments."""
     scale, _, _ = _fit((timeline, *others), columns, letters)
-    lanes: list[list[Cell]] = []
-    for row in timeline.background:
-        cells: list[Cell] = []
-        column = 0
-        for action, start, end in row:
-            first, last = max(column, int(start * scale + 0.501)), int(end * scale + 0.501)
-            if LINKS[action.op] == link and last > first:
-                text = f"{_LETTERS[action.op]}{action.stage}"[: last - first].ljust(last - first, "-")
-                cells += [(" " * (first - column), None), (text, action.op)]
-                column = last
-        lanes.append(cells)
-    return lanes
+
+    def text(span: Span, width: int) -> str:
+        return f"{_LETTERS[span.action.op]}{span.action.stage}"[:width].ljust(width, "-")
+
+    rows = ((span for span in row if LINKS[span.action.op] == link) for row in timeline.background)
+    return [_cells(row, scale, text) for row in rows]
 
 
 def _fit(together: Sequence[Timeline], columns: int, letters: bool) -> tuple[float, float, bool]:
@@ -167,25 +167,16 @@ def _shortest(timeline: Timeline) -> float:
     return min((m for seconds in by_op.values() if (m := statistics.median(seconds)) > 0), default=0.0)
 
 
-def _labelled(row: Sequence[Span], scale: float, letters: bool) -> list[Cell]:
+def _cells(row: Iterable[Span], scale: float, text: Callable[[Span, int], str]) -> list[Cell]:
+    """The spans that are at least one character wide, each with its `text` of a width, and the gaps between them."""
     cells: list[Cell] = []
     column = 0
     for span in row:
-        if span.action.op not in COLOURS:
-            continue
         # Round halves up: round() would round them to even, and equal spans would differ in width.
         first, last = max(column, int(span.start * scale + 0.501)), int(span.end * scale + 0.501)
-        if last <= first:
-            continue
-        width = last - first
-        text = label(span)
-        if letters:
-            text = f"{span.action.op.value[0]}{text}"
-            filled = text[: width - 1].ljust(width - 1, "-") + " "
-        else:
-            filled = (f"{text:<{width}}" if len(text) < width or width == len(text) else " " * width)[:width]
-        cells += [(" " * (first - column), None), (filled, span.action.op)]
-        column = last
+        if last > first:
+            cells += [(" " * (first - column), None), (text(span, last - first), span.action.op)]
+            column = last
     return cells
 
 
@@ -194,10 +185,7 @@ def _dominant(row: Sequence[Span], seconds: float, columns: int) -> list[Cell]:
     for shares in op_shares(row, seconds, columns):
         idle = 1 - sum(shares.values())
         op = max(shares, key=lambda op: shares[op]) if shares else None
-        if op is None or shares[op] < idle:
-            cells.append((".", None))
-        else:
-            cells.append((op.value[0], op))
+        cells.append((".", None) if op is None or shares[op] < idle else (op.value[0], op))
     return cells
 
 
@@ -231,9 +219,8 @@ def _print_table(timeline: Timeline, console: Console) -> None:
     filled = ", including warm-up and cool-down" if timeline.is_stream else ""
     bubble = f"bubble {_percent(timeline.bubble_fraction)}{filled}"
     summary.add_row("makespan", seconds_text(timeline.makespan), bubble)
-    summary.add_row(
-        "longest rank", seconds_text(timeline.span_seconds), f"bubble {_percent(timeline.bubble_fraction_span)}"
-    )
+    bubble = f"bubble {_percent(timeline.bubble_fraction_span)}"
+    summary.add_row("longest rank", seconds_text(timeline.span_seconds), bubble)
     summary.add_row("without bubbles", seconds_text(timeline.ideal_seconds), "")
     if timeline.is_stream:
         ideal = f"per micro-batch, ideal {seconds_text(timeline.ideal_period_seconds)}"

@@ -126,7 +126,11 @@ class DecoderStage(StageModule):
                 self.observer.before(index)
             if number is not None:
                 if shared is None:
-                    shared = self._block_inputs(x, positions)
+                    shared = {"position_ids": positions}
+                    if self._rotary is not None:
+                        holders, holder = self._rotary
+                        rotary: Any = holders[holder]
+                        shared["position_embeddings"] = rotary(x, position_ids=positions)
                     masks = self._masks(x, extras.get("attention_mask"), positions, piece)
                 mask = masks[self._attention_type(number)] if isinstance(masks, dict) else masks
                 settings = {"attention_mask": mask, "past_key_values": None, "use_cache": False, **shared}
@@ -160,14 +164,6 @@ class DecoderStage(StageModule):
             )
         return value[main], {name: value[name] for name in _FIELDS if value.get(name) is not None}
 
-    def _block_inputs(self, x: Tensor, positions: Tensor) -> dict[str, Any]:
-        """Keyword arguments that are the same for all blocks."""
-        if self._rotary is None:
-            return {"position_ids": positions}
-        modules, name = self._rotary
-        rotary: Any = modules[name]
-        return {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions)}
-
     def _attention_type(self, number: int) -> str:
         """The attention type of block `number`: ``full_attention``, ``sliding_attention``, ..."""
         kinds = getattr(self._config, "layer_types", None)
@@ -184,18 +180,17 @@ class DecoderStage(StageModule):
             return create_masks_for_generate(self._config, x, padding, None, positions)
         if padding is not None:
             padding = piece.extend((self, "attention_mask"), padding, dim=1)
-        kinds = self._attention_types()
-        eager = self._config._attn_implementation == "eager"
-        return {kind: self._slice_mask(piece, x, padding, kind, added=eager) for kind in kinds}
+        return {kind: self._slice_mask(piece, x, padding, kind) for kind in self._attention_types()}
 
     def _attention_types(self) -> set[str]:
         return {self._attention_type(number) for number in self._block_numbers if number is not None}
 
-    def _slice_mask(self, piece: Slice, x: Tensor, padding: Tensor | None, kind: str, *, added: bool) -> Tensor | None:
+    def _slice_mask(self, piece: Slice, x: Tensor, padding: Tensor | None, kind: str) -> Tensor | None:
         """The mask of a slice's queries, [1 or batch, 1, slice, end of the slice]; None for plain causal attention.
 
-        True where a query attends to a key; with `added`, 0 there and the lowest finite value elsewhere.
+        True where a query attends to a key; for eager attention, 0 there and the lowest finite value elsewhere.
         """
+        added = self._config._attn_implementation == "eager"
         device, window = x.device, self._config.sliding_window if kind == "sliding_attention" else piece.end
         if not added and padding is None and window >= piece.end:
             return None
@@ -220,12 +215,9 @@ class DecoderStage(StageModule):
         kinds = self._attention_types()
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         upcast = getattr(config, "reorder_and_upcast_attn", False)
+        replacements = huggingface_attention.NAMES
         for seen, known, fix in (
-            (
-                {config._attn_implementation},
-                set(huggingface_attention.NAMES),
-                "Load the model with attn_implementation='sdpa'",
-            ),
+            ({config._attn_implementation}, set(replacements), "Load the model with attn_implementation='sdpa'"),
             (kinds, {"full_attention", "sliding_attention"}, "Train without slices"),
             ({rope} & {"dynamic", "longrope"}, set(), "Train without slices, or with rope_type 'default' or 'yarn'"),
             ({"reorder_and_upcast_attn"} if upcast else set(), set(), "Use reorder_and_upcast_attn=False"),
@@ -236,7 +228,7 @@ class DecoderStage(StageModule):
                     f"which does not support slices. {fix}."
                 )
         sliced_config = copy.copy(config)
-        sliced_config._attn_implementation = huggingface_attention.NAMES[config._attn_implementation]
+        sliced_config._attn_implementation = replacements[config._attn_implementation]
         homes = (f"transformers.models.{config.model_type}.", "transformers.activations", "transformers.pytorch_utils")
         for part in self.modules():
             if type(part).__module__.startswith(homes):

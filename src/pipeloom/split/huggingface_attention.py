@@ -32,10 +32,9 @@ def _sdpa(
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
     if current_slice() is None:
-        result: tuple[Tensor, None] = sdpa_attention_forward(
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
         )
-        return result
     attended = causal_attention(query, key, value, module, dropout_p=dropout, scale=scaling, mask=attention_mask)
     return attended.transpose(1, 2).contiguous(), None
 
@@ -53,8 +52,7 @@ def _eager(
                 "depend on the slices. Use attn_implementation='sdpa'."
             )
         key, value = piece.extend((module, "keys"), key), piece.extend((module, "values"), value)
-    result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **settings)
-    return result
+    return own(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]
 
 
 AttentionInterface.register(NAMES["sdpa"], _sdpa)

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from itertools import accumulate
 from typing import Any, NamedTuple, SupportsIndex
 
 from torch import nn
@@ -102,8 +103,8 @@ def _expand(model: nn.Module, pattern: str) -> list[ChainLayer]:
 def _check_layers(layers: list[ChainLayer]) -> None:
     if not layers:
         raise SplitError("layers=[]: a model needs at least one layer. List the layers in execution order.")
-    names = {layer.name for layer in layers}
-    twice = next((name for name, count in Counter(layer.name for layer in layers).items() if count > 1), None)
+    names = Counter(layer.name for layer in layers)
+    twice = next((name for name, count in names.items() if count > 1), None)
     if twice is not None:
         raise SplitError(
             f"layer {twice!r} is listed twice. List it once; to run a module twice, pass a list of modules, one per "
@@ -138,13 +139,12 @@ def check_complete(model: nn.Module, layers: Sequence[ChainLayer], replicated: S
         homes = sorted({name.rpartition(".")[0] for name in missing})
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         of_model = [name for name in missing if "." not in name]
-        fixes = [f"add {[home for home in homes if home]} to layers"] if homes != [""] else []
+        fixes = [f"Add {[home for home in homes if home]} to layers"] if homes != [""] else []
         if of_model:
-            fixes.append(f"move {', '.join(map(repr, of_model))} into a submodule that is in layers")
-        fix = " and ".join(fixes)
+            move = "and move" if fixes else "Move"
+            fixes.append(f"{move} {', '.join(map(repr, of_model))} into a submodule that is in layers")
         raise SplitError(
-            f"{', '.join(map(repr, missing[:3]))}{more} would be in no stage: no layer holds it. "
-            f"{fix[0].upper()}{fix[1:]}."
+            f"{', '.join(map(repr, missing[:3]))}{more} would be in no stage: no layer holds it. {' '.join(fixes)}."
         )
     outer = {".".join(layer.name.split(".")[:i]) for layer in layers for i in range(layer.name.count(".") + 1)}
     for name, module in model.named_modules():
@@ -208,10 +208,8 @@ def _explicit_counts(layers: Sequence[ChainLayer], num_stages: int, cut: list[in
         return cut
     counts: list[int] = []
     if len(cut) == num_stages and sum(cut) == len(blocks) and min(cut) >= 0:
-        done, ends = 0, []
-        for count in cut[:-1]:
-            done += count
-            ends.append(blocks[done - 1] + 1 if done else blocks[0])  # layers after a block go to the later stage
+        # Layers after a block go to the later stage.
+        ends = [blocks[done - 1] + 1 if done else blocks[0] for done in accumulate(cut[:-1])]
         counts = [end - start for start, end in zip([0, *ends], [*ends, len(layers)], strict=True)]
     if not counts or min(counts) < 1:
         fix = partition([1.0] * len(blocks), min(num_stages, len(blocks)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -65,19 +64,18 @@ def profile_layers(
     inputs, targets = sample if loss_fn is not None else (sample, None)
     modules = [module for _, module in layers]
     clock = Clock(modules, inputs, timer)
-    loss = None if loss_fn is None else partial(_call_loss, loss_fn, targets)
+    loss = None if loss_fn is None else lambda output: loss_fn(output, targets)
     times: list[LayerTime] = []
     with untouched(modules, clock.cuda):
         value = inputs
         for name, module in layers:
             tail = loss if len(times) == len(layers) - 1 else None
             rounds = [time_once(module, value, clock, loss=tail) for _ in range(num_warmups + num_rounds)]
-            counted = rounds[num_warmups:]
+            forward, backward, _ = zip(*rounds[num_warmups:], strict=True)
             value = rounds[-1][2]
-            sizes = [
-                sum(t.nbytes for t in ts if isinstance(t, Tensor)) for ts in (tree_leaves(value), module.parameters())
-            ]
-            times.append(LayerTime(name, median(r[0] for r in counted), median(r[1] for r in counted), *sizes))
+            sent = sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+            kept = sum(parameter.nbytes for parameter in module.parameters())
+            times.append(LayerTime(name, median(forward), median(backward), sent, kept))
     return times
 
 
@@ -115,8 +113,21 @@ class Clock:
 @contextmanager
 def untouched(modules: Iterable[nn.Module], cuda: Sequence[int]) -> Iterator[None]:
     """Enable gradients, and restore the buffers of `modules` and the random state at the end."""
-    with torch.random.fork_rng(devices=cuda), _kept_buffers(modules), torch.enable_grad():
-        yield
+    saved = [
+        (part, name, buffer, buffer.detach().clone())
+        for module in modules
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        with torch.random.fork_rng(devices=cuda), torch.enable_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for part, name, buffer, values in saved:
+                buffer.copy_(values)
+                part._buffers[name] = buffer  # the tensor object itself, not only its values
 
 
 @contextmanager
@@ -172,30 +183,7 @@ def time_once(
     return forwarded - start, backward, tree_map(_fresh, output)
 
 
-def _call_loss(loss_fn: LossFn, targets: Any, output: Any) -> Tensor:
-    return loss_fn(output, targets)
-
-
 def _fresh(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
-
-
-@contextmanager
-def _kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore every buffer at the end: the tensor object and its values."""
-    saved = [
-        (part, name, buffer, buffer.detach().clone())
-        for module in modules
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for part, name, buffer, values in saved:
-                buffer.copy_(values)
-                part._buffers[name] = buffer

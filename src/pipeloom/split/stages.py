@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import SplitError, folded
 from pipeloom.split.huggingface import Decoder, DecoderStage, find_decoder
-from pipeloom.split.layer_chain import Tie, find_ties
+from pipeloom.split.layer_chain import Tie, consecutive, find_ties
 from pipeloom.split.layers import ChainLayer, check_complete, count_layers, find_layers
 from pipeloom.split.module import StageModule
 from pipeloom.split.profile import LayerTime, LossFn, profile_layers
@@ -85,19 +85,14 @@ def split(
     if not isinstance(num_stages, int) or num_stages < 1:
         raise SplitError(f"num_stages={num_stages!r}: must be an integer >= 1.")
     if not isinstance(model, nn.Module):
-        return _given_stages(_listed(model), num_stages)
+        return _given_stages(model, num_stages)
     named = layers is not None or hasattr(model, "pipeline_layers")
     decoder = None if named else find_decoder(model, num_stages)
     whole = num_stages == 1 and not named and decoder is None
     if whole and not isinstance(model, nn.Sequential):  # no cut, so the layers need not be known
         return _describe([model], [("",)], list(model.named_parameters(remove_duplicate=False)))
     chain, make_stage = _find_chain(model, layers, decoder)
-    counts = count_layers(chain, num_stages, cut, sample, loss_fn, make_stage)
-    pieces: list[list[ChainLayer]] = []
-    first = 0
-    for count in counts:
-        pieces.append(chain[first : first + count])
-        first += count
+    pieces = consecutive(chain, count_layers(chain, num_stages, cut, sample, loss_fn, make_stage))
     modules = [make_stage(piece) for piece in pieces]
     for module in modules:
         module.training = model.training  # only of the stage itself: each layer keeps its own mode
@@ -136,8 +131,7 @@ def profile_model(
         chain, make_stage = _find_chain(model, layers, None if named else find_decoder(model, num_stages=2))
         modules = [(layer.name, make_stage([layer])) for layer in chain]
     else:
-        given = _listed(model)
-        modules = [(str(index), module) for index, module in enumerate(_given_stages(given, len(given)).modules)]
+        modules = [(str(index), module) for index, module in enumerate(_given_stages(model).modules)]
     times = profile_layers(modules, sample, loss_fn=loss_fn, num_warmups=num_warmups, num_rounds=num_rounds)
     return times, find_ties([{id(p): p.nbytes for p in module.parameters()} for _, module in modules])
 
@@ -158,40 +152,36 @@ def _find_chain(
     return chain, make_stage
 
 
-def _listed(model: Any) -> list[nn.Module]:
-    """The stages of a model given as a list of modules. Raises SplitError if it is not such a list."""
-    if isinstance(model, type):
-        raise SplitError(f"model={model.__name__}: must be an nn.Module, not a class. Create an instance.")
+def _given_stages(model: Any, num_stages: int | None = None) -> Stages:
+    """Stages from a list of modules, one per stage. Raises SplitError if the model is not a list of `num_stages`."""
+    _check_not_class("model", model)
     if isinstance(model, str | Mapping | Tensor) or not isinstance(model, Iterable):
         plain = model is None or isinstance(model, str | int | float)
         seen = f"={folded(model)}" if plain else f" is a {type(model).__name__}"
         raise SplitError(f"model{seen}: must be an nn.Module, or a list of modules, one per stage.")
     modules = list(model)
     for stage, module in enumerate(modules):
-        if isinstance(module, type):
-            raise SplitError(
-                f"model[{stage}]={module.__name__}: must be an nn.Module, not a class. Create an instance."
-            )
+        _check_not_class(f"model[{stage}]", module)
         if not isinstance(module, nn.Module):
             seen = "None" if module is None else f"a {type(module).__name__}"
             raise SplitError(f"model[{stage}] is {seen}: must be an nn.Module.")
-    return modules
-
-
-def _given_stages(modules: list[nn.Module], num_stages: int) -> Stages:
-    """Stages from a list of modules, one per stage."""
-    if len(modules) != num_stages:
+    if num_stages not in (None, len(modules)):
         raise SplitError(
             f"num_stages={num_stages}: the list of modules has {len(modules)}, one per stage. "
             f"Use num_stages={len(modules)}."
         )
-    seen: dict[str, int] = {}
+    tensors: dict[str, int] = {}
     named = [(name, t) for m in modules for name, t in (*m.named_parameters(), *m.named_buffers())]
-    if any(seen.setdefault(name, id(tensor)) != id(tensor) for name, tensor in named):
+    if any(tensors.setdefault(name, id(tensor)) != id(tensor) for name, tensor in named):
         modules = [StageModule([(str(index), module)]) for index, module in enumerate(modules)]
     parameters = [item for m in modules for item in m.named_parameters(remove_duplicate=False)]
     names = [tuple(name for name, _ in module.named_children()) or ("",) for module in modules]
     return _describe(modules, names, parameters)
+
+
+def _check_not_class(name: str, given: Any) -> None:
+    if isinstance(given, type):
+        raise SplitError(f"{name}={given.__name__}: must be an nn.Module, not a class. Create an instance.")
 
 
 def _describe(modules: list[nn.Module], layers: list[tuple[str, ...]], named: list[tuple[str, nn.Parameter]]) -> Stages:
@@ -211,11 +201,7 @@ def _describe(modules: list[nn.Module], layers: list[tuple[str, ...]], named: li
             module.canonical_names = canonical
     return Stages(
         modules=modules,
-        tied=tuple(
-            TiedParameter(names[0], tuple(names), tuple(homes[key]))
-            for key, names in aliases.items()
-            if len(homes[key]) > 1
-        ),
+        tied=tuple(TiedParameter(aliases[key][0], tuple(aliases[key]), (*at,)) for key, at in homes.items() if at[1:]),
         parameter_names=tuple(names[0] for names in aliases.values()),
         layers=tuple(layers),
         canonical_names=canonical,

@@ -41,11 +41,7 @@ def measured_model(given: Mapping[str, Any], **sizes: Any) -> GPTConfig:
 
 
 def check_file_alone(given: Mapping[str, Any], file: str, others: Sequence[str], content: str) -> None:
-    """Validate that model sizes and `others` are not combined with an option whose file has `content`.
-
-    Raises:
-        InputError: the first such option.
-    """
+    """Raise InputError if model sizes or `others` are given with the option `file`, whose file has `content`."""
     given_too = [*given_model(given), *(name.replace("_", "-") for name in others if given[name] is not None)]
     if given_too:
         raise InputError(f"--{given_too[0]} does not work with {file}, whose file has {content}. Remove one of them.")

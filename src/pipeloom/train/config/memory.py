@@ -22,7 +22,7 @@ from pipeloom.plan.memory import (
     memory_of_ranks,
 )
 from pipeloom.sim import CostsFile
-from pipeloom.split.layer_chain import even_parts, find_ties, partition
+from pipeloom.split.layer_chain import consecutive, even_parts, find_ties, partition
 from pipeloom.train.config.schedule import make_schedule, parse_cut
 from pipeloom.train.config.train_config import TrainConfig
 
@@ -94,12 +94,8 @@ def _stages(config: TrainConfig, layers: list[LayerMemory], num_stages: int) -> 
         assert not isinstance(cut, str)
         return in_stages(layers, cut)
     sizes = [layer.parameter_sizes for layer in layers]
-    counts, start = partition([sum(each.values()) for each in sizes], num_stages, find_ties(sizes)), 0
-    stages = []
-    for count in counts:
-        stages.append(layers[start : start + count])
-        start += count
-    return stages
+    counts = partition([sum(each.values()) for each in sizes], num_stages, find_ties(sizes))
+    return consecutive(layers, counts)
 
 
 def planned_memory(

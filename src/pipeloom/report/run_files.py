@@ -1,14 +1,21 @@
-"""Reads `metrics.jsonl`, which has one object per step and one per evaluation."""
+"""Reads the files of a run: metrics, timelines, configuration and environment."""
 
 from __future__ import annotations
 
 import json
 import math
+import platform
+import statistics
 from dataclasses import dataclass
+from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from pipeloom.errors import InputError
+from pipeloom.sim.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +37,17 @@ class Metrics:
         rows = self.evaluations if key == "eval_loss" else self.steps
         return [(float(row["step"]), as_number(row[key])) for row in rows if key in row]
 
+    @property
+    def skipped(self) -> set[int]:
+        """The steps without an optimizer step, because float16 gradients overflowed at their loss scale."""
+        totals = [(0.0, 0.0), *self.series("skipped_steps")]
+        return {int(step) for (_, before), (step, total) in pairwise(totals) if total > before}
+
+    def median(self, key: str) -> float | None:
+        """The median of the finite values of a metric; None without any."""
+        values = [value for _, value in self.series(key) if math.isfinite(value)]
+        return statistics.median(values) if values else None
+
     def per_rank(self, key: str) -> list[float]:
         """The maximum per rank of a metric with one value per rank; empty if no step has it."""
         lists = [row[key] for row in self.steps if isinstance(row.get(key), list)]
@@ -49,7 +67,7 @@ def as_number(value: Any) -> float:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read the metrics of a run.
+    """Read `metrics.jsonl`, which has one object per step and one per evaluation.
 
     Raises:
         InputError: the file cannot be read, has no steps, or a line is not a JSON object with a step.
@@ -86,3 +104,48 @@ def read_metrics(path: Path) -> Metrics:
         evaluations=[evaluations[step] for step in sorted(evaluations)],
         truncated=truncated,
     )
+
+
+def read_timelines(path: Path) -> dict[str, Timeline]:
+    """The measured and the predicted timeline of `timelines.json`, as far as they exist. Raises InputError."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            kind: Timeline.from_json(found[kind] if isinstance(found[kind], str) else json.dumps(found[kind]))
+            for kind in ("measured", "predicted")
+            if found.get(kind) is not None
+        }
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{path} has no valid timelines ({error}). Remove it for a report without them.") from error
+
+
+def read_configuration(path: Path) -> str:
+    """The text of ``config.yaml``; empty if it does not exist. Raises InputError."""
+    if not path.exists():
+        return ""
+    try:
+        text = path.read_bytes().decode(errors="replace")
+        if isinstance(yaml.safe_load(text), dict):
+            return text.strip()
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        pass
+    raise InputError(f"{path} is not a configuration. Remove or repair it.")
+
+
+def read_environment(path: Path) -> tuple[dict[str, str], str]:
+    """The machine and package versions of the run if it recorded them, else of this process; and a note on which."""
+    if path.exists():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return {str(name): str(value) for name, value in found.items()}, "Recorded by the run."
+        except (OSError, ValueError, AttributeError) as error:
+            raise InputError(f"{path} is not a JSON object of names and values. Remove or repair it.") from error
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("pipeloom", "torch", "numpy"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions, "Recorded when this report was written; the run recorded no environment."
