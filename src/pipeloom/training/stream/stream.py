@@ -153,10 +153,9 @@ class Stream:
         connection = executor.connection
         exchange = ResultExchange(connection.rank, program.schedule, connection.transport)
         results = StreamResults(connection.rank, exchange, plan, self._on_update, live)
+        ownership = self._pipeline.state.ownership
         ranks = {
-            rank: StreamRank(
-                worker, plan, taken, self._optimizer, self._pipeline.state.ownership, results.add, results.receive
-            )
+            rank: StreamRank(worker, plan, taken, self._optimizer, ownership, results.add, results.receive)
             for rank, worker in executor.workers.items()
         }
         updates: list[StreamUpdate] = []
