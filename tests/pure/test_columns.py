@@ -27,8 +27,8 @@ SIZES = [(1, 1), (1, 3), (2, 4), (3, 6), (4, 8), (6, 14)]
 
 def legal_schedules() -> list[Schedule]:
     made = []
-    for name, family in schedules.NAMED.items():
-        for p, m in SIZES:
+    for name, family in schedules.FAMILIES.items():
+        for p, m in SIZES if name != "search" else ():
             for chunks in (1, 2, 3, 4) if family.chunks is None else (family.chunks,):
                 try:
                     made.append(schedules.build(name, num_ranks=p, num_microbatches=m, num_chunks=chunks))

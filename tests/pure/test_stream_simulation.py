@@ -12,9 +12,9 @@ import pytest
 from pipeloom.cli import main
 from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import Op, Schedule, check
-from pipeloom.ir.large.proof import proof_of
 from pipeloom.ir.text import from_json, to_json
 from pipeloom.ir.versions import versions_used
+from pipeloom.ir.walk import proof_of
 from pipeloom.passes import lower
 from pipeloom.report import timeline_svg
 from pipeloom.report.perfetto import trace

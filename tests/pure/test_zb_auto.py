@@ -58,7 +58,7 @@ def test_the_rates_of_table_5():
 def handmade(p: int, m: int) -> list[Schedule]:
     """All hand-made schedules with one stage per rank."""
     made = []
-    for name, family in schedules.NAMED.items():
+    for name, family in schedules.FAMILIES.items():
         if family.to_measure or family.stream or family.chunks not in (1, None):
             continue
         try:

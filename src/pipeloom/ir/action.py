@@ -26,7 +26,14 @@ class Op(StrEnum):
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
-COMMUNICATION_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+SENDS, RECEIVES = frozenset({Op.SEND_F, Op.SEND_B}), frozenset({Op.RECV_F, Op.RECV_B})
+COMMUNICATION_OPS = SENDS | RECEIVES
+OTHER_ENDS = {  # from a message's op to the stage, relative to its own, and the op at the other end
+    Op.SEND_F: (1, Op.RECV_F),
+    Op.RECV_F: (-1, Op.SEND_F),
+    Op.SEND_B: (-1, Op.RECV_B),
+    Op.RECV_B: (1, Op.SEND_B),
+}
 
 
 class Action(NamedTuple):
@@ -52,3 +59,8 @@ class Action(NamedTuple):
     def with_op(self, op: Op) -> Action:
         """The same stage, micro-batch and slice under another op."""
         return Action(self.stage, op, self.microbatch, self.slice)
+
+    def other_end(self) -> Action:
+        """The RECV of this SEND, or the SEND of this RECV."""
+        step, op = OTHER_ENDS[self.op]
+        return Action(self.stage + step, op, self.microbatch, self.slice)

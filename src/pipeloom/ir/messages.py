@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pipeloom.ir.action import Action, Op
+from pipeloom.ir.action import OTHER_ENDS, Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-
-_STEP = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}  # from a message's stage to its other end
 
 
 def peer_of(action: Action, placement: Placement) -> int:
     """The rank at the other end of a SEND or RECV action."""
     assert action.microbatch is not None
-    return placement.rank_of(action.stage + _STEP[action.op], action.microbatch)
+    return placement.rank_of(action.stage + OTHER_ENDS[action.op][0], action.microbatch)
 
 
 def message_after(action: Action, schedule: Schedule) -> Action | None:

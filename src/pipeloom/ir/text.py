@@ -1,4 +1,4 @@
-"""Schedules and programs as text and JSON, with exact round trips. `pipeloom.ir.torch_csv` has torch's CSV.
+"""Schedules and programs as text and JSON, with exact round trips, and schedules from their orders alone.
 
 0F0 0F1 0B0 0B1        one line per rank: actions in order
 1F0 1B0 1F1 1B1
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from pipeloom.common.json_reader import Entry, read_json
-from pipeloom.errors import ScheduleError, folded
+from pipeloom.errors import ScheduleError, folded, listed
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.check.input_types import as_orders, of_type
+from pipeloom.ir.check.input_types import as_orders, check_actions, of_type
 from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Orders, Program, Schedule, WeightPolicy, schedule_of
@@ -54,6 +54,47 @@ def parse_orders(text: str) -> Orders:
     """
     lines = of_type(text, str, "the text of orders").rstrip("\n").split("\n")
     return tuple(tuple(map(parse_action, line.split())) for line in lines)
+
+
+def schedule_from_orders(
+    orders: Orders, *, name: str, overlapped: frozenset[tuple[Action, Action]] = frozenset()
+) -> Schedule:
+    """A schedule with these orders. `pipeloom.ir.check` validates that it is legal.
+
+    A stage is placed on the ranks that run its forwards; the first replica is the rank with the lowest micro-batch.
+    The highest numbers in the forwards give the numbers of micro-batches and slices.
+
+    Raises:
+        ScheduleError: an entry is not an action, stages are not numbered without gaps, or there are no forwards.
+    """
+    orders = as_orders(orders, f"schedule {name!r}")
+    check_actions(orders, f"schedule {name!r}")
+    homes: dict[int, dict[int, int]] = {}  # stage -> rank -> lowest micro-batch that the rank runs of it
+    microbatches = slices = 0
+    for rank, order in enumerate(orders):
+        for stage, op, microbatch, piece in order:
+            if op is Op.F:
+                ranks = homes.setdefault(stage, {})
+                ranks[rank] = min(ranks.get(rank, microbatch or 0), microbatch or 0)
+                microbatches = max(microbatches, 1 + (microbatch or 0))
+                slices = max(slices, 1 + (piece or 0))
+    if not homes:
+        raise ScheduleError(f"schedule {name!r} has no forwards: every stage must run every micro-batch. Add 0F0.")
+    if sorted(homes) != list(range(len(homes))):
+        raise ScheduleError(
+            f"schedule {name!r} has forwards of stages {listed(sorted(homes))}: stages must be numbered from 0 without "
+            "gaps. Renumber them."
+        )
+    replicas = (sorted(homes[stage], key=lambda rank: homes[stage][rank]) for stage in range(len(homes)))
+    return Schedule(
+        name=name,
+        num_microbatches=microbatches,
+        num_slices=max(1, slices),
+        placement=Placement(tuple(map(tuple, replicas))),
+        orders=orders,
+        overlapped=overlapped,
+        forward_only=all(action.op is Op.F for order in orders for action in order),
+    )
 
 
 def to_json(schedule: Schedule) -> str:

@@ -18,9 +18,8 @@ from pipeloom.ir.action import COMPUTE_OPS, Action, Op
 from pipeloom.ir.check.checker import explained
 from pipeloom.ir.check.input_types import of_type
 from pipeloom.ir.data_axis import Granularity
-from pipeloom.ir.from_orders import schedule_from_orders
 from pipeloom.ir.schedule import Program, Schedule, WeightPolicy, schedule_of
-from pipeloom.ir.text import parse_action
+from pipeloom.ir.text import parse_action, schedule_from_orders
 from pipeloom.ir.walk import dependency_order
 
 _UNIT = re.compile(r"\(([^)]*)\)OVERLAP_F_B")

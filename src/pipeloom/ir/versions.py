@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.large.proof import proof_of
 from pipeloom.ir.schedule import Schedule, Uses, WeightPolicy, once_per_schedule
+from pipeloom.ir.walk import proof_of
 
 _LAST_BACKWARDS = (Op.B, Op.W)
 
@@ -36,12 +36,6 @@ _LAST_BACKWARDS = (Op.B, Op.W)
 def num_updates(schedule: Schedule, stage: int) -> int:
     """The number of updates of `stage` in the whole stream."""
     return schedule.num_microbatches // schedule.update_interval(stage)
-
-
-def batches_between_drains(schedule: Schedule) -> int:
-    """The number of batches after which every stage has updated. A stream can end at multiples of it."""
-    assert schedule.microbatches_per_update is not None
-    return schedule.update_period // schedule.microbatches_per_update
 
 
 def check_drained(schedule: Schedule, num_batches: int, seen: str) -> None:
@@ -55,7 +49,7 @@ def check_drained(schedule: Schedule, num_batches: int, seen: str) -> None:
     Raises:
         InputError: some stage has not updated after `num_batches`.
     """
-    each = batches_between_drains(schedule)
+    each = schedule.update_period // (schedule.microbatches_per_update or 1)
     if num_batches % each:
         replicas = ",".join(str(len(ranks)) for ranks in schedule.placement.replicas)
         raise InputError(
@@ -93,7 +87,14 @@ def versions_used(schedule: Schedule) -> Uses:
     Raises:
         ScheduleError: an F comes before the update that makes its version.
     """
-    newest = _newest_at_forward(schedule)
+    newest: dict[tuple[int, int], int] = {}  # for each forward, the number of updates of its stage before it
+    for rank in range(schedule.num_ranks):
+        for stage, run in _stage_runs(schedule, rank).items():
+            made, count = 0, len(run.steps)
+            for position, microbatch in run.forwards:
+                while made < count and run.steps[made] < position:
+                    made += 1
+                newest[stage, microbatch] = made
     if schedule.weights is WeightPolicy.STASH:
         return newest
     intervals = [schedule.update_interval(stage) for stage in range(schedule.num_stages)]
@@ -202,16 +203,3 @@ def _most(lives: Iterable[tuple[tuple[int, int], float]]) -> float:
         events += ((comes, size), (goes, -size))
     events.sort()  # at one position, negative sizes first
     return max(accumulate(size for _, size in events), default=0.0)
-
-
-def _newest_at_forward(schedule: Schedule) -> Uses:
-    """For each forward, the number of updates of its stage before it."""
-    newest: dict[tuple[int, int], int] = {}
-    for rank in range(schedule.num_ranks):
-        for stage, run in _stage_runs(schedule, rank).items():
-            made, count = 0, len(run.steps)
-            for position, microbatch in run.forwards:
-                while made < count and run.steps[made] < position:
-                    made += 1
-                newest[stage, microbatch] = made
-    return newest

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.schedule import Program, Schedule, awaited, schedule_of
+
+if TYPE_CHECKING:
+    from pipeloom.ir.large.columns import Proof
 
 _MOST_SHOWN = 4  # ranks of a deadlock that an error names
 
@@ -81,6 +85,15 @@ def in_background(action: Action, schedule: Schedule) -> bool:
     if action.op is Op.REDUCE_GRAD:
         return action.microbatch is not None and schedule.microbatches_per_update is None
     return action.op in (Op.UNSHARD, Op.OFFLOAD, Op.RELOAD)
+
+
+def proof_of(schedule: Schedule) -> Proof | None:
+    """The proof that a large schedule is legal; None for illegal ones, and for small ones, which load no numpy."""
+    if not schedule.large:
+        return None
+    from pipeloom.ir.large.columns import prove
+
+    return prove(schedule)
 
 
 class _Meetings:

@@ -1,7 +1,7 @@
 """One file per family of schedules, and the table that lists them.
 
-To add a schedule: write a pure function that returns a `Schedule`, and add one `Family` row to `table.py`. The checker,
-the simulator, the executor, the pictures, the search and the command line take it from there.
+To add a schedule: write a pure function that returns a `Schedule`, decorate it with `family` of `table.py`, and import
+it here. The checker, the simulator, the executor, the pictures, the search and the command line take it from there.
 """
 
 from __future__ import annotations
@@ -11,28 +11,33 @@ from typing import Unpack
 
 from pipeloom.errors import ScheduleError, folded
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.breadth_first import breadth_first
-from pipeloom.schedules.chimera import chimera
 from pipeloom.schedules.conditions import Conditions
-from pipeloom.schedules.controllable_memory import v_half, v_min
-from pipeloom.schedules.dapple import dapple_pb
-from pipeloom.schedules.dualpipe import dualpipe, dualpipev
-from pipeloom.schedules.gpipe import gpipe
-from pipeloom.schedules.hanayo import hanayo
-from pipeloom.schedules.interleaved import interleaved
-from pipeloom.schedules.naive import naive
-from pipeloom.schedules.one_f_one_b import one_f_one_b
-from pipeloom.schedules.pipedream import StreamOptions, pipedream, pipedream_2bw, steady_length
-from pipeloom.schedules.search.constraint_program import prove
-from pipeloom.schedules.search.search import EFFORT, Found, search, search_loop
-from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
 from pipeloom.schedules.sizes import keyword_checked
-from pipeloom.schedules.table import NAMED, Family
-from pipeloom.schedules.terapipe import terapipe
+from pipeloom.schedules.table import FAMILIES, Family, StreamOptions
 from pipeloom.schedules.user_defined import from_file, from_function, from_orders, is_file
+
+# Tables, gallery and search list the families in the order of these imports.
+# isort: off
+from pipeloom.schedules.naive import naive
+from pipeloom.schedules.gpipe import gpipe
+from pipeloom.schedules.one_f_one_b import one_f_one_b
+from pipeloom.schedules.pipedream import pipedream, pipedream_2bw, steady_length
+from pipeloom.schedules.dapple import dapple_pb
+from pipeloom.schedules.interleaved import interleaved
+from pipeloom.schedules.breadth_first import breadth_first
+from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
 from pipeloom.schedules.zb_auto import zb_auto
 from pipeloom.schedules.zb_v import zb_v
-from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
+from pipeloom.schedules.controllable_memory import v_half, v_min
+from pipeloom.schedules.dualpipe import dualpipe, dualpipev
+from pipeloom.schedules.chimera import chimera
+from pipeloom.schedules.hanayo import hanayo
+from pipeloom.schedules.terapipe import terapipe
+from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
+from pipeloom.schedules.search.search import EFFORT, Found, search
+from pipeloom.schedules.search.constraint_program import prove
+
+# isort: on
 
 __all__ = [
     "EFFORT",
@@ -72,22 +77,6 @@ __all__ = [
     "zb_h2",
     "zb_v",
 ]
-
-
-FAMILIES: dict[str, Family] = {
-    **NAMED,
-    "search": Family(
-        name="search",
-        paper="pipeloom: greedy construction, then local search on the critical path",
-        constraints="any sizes, times, latencies and memory limits; bubble for v = 1, m >= 2*p-1 and no limit",
-        bubble="<= (p-1)/(3*m+p-1)",
-        peak="<= m",
-        build=search_loop,
-        chunks=None,
-        usual_chunks=1,
-        to_measure=True,
-    ),
-}
 
 SYNCHRONOUS: dict[str, Family] = {name: family for name, family in FAMILIES.items() if not family.stream}
 """The families whose steps end with a flush: their gradients are those of plain gradient accumulation."""

@@ -13,18 +13,24 @@ from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import Phases
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.table import family
 
 
-@sized
+@family(
+    "bfs",
+    paper="breadth-first, arXiv:2211.05953",
+    constraints="any p >= 1, m >= 1, v >= 1; bubble for m >= p",
+    bubble="(p-1)/(m*v+p-1)",
+    peak="m",
+    chunks=None,
+)
 def breadth_first(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Chunk after chunk forwards, then chunk after chunk backwards."""
     orders = []
     for d in range(num_ranks):
-        lane = Phases()
-        for op, chunks in ((Op.F, range(num_chunks)), (Op.B, reversed(range(num_chunks)))):
-            for chunk in chunks:
-                lane.repeat(num_microbatches, (chunk * num_ranks + d, op))
+        lane, stages = Phases(), range(d, num_ranks * num_chunks, num_ranks)
+        for stage, op in (*((stage, Op.F) for stage in stages), *((stage, Op.B) for stage in reversed(stages))):
+            lane.repeat(num_microbatches, (stage, op))
         orders.append(lane.order())
     placement = Placement.loop(num_ranks, num_chunks)
     return Schedule(name="bfs", num_microbatches=num_microbatches, placement=placement, orders=tuple(orders))

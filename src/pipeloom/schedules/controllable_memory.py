@@ -29,13 +29,21 @@ from math import inf
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Orders, Schedule
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.table import family
 
 _PERIOD = 6  # F, I and W of two chunks
 _HORIZON = 2 * _PERIOD  # how far ahead a waiting rank looks
 
 
-@sized
+@family(
+    "v-half",
+    paper="controllable memory, arXiv:2405.15362",
+    constraints="v = 2; any p >= 1, m >= 1; bubble for m >= 2*p",
+    bubble="<= (p-1)/(2*m+p-1)",
+    peak="<= (p+2)//2",
+    chunks=2,
+    most_actions=1_000_000,
+)
 def v_half(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Half of 1F1B's memory, half of its bubble."""
     p, delta = num_ranks, 3 if num_ranks % 2 == 0 else 0
@@ -43,7 +51,15 @@ def v_half(*, num_ranks: int, num_microbatches: int) -> Schedule:
     return _build("v-half", blocks, num_microbatches)
 
 
-@sized
+@family(
+    "v-min",
+    paper="controllable memory, arXiv:2405.15362",
+    constraints="v = 2; any p >= 1, m >= 1; bubble for m >= 2*p",
+    bubble="<= (2*p-2)/(3*m+2*p-2)",
+    peak="<= (p+4)//3",
+    chunks=2,
+    most_actions=1_000_000,
+)
 def v_min(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """A third of 1F1B's memory, two thirds of its bubble."""
     p, delta = num_ranks, 2 if num_ranks % 3 == 0 else 0

@@ -12,11 +12,17 @@ latency c the makespan is GPipe's ``(m + p - 1) * (tF + tB) + 2*c*(p-1)`` as lon
 from __future__ import annotations
 
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.one_f_one_b import alternating
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.phases import alternating
+from pipeloom.schedules.table import family
 
 
-@sized
+@family(
+    "dapple-pb",
+    paper="DAPPLE policy PB, arXiv:2007.01045",
+    constraints="any p >= 1, m >= 1",
+    bubble="(p-1)/(m+p-1)",
+    peak="min(2*(p-d)-1, m)",
+)
 def dapple_pb(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B's order with twice its warm-up."""
     return alternating("dapple-pb", num_microbatches, [2 * (num_ranks - 1 - d) for d in range(num_ranks)])

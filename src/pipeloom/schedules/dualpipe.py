@@ -28,12 +28,19 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.table import family
 
 _Pair = tuple[Action, Action]
 
 
-@sized
+@family(
+    "dualpipe",
+    paper="DualPipe, arXiv:2412.19437",
+    constraints="every stage twice; p even, m even, m >= 2*p",
+    bubble="(p-2)/(3*m+p-2)",
+    peak="p+1",
+    chunks=2,
+)
 def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Bidirectional: stage s on ranks s and p-1-s.
 
@@ -62,7 +69,14 @@ def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     return _schedule("dualpipe", m, Placement.bidirectional(p), ranks)
 
 
-@sized
+@family(
+    "dualpipev",
+    paper="DualPipeV: DualPipe cut in half, Sea AI Lab 2025",
+    constraints="v = 2; m >= 2*p",
+    bubble="(p-1)/(3*m+p-1)",
+    peak="p+1/2",
+    chunks=2,
+)
 def dualpipev(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Two chunks per rank in a V.
 

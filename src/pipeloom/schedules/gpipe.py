@@ -10,22 +10,18 @@ the order of plain accumulation.
 
 from __future__ import annotations
 
-from pipeloom.ir.action import Op
-from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.phases import Phases
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.phases import alternating
+from pipeloom.schedules.table import family
 
 
-@sized
+@family(
+    "gpipe",
+    paper="GPipe, arXiv:1811.06965",
+    constraints="any p >= 1, m >= 1",
+    bubble="(p-1)/(m+p-1)",
+    peak="m",
+)
 def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards of the step, then all its backwards."""
-    orders = []
-    for d in range(num_ranks):
-        lane = Phases()
-        lane.repeat(num_microbatches, (d, Op.F))
-        lane.repeat(num_microbatches, (d, Op.B))
-        orders.append(lane.order())
-    return Schedule(
-        name="gpipe", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=tuple(orders)
-    )
+    return alternating("gpipe", num_microbatches, [num_microbatches] * num_ranks)

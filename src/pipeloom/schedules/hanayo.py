@@ -18,11 +18,19 @@ from pipeloom.ir.action import Action, Op
 from pipeloom.ir.check.checker import live_activations
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.table import family
 from pipeloom.schedules.weaver import Weaver
 
 
-@sized
+@family(
+    "hanayo",
+    paper="Hanayo, arXiv:2308.15762",
+    constraints="v even; bubble for m = p",
+    bubble="<= (2*p-2)/(3*p*v/2+p-1)",
+    peak="<= p",
+    chunks=None,
+    most_actions=1_000_000,
+)
 def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Waves over a zig-zag placement; two chunks make one wave.
 

@@ -16,10 +16,17 @@ from pipeloom.ir.action import Action, Op
 from pipeloom.ir.large.order import STAGE_STEP, Order, encode
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.table import family
 
 
-@sized
+@family(
+    "interleaved",
+    paper="Megatron-LM, arXiv:2104.04473",
+    constraints="v > 1: m >= p, m % p == 0; other groups of N: p <= N <= m, m % N == 0 or m % N >= p",
+    bubble="(p-1)/(m*v+p-1)",
+    peak="min((v-1)*p + 2*(p-1-d) + 1, m*v)/v if v > 1 else min(p-d, m)",
+    chunks=None,
+)
 def interleaved(
     *, num_ranks: int, num_microbatches: int, num_chunks: int = 2, group_size: int | None = None
 ) -> Schedule:

@@ -9,21 +9,18 @@ All ranks but one idle at any moment: makespan ``m * p * (tF + tB)``, one live a
 
 from __future__ import annotations
 
-from pipeloom.ir.action import Op
-from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.phases import Phases
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.phases import alternating
+from pipeloom.schedules.table import family
 
 
-@sized
+@family(
+    "naive",
+    paper="naive model parallelism",
+    constraints="any p >= 1, m >= 1",
+    bubble="(p-1)/p",
+    peak="1",
+)
 def naive(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Each micro-batch goes all the way down and back up before the next one enters."""
-    orders = []
-    for d in range(num_ranks):
-        lane = Phases()
-        lane.repeat(num_microbatches, (d, Op.F), (d, Op.B))
-        orders.append(lane.order())
-    return Schedule(
-        name="naive", num_microbatches=num_microbatches, placement=Placement.loop(num_ranks), orders=tuple(orders)
-    )
+    return alternating("naive", num_microbatches, [0] * num_ranks)

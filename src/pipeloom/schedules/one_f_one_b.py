@@ -9,31 +9,18 @@ Makespan ``(m + p - 1) * (tF + tB)`` like GPipe, but rank ``d`` holds only ``min
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from pipeloom.ir.action import Op
-from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.phases import Phases
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.phases import alternating
+from pipeloom.schedules.table import family
 
 
-@sized
+@family(
+    "1f1b",
+    paper="PipeDream-Flush, arXiv:2006.09503",
+    constraints="any p >= 1, m >= 1",
+    bubble="(p-1)/(m+p-1)",
+    peak="min(p-d, m)",
+)
 def one_f_one_b(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """A warm-up of ``p - 1 - d`` forwards on rank ``d``, then forward and backward in turn, then the backwards left."""
     return alternating("1f1b", num_microbatches, [num_ranks - 1 - d for d in range(num_ranks)])
-
-
-def alternating(name: str, num_microbatches: int, warmups: Sequence[int]) -> Schedule:
-    """1F1B with one stage per rank and a warm-up of at most ``warmups[d]`` forwards on rank d."""
-    orders = []
-    for d, forwards in enumerate(warmups):
-        warmup = min(forwards, num_microbatches)
-        lane = Phases()
-        lane.repeat(warmup, (d, Op.F))
-        lane.repeat(num_microbatches - warmup, (d, Op.F), (d, Op.B))
-        lane.repeat(warmup, (d, Op.B))
-        orders.append(lane.order())
-    return Schedule(
-        name=name, num_microbatches=num_microbatches, placement=Placement.loop(len(warmups)), orders=tuple(orders)
-    )

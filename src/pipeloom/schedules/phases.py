@@ -1,4 +1,4 @@
-"""`Phases`: a rank's order written as the papers draw it, one repeated pattern after the other.
+"""`Phases`: a rank's order written as the papers draw it, one repeated pattern after the other; 1F1B's in one call.
 
 lane = Phases()                      rank 0 of 1F1B with two warm-up forwards and four micro-batches:
 lane.repeat(2, (0, F))               0F0 0F1
@@ -8,8 +8,13 @@ lane.repeat(2, (0, B))               0B2 0B3
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Self
+
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.large.order import MICROBATCH_MASK, MICROBATCH_SHIFT, MICROBATCH_STEP, Order, encode
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Schedule
 
 
 class Phases:
@@ -29,10 +34,10 @@ class Phases:
         """The number of micro-batches of this stage and op in the order so far."""
         return self._done.get((stage, op), 0)
 
-    def repeat(self, count: int, *pattern: tuple[int, Op]) -> None:
+    def repeat(self, count: int, *pattern: tuple[int, Op]) -> Self:
         """Append the pattern `count` times, each (stage, op) with its next micro-batch; nothing if `count` < 1."""
         if count < 1:
-            return
+            return self
         start, width = len(self._codes), len(pattern)
         self._codes += [0] * (count * width)
         for place, (stage, op) in enumerate(pattern):
@@ -40,9 +45,27 @@ class Phases:
             first, last = (encode(Action(stage, op, self._first + b * self._stride)) for b in (done, done + count - 1))
             self._codes[start + place :: width] = range(first, last + 1, MICROBATCH_STEP * self._stride)
             self._done[stage, op] = done + count
+        return self
+
+    def alternate(self, stage: int, num_microbatches: int, warmup: int) -> Self:
+        """Append up to `warmup` forwards, then forward and backward in turn, then the backwards left."""
+        count = len(range(self._first, num_microbatches, self._stride))
+        warmup = min(warmup, count)
+        self.repeat(warmup, (stage, Op.F)).repeat(count - warmup, (stage, Op.F), (stage, Op.B))
+        return self.repeat(warmup, (stage, Op.B))
 
     def order(self, num_microbatches: int | None = None) -> Order:
         """The order, cut to the first `num_microbatches` if given."""
         if num_microbatches is None:
             return Order(self._codes)
         return Order(code for code in self._codes if code >> MICROBATCH_SHIFT & MICROBATCH_MASK <= num_microbatches)
+
+
+def alternating(name: str, num_microbatches: int, warmups: Sequence[int]) -> Schedule:
+    """1F1B with one stage per rank and a warm-up of at most ``warmups[d]`` forwards on rank d."""
+    return Schedule(
+        name=name,
+        num_microbatches=num_microbatches,
+        placement=Placement.loop(len(warmups)),
+        orders=tuple(Phases().alternate(d, num_microbatches, w).order() for d, w in enumerate(warmups)),
+    )

@@ -21,27 +21,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, count
 from math import lcm
-from typing import Literal, TypedDict
+from typing import Literal
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import Op
-from pipeloom.ir.check.checker import check_updates
+from pipeloom.ir.check.schedule_rules import UPDATE_RULES
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule, WeightPolicy
 from pipeloom.schedules.phases import Phases
-from pipeloom.schedules.sizes import check_size, sized
+from pipeloom.schedules.sizes import check_size
+from pipeloom.schedules.table import family
 
 
-class StreamOptions(TypedDict, total=False):
-    """Optional arguments of `pipedream` and `pipedream_2bw`; None means the default."""
-
-    weights: str | None
-    replicas: Sequence[int] | None
-    microbatches_per_update: int | None
-    in_flight: int | str | None
-
-
-@sized
+@family(
+    "pipedream",
+    paper="PipeDream, SOSP 2019, arXiv:1806.03377",
+    constraints="a stream, no bubble in its steady state; any p >= 1, m >= 1; replicas: m a multiple of each",
+    bubble="(p-1)/(m+p-1)",
+    peak="min(p-d, m)",
+    stream=("weights", "replicas", "microbatches_per_update", "in_flight"),
+)
 def pipedream(
     *,
     num_ranks: int,
@@ -74,7 +72,14 @@ def pipedream(
     return _stream("pipedream", num_microbatches, microbatches_per_update, WeightPolicy(weights), counts, warmups)
 
 
-@sized
+@family(
+    "pipedream-2bw",
+    paper="PipeDream-2BW, arXiv:2006.09503",
+    constraints="a stream, no bubble in its steady state; n >= p-1 micro-batches an update (p), m % n == 0",
+    bubble="(p-1)/(m+p-1)",
+    peak="min(p-d, m)",
+    stream=("replicas", "microbatches_per_update", "in_flight"),
+)
 def pipedream_2bw(
     *,
     num_ranks: int,
@@ -193,23 +198,18 @@ def _stream(
     warmups: Sequence[int],
 ) -> Schedule:
     check_size("micro-batches per update", microbatches_per_update)
-    orders = []
-    for stage, (ranks, forwards) in enumerate(zip(counts, warmups, strict=True)):
-        for replica in range(ranks):
-            own = len(range(replica, num_microbatches, ranks))
-            warmup = min(forwards, own)
-            lane = Phases(first=replica, stride=ranks)
-            lane.repeat(warmup, (stage, Op.F))
-            lane.repeat(own - warmup, (stage, Op.F), (stage, Op.B))
-            lane.repeat(warmup, (stage, Op.B))
-            orders.append(lane.order())
     schedule = Schedule(
         name=name,
         num_microbatches=num_microbatches,
         microbatches_per_update=microbatches_per_update,
         placement=Placement.replicated(counts),
         weights=weights,
-        orders=tuple(orders),
+        orders=tuple(
+            Phases(first=replica, stride=ranks).alternate(stage, num_microbatches, forwards).order()
+            for stage, (ranks, forwards) in enumerate(zip(counts, warmups, strict=True))
+            for replica in range(ranks)
+        ),
     )
-    check_updates(schedule)
+    for rule in UPDATE_RULES:
+        rule.ask(schedule)
     return schedule

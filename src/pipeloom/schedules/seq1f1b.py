@@ -21,18 +21,33 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.table import family
 
 _Unit = tuple[int, int | None]  # micro-batch, slice
 
 
-@sized
+@family(
+    "seq1f1b",
+    paper="Seq1F1B, arXiv:2406.03488",
+    constraints="k slices of each sequence; any p >= 1, m >= 1, k >= 1",
+    bubble="(p-1)/(m*k+p-1)",
+    peak="min(p-d+k-1, m*k)/k",
+    sliced=True,
+)
 def seq1f1b(*, num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
     """A warm-up of ``p - 2 - d + k`` slices on rank ``d``, then forward and backward in turn, then what is left."""
     return _alternating("seq1f1b", num_ranks, num_microbatches, num_slices, 1)
 
 
-@sized
+@family(
+    "seq1f1b-interleaved",
+    paper="Seq1F1B, arXiv:2406.03488",
+    constraints="k slices of each sequence; v > 1: p % k == 0, m*k % p == 0",
+    bubble="(p-1)/(m*k*v+p-1)",
+    peak="min((v-1)*p + 2*(p-1-d) + k, m*k*v)/(k*v) if v > 1 else min(p-d+k-1, m*k)/k",
+    chunks=None,
+    sliced=True,
+)
 def seq1f1b_interleaved(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2, num_slices: int = 1) -> Schedule:
     """Seq1F1B over the virtual order of (unit, chunk) pairs, in groups of p units.
 

@@ -15,12 +15,11 @@ from pipeloom.ir.large.order import MOST_MICROBATCHES, MOST_SLICES, MOST_STAGES
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
 MOST_ACTIONS = 20_000_000
-"""Most forwards and backwards per schedule: to check and simulate as many takes minutes and gigabytes."""
+"""Most forwards and backwards per schedule: to check and simulate as many takes minutes and gigabytes.
 
-MOST = dict.fromkeys(("zb-auto", "v-half", "v-min", "chimera", "hanayo"), 1_000_000) | {"search": 20_000}
-"""The same for families whose order is found action by action, and for the search, which times actions repeatedly."""
+Families whose order is found action by action have fewer, and the search, which times actions repeatedly.
+"""
 
 _OTHER_NAMES = {  # names of these keywords in other libraries
     "num_ranks": ("ranks", "p", "pp", "pp_size", "num_stages", "stages", "world_size"),

@@ -14,10 +14,17 @@ from __future__ import annotations
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.table import family
 
 
-@sized
+@family(
+    "terapipe",
+    paper="TeraPipe, arXiv:2102.07988",
+    constraints="k slices of each sequence; any p >= 1, m >= 1, k >= 1",
+    bubble="(p-1)/(m*k+p-1)",
+    peak="m",
+    sliced=True,
+)
 def terapipe(*, num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
     """All forwards over (micro-batch, slice), then all backwards; slices descend there, micro-batches ascend."""
     k = num_slices

@@ -18,8 +18,7 @@ from typing import Any
 from pipeloom.errors import InputError, ScheduleError, folded, one_line
 from pipeloom.ir import Action, Schedule, check
 from pipeloom.ir.check.input_types import as_pairs
-from pipeloom.ir.from_orders import schedule_from_orders
-from pipeloom.ir.text import from_json, parse_action
+from pipeloom.ir.text import from_json, parse_action, schedule_from_orders
 from pipeloom.ir.torch_csv import from_csv
 from pipeloom.schedules.sizes import check_sizes
 

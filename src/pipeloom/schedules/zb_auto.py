@@ -26,13 +26,21 @@ from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Orders, Schedule
 from pipeloom.ir.walk import walk
 from pipeloom.schedules.conditions import Conditions
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.table import family
 from pipeloom.schedules.zero_bubble import delayed_weights
 
 _NEAR = 1e-9
 
 
-@sized
+@family(
+    "zb-auto",
+    paper="Zero Bubble, arXiv:2401.10241",
+    constraints="any p >= 1, m >= 1, any memory limit of at least 1; bubble for m >= 2*p-1 and no limit",
+    bubble="<= (p-1)/(3*m+p-1)",
+    peak="<= m",
+    to_measure=True,
+    most_actions=1_000_000,
+)
 def zb_auto(*, num_ranks: int, num_microbatches: int, conditions: Conditions | None = None) -> Schedule:
     """Split backwards, placed for these times, latencies and memory.
 

@@ -11,33 +11,39 @@ For m < 2p-1 the order is that of 2p-1 micro-batches without those that do not e
 from __future__ import annotations
 
 from pipeloom.ir.action import Op
-from pipeloom.ir.large.order import Order
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import Phases
-from pipeloom.schedules.sizes import check_sizes, sized
+from pipeloom.schedules.sizes import check_sizes
+from pipeloom.schedules.table import family
 
 
-@sized
+@family(
+    "zb-v",
+    paper="Zero Bubble, arXiv:2401.10241",
+    constraints="v = 2; any p >= 1, m >= 1; bubble and peak for m >= 2*p-1",
+    bubble="(p-1)/(6*m+p-1)",
+    peak="p",
+    chunks=2,
+)
 def zb_v(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """The hand-made order of the paper."""
-    check_sizes(num_ranks, max(num_microbatches, 2 * num_ranks - 1), 2)  # sizes before the order is cut
-    orders = tuple(_rank_order(num_ranks, num_microbatches, d) for d in range(num_ranks))
-    return Schedule(name="zb-v", num_microbatches=num_microbatches, placement=Placement.v(num_ranks), orders=orders)
-
-
-def _rank_order(p: int, num_microbatches: int, d: int) -> Order:
-    m = max(num_microbatches, 2 * p - 1)
-    down, up = d, 2 * p - 1 - d
-    whole_down, whole_up = (((stage, Op.F), (stage, Op.I), (stage, Op.W)) for stage in (down, up))
-    lane = Phases()
-    lane.repeat(2 * (p - d) - 1, (down, Op.F))
-    lane.repeat(d, (up, Op.F), (down, Op.F))
-    lane.repeat(p - d, *whole_up)
-    lane.repeat(m - lane.done(down, Op.F), *whole_down, *whole_up)
-    lane.repeat(m - lane.done(up, Op.F), *whole_down[1:], *whole_up)
-    lane.repeat(d, (down, Op.I), (up, Op.I))
-    lane.repeat(p - d, (down, Op.I), (down, Op.W))
-    for stage in (up, down):
-        lane.repeat(m - lane.done(stage, Op.W), (stage, Op.W))
-    return lane.order(num_microbatches if num_microbatches < m else None)
+    p, m = num_ranks, max(num_microbatches, 2 * num_ranks - 1)
+    check_sizes(p, m, 2)  # sizes before the order is cut
+    orders = []
+    for d in range(p):
+        down, up = d, 2 * p - 1 - d
+        whole_down, whole_up = (((stage, Op.F), (stage, Op.I), (stage, Op.W)) for stage in (down, up))
+        lane = Phases()
+        lane.repeat(2 * (p - d) - 1, (down, Op.F))
+        lane.repeat(d, (up, Op.F), (down, Op.F))
+        lane.repeat(p - d, *whole_up)
+        lane.repeat(m - lane.done(down, Op.F), *whole_down, *whole_up)
+        lane.repeat(m - lane.done(up, Op.F), *whole_down[1:], *whole_up)
+        lane.repeat(d, (down, Op.I), (up, Op.I))
+        lane.repeat(p - d, (down, Op.I), (down, Op.W))
+        for stage in (up, down):
+            lane.repeat(m - lane.done(stage, Op.W), (stage, Op.W))
+        orders.append(lane.order(num_microbatches if num_microbatches < m else None))
+    placement = Placement.v(p)
+    return Schedule(name="zb-v", num_microbatches=num_microbatches, placement=placement, orders=tuple(orders))

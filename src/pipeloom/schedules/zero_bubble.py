@@ -23,16 +23,28 @@ from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Orders, Schedule
 from pipeloom.schedules.phases import Phases
-from pipeloom.schedules.sizes import sized
+from pipeloom.schedules.table import family
 
 
-@sized
+@family(
+    "zb-h1",
+    paper="Zero Bubble, arXiv:2401.10241",
+    constraints="any p >= 1, m >= 1; bubble and peak for m >= p",
+    bubble="(p-1)/(3*m+p-1)",
+    peak="p",
+)
 def zb_h1(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B's warm-up; rank d puts W of a micro-batch d backwards late."""
     return _schedule("zb-h1", num_microbatches, [num_ranks - 1 - d for d in range(num_ranks)], delay=1)
 
 
-@sized
+@family(
+    "zb-h2",
+    paper="Zero Bubble, arXiv:2401.10241",
+    constraints="any p >= 1, m >= 1; bubble and peak for m >= 2*p-1",
+    bubble="(p-1)/(3*m+p-1)",
+    peak="2*p-1",
+)
 def zb_h2(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Twice the warm-up; rank d puts W of a micro-batch 2d backwards late."""
     return _schedule("zb-h2", num_microbatches, [2 * (num_ranks - d) - 2 for d in range(num_ranks)], delay=2)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from pipeloom.errors import InputError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
 from pipeloom.ir.check.checker import explained
-from pipeloom.ir.large.proof import proof_of
 from pipeloom.ir.schedule import Program, Schedule, schedule_of
-from pipeloom.ir.walk import in_background
+from pipeloom.ir.walk import in_background, proof_of
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.events import Transfer, spans_by_events
 from pipeloom.sim.network import Network

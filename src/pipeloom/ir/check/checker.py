@@ -11,10 +11,9 @@ from pipeloom.errors import PipeloomError
 from pipeloom.ir.action import Op
 from pipeloom.ir.check.program_rules import PROGRAM_RULES
 from pipeloom.ir.check.schedule_rules import SCHEDULE_RULES, UPDATE_RULES
-from pipeloom.ir.large.proof import proof_of
 from pipeloom.ir.schedule import Program, Schedule, schedule_of
 from pipeloom.ir.versions import weight_versions
-from pipeloom.ir.walk import walk
+from pipeloom.ir.walk import proof_of, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +47,19 @@ def check(pipeline: Schedule | Program) -> Checked:
     for rule in SCHEDULE_RULES if proof is None else UPDATE_RULES:
         rule.ask(schedule)
     if proof is not None and pipeline is schedule:
-        return _checked(schedule, proof.live)
-    if isinstance(pipeline, Program):
-        for rule in PROGRAM_RULES:
+        live = proof.live
+    else:
+        for rule in PROGRAM_RULES if isinstance(pipeline, Program) else ():
             rule.ask(pipeline)
-    deque(walk(pipeline), maxlen=0)  # raises if actions wait in a circle
-    return _checked(schedule, live_activations(pipeline))
-
-
-def check_updates(schedule: Schedule) -> None:
-    """Ask the rules of updates alone, which need no look at the orders. Raises ScheduleError as `check` does."""
-    for rule in UPDATE_RULES:
-        rule.ask(schedule)
+        deque(walk(pipeline), maxlen=0)  # raises if actions wait in a circle
+        live = live_activations(pipeline)
+    share = schedule.stage_share / schedule.num_slices
+    stream = schedule.microbatches_per_update is not None
+    return Checked(
+        live_activations=live,
+        peak_activations=tuple(count * share for count in live),
+        weight_versions=weight_versions(schedule) if stream else (1,) * schedule.num_ranks,
+    )
 
 
 @contextmanager
@@ -72,16 +72,6 @@ def explained(pipeline: Schedule | Program) -> Iterator[None]:
     except Exception:
         check(pipeline)
         raise
-
-
-def _checked(schedule: Schedule, live: tuple[int, ...]) -> Checked:
-    share = schedule.stage_share / schedule.num_slices
-    stream = schedule.microbatches_per_update is not None
-    return Checked(
-        live_activations=live,
-        peak_activations=tuple(count * share for count in live),
-        weight_versions=weight_versions(schedule) if stream else (1,) * schedule.num_ranks,
-    )
 
 
 def live_activations(pipeline: Schedule | Program) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What is legal in the program of a legal schedule: one function per rule, asked in the order of `PROGRAM_RULES`.
+"""What is legal in the program of a legal schedule: one function per rule, asked in the order of this file.
 
     messages       every SEND has its RECV, and two ranks list their messages in the same order
     parameters     UNSHARD and RESHARD of a stage alternate; where replicas hold shards, F, B and I stand between them
@@ -15,9 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
-from pipeloom.ir.check.rule import Breaches, at, rule
-from pipeloom.ir.check.schedule_rules import actions_only, known_stages, one_order_per_rank, overlapped_pairs
+from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, SENDS, Action, Op
+from pipeloom.ir.check.schedule_rules import (
+    Breaches,
+    Rule,
+    actions_only,
+    at,
+    known_stages,
+    one_order_per_rank,
+    overlapped_pairs,
+    rule,
+)
 from pipeloom.ir.messages import peer_of
 from pipeloom.ir.schedule import Program
 from pipeloom.ir.versions import with_updates
@@ -25,12 +33,13 @@ from pipeloom.ir.versions import with_updates
 _READS = frozenset({Op.F, Op.B, Op.I})
 _GATHERS = frozenset({Op.UNSHARD, Op.RESHARD})
 _MOVES = frozenset({Op.OFFLOAD, Op.RELOAD})
-_SENDS = frozenset({Op.SEND_F, Op.SEND_B})
-_SEND_OF = {Op.RECV_F: (-1, Op.SEND_F), Op.RECV_B: (1, Op.SEND_B)}  # stage of the sender, relative, and its op
 _AROUND_UPDATES = frozenset({Op.F, Op.B, Op.W, Op.REDUCE_GRAD, Op.STEP})
 
 
-@rule("a program runs its schedule's computations in their order, with other actions in between")
+PROGRAM_RULES: list[Rule] = [one_order_per_rank, actions_only]
+
+
+@rule("a program runs its schedule's computations in their order, with other actions in between", PROGRAM_RULES)
 def same_computations(program: Program) -> Breaches:
     for rank, (order, planned) in enumerate(zip(program.orders, program.schedule.orders, strict=True)):
         for got, want in zip_longest((action for action in order if action.op in COMPUTE_OPS), planned):
@@ -41,6 +50,9 @@ def same_computations(program: Program) -> Breaches:
                 )
 
 
+PROGRAM_RULES += (known_stages, overlapped_pairs)
+
+
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
@@ -48,21 +60,22 @@ def _messages(program: Program) -> Iterator[tuple[int, Action]]:
     return ((rank, action) for rank, action in program.actions() if action.op in COMMUNICATION_OPS)
 
 
-@rule("messages go between neighbouring stages on different ranks, from the rank that runs the micro-batch")
+@rule(
+    "messages go between neighbouring stages on different ranks, from the rank that runs the micro-batch", PROGRAM_RULES
+)
 def messages_between_ranks(program: Program) -> Breaches:
     last, place = program.schedule.num_stages - 1, program.placement
     for rank, action in _messages(program):
-        stage, op, microbatch, _ = action
-        other = stage + (1 if op is Op.SEND_F or op is Op.RECV_B else -1)
+        stage, _, microbatch, _ = action
         if microbatch is None or not 0 <= microbatch < program.num_microbatches:
             yield at(action, rank), f"Use one of the micro-batches 0..{program.num_microbatches - 1}"
         elif place.rank_of(stage, microbatch) != rank:
             yield at(action, rank), f"Move it to rank {place.rank_of(stage, microbatch)}"
-        elif not 0 <= other <= last or peer_of(action, place) == rank:
+        elif not 0 <= action.other_end().stage <= last or peer_of(action, place) == rank:
             yield f"{at(action, rank)} has no other rank at its other end", "Remove it"
 
 
-@rule("each message is sent and received once")
+@rule("each message is sent and received once", PROGRAM_RULES)
 def messages_once(program: Program) -> Breaches:
     seen: set[Action] = set()
     for _, action in _messages(program):
@@ -71,17 +84,16 @@ def messages_once(program: Program) -> Breaches:
         seen.add(action)
 
 
-@rule("both sides must list the same messages in one order")
+@rule("both sides must list the same messages in one order", PROGRAM_RULES)
 def messages_in_order(program: Program) -> Breaches:
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}  # their sends
     for rank, action in _messages(program):
         peer = peer_of(action, program.placement)
-        if action.op in _SENDS:
+        if action.op in SENDS:
             sent.setdefault((rank, peer), []).append(action)
         else:
-            step, send = _SEND_OF[action.op]
-            received.setdefault((peer, rank), []).append(action._replace(stage=action.stage + step, op=send))
+            received.setdefault((peer, rank), []).append(action.other_end())
     for pair in sorted(sent.keys() | received.keys()):
         for index, (sender, awaited) in enumerate(zip_longest(sent.get(pair, ()), received.get(pair, ()))):
             if sender != awaited:
@@ -95,7 +107,7 @@ def messages_in_order(program: Program) -> Breaches:
 # --- parameters ------------------------------------------------------------------------------------------------------
 
 
-@rule("parameters and gradients of a stage belong to the ranks that hold it")
+@rule("parameters and gradients of a stage belong to the ranks that hold it", PROGRAM_RULES)
 def stage_actions_on_holders(program: Program) -> Breaches:
     for rank, action in program.actions():
         if action.op in _GATHERS or action.op is Op.REDUCE_GRAD:
@@ -104,7 +116,7 @@ def stage_actions_on_holders(program: Program) -> Breaches:
                 yield at(action, rank), f"Move it to a rank that holds the stage; this one holds {held}"
 
 
-@rule("parameters are gathered for all micro-batches, where the data-parallel strategy shards them")
+@rule("parameters are gathered for all micro-batches, where the data-parallel strategy shards them", PROGRAM_RULES)
 def gathers_of_the_strategy(program: Program) -> Breaches:
     data = program.data
     for rank, action in program.actions():
@@ -130,7 +142,7 @@ def _with_gathered(program: Program) -> Iterator[tuple[int, Action, bool]]:
                 there.discard(action.stage)
 
 
-@rule("a computation needs the full parameters of its stage")
+@rule("a computation needs the full parameters of its stage", PROGRAM_RULES)
 def gathered_when_read(program: Program) -> Breaches:
     if program.data is not None and program.data.unshards:
         for rank, action, there in _with_gathered(program):
@@ -138,7 +150,7 @@ def gathered_when_read(program: Program) -> Breaches:
                 yield f"{at(action, rank)} without parameters", f"Add {action.stage}UNSHARD before it"
 
 
-@rule("UNSHARD and RESHARD of a stage alternate")
+@rule("UNSHARD and RESHARD of a stage alternate", PROGRAM_RULES)
 def gathers_alternate(program: Program) -> Breaches:
     for rank, action, there in _with_gathered(program) if program.data is not None else ():
         if action.op is Op.UNSHARD and there:
@@ -147,7 +159,7 @@ def gathers_alternate(program: Program) -> Breaches:
             yield f"{at(action, rank)}, where the parameters are not there", "Remove it, or add an UNSHARD before it"
 
 
-@rule("a step of zero3 ends with sharded parameters")
+@rule("a step of zero3 ends with sharded parameters", PROGRAM_RULES)
 def sharded_at_the_end(program: Program) -> Breaches:
     if program.data is not None and program.data.shards_parameters:
         for rank, order in enumerate(program.orders):
@@ -178,7 +190,7 @@ def _has_data_gradients(program: Program) -> bool:
     return program.data is not None and program.schedule.microbatches_per_update is None
 
 
-@rule("a REDUCE_GRAD has the micro-batch of the last backward that it covers")
+@rule("a REDUCE_GRAD has the micro-batch of the last backward that it covers", PROGRAM_RULES)
 def reductions_cover_backwards(program: Program) -> Breaches:
     for rank in range(program.num_ranks) if _has_data_gradients(program) else ():
         for action, covered in _with_uncovered(program, rank):
@@ -190,7 +202,7 @@ def reductions_cover_backwards(program: Program) -> Breaches:
                 yield f"{at(action, rank)}, where the last backward is {covered}", "Use that micro-batch"
 
 
-@rule("gradients that are not sharded are reduced once, or they would be summed twice")
+@rule("gradients that are not sharded are reduced once, or they would be summed twice", PROGRAM_RULES)
 def full_gradients_reduced_once(program: Program) -> Breaches:
     if _has_data_gradients(program) and program.data is not None and not program.data.shards_gradients:
         for rank, order in enumerate(program.orders):
@@ -202,7 +214,7 @@ def full_gradients_reduced_once(program: Program) -> Breaches:
                     reduced.add(action.stage)
 
 
-@rule("replicas reduce the gradients of every backward")
+@rule("replicas reduce the gradients of every backward", PROGRAM_RULES)
 def backwards_are_reduced(program: Program) -> Breaches:
     for rank in range(program.num_ranks) if _has_data_gradients(program) else ():
         for action, covered in _with_uncovered(program, rank):
@@ -210,7 +222,7 @@ def backwards_are_reduced(program: Program) -> Breaches:
                 yield f"{action.with_op(Op.REDUCE_GRAD)} is missing", f"Add it to rank {rank}, behind {action}"
 
 
-@rule("ranks that share parameters sum their gradients once, behind all backwards and other reductions")
+@rule("ranks that share parameters sum their gradients once, behind all backwards and other reductions", PROGRAM_RULES)
 def shared_gradients_summed_once(program: Program) -> Breaches:
     if program.schedule.microbatches_per_update is not None:
         return
@@ -236,7 +248,7 @@ def shared_gradients_summed_once(program: Program) -> Breaches:
                 yield f"{Action(min(held), Op.REDUCE_GRAD)} is missing", f"Add it to the end of rank {rank}"
 
 
-@rule("an update comes behind the last backward of its micro-batches, and no forward changes sides")
+@rule("an update comes behind the last backward of its micro-batches, and no forward changes sides", PROGRAM_RULES)
 def updates_of_a_stream(program: Program) -> Breaches:
     for rank, order in enumerate(program.orders) if program.schedule.microbatches_per_update is not None else ():
         planned = (action for action in with_updates(program.schedule, rank) if action.op in _AROUND_UPDATES)
@@ -249,11 +261,7 @@ def updates_of_a_stream(program: Program) -> Breaches:
 # --- activations -----------------------------------------------------------------------------------------------------
 
 
-def _moved(program: Program) -> bool:
-    return any(action.op in _MOVES for _, action in program.actions())
-
-
-@rule("an activation is offloaded and reloaded at most once")
+@rule("an activation is offloaded and reloaded at most once", PROGRAM_RULES)
 def moves_once(program: Program) -> Breaches:
     seen: set[tuple[int, Action]] = set()
     for rank, action in program.actions():
@@ -263,9 +271,10 @@ def moves_once(program: Program) -> Breaches:
             seen.add((rank, action))
 
 
-@rule("OFFLOAD comes between F and the backward, RELOAD between OFFLOAD and the backward")
+@rule("OFFLOAD comes between F and the backward, RELOAD between OFFLOAD and the backward", PROGRAM_RULES)
 def activations_are_there(program: Program) -> Breaches:
-    for rank, order in enumerate(program.orders) if _moved(program) else ():
+    moves = any(action.op in _MOVES for _, action in program.actions())
+    for rank, order in enumerate(program.orders) if moves else ():
         made: set[Action] = set()  # forwards whose activation is kept
         away: set[Action] = set()
         for action in order:
@@ -287,27 +296,3 @@ def activations_are_there(program: Program) -> Breaches:
                         f"{at(action, rank)}, where its activation is offloaded",
                         f"Put {action.with_op(Op.RELOAD)} before it",
                     )
-
-
-PROGRAM_RULES = (
-    one_order_per_rank,
-    actions_only,
-    same_computations,
-    known_stages,
-    overlapped_pairs,
-    messages_between_ranks,
-    messages_once,
-    messages_in_order,
-    stage_actions_on_holders,
-    gathers_of_the_strategy,
-    gathered_when_read,
-    gathers_alternate,
-    sharded_at_the_end,
-    reductions_cover_backwards,
-    full_gradients_reduced_once,
-    backwards_are_reduced,
-    shared_gradients_summed_once,
-    updates_of_a_stream,
-    moves_once,
-    activations_are_there,
-)

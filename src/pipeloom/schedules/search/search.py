@@ -33,8 +33,7 @@ from pipeloom.schedules.search.bounds import lower_bound
 from pipeloom.schedules.search.exact import bound_alone, shortest
 from pipeloom.schedules.search.operations import IntOrders, Work
 from pipeloom.schedules.search.tabu import improve
-from pipeloom.schedules.sizes import sized
-from pipeloom.schedules.table import NAMED
+from pipeloom.schedules.table import FAMILIES, family
 
 _GREEDY = 0.6  # part of the effort that goes into greedy phases
 _CHOSEN = (12, 4, 1)  # orders that are improved: a third of the rest for many, a third for the best of these, and so on
@@ -117,7 +116,17 @@ def search(
     )
 
 
-@sized
+@family(
+    "search",
+    paper="pipeloom: greedy construction, then local search on the critical path",
+    constraints="any sizes, times, latencies and memory limits; bubble for v = 1, m >= 2*p-1 and no limit",
+    bubble="<= (p-1)/(3*m+p-1)",
+    peak="<= m",
+    chunks=None,
+    usual_chunks=1,
+    to_measure=True,
+    most_actions=20_000,
+)
 def search_loop(
     *, num_ranks: int, num_microbatches: int, num_chunks: int = 1, conditions: Conditions | None = None
 ) -> Schedule:
@@ -215,11 +224,11 @@ def _distinct(found: list[tuple[float, IntOrders]]) -> list[tuple[float, IntOrde
 def _named(work: Work) -> list[Schedule]:
     """The named schedules that are legal here and keep the caps."""
     placement, found = work.placement, []
-    for family in NAMED.values():
-        if family.stream:
+    for named in FAMILIES.values():
+        if named.stream or named.name == "search":
             continue  # what is searched for is one step, with a flush at its end
         try:
-            schedule = family(
+            schedule = named(
                 num_ranks=placement.num_ranks,
                 num_microbatches=work.num_microbatches,
                 num_chunks=placement.num_chunks,

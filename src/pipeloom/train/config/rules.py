@@ -177,7 +177,7 @@ def check_stream(config: TrainConfig) -> None:
 
 
 def steps_between_drains(config: TrainConfig) -> int:
-    """`pipeloom.ir.versions.batches_between_drains` of a run whose schedule is not made yet."""
+    """The steps after which every stage has updated, of a run whose schedule is not made yet."""
     return math.lcm(config.num_microbatches, *config.replicas) // config.num_microbatches
 
 
