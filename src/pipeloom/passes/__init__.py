@@ -8,7 +8,18 @@ from pipeloom.ir.data_axis import DataAxis
 from pipeloom.ir.schedule import Program, Schedule, schedule_of
 from pipeloom.passes.communication import insert_communication
 from pipeloom.passes.data_parallel import insert_data_parallel
-from pipeloom.passes.gradient_reduction import insert_gradient_reduction
+from pipeloom.passes.offload import insert_offload
+from pipeloom.passes.rewrites import (
+    check_has_backwards,
+    evaluation_schedule,
+    forward_only,
+    merge_backwards,
+    repeat_steps,
+    separate_units,
+    stretch,
+)
+from pipeloom.passes.updates import insert_gradient_reduction, insert_updates
+from pipeloom.passes.warm_up import warm_up_lengths
 
 __all__ = [
     "check_has_backwards",
@@ -27,16 +38,6 @@ __all__ = [
     "warm_up_lengths",
 ]
 
-from pipeloom.passes.evaluation import evaluation_schedule
-from pipeloom.passes.forward_only import check_has_backwards, forward_only
-from pipeloom.passes.merge_backwards import merge_backwards
-from pipeloom.passes.offload import insert_offload
-from pipeloom.passes.repeat_steps import repeat_steps
-from pipeloom.passes.separate_units import separate_units
-from pipeloom.passes.stretch import stretch
-from pipeloom.passes.updates import insert_updates
-from pipeloom.passes.warm_up import warm_up_lengths
-
 
 def lower(
     schedule: Schedule, *, tied_stages: tuple[tuple[int, ...], ...] = (), data: DataAxis | None = None
@@ -52,18 +53,14 @@ def lower(
         ScheduleError: a data axis for a schedule that updates parameters while it runs.
     """
     with explained(schedule_of(schedule)):
-        return _lower(schedule, tied_stages, data)
-
-
-def _lower(schedule: Schedule, tied_stages: tuple[tuple[int, ...], ...], data: DataAxis | None) -> Program:
-    program = insert_communication(schedule)
-    if schedule.microbatches_per_update is not None:
+        program = insert_communication(schedule)
+        if schedule.microbatches_per_update is None:
+            if data is not None:
+                program = insert_data_parallel(program, data)
+            return insert_gradient_reduction(program, tied_stages)
         if data is not None:
             raise ScheduleError(
                 f"data axis of degree {data.degree} with schedule {schedule.name!r}: data parallelism needs a "
                 "synchronous schedule. Use one, such as 1f1b, or replicate stages with `replicas`."
             )
         return insert_updates(program, tied_stages)
-    if data is not None:
-        program = insert_data_parallel(program, data)
-    return insert_gradient_reduction(program, tied_stages)

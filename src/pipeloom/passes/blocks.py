@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.action import COMPUTE_OPS, RECEIVES, SENDS, Action
 from pipeloom.ir.schedule import Program
 
-_RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
-_SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 
-
-class Block(NamedTuple):
+class ComputeBlock(NamedTuple):
     """One computation, or an overlapped pair, with the receives before and the sends after it.
 
     Attributes:
@@ -25,10 +22,10 @@ class Block(NamedTuple):
     computations: tuple[Action, ...]
 
 
-def blocks_of(order: Sequence[Action], program: Program) -> list[Block]:
+def blocks_of(order: Sequence[Action], program: Program) -> list[ComputeBlock]:
     """The blocks of one rank's `order`. Other actions are in no block."""
     partners = program.schedule.partners
-    blocks: list[Block] = []
+    blocks: list[ComputeBlock] = []
     position = free = 0
     while position < len(order):
         action = order[position]
@@ -36,13 +33,13 @@ def blocks_of(order: Sequence[Action], program: Program) -> list[Block]:
             position += 1
             continue
         first = position
-        while first > free and order[first - 1].op in _RECEIVES:
+        while first > free and order[first - 1].op in RECEIVES:
             first -= 1
         last = position + (action in partners)
         computations = tuple(order[position : last + 1])
-        while last + 1 < len(order) and order[last + 1].op in _SENDS:
+        while last + 1 < len(order) and order[last + 1].op in SENDS:
             last += 1
-        blocks.append(Block(first, last, computations))
+        blocks.append(ComputeBlock(first, last, computations))
         position = free = last + 1
     return blocks
 

@@ -18,12 +18,9 @@ from pipeloom.ir.action import Action, Op
 from pipeloom.ir.messages import message_after, peer_of
 from pipeloom.ir.schedule import Program, Schedule
 
-_RECEIVE = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
-
 
 def insert_communication(schedule: Schedule) -> Program:
     """Lower `schedule` to a program with SEND_F, RECV_F, SEND_B and RECV_B actions."""
-    place = schedule.placement.rank_of
     last_stage = schedule.num_stages - 1
     sends: list[list[Action | None]] = []  # for each rank and position, the send that follows
     channels: dict[tuple[int, int], deque[Action]] = {}  # pending receives of each directed pair, in sending order
@@ -32,9 +29,8 @@ def insert_communication(schedule: Schedule) -> Program:
         for action in order:
             send = message_after(action, schedule)
             if send is not None:
-                consumer = action.stage + (1 if send.op is Op.SEND_F else -1)
-                owed = Action(consumer, _RECEIVE[send.op], action.microbatch, action.slice)
-                channels.setdefault((rank, peer_of(send, schedule.placement)), deque()).append(owed)
+                channel = channels.setdefault((rank, peer_of(send, schedule.placement)), deque())
+                channel.append(send.other_end())
             sends[rank].append(send)
 
     orders = []
@@ -45,15 +41,17 @@ def insert_communication(schedule: Schedule) -> Program:
         for action, following in zip(order, sends[rank], strict=True):
             partner = schedule.partners.get(action)
             for computation in (action,) if partner is None else (action, partner):
-                receive = _receive_before(computation, last_stage)
-                if receive is not None:
-                    assert computation.microbatch is not None
-                    producer = computation.stage + (-1 if receive.op is Op.RECV_F else 1)
-                    channel = channels.get((place(producer, computation.microbatch), rank))
-                    while channel and receive not in received:
-                        earlier = channel.popleft()
-                        received.add(earlier)
-                        lowered.append(earlier)
+                if computation.op is Op.F and computation.stage > 0:
+                    receive = computation.with_op(Op.RECV_F)
+                elif computation.op in (Op.B, Op.I) and computation.stage < last_stage:
+                    receive = computation.with_op(Op.RECV_B)
+                else:
+                    continue
+                pending = channels.get((peer_of(receive, schedule.placement), rank))
+                while pending and receive not in received:
+                    earlier = pending.popleft()
+                    received.add(earlier)
+                    lowered.append(earlier)
             lowered.append(action)
             if following is not None:
                 held.append(following)
@@ -62,11 +60,3 @@ def insert_communication(schedule: Schedule) -> Program:
                 held = []
         orders.append(tuple(lowered))
     return Program(schedule=schedule, orders=tuple(orders))
-
-
-def _receive_before(action: Action, last_stage: int) -> Action | None:
-    if action.op is Op.F and action.stage > 0:
-        return action.with_op(Op.RECV_F)
-    if action.op in (Op.B, Op.I) and action.stage < last_stage:
-        return action.with_op(Op.RECV_B)
-    return None

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.data_axis import DataAxis, Granularity
 from pipeloom.ir.schedule import Program
-from pipeloom.passes.blocks import Block, blocks_of, woven
+from pipeloom.passes.blocks import ComputeBlock, blocks_of, woven
 
 _BACKWARDS = frozenset({Op.B, Op.W})  # those that add to gradients
 _Around = defaultdict[int, list[Action]]
@@ -65,7 +65,7 @@ def insert_data_parallel(program: Program, data: DataAxis, *, ahead: int = 1) ->
 
 
 def _gather(
-    stages: Sequence[int], blocks: Sequence[Block], data: DataAxis, ahead: int, front: _Around, behind: _Around
+    stages: Sequence[int], blocks: Sequence[ComputeBlock], data: DataAxis, ahead: int, front: _Around, behind: _Around
 ) -> None:
     """UNSHARD and RESHARD of all stages of a rank."""
     granularity = data.granularity if data.shards_parameters else Granularity.STEP
@@ -82,7 +82,7 @@ def _gather(
         gathered[stage] = last
 
 
-def _reading_runs(stage: int, blocks: Sequence[Block], granularity: Granularity) -> list[_Run]:
+def _reading_runs(stage: int, blocks: Sequence[ComputeBlock], granularity: Granularity) -> list[_Run]:
     """The runs of a stage, from the first to the last computation that reads its parameters."""
     found = []
     for first, last in _runs(_indices(stage, blocks), granularity):
@@ -96,12 +96,12 @@ def _reading_runs(stage: int, blocks: Sequence[Block], granularity: Granularity)
     return found
 
 
-def _place(run: _Run, blocks: Sequence[Block]) -> int:
+def _place(run: _Run, blocks: Sequence[ComputeBlock]) -> int:
     """Where the run's stage stands in its first block: of an overlapped pair, the F is first."""
     return [action.stage for action in blocks[run.first].computations].index(run.stage)
 
 
-def _reduce(stage: int, blocks: Sequence[Block], data: DataAxis, behind: _Around) -> None:
+def _reduce(stage: int, blocks: Sequence[ComputeBlock], data: DataAxis, behind: _Around) -> None:
     """REDUCE_GRAD of one stage, behind the last backward of every run that has one."""
     granularity = data.granularity if data.shards_gradients else Granularity.STEP
     for first, last in _runs(_indices(stage, blocks), granularity):
@@ -116,7 +116,7 @@ def _reduce(stage: int, blocks: Sequence[Block], data: DataAxis, behind: _Around
             behind[block.last].append(action.with_op(Op.REDUCE_GRAD))
 
 
-def _indices(stage: int, blocks: Sequence[Block]) -> list[int]:
+def _indices(stage: int, blocks: Sequence[ComputeBlock]) -> list[int]:
     return [i for i, block in enumerate(blocks) if any(action.stage == stage for action in block.computations)]
 
 

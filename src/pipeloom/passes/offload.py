@@ -24,7 +24,7 @@ from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.schedule import Program
-from pipeloom.passes.blocks import Block, blocks_of, woven
+from pipeloom.passes.blocks import ComputeBlock, blocks_of, woven
 
 _SLACK = 1 + 1e-9  # rounding of sums of sizes
 
@@ -100,7 +100,7 @@ def least_held(program: Program, *, beside: int = 1) -> tuple[float, ...]:
 
 
 def _with_moves(
-    order: Sequence[Action], blocks: Sequence[Block], moves: Sequence[_Activation], beside: int
+    order: Sequence[Action], blocks: Sequence[ComputeBlock], moves: Sequence[_Activation], beside: int
 ) -> tuple[Action, ...]:
     front: defaultdict[int, list[Action]] = defaultdict(list)
     behind: defaultdict[int, list[Action]] = defaultdict(list)
@@ -113,7 +113,7 @@ def _with_moves(
 class _Plan:
     """One rank's activations: which are held, and which can be offloaded, during each block."""
 
-    def __init__(self, blocks: Sequence[Block], program: Program, sizes: Sequence[float], beside: int) -> None:
+    def __init__(self, blocks: Sequence[ComputeBlock], program: Program, sizes: Sequence[float], beside: int) -> None:
         self.blocks = blocks
         self.sizes = sizes
         self.entries = _entries(blocks, program, beside)
@@ -161,7 +161,7 @@ class _Plan:
         return peak
 
 
-def _entries(blocks: Sequence[Block], program: Program, beside: int) -> list[_Activation]:
+def _entries(blocks: Sequence[ComputeBlock], program: Program, beside: int) -> list[_Activation]:
     split = program.schedule.split_backwards
     made: dict[tuple[int, int | None, int | None], tuple[int, Action]] = {}
     used: dict[tuple[int, int | None, int | None], int] = {}

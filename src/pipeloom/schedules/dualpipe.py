@@ -22,15 +22,14 @@ and it holds ``p + 1`` activations. DualPipeV on p ranks has the bubble of DualP
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.table import family
-
-_Pair = tuple[Action, Action]
 
 
 @family(
@@ -58,14 +57,10 @@ def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
             f"Use {max(2 * p, m + m % 2)}."
         )
 
-    def place(d: int) -> Callable[[int, int], tuple[int, int]]:
-        def at(phase: int, number: int) -> tuple[int, int]:
-            up = phase if d < p // 2 else 1 - phase  # phase 0 is the direction that enters at the nearer end
-            return (p - 1 - d if up else d), 2 * number + up
-
-        return at
-
-    ranks = [_RankOrder(min(d, p - 1 - d), p // 2, m // 2, place(d)) for d in range(p)]
+    ranks = []
+    for d in range(p):
+        lanes = [(d, 0, 2), (p - 1 - d, 1, 2)]  # phase 0 is the direction that enters at the nearer end
+        ranks.append(_RankOrder(min(d, p - 1 - d), p // 2, m // 2, lanes if d < p // 2 else lanes[::-1]))
     return _schedule("dualpipe", m, Placement.bidirectional(p), ranks)
 
 
@@ -89,10 +84,8 @@ def dualpipev(*, num_ranks: int, num_microbatches: int) -> Schedule:
             f"num_microbatches={m}: schedule 'dualpipev' on {p} ranks needs at least {2 * p}. Use {2 * p}."
         )
 
-    def place(d: int) -> Callable[[int, int], tuple[int, int]]:
-        return lambda phase, number: (d if phase == 0 else 2 * p - 1 - d, number)
-
-    return _schedule("dualpipev", m, Placement.v(p), [_RankOrder(d, p, m, place(d)) for d in range(p)])
+    ranks = [_RankOrder(d, p, m, [(d, 0, 1), (2 * p - 1 - d, 0, 1)]) for d in range(p)]
+    return _schedule("dualpipev", m, Placement.v(p), ranks)
 
 
 def _schedule(name: str, m: int, placement: Placement, ranks: list[_RankOrder]) -> Schedule:
@@ -112,65 +105,52 @@ class _RankOrder:
         h: distance of the rank from its nearer end.
         half: ranks from an end to the middle.
         count: micro-batches of each of the two phases.
-        place: ``(phase, number)`` -> stage and micro-batch of the number-th action of this phase.
+        lanes: for each phase its stage, its first micro-batch, and the step to the next one.
     """
 
-    def __init__(self, h: int, half: int, count: int, place: Callable[[int, int], tuple[int, int]]) -> None:
+    def __init__(self, h: int, half: int, count: int, lanes: Sequence[tuple[int, int, int]]) -> None:
         self.order: list[Action] = []
-        self.overlapped: list[_Pair] = []
-        self._place = place
-        self._done = {(op, phase): 0 for op in (Op.F, Op.B) for phase in (0, 1)}
-        self._weights: list[Action] = []  # W that are due, first in, first out
-        self._fill(h, half, count)
-
-    def _fill(self, h: int, half: int, count: int) -> None:
+        self.overlapped: list[tuple[Action, Action]] = []
+        self._lanes = lanes
+        self._done = {(forward, phase): 0 for forward in (True, False) for phase in (0, 1)}
+        self._weights: deque[Action] = deque()  # W that are due, first in, first out
         outer = half - h - 1
         for _ in range(2 * outer):
-            self._forward(0)
+            self._run(Op.F, 0)
         for _ in range(h + 1):
-            self._forward(0)
-            self._forward(1)
+            self._run(Op.F, 0)
+            self._run(Op.F, 1)
         for _ in range(outer):
-            self._backward(1, split=True)
-            self._weight()
-            self._forward(1)
+            self._run(Op.I, 1)
+            self.order.append(self._weights.popleft())
+            self._run(Op.F, 1)
         for i in range(count - 2 * half + h + 1):
             if i == 0 and outer == 0:  # in the middle the first B waits for this very F
-                self._forward(0)
-                self._backward(1)
+                self._run(Op.F, 0)
+                self._run(Op.B, 1)
             else:
                 self._both(0, 1)
             self._both(1, 0)
         for _ in range(outer):
-            self._backward(1)
+            self._run(Op.B, 1)
             self._both(1, 0)
         for i in range(2 * (h + 1)):  # B1, B0, B1, B0, ...: the second half is split
-            self._backward(1 - i % 2, split=i >= h + 1)
+            self._run(Op.I if i >= h + 1 else Op.B, 1 - i % 2)
         for _ in range(outer):
-            self._weight()
-            self._backward(0, split=True)
-        while self._weights:
-            self._weight()
+            self.order.append(self._weights.popleft())
+            self._run(Op.I, 0)
+        self.order += self._weights
 
-    def _next(self, op: Op, phase: int) -> Action:
-        pass_ = Op.F if op is Op.F else Op.B
-        stage, microbatch = self._place(phase, self._done[pass_, phase])
-        self._done[pass_, phase] += 1
-        return Action(stage, op, microbatch)
-
-    def _forward(self, phase: int) -> None:
-        self.order.append(self._next(Op.F, phase))
-
-    def _backward(self, phase: int, split: bool = False) -> None:
-        action = self._next(Op.I if split else Op.B, phase)
+    def _run(self, op: Op, phase: int) -> Action:
+        """Append the next F, B or I of a phase; the W of an I is due later."""
+        stage, first, step = self._lanes[phase]
+        number = self._done[op is Op.F, phase]
+        self._done[op is Op.F, phase] += 1
+        action = Action(stage, op, first + number * step)
         self.order.append(action)
-        if split:
+        if op is Op.I:
             self._weights.append(action.with_op(Op.W))
-
-    def _weight(self) -> None:
-        self.order.append(self._weights.pop(0))
+        return action
 
     def _both(self, forward: int, backward: int) -> None:
-        pair = (self._next(Op.F, forward), self._next(Op.B, backward))
-        self.order += pair
-        self.overlapped.append(pair)
+        self.overlapped.append((self._run(Op.F, forward), self._run(Op.B, backward)))

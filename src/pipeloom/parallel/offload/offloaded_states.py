@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.portions import Portion
-from pipeloom.parallel.offload.state_layout import Entry
+from pipeloom.parallel.offload.state_layout import StateEntry
 from pipeloom.parallel.offload.store import Ready
 
 State = dict[str, Any]
@@ -119,7 +119,7 @@ class OffloadedStates(MutableMapping[Tensor, State]):
             run.store.write(run.region, run.part_of(buffer))
 
 
-def _filled(kept: State, entries: Sequence[Entry], region: Tensor | None) -> State:
+def _filled(kept: State, entries: Sequence[StateEntry], region: Tensor | None) -> State:
     places = {entry.key: entry for entry in entries}
     return {
         key: places[key].view(region) if value is _AWAY and region is not None else value for key, value in kept.items()

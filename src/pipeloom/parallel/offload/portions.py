@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.parallel.offload.main_parameters import OffloadedParameter, offloaded_parameter
-from pipeloom.parallel.offload.state_layout import Entry, Layouts
+from pipeloom.parallel.offload.state_layout import Layouts, StateEntry
 from pipeloom.parallel.offload.store import Region, Store, aligned
 
 
@@ -49,7 +49,7 @@ class Portion:
     """
 
     parameters: list[tuple[nn.Parameter, int]] = field(default_factory=list)
-    entries: dict[Tensor, tuple[Entry, ...]] = field(default_factory=dict)
+    entries: dict[Tensor, tuple[StateEntry, ...]] = field(default_factory=dict)
     num_bytes: int = 0
     region: Region = Region(0, 0)  # noqa: RUF009  # immutable
     homes: dict[nn.Parameter, tuple[OffloadedParameter, int]] = field(default_factory=dict)

@@ -16,7 +16,7 @@ _ALIGNMENT_BYTES = 64
 _NUM_PROBES = 2  # steps: some optimizers make states in the second
 
 
-class Entry(NamedTuple):
+class StateEntry(NamedTuple):
     """One state of one parameter in a portion's region.
 
     Attributes:
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     offset: int
     num_bytes: int
 
-    def shifted(self, num_bytes: int) -> Entry:
+    def shifted(self, num_bytes: int) -> StateEntry:
         """The same entry, `num_bytes` further on."""
         return self._replace(offset=self.offset + num_bytes)
 
@@ -57,9 +57,9 @@ class Layouts:
     def __init__(self, optimizer: torch.optim.Optimizer, least_bytes: int) -> None:
         self._optimizer = optimizer
         self._least_bytes = least_bytes
-        self._known: dict[Any, tuple[tuple[Entry, ...], int]] = {}
+        self._known: dict[Any, tuple[tuple[StateEntry, ...], int]] = {}
 
-    def of(self, parameter: nn.Parameter, group: int) -> tuple[tuple[Entry, ...], int]:
+    def of(self, parameter: nn.Parameter, group: int) -> tuple[tuple[StateEntry, ...], int]:
         """The states of a parameter in a group, in order, and their bytes.
 
         Raises:
@@ -97,12 +97,12 @@ class Layouts:
         found: Mapping[str, Any] = probe.state[twin]
         return found
 
-    def _lay_out(self, state: Mapping[str, Any]) -> tuple[tuple[Entry, ...], int]:
+    def _lay_out(self, state: Mapping[str, Any]) -> tuple[tuple[StateEntry, ...], int]:
         entries, end = [], 0
         for key, value in state.items():
             if not isinstance(value, Tensor) or value.nbytes < self._least_bytes or not _is_dense(value):
                 continue
-            entries.append(Entry(key, tuple(value.shape), value.stride(), value.dtype, end, value.nbytes))
+            entries.append(StateEntry(key, tuple(value.shape), value.stride(), value.dtype, end, value.nbytes))
             end += -(-value.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return tuple(entries), end
 

@@ -40,8 +40,15 @@ def lower_bound(work: Work) -> float:
 
 def heads_and_tails(work: Work) -> tuple[list[float], list[float]]:
     """For each action the least seconds before its start, and between its end and the end of the step."""
-    needs = earlier(work)
-    return _heads(work, needs), _tails(work, needs)
+    seconds, needs = work.seconds, earlier(work)
+    heads: list[float] = []
+    for each in needs:
+        heads.append(max((heads[need] + seconds[need] + lag for need, lag in each), default=0.0))
+    tails = [0.0] * len(needs)
+    for n in reversed(range(len(needs))):
+        for need, lag in needs[n]:
+            tails[need] = max(tails[need], tails[n] + seconds[n] + lag)
+    return heads, tails
 
 
 def earlier(work: Work) -> list[list[tuple[int, float]]]:
@@ -83,21 +90,6 @@ def _forced(work: Work, rank: int, stages: Sequence[int]) -> Iterator[tuple[int,
                 yield stage, (stages[i], _F), int((cap - held[i + 1]) / rest) + 1
 
 
-def _heads(work: Work, earlier: list[list[tuple[int, float]]]) -> list[float]:
-    heads: list[float] = []
-    for needs in earlier:
-        heads.append(max((heads[need] + work.seconds[need] + lag for need, lag in needs), default=0.0))
-    return heads
-
-
-def _tails(work: Work, earlier: list[list[tuple[int, float]]]) -> list[float]:
-    tails = [0.0] * len(earlier)
-    for n in reversed(range(len(earlier))):
-        for need, lag in earlier[n]:
-            tails[need] = max(tails[need], tails[n] + work.seconds[n] + lag)
-    return tails
-
-
 def _memory_bound(work: Work, rank: int, heads: list[float], tails: list[float]) -> float:
     """The third bound, with and without W: the tail of the last I is longer than the tail of the last W."""
     stages, m, cap = work.placement.stages_of[rank], work.num_microbatches, work.caps[rank]
@@ -105,7 +97,7 @@ def _memory_bound(work: Work, rank: int, heads: list[float], tails: list[float])
     held = [sum(conditions.activation[s] for s in stages[: j + 1]) for j in range(len(stages))]
     if cap >= m * held[-1] or min(held) == 0.0:
         return 0.0
-    sets = list(_sets(held, cap, m))
+    sets = list(itertools.islice(_sets(held, cap, m), _MOST_SETS + 1))
     if len(sets) > _MOST_SETS:
         return 0.0
     down, up = away(work, stages)
@@ -146,22 +138,15 @@ def away(work: Work, stages: Sequence[int]) -> tuple[list[float], list[float]]:
     return down, [*up, between(forwards[-1], backwards[-1])]
 
 
-def _sets(held: Sequence[float], cap: float, most: int) -> Iterator[tuple[int, ...]]:
+def _sets(held: Sequence[float], room: float, most: int) -> Iterator[tuple[int, ...]]:
     """All ``(count with held[0], count with held[1], ...)`` that fit, the last count as high as possible."""
-
-    def rest(j: int, room: float, left: int) -> Iterator[tuple[int, ...]]:
-        highest = min(left, int(room / held[j]))
-        if j == len(held) - 1:
-            yield (highest,)
-            return
-        for count in range(highest + 1):
-            for more in rest(j + 1, room - count * held[j], left - count):
-                yield (count, *more)
-
-    for number, found in enumerate(rest(0, cap, most)):
-        yield found
-        if number > _MOST_SETS:
-            return
+    highest = min(most, int(room / held[0]))
+    if len(held) == 1:
+        yield (highest,)
+        return
+    for count in range(highest + 1):
+        for more in _sets(held[1:], room - count * held[0], most - count):
+            yield (count, *more)
 
 
 def _covering(

@@ -95,9 +95,8 @@ def _children(shop: Shop, parents: Floats, draw: np.random.Generator, unit: floa
     steps = draw.normal(size=(count, size)) * scale * draw.choice([0.1, 0.4, 1.0, 3.0], (count, 1))
     limits = np.tile(np.arange(genes) // c == 3, ranks)
     unlimited = limits & (children > 0.5 * _NO_LIMIT)
-    depth = np.repeat(shop.stages.max() + 1 - shop.stages, 1, axis=1)
     usual = np.zeros((ranks, genes))
-    usual[:, 3 * c : 4 * c] = depth
+    usual[:, 3 * c : 4 * c] = shop.stages.max() + 1 - shop.stages
     steps = np.where(unlimited, usual.reshape(-1) - children + steps, steps)
     freed = limits & (draw.random((count, size)) < 0.15)
     steps = np.where(freed, _NO_LIMIT - children, steps)

@@ -119,8 +119,12 @@ class _Exact:
                     best, end = beginning.bound, beginning
         if end is None:
             return best, None, min(best, dropped)
-        orders = self._orders(end)
-        return self._work.makespan(orders), orders, min(best, dropped)
+        orders: IntOrders = [[] for _ in range(ranks)]
+        while end is not None and end.last >= 0:
+            orders[work.rank[end.last]].append(end.last)
+            end = end.parent
+        orders = [order[::-1] for order in orders]
+        return work.makespan(orders), orders, min(best, dropped)
 
     def _open(self, counts: tuple[int, ...]) -> list[tuple[int, int]]:
         """Place and number of each action that can be added next: in order, with its needs and memory available."""
@@ -197,14 +201,6 @@ class _Exact:
         for _, _, _, counts, each in ranked[: self._width]:
             kept.setdefault(counts, []).append(each)
         return kept, ranked[self._width][0] if len(ranked) > self._width else math.inf
-
-    def _orders(self, end: _Beginning) -> IntOrders:
-        orders: IntOrders = [[] for _ in range(self._work.placement.num_ranks)]
-        at: _Beginning | None = end
-        while at is not None and at.last >= 0:
-            orders[self._work.rank[at.last]].append(at.last)
-            at = at.parent
-        return [order[::-1] for order in orders]
 
 
 def _keep(others: list[_Beginning], made: _Beginning) -> None:

@@ -23,7 +23,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import itemgetter
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.placement import Placement
@@ -102,12 +102,12 @@ def search(
     measure = measure or work.makespan_of
     named = _named(work)
     found, bound = _shortest(work, [work.one_by_one(), *map(work.orders_of, named)], bound, effort, seed)
-    best_named = min(((measure(schedule), schedule) for schedule in named), key=_makespan, default=None)
+    best_named = min(((measure(schedule), schedule) for schedule in named), key=itemgetter(0), default=None)
     made = [work.schedule("search", orders) for seconds, orders in found[:_MEASURED] if seconds < math.inf]
     measured = [(measure(schedule), schedule) for schedule in made]
     if best_named is not None:
         measured.append((best_named[0], replace(best_named[1], name="search")))
-    makespan, schedule = min(measured, key=_makespan)
+    makespan, schedule = min(measured, key=itemgetter(0))
     return Found(
         schedule=schedule,
         makespan=makespan,
@@ -140,18 +140,13 @@ def _check_caps(work: Work) -> None:
     least = work.least_caps()
     short = [rank for rank, needed in enumerate(least) if needed > work.caps[rank]]
     if short:
-        rank = short[0]
+        # All digits, so that a number can be pasted.
+        cap, *shown = [f"{x:.0f}" if x.is_integer() else repr(x) for x in (work.conditions.caps[short[0]], *least)]
         others = f" (and ranks {', '.join(map(str, short[1:]))} theirs)" if len(short) > 1 else ""
         raise ScheduleError(
-            f"search: rank {rank} has a cap of {_plain(work.conditions.caps[rank])}, but one micro-batch keeps "
-            f"{_plain(least[rank])} there. Raise the cap to at least that{others}. The smallest possible caps are "
-            f"{', '.join(map(_plain, least))}."
+            f"search: rank {short[0]} has a cap of {cap}, but one micro-batch keeps {shown[short[0]]} there. Raise the "
+            f"cap to at least that{others}. The smallest possible caps are {', '.join(shown)}."
         )
-
-
-def _plain(number: float) -> str:
-    """All digits, so that the number can be pasted."""
-    return str(int(number)) if number.is_integer() else repr(number)
 
 
 def _shortest(
@@ -161,7 +156,7 @@ def _shortest(
     found = [(work.makespan(orders), orders) for orders in starts]
 
     def done() -> bool:
-        return min(found, key=_makespan)[0] <= bound * (1 + _NEAR)
+        return min(found, key=itemgetter(0))[0] <= bound * (1 + _NEAR)
 
     if not done():
         from pipeloom.schedules.search.evolution import evolve
@@ -170,11 +165,11 @@ def _shortest(
     rng = random.Random(seed)
     steps = int(effort * (1 - _GREEDY)) // (max(1, len(work.actions)) * len(_CHOSEN))
     for most in _CHOSEN:
-        chosen = _different(sorted(found, key=_makespan), most)
+        chosen = _different(sorted(found, key=itemgetter(0)), most)
         for _, orders in chosen:
             if not done():
                 found.append(improve(work, orders, bound, min(_MOST_MOVES, steps // len(chosen)), rng))
-    found.sort(key=_makespan)
+    found.sort(key=itemgetter(0))
     makespan = found[0][0]
     if len(work.actions) <= _TINY and makespan > bound * (1 + _NEAR) and not work.replicated and effort:
         makespan, better, proved = shortest(work, makespan, _WIDTH)
@@ -183,7 +178,10 @@ def _shortest(
             found.insert(0, (makespan, better))
     if not work.replicated:
         bound = _raised(work, makespan, bound, effort)
-    return _distinct(found), bound
+    distinct: dict[tuple[tuple[int, ...], ...], tuple[float, IntOrders]] = {}
+    for makespan, orders in found:
+        distinct.setdefault(tuple(map(tuple, orders)), (makespan, orders))
+    return list(distinct.values()), bound
 
 
 def _raised(work: Work, makespan: float, bound: float, effort: int) -> float:
@@ -200,10 +198,6 @@ def _raised(work: Work, makespan: float, bound: float, effort: int) -> float:
     return bound
 
 
-def _makespan(pair: tuple[float, Any]) -> float:
-    return pair[0]
-
-
 def _different(found: list[tuple[float, IntOrders]], most: int) -> list[tuple[float, IntOrders]]:
     """The best, no two with the same makespan."""
     chosen: list[tuple[float, IntOrders]] = []
@@ -211,14 +205,6 @@ def _different(found: list[tuple[float, IntOrders]], most: int) -> list[tuple[fl
         if not chosen or makespan > chosen[-1][0] * (1 + _NEAR):
             chosen.append((makespan, orders))
     return chosen[:most]
-
-
-def _distinct(found: list[tuple[float, IntOrders]]) -> list[tuple[float, IntOrders]]:
-    """`found` without duplicate orders."""
-    first: dict[tuple[tuple[int, ...], ...], tuple[float, IntOrders]] = {}
-    for makespan, orders in found:
-        first.setdefault(tuple(map(tuple, orders)), (makespan, orders))
-    return list(first.values())
 
 
 def _named(work: Work) -> list[Schedule]:

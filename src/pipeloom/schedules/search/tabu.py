@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from pipeloom.ir.action import Op
 from pipeloom.schedules.search.operations import IntOrders, Work
@@ -32,14 +33,7 @@ class _Timed:
     makespan: float
 
 
-@dataclass(slots=True)
-class _Move:
-    """One action of a rank from position `source` to `target`, and the estimated makespan."""
-
-    estimate: float
-    rank: int
-    source: int
-    target: int
+_Move = tuple[float, int, int, int]  # estimated makespan; a rank, and from and to which position its action moves
 
 
 def improve(work: Work, orders: IntOrders, bound: float, steps: int, rng: random.Random) -> tuple[float, IntOrders]:
@@ -58,25 +52,24 @@ class _Tabu:
     step: int = 0
 
     def run(self, orders: IntOrders, steps: int) -> tuple[float, IntOrders]:
-        current = self._timed([list(order) for order in orders])
+        best = current = self._timed(orders)
+        assert best is not None
         assert current is not None
-        best, best_orders, found_at = current.makespan, [list(order) for order in orders], 0
+        found_at = 0
         for self.step in range(steps):
-            if best <= self.bound * (1 + _NEAR):
+            if best.makespan <= self.bound * (1 + _NEAR):
                 break
             if self.step - found_at > _PATIENCE:
-                again = self._timed([list(order) for order in best_orders])
-                assert again is not None
-                current, found_at = again, self.step
+                current, found_at = best, self.step
                 self.until.clear()
-            following = self._next(current, best)
+            following = self._next(current, best.makespan)
             if following is None:
                 self.until.clear()
                 continue
             current = following
-            if current.makespan < best * (1 - _NEAR):
-                best, best_orders, found_at = current.makespan, [list(order) for order in current.orders], self.step
-        return best, best_orders
+            if current.makespan < best.makespan * (1 - _NEAR):
+                best, found_at = current, self.step
+        return best.makespan, best.orders
 
     def _timed(self, orders: IntOrders) -> _Timed | None:
         """All times of these orders; None if some actions wait in a circle."""
@@ -105,62 +98,46 @@ class _Tabu:
 
     def _next(self, current: _Timed, best: float) -> _Timed | None:
         """The legal neighbour within the caps with the best estimate; a tabu move only if it is a new best."""
-        moves = self._moves(current)
-        for move in moves:
-            move.estimate *= 1 + _NEAR * self.rng.random()  # equals in any order
-        moves.sort(key=lambda move: move.estimate)
+        # Equal estimates come in any order.
+        moves = [(estimate * (1 + _NEAR * self.rng.random()), *move) for estimate, *move in self._moves(current)]
+        moves.sort(key=itemgetter(0))
         tried = 0
-        for move in moves:
-            order = current.orders[move.rank]
-            if self._is_tabu(order, move) and move.estimate >= best * (1 - _NEAR):
+        for estimate, rank, source, target in moves:
+            order = current.orders[rank]
+            n = order[source]
+            if source < target:
+                swaps = [(n, other) for other in order[source + 1 : target + 1]]
+            else:
+                swaps = [(other, n) for other in order[target:source]]
+            tabu = any(self.until.get((then, first), 0) > self.step for first, then in swaps)
+            if tabu and estimate >= best * (1 - _NEAR):
                 continue
             changed = list(order)
-            changed.insert(move.target, changed.pop(move.source))
-            if not self.work.fits(move.rank, changed):
+            changed.insert(target, changed.pop(source))
+            if not self.work.fits(rank, changed):
                 continue
             orders = list(current.orders)
-            orders[move.rank] = changed
+            orders[rank] = changed
             following = self._timed(orders)
-            if following is not None:
-                self._forbid(order, move)
+            if following is not None:  # the reverse of the move is tabu for a while
+                self.until.update(dict.fromkeys(swaps, self.step + self.rng.randint(12, 30)))
                 return following
             tried += 1
             if tried == _TRIES:
                 break
         return None
 
-    def _is_tabu(self, order: list[int], move: _Move) -> bool:
-        n, until, step = order[move.source], self.until, self.step
-        if move.source < move.target:
-            passed = order[move.source + 1 : move.target + 1]
-            return any(until.get((other, n), 0) > step for other in passed)
-        passed = order[move.target : move.source]
-        return any(until.get((n, other), 0) > step for other in passed)
-
-    def _forbid(self, order: list[int], move: _Move) -> None:
-        """Make the reverse of the move tabu for a while."""
-        n, until = order[move.source], self.step + self.rng.randint(12, 30)
-        if move.source < move.target:
-            for other in order[move.source + 1 : move.target + 1]:
-                self.until[n, other] = until
-        else:
-            for other in order[move.target : move.source]:
-                self.until[other, n] = until
-
     def _moves(self, current: _Timed) -> list[_Move]:
         moves = []
         for rank, first, last in self._blocks(current):
-            if first == last:
-                continue
             order = current.orders[rank]
-            for source in range(max(first, last - _REACH), last):
-                target = self._latest(order, source, last)
-                if target > source:
-                    moves.append(_Move(self._estimate(current, order, source, target), rank, source, target))
-            for source in range(first + 1, min(last, first + _REACH) + 1):
-                target = self._earliest(order, source, first)
-                if target < source and not (source == first + 1 and last == source):  # the same swap is there already
-                    moves.append(_Move(self._estimate(current, order, source, target), rank, source, target))
+            ways = [(source, last) for source in range(max(first, last - _REACH), last)]
+            if last > first + 1:  # of two actions, the same swap is there already
+                ways += [(source, first) for source in range(first + 1, min(last, first + _REACH) + 1)]
+            for source, end in ways:
+                target = self._farthest(order, source, end)
+                if target != source:
+                    moves.append((self._estimate(current, order, source, target), rank, source, target))
         return moves
 
     def _blocks(self, current: _Timed) -> list[tuple[int, int, int]]:
@@ -187,31 +164,18 @@ class _Tabu:
                 return blocks
             n = need
 
-    def _latest(self, order: list[int], source: int, last: int) -> int:
-        """How far to the back, up to `last`, an action can go without overtaking its like or what needs it."""
-        actions = self.work.actions
-        stage, op, microbatch, _ = actions[order[source]]
-        user = self.work.after[order[source]]
-        for at in range(source + 1, last + 1):
+    def _farthest(self, order: list[int], source: int, end: int) -> int:
+        """How far towards `end` an action can go without overtaking its like, what needs it or what it needs."""
+        actions, moved = self.work.actions, order[source]
+        stage, op, microbatch, _ = actions[moved]
+        step, bound, free = (1, self.work.after, Op.W) if end > source else (-1, self.work.before, Op.F)
+        for at in range(source + step, end + step, step):
             other = actions[order[at]]
-            if order[at] == user or (
-                other.stage == stage and (other.op is op or (other.microbatch == microbatch and op is not Op.W))
+            if order[at] == bound[moved] or (
+                other.stage == stage and (other.op is op or (other.microbatch == microbatch and op is not free))
             ):
-                return at - 1
-        return last
-
-    def _earliest(self, order: list[int], source: int, first: int) -> int:
-        """How far to the front, down to `first`."""
-        actions = self.work.actions
-        stage, op, microbatch, _ = actions[order[source]]
-        need = self.work.before[order[source]]
-        for at in range(source - 1, first - 1, -1):
-            other = actions[order[at]]
-            if order[at] == need or (
-                other.stage == stage and (other.op is op or (other.microbatch == microbatch and op is not Op.F))
-            ):
-                return at + 1
-        return first
+                return at - step
+        return end
 
     def _estimate(self, current: _Timed, order: list[int], source: int, target: int) -> float:
         """The longest chain through the actions that change places, if all others stay as they are."""
