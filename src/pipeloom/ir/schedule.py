@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, wraps
 from math import lcm
-from typing import TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
 from pipeloom.errors import ScheduleError, folded
-from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.action import COMPUTE_OPS, LARGE, Action, Op, Order
 from pipeloom.ir.check.input_types import as_orders, as_pairs, check_groups, of_type, whole_number
 from pipeloom.ir.data_axis import DataAxis
-from pipeloom.ir.large.order import LARGE, Order
 from pipeloom.ir.placement import Placement
 
 T = TypeVar("T")
@@ -73,20 +72,17 @@ class Schedule:
     orders: Orders
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
     forward_only: bool = False
+    lowered: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         what = f"schedule {of_type(self.name, str, 'the name of a schedule')!r}"
         for field, kind in (("placement", Placement), ("weights", WeightPolicy), ("forward_only", bool)):
             of_type(getattr(self, field), kind, f"{field} of {what}")
-        made: dict[str, object] = {
-            "orders": as_orders(self.orders, what),
-            "overlapped": as_pairs(self.overlapped, what),
-        }
+        object.__setattr__(self, "orders", as_orders(self.orders, what))
+        object.__setattr__(self, "overlapped", as_pairs(self.overlapped, what))
         for field in ("num_microbatches", "num_slices", "microbatches_per_update"):
             if field != "microbatches_per_update" or self.microbatches_per_update is not None:
-                made[field] = whole_number(getattr(self, field), f"{field} of {what}")
-        for field, value in made.items():
-            object.__setattr__(self, field, value)
+                object.__setattr__(self, field, whole_number(getattr(self, field), f"{field} of {what}"))
         if not self.large and any(isinstance(order, Order) for order in self.orders):
             object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
 
@@ -128,10 +124,6 @@ class Schedule:
         """The backward of each F that starts an overlapped unit."""
         return dict(self.overlapped)
 
-    @property
-    def lowered(self) -> bool:
-        return False
-
     def actions(self) -> Iterator[tuple[int, Action]]:
         """Every action with its rank, rank after rank."""
         return ((rank, action) for rank, order in enumerate(self.orders) for action in order)
@@ -155,6 +147,7 @@ class Program:
     orders: Orders
     gradient_groups: tuple[tuple[int, ...], ...] = ()
     data: DataAxis | None = None
+    lowered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         what = f"program {of_type(self.schedule, Schedule, 'the schedule of a program').name!r}"
@@ -178,10 +171,6 @@ class Program:
     @property
     def num_microbatches(self) -> int:
         return self.schedule.num_microbatches
-
-    @property
-    def lowered(self) -> bool:
-        return True
 
     def actions(self) -> Iterator[tuple[int, Action]]:
         """Every action with its rank, rank after rank."""
@@ -241,39 +230,32 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
     if op is Op.SEND_B or op is W:
         return (_backward(schedule, stage, microbatch, piece),)
     if op is Op.STEP and microbatch is not None and isinstance(pipeline, Program):
-        return _gradients_of_update(stage, microbatch, pipeline)
+        num_replicas = len(schedule.placement.replicas[stage])
+        if num_replicas == 1:
+            return ()
+        end = (microbatch + 1) * schedule.update_interval(stage)  # every replica reduces after its last micro-batch
+        return tuple(Action(stage, Op.REDUCE_GRAD, b) for b in range(end - num_replicas, end))
     if op not in COMPUTE_OPS or microbatch is None:
         return ()
     needs: list[Action] = []
     if op is F:
         if stage > 0:
-            received = pipeline.lowered and _is_remote(schedule, stage - 1, stage, microbatch)
-            needs.append(
-                Action(stage, Op.RECV_F, microbatch, piece) if received else Action(stage - 1, F, microbatch, piece)
-            )
+            if pipeline.lowered and _is_remote(schedule, stage - 1, stage, microbatch):
+                needs.append(Action(stage, Op.RECV_F, microbatch, piece))
+            else:
+                needs.append(Action(stage - 1, F, microbatch, piece))
         if piece is not None and piece > 0:
             needs.append(Action(stage, F, microbatch, piece - 1))
         return tuple(needs)
     needs.append(Action(stage, F, microbatch, piece))
     if stage < schedule.num_stages - 1:
-        received = pipeline.lowered and _is_remote(schedule, stage + 1, stage, microbatch)
-        needs.append(
-            Action(stage, Op.RECV_B, microbatch, piece)
-            if received
-            else _backward(schedule, stage + 1, microbatch, piece)
-        )
+        if pipeline.lowered and _is_remote(schedule, stage + 1, stage, microbatch):
+            needs.append(Action(stage, Op.RECV_B, microbatch, piece))
+        else:
+            needs.append(_backward(schedule, stage + 1, microbatch, piece))
     if piece is not None and piece < schedule.num_slices - 1:
         needs.append(_backward(schedule, stage, microbatch, piece + 1))
     return tuple(needs)
-
-
-def _gradients_of_update(stage: int, update: int, program: Program) -> tuple[Action, ...]:
-    """The REDUCE_GRAD of every replica of a stage for one update of a stream, with its last micro-batch."""
-    num_replicas = len(program.placement.replicas[stage])
-    if num_replicas == 1:
-        return ()
-    end = (update + 1) * program.schedule.update_interval(stage)
-    return tuple(Action(stage, Op.REDUCE_GRAD, b) for b in range(end - num_replicas, end))
 
 
 def awaited(action: Action, pipeline: Schedule | Program) -> tuple[Action, ...]:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pipeloom.common.json_reader import Entry, read_json
 from pipeloom.errors import ScheduleError, folded, listed
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.check.input_types import as_orders, check_actions, of_type
+from pipeloom.ir.check.input_types import ACTIONS_ONLY, as_orders, foreign_entries, of_type
 from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Orders, Program, Schedule, WeightPolicy, schedule_of
@@ -68,7 +68,8 @@ def schedule_from_orders(
         ScheduleError: an entry is not an action, stages are not numbered without gaps, or there are no forwards.
     """
     orders = as_orders(orders, f"schedule {name!r}")
-    check_actions(orders, f"schedule {name!r}")
+    for what, fix in foreign_entries(orders):
+        raise ScheduleError(f"schedule {name!r}: {what}: {ACTIONS_ONLY}. {fix}.")
     homes: dict[int, dict[int, int]] = {}  # stage -> rank -> lowest micro-batch that the rank runs of it
     microbatches = slices = 0
     for rank, order in enumerate(orders):
@@ -173,19 +174,18 @@ def program_from_json(text: str) -> Program:
     entry = read_json(text, "the program", "the output of pipeloom.ir.text.program_to_json", ScheduleError)
     data = entry.fields(("schedule", "gradient_groups", "data", "orders"))
     groups = [group.members() for group in data["gradient_groups"].members()]
+    axis = None
+    if data["data"].value is not None:
+        given = data["data"].fields(("degree", "strategy", "granularity", "separate_master"))
+        axis = DataAxis(
+            degree=given["degree"].whole(least=1),
+            strategy=given["strategy"].word(DataStrategy),
+            granularity=given["granularity"].word(Granularity),
+            separate_master=given["separate_master"].flag(),
+        )
     return Program(
         schedule=_schedule(data["schedule"]),
         orders=_orders(data["orders"]),
         gradient_groups=tuple(tuple(stage.whole() for stage in group) for group in groups),
-        data=None if data["data"].value is None else _data_axis(data["data"]),
-    )
-
-
-def _data_axis(entry: Entry) -> DataAxis:
-    data = entry.fields(("degree", "strategy", "granularity", "separate_master"))
-    return DataAxis(
-        degree=data["degree"].whole(least=1),
-        strategy=data["strategy"].word(DataStrategy),
-        granularity=data["granularity"].word(Granularity),
-        separate_master=data["separate_master"].flag(),
+        data=axis,
     )

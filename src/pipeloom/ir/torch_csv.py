@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
@@ -36,10 +35,12 @@ def to_csv(pipeline: Schedule | Program) -> str:
     """
     schedule = schedule_of(pipeline)
     with explained(schedule):
-        _check_for_torch(schedule)
+        _check_for_torch(pipeline)
         if isinstance(pipeline, Program):
-            _check_program_for_torch(pipeline)
-        rows = _lowered(schedule) if isinstance(pipeline, Program) else [_cells(schedule, o) for o in schedule.orders]
+            rows = _lowered(schedule)
+        else:
+            seconds = set(schedule.partners.values())
+            rows = [[_cell(schedule, a) for a in order if a not in seconds] for order in schedule.orders]
     return "\n".join(map(",".join, rows)) + "\n"
 
 
@@ -88,14 +89,14 @@ def _counted_from_zero(order: list[Action]) -> tuple[Action, ...]:
     return tuple(a._replace(microbatch=(a.microbatch or 0) - 1) if a.op is Op.F else a for a in order)
 
 
-def _check_for_torch(schedule: Schedule) -> None:
-    replicated = next((stage for stage, ranks in enumerate(schedule.placement.replicas) if len(ranks) > 1), None)
-    if replicated is not None:
-        ranks = schedule.placement.replicas[replicated]
-        raise ScheduleError(
-            f"schedule {schedule.name!r} holds stage {replicated} on ranks {ranks}: torch.distributed.pipelining needs "
-            "one rank per stage. Write JSON, or use a schedule without replicas, such as dualpipev."
-        )
+def _check_for_torch(pipeline: Schedule | Program) -> None:
+    schedule = schedule_of(pipeline)
+    for stage, ranks in enumerate(schedule.placement.replicas):
+        if len(ranks) > 1:
+            raise ScheduleError(
+                f"schedule {schedule.name!r} holds stage {stage} on ranks {ranks}: torch.distributed.pipelining needs "
+                "one rank per stage. Write JSON, or use a schedule without replicas, such as dualpipev."
+            )
     for is_so, what, fix in (
         (schedule.num_slices > 1, "slices of micro-batches", "use 1 slice"),
         (schedule.weights is not WeightPolicy.FLUSH, "several versions of the weights", "use a synchronous schedule"),
@@ -106,25 +107,19 @@ def _check_for_torch(schedule: Schedule) -> None:
                 f"schedule {schedule.name!r} has {what}: torch.distributed.pipelining does not support that. "
                 f"Write JSON, or {fix}."
             )
-
-
-def _check_program_for_torch(program: Program) -> None:
-    if program.data is not None and program.data.granularity is not Granularity.STEP:
+    if not isinstance(pipeline, Program):
+        return
+    if pipeline.data is not None and pipeline.data.granularity is not Granularity.STEP:
         raise ScheduleError(
-            f"program {program.name!r} has granularity {program.data.granularity.value!r}: torch.distributed."
+            f"program {pipeline.name!r} has granularity {pipeline.data.granularity.value!r}: torch.distributed."
             "pipelining gathers and reduces a stage once per step. Write JSON, or use granularity 'step'."
         )
-    moved = next((action for _, action in program.actions() if action.op is Op.OFFLOAD), None)
-    if moved is not None:
-        raise ScheduleError(
-            f"program {program.name!r} has {moved}: torch.distributed.pipelining does not offload activations. Write "
-            "JSON, or remove OFFLOAD and RELOAD."
-        )
-
-
-def _cells(schedule: Schedule, order: Sequence[Action]) -> list[str]:
-    seconds = set(schedule.partners.values())
-    return [_cell(schedule, action) for action in order if action not in seconds]
+    for _, action in pipeline.actions():
+        if action.op is Op.OFFLOAD:
+            raise ScheduleError(
+                f"program {pipeline.name!r} has {action}: torch.distributed.pipelining does not offload activations. "
+                "Write JSON, or remove OFFLOAD and RELOAD."
+            )
 
 
 def _cell(schedule: Schedule, action: Action) -> str:

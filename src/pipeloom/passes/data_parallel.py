@@ -71,7 +71,8 @@ def _gather(
     granularity = data.granularity if data.shards_parameters else Granularity.STEP
     ahead = {Granularity.STEP: len(blocks), Granularity.CHUNK: ahead, Granularity.MICROBATCH: 0}[granularity]
     runs = [run for stage in stages for run in _reading_runs(stage, blocks, granularity)]
-    runs.sort(key=lambda run: (run.first, _place(run, blocks)))
+    # By first block; of an overlapped pair, the F is first.
+    runs.sort(key=lambda run: (run.first, [a.stage for a in blocks[run.first].computations].index(run.stage)))
     gathered: dict[int, int] = {}  # the last block of a stage's run before
     for index, (first, last, stage) in enumerate(runs):
         begin = min(first, runs[max(0, index - ahead)].first)
@@ -94,11 +95,6 @@ def _reading_runs(stage: int, blocks: Sequence[ComputeBlock], granularity: Granu
         if reading:
             found.append(_Run(reading[0], reading[-1], stage))
     return found
-
-
-def _place(run: _Run, blocks: Sequence[ComputeBlock]) -> int:
-    """Where the run's stage stands in its first block: of an overlapped pair, the F is first."""
-    return [action.stage for action in blocks[run.first].computations].index(run.stage)
 
 
 def _reduce(stage: int, blocks: Sequence[ComputeBlock], data: DataAxis, behind: _Around) -> None:

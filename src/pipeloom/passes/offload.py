@@ -18,6 +18,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from pipeloom.common.quantities import counted
@@ -86,28 +87,21 @@ def insert_offload(
                 f"rank {rank} of {program.name!r} has a cap of {caps[rank]:g} on activations: offloading that overlaps "
                 f"with {counted(beside, 'computation')} needs {least:g}. Raise the cap."
             )
-    orders = tuple(
-        _with_moves(order, plan.blocks, moves or [], beside)
-        for order, plan, moves in zip(program.orders, plans, found, strict=True)
-    )
-    return replace(program, orders=orders)
+    orders = []
+    for order, plan, moves in zip(program.orders, plans, found, strict=True):
+        front: defaultdict[int, list[Action]] = defaultdict(list)
+        behind: defaultdict[int, list[Action]] = defaultdict(list)
+        for entry in sorted(moves or (), key=lambda entry: entry.used):
+            behind[plan.blocks[entry.made].last].append(entry.forward.with_op(Op.OFFLOAD))
+            front[plan.blocks[entry.used - beside].first].append(entry.forward.with_op(Op.RELOAD))
+        orders.append(woven(order, front, behind))
+    return replace(program, orders=tuple(orders))
 
 
 def least_held(program: Program, *, beside: int = 1) -> tuple[float, ...]:
     """For each rank, the lowest cap that `insert_offload` can keep, in activations of one stage and micro-batch."""
     sizes = (1.0,) * program.schedule.num_stages
     return tuple(_Plan(blocks_of(order, program), program, sizes, beside).least() for order in program.orders)
-
-
-def _with_moves(
-    order: Sequence[Action], blocks: Sequence[ComputeBlock], moves: Sequence[_Activation], beside: int
-) -> tuple[Action, ...]:
-    front: defaultdict[int, list[Action]] = defaultdict(list)
-    behind: defaultdict[int, list[Action]] = defaultdict(list)
-    for entry in sorted(moves, key=lambda entry: entry.used):
-        behind[blocks[entry.made].last].append(entry.forward.with_op(Op.OFFLOAD))
-        front[blocks[entry.used - beside].first].append(entry.forward.with_op(Op.RELOAD))
-    return woven(order, front, behind)
 
 
 class _Plan:
@@ -154,11 +148,7 @@ class _Plan:
             if entry.leaves < entry.returns:
                 change[entry.leaves] -= size
                 change[entry.returns] += size
-        held = peak = 0.0
-        for step in change:
-            held += step
-            peak = max(peak, held)
-        return peak
+        return max(0.0, *accumulate(change))
 
 
 def _entries(blocks: Sequence[ComputeBlock], program: Program, beside: int) -> list[_Activation]:

@@ -12,8 +12,7 @@ With N = p, a latency c of at most min(tF, tB) / v adds ``2 * (p*v - 1) * c`` to
 from __future__ import annotations
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.large.order import STAGE_STEP, Order, encode
+from pipeloom.ir.action import STAGE_STEP, Action, Op, Order, encode
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.table import family

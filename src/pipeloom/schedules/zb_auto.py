@@ -17,6 +17,7 @@ the shortest hand-made one, the order with the shortest span is used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import product
 
@@ -67,7 +68,7 @@ def zb_auto(*, num_ranks: int, num_microbatches: int, conditions: Conditions | N
     greedy: list[_Timed] = [
         _Greedy(conditions, num_microbatches, *choices) for choices in product((True, False), repeat=3)
     ]
-    handmade = [_Replayed(conditions, num_microbatches, orders) for orders in _handmade(num_ranks, num_microbatches)]
+    handmade = [_replayed(conditions, num_microbatches, orders) for orders in _handmade(num_ranks, num_microbatches)]
     handmade = [timed for timed in handmade if timed.fits]
     longest = min(timed.makespan for timed in handmade) * (1 + _NEAR)
     allowed = [timed for timed in (*greedy, *handmade) if timed.makespan <= longest]
@@ -125,7 +126,7 @@ class _Timed:
             return 0.0
         return self._ends[op, source, b] + self._conditions.latency[source][d]
 
-    def _put(self, op: Op, d: int) -> None:
+    def put(self, op: Op, d: int) -> None:
         b = self._count[op][d]
         start = max(self._clock[d], self._arrival(op, d, b))
         if self._count[Op.F][d] == 0:
@@ -141,15 +142,13 @@ class _Timed:
         self.orders[d].append(Action(d, op, b))
 
 
-class _Replayed(_Timed):
+def _replayed(conditions: Conditions, m: int, orders: Orders) -> _Timed:
     """Orders that are given."""
-
-    def __init__(self, conditions: Conditions, m: int, orders: Orders) -> None:
-        super().__init__(conditions, m)
-        for rank, action, _ in walk(
-            Schedule(name="zb-auto", num_microbatches=m, placement=Placement.loop(self._p), orders=orders)
-        ):
-            self._put(action.op, rank)
+    timed = _Timed(conditions, m)
+    placement = Placement.loop(conditions.num_ranks)
+    for rank, action, _ in walk(Schedule(name="zb-auto", num_microbatches=m, placement=placement, orders=orders)):
+        timed.put(action.op, rank)
+    return timed
 
 
 class _Greedy(_Timed):
@@ -162,7 +161,7 @@ class _Greedy(_Timed):
         for _ in range(1, m):
             self._round()
         for d in range(self._p):
-            self._flush(d)
+            self._fill(d, math.inf)
 
     def _room(self, d: int, more: float = 0.0) -> bool:
         """Whether rank d can hold one more activation, beside `more`."""
@@ -172,23 +171,19 @@ class _Greedy(_Timed):
     def _pending(self, d: int) -> bool:
         return self._count[Op.W][d] < self._count[Op.I][d]
 
-    def _flush(self, d: int) -> None:
-        while self._pending(d):
-            self._put(Op.W, d)
-
     def _fill(self, d: int, until: float) -> None:
         """Run W while rank d waits; a W longer than the wait if `stretch`, or if the longest idle time stays."""
         seconds = self._seconds[Op.W][d]
         while self._pending(d) and self._clock[d] + seconds <= until:
-            self._put(Op.W, d)
+            self.put(Op.W, d)
         gap = until - self._clock[d]
         if self._pending(d) and gap > 0 and (gap > self._most_idle - self._idle[d] or self._stretch):
-            self._put(Op.W, d)
+            self.put(Op.W, d)
 
     def _warm_up(self, fits_only: bool) -> None:
         p, forward = self._p, self._seconds[Op.F]
         for d in range(p):
-            self._put(Op.F, d)
+            self.put(Op.F, d)
         extra = [0] * p
         arrival = 0.0  # of the first I's input
         for d in reversed(range(p)):
@@ -208,9 +203,9 @@ class _Greedy(_Timed):
             if d:
                 extra[d] = max(0, min(extra[d], extra[d - 1] - 1))
             for _ in range(extra[d]):
-                self._put(Op.F, d)
+                self.put(Op.F, d)
         for d in reversed(range(p)):
-            self._put(Op.I, d)
+            self.put(Op.I, d)
 
     def _round(self) -> None:
         """At most one F on every rank, top down, then one I, bottom up."""
@@ -221,14 +216,14 @@ class _Greedy(_Timed):
             if not go[d]:
                 continue
             while not self._room(d):
-                self._put(Op.W, d)
+                self.put(Op.W, d)
             self._fill(d, self._arrival(Op.F, d, self._count[Op.F][d]))
-            self._put(Op.F, d)
+            self.put(Op.F, d)
         for d in reversed(range(self._p)):
             if d == 0 and self._count[Op.F][0] == self._m:
-                self._flush(0)
+                self._fill(0, math.inf)
             self._fill(d, self._arrival(Op.I, d, self._count[Op.I][d]))
-            self._put(Op.I, d)
+            self.put(Op.I, d)
 
     def _wants_forward(self, d: int) -> bool:
         """Whether rank d runs an F in this round; it can skip it if the next rank is far behind."""

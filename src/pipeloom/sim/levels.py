@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.ir.action import OPS
 from pipeloom.ir.large.columns import B, F, I, Ints, Proof, W
-from pipeloom.ir.large.order import OPS
 from pipeloom.ir.schedule import Schedule
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.network import Network

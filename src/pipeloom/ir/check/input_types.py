@@ -7,8 +7,7 @@ from operator import index, itemgetter
 from typing import Any, TypeVar, cast
 
 from pipeloom.errors import ScheduleError, folded
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.large.order import Order
+from pipeloom.ir.action import Action, Op, Order
 
 T = TypeVar("T")
 
@@ -117,9 +116,3 @@ def foreign_entries(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[str, s
                     else "Write Action(0, Op.F, 0), or read text with pipeloom.schedules.from_orders"
                 )
                 yield f"rank {rank} has {folded(entry)} at position {place}", fix
-
-
-def check_actions(orders: Sequence[Sequence[Action]], what: str) -> None:
-    """Raises ScheduleError for the first entry in `orders` that is not an action."""
-    for entry, fix in foreign_entries(orders):
-        raise ScheduleError(f"{what}: {entry}: {ACTIONS_ONLY}. {fix}.")

@@ -10,15 +10,13 @@ The columns tell whether a schedule is legal. Why a schedule is illegal, `check`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import Op
-from pipeloom.ir.check.input_types import has_actions
-from pipeloom.ir.large.order import (
+from pipeloom.ir.action import (
     MICROBATCH_MASK,
     MICROBATCH_SHIFT,
     OP_NUMBER,
@@ -26,9 +24,11 @@ from pipeloom.ir.large.order import (
     SLICE_MASK,
     STAGE_MASK,
     STAGE_SHIFT,
+    Op,
     Order,
     encode,
 )
+from pipeloom.ir.check.input_types import has_actions
 from pipeloom.ir.large.rounds import walk_columns
 from pipeloom.ir.schedule import Schedule, once_per_schedule
 
@@ -121,10 +121,7 @@ def columns_of(schedule: Schedule) -> Columns | None:
     if not len(pairs):
         return columns
     units = _units(columns, pairs)
-    return None if units is None else Columns(**{n: getattr(columns, n) for n in _COLUMNS}, units=units)
-
-
-_COLUMNS = ("codes", "op", "stage", "rank", "first")
+    return None if units is None else replace(columns, units=units)
 
 
 def _units(columns: Columns, pairs: npt.NDArray[np.int64]) -> Ints | None:
