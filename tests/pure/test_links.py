@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeloom import schedules
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Op, Placement, Schedule, peer_of
-from pipeloom.ir.messages import message_after
+from pipeloom.ir.schedule import message_after
 from pipeloom.ir.text import parse_orders
 from pipeloom.passes import lower
 from pipeloom.sim import Costs, Link, Network, Timeline, critical_path, simulate

@@ -3,9 +3,8 @@
 from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, Action, Op
 from pipeloom.ir.check.checker import Checked, check, live_activations
 from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
-from pipeloom.ir.messages import peer_of
 from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Orders, Program, Schedule, WeightPolicy, dependencies
+from pipeloom.ir.schedule import Orders, Program, Schedule, WeightPolicy, dependencies, peer_of
 from pipeloom.ir.walk import dependency_order
 
 __all__ = [

@@ -19,7 +19,7 @@ from math import lcm
 from typing import ClassVar, TypeVar, cast
 
 from pipeloom.errors import ScheduleError, folded
-from pipeloom.ir.action import COMPUTE_OPS, LARGE, Action, Op, Order
+from pipeloom.ir.action import COMPUTE_OPS, LARGE, OTHER_ENDS, Action, Op, Order
 from pipeloom.ir.check.input_types import as_orders, as_pairs, check_groups, of_type, whole_number
 from pipeloom.ir.data_axis import DataAxis
 from pipeloom.ir.placement import Placement
@@ -256,6 +256,26 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
     if piece is not None and piece < schedule.num_slices - 1:
         needs.append(_backward(schedule, stage, microbatch, piece + 1))
     return tuple(needs)
+
+
+def peer_of(action: Action, placement: Placement) -> int:
+    """The rank at the other end of a SEND or RECV action."""
+    assert action.microbatch is not None
+    return placement.rank_of(action.stage + OTHER_ENDS[action.op][0], action.microbatch)
+
+
+def message_after(action: Action, schedule: Schedule) -> Action | None:
+    """The SEND of a computation's result; None if no other rank needs it."""
+    stage, op, microbatch, piece = action
+    if op is Op.F and stage < schedule.num_stages - 1:
+        send = Action(stage, Op.SEND_F, microbatch, piece)
+    elif op in (Op.B, Op.I) and stage > 0:
+        send = Action(stage, Op.SEND_B, microbatch, piece)
+    else:
+        return None
+    assert microbatch is not None
+    place = schedule.placement
+    return None if peer_of(send, place) == place.rank_of(stage, microbatch) else send
 
 
 def awaited(action: Action, pipeline: Schedule | Program) -> tuple[Action, ...]:

@@ -6,7 +6,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir.check.checker import explained
 from pipeloom.ir.data_axis import DataAxis
 from pipeloom.ir.schedule import Program, Schedule, schedule_of
-from pipeloom.passes.communication import insert_communication
+from pipeloom.passes.communication import insert_communication, warm_up_lengths
 from pipeloom.passes.data_parallel import insert_data_parallel
 from pipeloom.passes.offload import insert_offload
 from pipeloom.passes.rewrites import (
@@ -19,7 +19,6 @@ from pipeloom.passes.rewrites import (
     stretch,
 )
 from pipeloom.passes.updates import insert_gradient_reduction, insert_updates
-from pipeloom.passes.warm_up import warm_up_lengths
 
 __all__ = [
     "check_has_backwards",

@@ -51,11 +51,9 @@ def from_orders(orders: Rows, *, name: str = "own", overlapped: Iterable[tuple[A
 
 
 def _action(action: Action | str) -> Action:
-    if isinstance(action, Action):
-        return action
-    if isinstance(action, str):
-        return parse_action(action)
-    raise TypeError(f"{folded(action)} is not an Action")
+    if not isinstance(action, Action | str):
+        raise TypeError(f"{folded(action)} is not an Action")
+    return action if isinstance(action, Action) else parse_action(action)
 
 
 def from_function(
@@ -80,8 +78,7 @@ def from_function(
     """
     called = name or str(getattr(function, "__name__", "own"))
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    if num_chunks is not None:
-        sizes["num_chunks"] = num_chunks
+    sizes |= {} if num_chunks is None else {"num_chunks": num_chunks}
     check_sizes(num_ranks, num_microbatches, 1 if num_chunks is None else num_chunks)
     try:
         inspect.signature(function).bind(**sizes)
@@ -163,14 +160,12 @@ def _load(path: Path) -> Any:
 
 def _check_sizes(schedule: Schedule, what: str, ranks: int, microbatches: int, chunks: int | None) -> None:
     """Raises ScheduleError if the schedule has other sizes than the run."""
-    asked = {"ranks": ranks, "micro-batches": microbatches, "chunks": chunks}
-    made = {
-        "ranks": schedule.num_ranks,
-        "micro-batches": schedule.num_microbatches,
-        "chunks": schedule.placement.num_chunks,
-    }
-    for key, number in asked.items():
-        if number is not None and made[key] != number:
+    for key, made, asked in (
+        ("ranks", schedule.num_ranks, ranks),
+        ("micro-batches", schedule.num_microbatches, microbatches),
+        ("chunks", schedule.placement.num_chunks, chunks),
+    ):
+        if asked is not None and made != asked:
             raise ScheduleError(
-                f"{what} is for {made[key]} {key}, the run has {number}: they must be equal. Use {made[key]} {key}."
+                f"{what} is for {made} {key}, the run has {asked}: they must be equal. Use {made} {key}."
             )

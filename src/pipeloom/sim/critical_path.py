@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.messages import message_after
-from pipeloom.ir.schedule import awaited
+from pipeloom.ir.schedule import awaited, message_after
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.events import Transfer
 from pipeloom.sim.rows import Span

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
-from pipeloom.ir.messages import message_after, peer_of
-from pipeloom.ir.schedule import Program, Schedule, awaited
+from pipeloom.ir.schedule import Program, Schedule, awaited, message_after, peer_of
 from pipeloom.ir.walk import in_background, meets, walk
 from pipeloom.sim.background import Background
 from pipeloom.sim.costs import Costs

@@ -26,8 +26,7 @@ from pipeloom.ir.check.schedule_rules import (
     overlapped_pairs,
     rule,
 )
-from pipeloom.ir.messages import peer_of
-from pipeloom.ir.schedule import Program
+from pipeloom.ir.schedule import Program, peer_of
 from pipeloom.ir.versions import with_updates
 
 _READS = frozenset({Op.F, Op.B, Op.I})

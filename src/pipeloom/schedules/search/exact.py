@@ -7,6 +7,7 @@ whose bound is not below the best known makespan are dropped.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -150,11 +151,9 @@ class _Exact:
 
     def _left(self, counts: tuple[int, ...]) -> list[float]:
         """Seconds of what each rank has still to run."""
-        work = self._work
-        left = [0.0] * work.placement.num_ranks
-        for stage, numbers in enumerate(self._letters):
-            for which, number in enumerate(numbers):
-                left[work.rank[number]] += (self._m - counts[3 * stage + which]) * work.seconds[number]
+        left = [0.0] * self._work.placement.num_ranks
+        for count, number in zip(counts, itertools.chain(*self._letters), strict=True):
+            left[self._work.rank[number]] += (self._m - count) * self._work.seconds[number]
         return left
 
     def _put(self, beginning: _Beginning, n: int, left: list[float]) -> _Beginning:
