@@ -98,8 +98,10 @@ class _Tabu:
 
     def _next(self, current: _Timed, best: float) -> _Timed | None:
         """The legal neighbour within the caps with the best estimate; a tabu move only if it is a new best."""
-        # Equal estimates come in any order.
-        moves = [(estimate * (1 + _NEAR * self.rng.random()), *move) for estimate, *move in self._moves(current)]
+        moves = [
+            (estimate * (1 + _NEAR * self.rng.random()), rank, source, target)  # equals in any order
+            for estimate, rank, source, target in self._moves(current)
+        ]
         moves.sort(key=itemgetter(0))
         tried = 0
         for estimate, rank, source, target in moves:
