@@ -31,8 +31,8 @@ def check_arguments(
     """Raises InputError where an argument is of the wrong kind, or the executor cannot run the schedule."""
     if not isinstance(schedule, Schedule):
         raise InputError(
-            f"schedule={schedule!r}: must be a Schedule. Make one, for example with "
-            "pipeloom.schedules.build('1f1b', num_ranks=2, num_microbatches=8)."
+            f"schedule={schedule!r}: must be a Schedule or a Plan. Make one with pipeloom.schedules.build('1f1b', "
+            "num_ranks=2, num_microbatches=8), or read a plan with pipeloom.Plan.load('plan.json')."
         )
     check(schedule)
     unknown = next((action for _, action in schedule.actions() if action.op not in RUNNABLE_OPS), None)

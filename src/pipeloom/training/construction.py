@@ -35,11 +35,11 @@ Model = nn.Module | Sequence[nn.Module] | Stages
 
 
 class PipelineOptions(NamedTuple):
-    """The arguments of `Pipeline` that a plan may give, by their names there."""
+    """The arguments of `Pipeline` that a plan may give, by their names there. None: not given."""
 
-    cut: str | Sequence[int] = "layers"
+    cut: str | Sequence[int] | None = None
     slices: Sequence[int] | None = None
-    recompute: str | Sequence[str] = "none"
+    recompute: str | Sequence[str] | None = None
     offload: OffloadActivations | None = None
     mesh: Mesh | None = None
     data: DataParallel | str | None = None
@@ -59,6 +59,7 @@ def construct(
 ) -> tuple[ModelState, Executor]:
     """The stages and parameters of this process, and what runs them. For arguments and errors see `Pipeline`."""
     cut, slices, recompute, offload, mesh, data, precision = options
+    cut, recompute = "layers" if cut is None else cut, "none" if recompute is None else recompute
     check_arguments(schedule, loss_fn, slices, offload, mesh, timeout_seconds)
     schedule = separate_units(merge_backwards(schedule))
     sliced = schedule.num_slices > 1 or slices is not None
@@ -149,10 +150,10 @@ def options_of_plan(plan: Plan, model: Model, given: PipelineOptions) -> Pipelin
         activations = moves and plan.offload_activations is not None
         planned["offload"] = OffloadActivations(plan.offload, plan.offload_activations or None) if activations else None
     for name, wanted in planned.items():
-        value, usual = getattr(given, name), PipelineOptions._field_defaults[name]
+        value = getattr(given, name)
         plain, listed = (list(each) if isinstance(each, tuple) else each for each in (value, wanted))
         same = plain == listed or (name == "recompute" and isinstance(value, str) and {value} == {*wanted})
-        if value != usual and not same:
+        if value is not None and not same:
             raise InputError(
                 f"{name}={folded(value)}: the plan has {name}={listed}. Remove it, or make a plan with it."
             )
