@@ -78,18 +78,14 @@ def _names(options: Any) -> list[str]:
     names: list[str] = options.names
     if names[0] == _COMPARE:
         if not (names := names[1:]):
-            raise InputError(
-                "simulate compare: needs at least one schedule. Name the schedules to compare, such as 1f1b zb-h1."
-            )
+            rule = "needs at least one schedule. Name the schedules to compare, such as 1f1b zb-h1."
+            raise InputError(f"simulate compare: {rule}")
         if options.trace or options.csv or options.out:
-            raise InputError(
-                "simulate compare: --trace, --csv and --out write one schedule. Remove compare, or the option."
-            )
+            rule = "--trace, --csv and --out write one schedule. Remove compare, or the option."
+            raise InputError(f"simulate compare: {rule}")
     elif len(names) > 1:
-        raise InputError(
-            f"argument {names[1]!r}: simulate takes one schedule. For several, run `pipeloom simulate compare "
-            f"{' '.join(names)}`."
-        )
+        fix = f"For several, run `pipeloom simulate compare {' '.join(names)}`."
+        raise InputError(f"argument {names[1]!r}: simulate takes one schedule. {fix}")
     if options.trace is not None and not options.trace.endswith((".json", ".json.gz")):
         raise InputError(f"--trace {options.trace}: the file name must end in .json or .json.gz.")
     outputs = [path for path in map(vars(options).get, _FILES) if path and not path.startswith("/dev/")]

@@ -26,12 +26,7 @@ _VALIDATED = "_PIPELOOM_VALIDATED"  # variable: the configuration that the launc
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
-    """The configuration that config files < environment < flags give.
-
-    Raises:
-        InputError: a file or a variable is wrong.
-        SystemExit: code 2 after one line, where an option is unknown or a value is not of its type.
-    """
+    """The configuration that config files < environment < flags give; raises as `read_options`."""
     from pipeloom.cli.common.train_options import make_parser, print_config, read_options, to_config
 
     parser = make_parser("pipeloom train", _DESCRIPTION, _EXAMPLES)

@@ -47,14 +47,11 @@ def find_layers(model: nn.Module, patterns: Sequence[str] | None) -> list[ChainL
             if not len(model):
                 raise SplitError("the nn.Sequential is empty: a model needs at least one layer.")
             return [ChainLayer(name, module, True) for name, module in _children(model)]
-        if not _children(model):
-            raise SplitError(
-                f"{type(model).__name__} has no submodules: only a chain of modules can be split. Use num_stages=1."
-            )
-        raise SplitError(
-            f"{type(model).__name__} is not a plain nn.Sequential: the execution order of its submodules is unknown. "
-            f"Pass it, for example layers={_suggest(model)}."
-        )
+        problem = "has no submodules: only a chain of modules can be split. Use num_stages=1."
+        if _children(model):
+            problem = "is not a plain nn.Sequential: the execution order of its submodules is unknown. "
+            problem += f"Pass it, for example layers={_suggest(model)}."
+        raise SplitError(f"{type(model).__name__} {problem}")
     if isinstance(patterns, str):
         patterns = [patterns]
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
@@ -112,9 +109,8 @@ def _check_layers(layers: list[ChainLayer]) -> None:
         )
     for name, module, _ in layers:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            raise SplitError(
-                f"layer {name!r} is a {type(module).__name__}, which has no forward. List its members: '{name}.*'."
-            )
+            kind = type(module).__name__
+            raise SplitError(f"layer {name!r} is a {kind}, which has no forward. List its members: '{name}.*'.")
         parts = name.split(".")
         outer = next((p for p in (".".join(parts[:i]) for i in range(1, len(parts))) if p in names), None)
         if outer is not None:

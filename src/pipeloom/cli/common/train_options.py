@@ -78,9 +78,7 @@ def add_option(group: Any, option: Option) -> None:
 def read_options(parser: Parser, argv: Sequence[str]) -> Namespace:
     """The options of `parser`: config files < environment < `argv`.
 
-    Raises:
-        InputError: a file or a variable is wrong.
-        SystemExit: code 2 after one line, where a value is not of its type.
+    Raises InputError for a wrong file or variable, SystemExit with code 2 and one line for a value of a wrong type.
     """
     files, flags = _take_config_files(parser, argv)
     layers = [(f"--config={file}: ", _read_file(file)) for file in files]
