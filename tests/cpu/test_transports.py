@@ -14,7 +14,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError, PeerLost, StageError
 from pipeloom.processes import all_gather_bytes
 from pipeloom.transport import Channel, HybridTransport, Lane, OneProcessTransport, Transport
-from pipeloom.transport.loopback import LoopbackTransport
+from pipeloom.transport.interface import LoopbackTransport
 from pipeloom.transport.shared_memory import SharedMemoryTransport
 from pipeloom.transport.torch_distributed import TorchDistributedTransport
 from pipeloom.transport.values import decode, flatten, join_batch, split_batch, unflatten

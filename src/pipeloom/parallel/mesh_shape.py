@@ -115,25 +115,21 @@ def _filled(degrees: list[int], axes: Sequence[str], num_processes: int | None) 
     """`degrees` with -1 replaced, checked against the number of processes."""
     text = " x ".join(f"{axis} {degree}" for axis, degree in zip(axes, degrees, strict=True) if degree != 1)
     known = math.prod(degree for degree in degrees if degree != -1)
-    match degrees.count(-1), num_processes:
-        case 0, None:
-            return tuple(degrees)
-        case 0, _:
-            if known != num_processes:
-                raise InputError(
-                    f"a mesh of {text or 'one process'} needs {known} processes: there are {num_processes}. Start "
-                    f"{known} processes, or use other degrees."
-                )
-            return tuple(degrees)
-        case 1, None:
+    if degrees.count(-1) > 1:
+        raise InputError(f"a mesh of {text}: only one degree can be -1. Give the others.")
+    if num_processes is None:
+        if -1 in degrees:
             raise InputError(f"a mesh of {text}: -1 needs a number of processes. Give a degree of at least 1.")
-        case 1, _:
-            rest, over = divmod(num_processes or 0, known)
-            if over or not rest:
-                raise InputError(
-                    f"a mesh of {text} for {num_processes} processes: their number must be a multiple of {known}. "
-                    f"Start {known * (rest + 1)}."
-                )
-            return tuple(rest if degree == -1 else degree for degree in degrees)
-        case _:
-            raise InputError(f"a mesh of {text}: only one degree can be -1. Give the others.")
+        return tuple(degrees)
+    rest, over = divmod(num_processes, known)
+    if -1 not in degrees and known != num_processes:
+        raise InputError(
+            f"a mesh of {text or 'one process'} needs {known} processes: there are {num_processes}. Start {known} "
+            "processes, or use other degrees."
+        )
+    if over or not rest:
+        raise InputError(
+            f"a mesh of {text} for {num_processes} processes: their number must be a multiple of {known}. "
+            f"Start {known * (rest + 1)}."
+        )
+    return tuple(rest if degree == -1 else degree for degree in degrees)

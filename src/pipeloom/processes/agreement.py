@@ -67,26 +67,15 @@ class RunFingerprint(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        program: Program,
-        layers: Sequence[Sequence[str]],
-        slices: Sequence[int] | None,
-        others: Sequence[str] = (),
+        cls, program: Program, layers: Sequence[Sequence[str]], slices: Sequence[int] | None, others: Sequence[str] = ()
     ) -> RunFingerprint:
         """The fingerprint of a training program on a model of these `layers`, stage by stage, and `others`."""
         schedule = program.schedule
         cut = f", {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
         orders = [" ".join(map(str, order)) for order in program.orders]
-        shape = [
-            schedule.num_microbatches,
-            schedule.num_slices,
-            schedule.placement.replicas,
-            slices,
-            program.gradient_groups,
-            [schedule.weights, schedule.microbatches_per_update],
-            program.data and astuple(program.data),
-            *others,
-        ]
+        shape = [schedule.num_microbatches, schedule.num_slices, schedule.placement.replicas, slices]
+        shape += [program.gradient_groups, [schedule.weights, schedule.microbatches_per_update]]
+        shape += [program.data and astuple(program.data), *others]
         digest = blake2b(json.dumps([orders, shape, layers]).encode(), digest_size=16).hexdigest()
         sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
         return cls(f"{schedule.name!r} of {sizes}{cut}", digest)

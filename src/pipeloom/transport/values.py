@@ -63,11 +63,7 @@ def decode(header: bytes) -> Layout:
 def flatten(value: Value, what: str = "a stage returned") -> tuple[Layout, list[Tensor]]:
     """Split a value into its layout and its tensors; the inverse of `unflatten`.
 
-    `unflatten` makes a plain tuple, list or dict of an instance of a subclass.
-
-    Args:
-        value: the value to send.
-        what: how an error begins.
+    `unflatten` makes a plain tuple, list or dict of an instance of a subclass. `what` begins an error.
 
     Raises:
         InputError: the value holds something other than dense tensors, constants, tuples, lists and dicts.
@@ -92,15 +88,8 @@ def copied(value: Value) -> Value:
     return unflatten(layout, [tensor.clone() for tensor in tensors])
 
 
-@lru_cache(maxsize=4096)
-def _encoded(structure: Any) -> str:
-    """A structure of `_strip` as JSON."""
-    return json.dumps(structure)
-
-
-@lru_cache(maxsize=4096)
-def _decoded(structure: str) -> Any:
-    return json.loads(structure)
+_encoded = lru_cache(maxsize=4096)(json.dumps)  # a structure of `_strip`
+_decoded = lru_cache(maxsize=4096)(json.loads)
 
 
 def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
@@ -153,9 +142,8 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
     layout, tensors = flatten(value, f"{what} hold")
     lengths = {t.shape[0] if t.dim() else -1 for t in tensors}
     if len(lengths) != 1 or -1 in lengths:
-        seen = f"tensors of {sorted(lengths)} samples" if lengths else "no tensor"
-        if -1 in lengths:
-            seen = "a tensor without dimensions"
+        several = f"tensors of {sorted(lengths)} samples" if lengths else "no tensor"
+        seen = "a tensor without dimensions" if -1 in lengths else several
         raise InputError(
             f"{what} hold {seen}: all tensors of a batch must have the same number of samples along dimension 0. "
             "Reshape them."
