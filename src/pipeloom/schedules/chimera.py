@@ -16,10 +16,9 @@ For even m >= p the makespan has ``(p-2) * tB`` of bubble at tB = tF and at tB =
 from __future__ import annotations
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import Op
+from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.phases import Phases
 from pipeloom.schedules.table import family
 from pipeloom.schedules.weaver import Weaver
 
@@ -42,12 +41,16 @@ def chimera(*, num_ranks: int, num_microbatches: int) -> Schedule:
     p, m = num_ranks, num_microbatches
     if p % 2:
         raise ScheduleError(f"num_ranks={p}: schedule 'chimera' needs an even number of ranks. Add a rank.")
-    streams = [
-        [
-            Phases(first=up, stride=2).alternate(stage, m, p - 1 - stage).order()
-            for up, stage in enumerate((d, p - 1 - d))
-        ]
-        for d in range(p)
-    ]
+    streams = [[_direction(p, d, range(0, m, 2)), _direction(p, p - 1 - d, range(1, m, 2))] for d in range(p)]
     weaver = Weaver("chimera", Placement.bidirectional(p), m, streams, units={Op.F: 1, Op.B: 1})
     return weaver.weave(lambda action: (action.op is not Op.B, action.microbatch))[0]
+
+
+def _direction(p: int, stage: int, microbatches: range) -> list[Action]:
+    warmup = min(p - 1 - stage, len(microbatches))
+    order = [Action(stage, Op.F, b) for b in microbatches[:warmup]]
+    for i, b in enumerate(microbatches):
+        if warmup + i < len(microbatches):
+            order.append(Action(stage, Op.F, microbatches[warmup + i]))
+        order.append(Action(stage, Op.B, b))
+    return order

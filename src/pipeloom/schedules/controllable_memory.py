@@ -23,15 +23,12 @@ In chunk times of F, I and W alike, for enough micro-batches (1F1B idles 6(p-1) 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from itertools import islice
 from math import inf
 
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.check.checker import live_activations
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Orders, Schedule
-from pipeloom.ir.walk import walk
 from pipeloom.schedules.table import family
 
 _PERIOD = 6  # F, I and W of two chunks
@@ -73,12 +70,11 @@ def v_min(*, num_ranks: int, num_microbatches: int) -> Schedule:
 def _build(name: str, blocks: list[tuple[int, int, int, int]], m: int) -> Schedule:
     """`blocks`: for each rank, the times of F down, F up, I up and I down of micro-batch 0."""
     repeated = [_repeat(d, len(blocks), block, m) for d, block in enumerate(blocks)]
-    placement = Placement.v(len(blocks))
-    plan = Schedule(name=name, num_microbatches=m, placement=placement, orders=tuple(map(tuple, repeated)))
-    cap = max(live_activations(plan))
+    cap = max(_peak(order) for order in repeated)
     candidates = [_squeeze(repeated, m, cap, horizon) for horizon in (_HORIZON, 1)]
-    candidates.append((_makespan(plan), plan.orders))
-    return replace(plan, orders=min(candidates, key=lambda candidate: candidate[0])[1])
+    candidates.append((_makespan(repeated, m), tuple(map(tuple, repeated))))
+    _, orders = min(candidates, key=lambda candidate: candidate[0])
+    return Schedule(name=name, num_microbatches=m, placement=Placement.v(len(blocks)), orders=orders)
 
 
 def _repeat(d: int, p: int, block: tuple[int, int, int, int], m: int) -> list[Action]:
@@ -92,6 +88,14 @@ def _repeat(d: int, p: int, block: tuple[int, int, int, int], m: int) -> list[Ac
         timed.append((time, stage, Op.W))
     moments = sorted((time + _PERIOD * b, stage, op, b) for b in range(m) for time, stage, op in timed)
     return [Action(stage, op, b) for _, stage, op, b in moments]
+
+
+def _peak(order: list[Action]) -> int:
+    live = peak = 0
+    for action in order:
+        live += {Op.F: 1, Op.I: 0, Op.W: -1}[action.op]
+        peak = max(peak, live)
+    return peak
 
 
 class _Clock:
@@ -118,12 +122,17 @@ class _Clock:
         return here if stage == self._last else max(here, self._ended[op][stage + 1][b])
 
 
-def _makespan(schedule: Schedule) -> int:
-    clock = [0] * schedule.num_ranks
-    ended: dict[Action, int] = {}
-    for rank, action, needs in walk(schedule):
-        clock[rank] = ended[action] = 1 + max([clock[rank], *(ended[need] for need in needs)])
-    return max(clock)
+def _makespan(orders: list[list[Action]], m: int) -> int:
+    clock, position, now = _Clock(2 * len(orders), m), [0] * len(orders), 0
+    while any(at < len(order) for at, order in zip(position, orders, strict=True)):
+        ready = [
+            d for d, order in enumerate(orders) if position[d] < len(order) and clock.start(order[position[d]]) <= now
+        ]
+        for d in ready:
+            clock.run(orders[d][position[d]], now)
+            position[d] += 1
+        now += 1
+    return now
 
 
 def _squeeze(orders: list[list[Action]], m: int, cap: int, horizon: int) -> tuple[int, Orders]:
