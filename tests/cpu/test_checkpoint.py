@@ -31,6 +31,7 @@ from pipeloom.train.checkpoint import directory as checkpoint_directory
 from pipeloom.train.checkpoint import tensor_file
 from pipeloom.train.checkpoint.exchange import ThreadExchange
 from pipeloom.train.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, SEAL_NAME, seal
+from pipeloom.train.checkpoint.state import load_optimizer_state
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
@@ -246,6 +247,42 @@ def test_moments_keep_their_own_type(tmp_path: Path) -> None:
     assert after == before
 
 
+@pytest.mark.parametrize(
+    ("options", "device"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
+)
+def test_step_counts_are_on_the_device_where_fused_and_capturable_optimizers_read_them(
+    tmp_path: Path, options: dict[str, bool], device: str
+) -> None:
+    parameter, elsewhere = nn.Parameter(torch.randn(4)), nn.Parameter(torch.empty(4, device="meta"))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0].update(options)
+    path = ck.save(tmp_path, 1, model={"w": parameter}, optimizer=ck.optimizer_state(optimizer, {parameter: "w"}))
+    other = torch.optim.Adam([elsewhere])
+    ck.load(path).load_optimizer(other, {elsewhere: "w"})
+    assert other.state[elsewhere]["step"].device.type == device
+    assert other.state[elsewhere]["exp_avg"].device.type == "meta"
+
+
+def test_no_optimizer_state_is_read_before_all_of_it_is_checked() -> None:
+    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    calls = []
+
+    def state_of(name: str, read: bool) -> dict[str, Tensor]:
+        calls.append((name, read))
+        return {"momentum_buffer": torch.zeros(4, device="cpu" if read else "meta")}
+
+    load_optimizer_state(
+        torch.optim.SGD(parameters),
+        dict(zip(parameters, "ab", strict=True)),
+        optimizer_class="SGD",
+        options_of=lambda _: {},
+        state_of=state_of,
+    )
+    assert calls == [("a", False), ("b", False), ("a", True), ("b", True)]
+
+
 def test_random_generators_continue(tmp_path: Path) -> None:
     def draw() -> list[float]:
         return [torch.rand(1).item(), np.random.normal(), random.gauss(0, 1), random.random()]
@@ -352,6 +389,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
             opened.load_model(target | extra)
         one_line(error)
         assert not target["1.weight"].any(), "nothing may be changed before all is checked"
+    empty = ck.load(ck.save(tmp_path / "empty", 1, model={"w": torch.zeros(0, 3)}))
+    with pytest.raises(CheckpointError, match=r"w has shape \(0, 3\) in .* and \(0, 4\) in the model"):
+        empty.load_model({"w": torch.zeros(0, 4)})
     with pytest.raises(CheckpointError, match=r"the model has no tensor 4\.weight.*different model"):
         opened.load_model(target, all_names=[name for name in model.state_dict() if name != "4.weight"])
     with pytest.raises(CheckpointError, match="saved with AdamW, not SGD"):

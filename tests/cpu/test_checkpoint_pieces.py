@@ -347,6 +347,31 @@ def test_sums_of_rows_belong_to_whole_matrices(tmp_path: Path) -> None:
         ck.load(path).load_optimizer(other, names)
 
 
+def test_state_of_a_scalar_is_sharded_like_it_but_for_the_step_count(tmp_path: Path) -> None:
+    """Adagrad's state has other names than that of Adam, and is of the shape of the parameter too."""
+    ranges = {"w": Range(0, 1, ())}
+    saved, loaded = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer, other = (torch.optim.Adagrad([parameter]) for parameter in (saved, loaded))
+    saved.grad = torch.full((1,), 2.0)
+    optimizer.step()
+    state = ck.optimizer_state(optimizer, {saved: "w"})
+    path = ck.save(tmp_path, 1, model={"w": saved}, optimizer=state, ranges=ranges)
+    ck.load(path).load_optimizer(other, {loaded: "w"}, ranges)
+    for key, tensor in optimizer.state[saved].items():
+        assert same_bits(other.state[loaded][key], tensor), key
+
+
+def test_step_counts_of_every_element_are_sharded(tmp_path: Path) -> None:
+    """torch's optimizers count the steps of a parameter; others count those of its elements."""
+    parameter, shard = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.zeros(5))
+    optimizer, other = (torch.optim.SGD([each]) for each in (parameter, shard))
+    optimizer.state[parameter] = {"step": torch.arange(12.0).reshape(3, 4)}
+    state = ck.optimizer_state(optimizer, {parameter: "w"})
+    path = ck.save(tmp_path, 1, model={"w": parameter}, optimizer=state)
+    ck.load(path).load_optimizer(other, {shard: "w"}, {"w": Range(4, 9, (3, 4))})
+    assert other.state[shard]["step"].tolist() == [4.0, 5.0, 6.0, 7.0, 8.0]
+
+
 def test_checkpoints_of_the_first_version_load(tmp_path: Path) -> None:
     held = list(
         processes(

@@ -372,6 +372,9 @@ def _refusals(rank: int) -> None:
     build = {"loss_fn": mse, "mesh": mesh}
     with pytest.raises(InputError, match=r"'0' \(Embedding\) produces sparse gradients.*sparse=False"):
         pl.Pipeline(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)), ONE, **build)
+    block = nn.Sequential(nn.Linear(4, 4))
+    block.sparse = True  # says nothing of gradients: the parameters are those of a layer inside
+    pl.Pipeline(nn.Sequential(block), ONE, **build).close()
     with pytest.raises(InputError, match="data strategy='zero4': unknown"):
         pl.Pipeline(make_mlp(), ONE, **build, data="zero4")
     with pytest.raises(InputError, match="fp16 with gradients 'same'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import product
 
 import pytest
@@ -12,6 +13,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError, StageError
 from pipeloom.ir import check
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
+from pipeloom.slicing.context import SliceContext
 from tests.cpu.ranks import run_ranks
 
 LENGTH, VOCABULARY = 22, 17
@@ -61,6 +63,19 @@ def assert_close(pipe: pl.Pipeline, loss: Tensor, expected: tuple[Tensor, dict[s
         assert (parameter.grad - gradient).abs().max() <= 1e-12 * gradient.abs().max(), name
         seen.add(name)
     assert seen
+
+
+def test_what_slices_keep_for_the_next_goes_with_the_last_slice() -> None:
+    kept = []
+
+    def watched(output: Tensor, target: Tensor) -> Tensor:
+        kept.append(sum(isinstance(each, SliceContext) for each in gc.get_objects()))
+        return loss_fn(output, target)
+
+    schedule = pl.schedules.build("seq1f1b", num_ranks=1, num_microbatches=4, num_slices=2)
+    with pl.Pipeline(make_model(), schedule, loss_fn=watched) as pipe:
+        pipe.evaluate(*make_batch(4))
+    assert max(kept) <= 1, "of one micro-batch at most"
 
 
 def train_sliced(rank: int | None, ranks: int, transport: str, case: tuple[str, int, int, int, bool, str]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from collections import OrderedDict, namedtuple
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,10 +15,18 @@ import torch
 import pipeloom as pl
 from pipeloom.errors import InputError, PeerLost, StageError
 from pipeloom.processes import all_gather_bytes
-from pipeloom.transport import Channel, HybridTransport, Lane, OneProcessTransport, Transport
+from pipeloom.transport import (
+    Channel,
+    HybridTransport,
+    Lane,
+    OneProcessTransport,
+    Transport,
+    shared_memory,
+    torch_distributed,
+)
 from pipeloom.transport.loopback import LoopbackTransport
 from pipeloom.transport.shared_memory import SharedMemoryTransport
-from pipeloom.transport.torch_distributed import TorchDistributedTransport
+from pipeloom.transport.torch_distributed import TorchDistributedTransport, _wire_form
 from pipeloom.transport.values import decode, flatten, join_batch, split_batch, unflatten
 from tests.cpu.ranks import run_ranks
 
@@ -164,6 +174,8 @@ def _memory_goes_back(rank: int) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     assert _maps() == 16  # sixteen messages alive at once need sixteen blocks
     step(16, 50_000, False)
+    if rank == 0:
+        assert _maps() == 1, "the block that the step needed is kept"
     step(16, 50_000, False)  # the receiver unmaps what it hears of with the next step's messages
     assert _maps() <= 2, "blocks that a step did not need are kept"
     for size in (10, 70_000, 20, 500_000):
@@ -176,6 +188,72 @@ def _memory_goes_back(rank: int) -> None:
 
 def test_shared_memory_goes_back_when_it_is_not_needed() -> None:
     run_ranks(_memory_goes_back, 2)
+
+
+@pytest.mark.parametrize(("module", "name"), [(os, "memfd_create"), (socket, "SOCK_SEQPACKET")])
+def test_shared_memory_needs_both_memory_files_and_message_sockets(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+) -> None:
+    assert shared_memory.available()
+    monkeypatch.delattr(module, name)
+    assert not shared_memory.available()
+
+
+def _closes_before_its_peer(rank: int) -> list[bool]:
+    ways: list[bool] = []
+    torch_distributed._CLOSING_SECONDS = 0.2
+    torch_distributed._PeerGroup.close = lambda _, *, orderly: ways.append(orderly)
+    transport = TorchDistributedTransport(rank, device=torch.device("cpu"), timeout_seconds=120)
+    transport.open([Channel(0, 1, Lane.PIPELINE), Channel(1, 0, Lane.PIPELINE)])
+    if rank == 0:
+        transport.close()
+    all_gather_bytes(b"")
+    transport.close()
+    return ways
+
+
+def test_groups_are_aborted_where_the_peer_still_sends() -> None:
+    """NCCL would wait for it."""
+    early, late = run_ranks(_closes_before_its_peer, 2)
+    assert early
+    assert not any(early)
+    assert late
+    assert all(late)
+
+
+def test_only_tensors_of_the_host_travel_as_bytes() -> None:
+    """NCCL sends by type, where gloo does not know all types; `meta` stands for any other device."""
+    there, here = (torch.zeros(2, 3, dtype=torch.bfloat16, device=device) for device in ("meta", "cpu"))
+    assert (_wire_form(there).dtype, _wire_form(there).shape) == (torch.bfloat16, (2, 3))
+    assert (_wire_form(here).dtype, _wire_form(here).shape) == (torch.uint8, (12,))
+
+
+def test_a_transport_without_channels_closes_its_socket() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    transport = SharedMemoryTransport(0, lambda hello: [hello])
+    transport.open([])
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    for _ in range(2):
+        transport.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _sends_to_an_ended_rank(rank: int) -> None:
+    transport = SharedMemoryTransport(rank, all_gather_bytes, timeout_seconds=120)
+    channel = Channel(0, 1, Lane.PIPELINE)
+    transport.open([channel])
+    if rank == 1:
+        transport.close()
+    all_gather_bytes(b"")
+    if rank == 0:
+        transport.outgoing(channel).send(*flatten(torch.zeros(3)))
+        with pytest.raises(PeerLost, match="rank 1 ended before it had taken what this rank sent"):
+            transport.end_step()
+        transport.close()
+
+
+def test_a_step_fails_whose_messages_nobody_can_take() -> None:
+    run_ranks(_sends_to_an_ended_rank, 2)
 
 
 def _times_out(rank: int, kind: str) -> None:

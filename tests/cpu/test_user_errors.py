@@ -48,6 +48,17 @@ def test_a_loss_that_trains_nothing_is_refused_where_something_wants_to(name: st
         _one_line(error.value)
 
 
+def test_a_loss_for_every_sample_is_refused() -> None:
+    with (
+        pl.Pipeline(
+            nn.Linear(8, 8), _schedule("gpipe", 1), loss_fn=lambda output, target: (output - target).mean(1)
+        ) as pipe,
+        pytest.raises(RunError, match=r"loss_fn returned \(\d,\): it must return a scalar") as error,
+    ):
+        pipe.step(*_batch())
+    _one_line(error.value)
+
+
 # The model
 
 

@@ -263,6 +263,16 @@ def test_the_least_recomputation_is_chosen_stage_by_stage():
         choose_memory([program], big, min(tried.values()) - 1)
 
 
+def test_a_rank_of_more_than_seven_stages_recomputes_all_of_them_alike():
+    program, big = one_rank(None, chunks=8), model(8)
+    cap = max(rank.peak for rank in memory_of_ranks(program, big)) - 1
+    assert choose_memory([program], big, cap).model.recompute == (Recompute.SELECTIVE,) * 8
+    # Of seven stages, one is enough.
+    program, big = one_rank(None, chunks=7), model(7)
+    cap = max(rank.peak for rank in memory_of_ranks(program, big)) - 1
+    assert choose_memory([program], big, cap).model.recompute.count(Recompute.SELECTIVE) == 1
+
+
 def test_both_are_weighed_by_the_clock():
     """Where the network costs nothing, a finer granularity is taken before anything is computed twice."""
     big = model(4, parameters=1600, kept=2000.0)

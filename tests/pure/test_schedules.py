@@ -230,6 +230,7 @@ def test_impossible_schedules_are_refused_in_one_line(name, sizes, message):
         ),
         (lambda: schedules.build("1f1b", num_ranks=4), "needs `num_microbatches`: it has no default"),
         (lambda: schedules.gpipe(num_ranks=2), r"gpipe\(num_ranks, num_microbatches\) needs `num_microbatches`"),
+        (lambda: schedules.gpipe(num_ranks=None, num_microbatches=4), "None ranks: must be an int"),
         (lambda: schedules.build("1f1b", num_ranks=True, num_microbatches=8), "True ranks: must be an int"),
         (lambda: schedules.gpipe(num_ranks=2, num_microbatches=True), "True micro-batches: must be an int"),
     ],

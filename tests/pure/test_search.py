@@ -193,6 +193,46 @@ def test_moves_only_improve_and_keep_the_caps():
     check(work.schedule("improved", orders))
 
 
+@pytest.mark.parametrize(
+    ("placement", "microbatches", "seed", "looseness"),
+    [(Placement.loop(2, 2), 3, 1, 1.6), (Placement.loop(2, 2), 3, 2, 2.0), (Placement.v(2), 4, 3, 1.2)],
+    ids=["loop", "loose loop", "v"],
+)
+def test_a_hundred_moves_come_within_a_thousandth_of_the_optimum(placement, microbatches, seed, looseness):
+    work = Work(placement, microbatches, instance(random.Random(seed), placement, looseness))
+    optimum, _, bound = shortest(work, math.inf, 300)
+    assert bound == pytest.approx(optimum)
+    makespan, _ = improve(work, work.one_by_one(), 0.0, 100, random.Random(1))
+    assert makespan <= optimum * 1.001
+
+
+@pytest.mark.parametrize(
+    ("placement", "microbatches", "width"), [(Placement.v(2), 4, 10), (Placement.loop(2, 2), 3, 50)], ids=["v", "loop"]
+)
+def test_few_beginnings_prove_the_optimum(placement, microbatches, width):
+    work = Work(placement, microbatches, instance(random.Random(5), placement, 2.0))
+    makespan, orders, bound = shortest(work, math.inf, width)
+    assert makespan == work.makespan(orders) == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("seed", [4, 6, 7])
+def test_the_bound_is_met_where_memory_forces_the_order(seed):
+    """Caps of two micro-batches: a third can only begin where one of the first has come back."""
+    placement = Placement.v(2)
+    work = Work(placement, 3, instance(random.Random(seed), placement, 2.0))
+    optimum, _, _ = shortest(work, math.inf, 300)
+    assert lower_bound(work) == pytest.approx(optimum)
+
+
+def test_no_bound_is_raised_above_an_optimum(monkeypatch):
+    def never(*_):
+        raise AssertionError("the named schedule is as short as the bound")
+
+    monkeypatch.setattr(sys.modules["pipeloom.schedules.search.search"], "bound_alone", never)
+    found = schedules.search(placement=Placement.loop(2), num_microbatches=2)
+    assert found.makespan == pytest.approx(found.lower_bound)
+
+
 def test_cp_sat_proves_what_was_found():
     pytest.importorskip("ortools")
     for placement in (Placement.loop(3), Placement.v(2), Placement.bidirectional(2)):

@@ -289,6 +289,9 @@ def test_impossible_costs_are_refused():
         Costs.per_stage(forward=[1.0])
     with pytest.raises(InputError, match="need either backward, or both"):
         Costs.per_stage(forward=[1.0], backward=[2.0], backward_input=[1.0], backward_weight=[1.0])
+    for half in ({"backward_input": [1.0]}, {"backward": [2.0], "backward_weight": [1.0]}):
+        with pytest.raises(InputError, match="need either backward, or both"):
+            Costs.per_stage(forward=[1.0], **half)
 
 
 def test_costs_and_latencies_for_another_pipeline_are_refused():

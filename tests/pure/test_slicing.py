@@ -293,6 +293,9 @@ def test_a_fit_recovers_the_form_and_says_how_far_off_it_is():
     fitted, error = fit([Sample(8, 0, 4.0), Sample(16, 0, 1.0), Sample(32, 0, 5.0)])
     assert [seconds for _, seconds in fitted.base] == pytest.approx([20 / 17, 20 / 17, 5.0])
     assert error == pytest.approx(math.sqrt(((12 / 17) ** 2 + (3 / 17) ** 2) / 2))
+    # Sixty lengths that take 1 and 2 seconds in turn: all pairs of 2 and 1 are levelled to 6 / 5.
+    fitted, _ = fit([Sample(8 * (n + 1), 0, 1.0 + n % 2) for n in range(60)])
+    assert [seconds for _, seconds in fitted.base] == pytest.approx([1.0, *[1.2] * 58, 2.0])
     with pytest.raises(InputError, match="without context"):
         fit([Sample(8, 8, 1.0)])
     with pytest.raises(InputError, match="Measure it again"):
