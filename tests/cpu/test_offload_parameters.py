@@ -283,7 +283,7 @@ def test_an_update_that_is_lost_is_one_line_and_no_other_numbers(tmp_path: Path,
         def broken(self, region, values):
             raise RunError("its file cannot be written")
 
-        patch.setattr(FileStore, "_write", broken)
+        patch.setattr(FileStore, "write", broken)
         optimizer.step()
         optimizer.close()
         for read in (pipe.state.main_state, pipe.state_dict, lambda: pipe.step(x, x)):

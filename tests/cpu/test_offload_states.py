@@ -111,7 +111,7 @@ def test_states_lie_in_the_file_and_three_portions_in_memory(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())  # it has no name
     assert len(optimizer._portions) > 3
     assert sum(buffer.numel() for buffer in optimizer._buffers) <= 3 * 12288
-    kept = [v for parameter, state in optimizer._states._kept.items() for v in state.values() if parameter.numel()]
+    kept = [v for parameter, state in optimizer._states.data.items() for v in state.values() if parameter.numel()]
     assert not any(isinstance(value, Tensor) for value in kept)
     optimizer.close()
     left = set(threading.enumerate()) - before
@@ -218,10 +218,10 @@ def test_a_disk_that_is_full_is_told_before_the_first_step(tmp_path: Path) -> No
 
 def test_a_write_that_fails_is_one_line(tmp_path: Path) -> None:
     class Broken(FileStore):
-        def _write(self, region, values):
+        def write(self, region, values):
             os.close(os.dup(self._plain))
             self._plain = self._direct = os.open(os.devnull, os.O_RDONLY)
-            super()._write(region, values)
+            super().write(region, values)
 
     parameters = _parameters()
     offloaded = OffloadedOptimizer(

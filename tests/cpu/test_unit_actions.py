@@ -9,7 +9,7 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.ir import Action, DataStrategy, Op, Program
-from pipeloom.parallel.data.stage_parameters import parameter_uses
+from pipeloom.parallel.data.layer_hooks import parameter_uses
 from pipeloom.parallel.data.unit import Unit
 from pipeloom.parallel.data.unit_gradients import UnitGradients
 from pipeloom.parallel.data.unit_layout import BucketRule, group_parameters, units_by_layer

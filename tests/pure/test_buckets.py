@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.ir import Granularity
-from pipeloom.parallel.data.unit_layout import BucketRule, Item
+from pipeloom.parallel.data.unit_layout import BucketRule, ParameterUse
 
 MIB = 1 << 20
 
 
-def of_layers(*layers: list[int]) -> list[Item]:
-    return [Item(index, size) for index, sizes in enumerate(layers) for size in sizes]
+def of_layers(*layers: list[int]) -> list[ParameterUse]:
+    return [ParameterUse("", size, (index,), (0,)) for index, sizes in enumerate(layers) for size in sizes]
 
 
 def test_buckets_fill_from_the_last_and_the_rest_is_the_first():
@@ -42,7 +42,7 @@ def test_few_buckets_none_larger_than_it_must_be(layers, least, whole):
     largest = max(sum(sizes) if whole else max(sizes) for sizes in layers)
     assert all(size < least + largest or size == largest for size in sizes)
     if whole:
-        assert all(items[a[-1]].layer < items[b[0]].layer for a, b in pairwise(found))
+        assert all(items[a[-1]].layers < items[b[0]].layers for a, b in pairwise(found))
 
 
 def test_what_is_gathered_again_and_again_stays_small():

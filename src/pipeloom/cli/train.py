@@ -12,13 +12,13 @@ from pipeloom.train.config.train_config import TrainConfig
 _DESCRIPTION = """\
 Train a GPT on text through a pipeline. The defaults train a small model on two ranks on Python's own source code.
 The output directory holds metrics.jsonl, config.yaml, report.html, timeline.json.gz (for https://ui.perfetto.dev) and
-checkpoint-N/. A resumed run does not take options from the checkpoint; pass --config OUTPUT_DIR/config.yaml."""
+checkpoint-N/."""
 _EXAMPLES = """
 pipeloom train
 pipeloom train --parallel.pipeline 4 --schedule gpipe --batch.size 64 --batch.microbatches 16
 pipeloom train --parallel.data 2 --parallel.data_strategy zero2 --precision.dtype bf16
 pipeloom train --data.path '/usr/share/doc/**/*.txt' --steps 1000 --output_dir runs/doc
-pipeloom train --config runs/doc/config.yaml --resume_from_checkpoint latest --steps 2000
+pipeloom train --resume_from_checkpoint latest --output_dir runs/doc
 pipeloom train --config runs/doc/config.yaml --seed 1 --output_dir runs/doc-seed1
 torchrun --nproc-per-node 2 -m pipeloom train
 """
@@ -26,12 +26,7 @@ _VALIDATED = "_PIPELOOM_VALIDATED"  # variable: the configuration that the launc
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
-    """The configuration that config files < environment < flags give.
-
-    Raises:
-        InputError: a file or a variable is wrong.
-        SystemExit: code 2 after one line, where an option is unknown or a value is not of its type.
-    """
+    """The configuration that config files < environment < flags give; raises as `read_options`."""
     from pipeloom.cli.common.train_options import make_parser, print_config, read_options, to_config
 
     parser = make_parser("pipeloom train", _DESCRIPTION, _EXAMPLES)

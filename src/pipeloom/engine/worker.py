@@ -21,7 +21,7 @@ from pipeloom.engine.stores.parameter_store import ParameterStore
 from pipeloom.errors import CallerError, InputError, PeerLost, PipeloomError, RunError, StageError, one_line, unwrapped
 from pipeloom.ir import Action, Op, Program
 from pipeloom.ir.walk import meets
-from pipeloom.processes.black_box import BLACKBOX_BYTES, label_of
+from pipeloom.processes.launcher import BLACKBOX_BYTES, label_of
 
 # What one rank does in a call. It yields whenever it has to wait and the transport does not block.
 Run = Generator[None]

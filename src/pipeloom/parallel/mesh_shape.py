@@ -54,7 +54,8 @@ class MeshShape:
         if not isinstance(degrees, Mapping):
             raise InputError(f"degrees={degrees!r}: must be a mapping of mesh axes, such as {{'pp': 2, 'dp': 2}}.")
         for axis in (*order, *degrees):
-            check_axis(axis)
+            if axis not in AXES:
+                raise InputError(f"mesh axis {axis!r} is unknown. Use {', '.join(AXES)}.")
         if len(set(order)) != len(order):
             raise InputError(f"mesh order {','.join(order)} names an axis twice. Name each axis once.")
         for axis, degree in degrees.items():
@@ -76,8 +77,7 @@ class MeshShape:
         return math.prod(self.degrees)
 
     def degree(self, axis: str) -> int:
-        """The degree of an axis. Raises InputError for an unknown axis."""
-        check_axis(axis)
+        """The degree of an axis."""
         return self.degrees[self.axes.index(axis)]
 
     def coordinates(self, process: int) -> dict[str, int]:
@@ -111,35 +111,25 @@ class MeshShape:
         return " x ".join(f"{axis} {degree}" for axis, degree in named) or "one process"
 
 
-def check_axis(axis: str) -> None:
-    """Raises InputError for an unknown axis."""
-    if axis not in AXES:
-        raise InputError(f"mesh axis {axis!r} is unknown. Use {', '.join(AXES)}.")
-
-
 def _filled(degrees: list[int], axes: Sequence[str], num_processes: int | None) -> tuple[int, ...]:
     """`degrees` with -1 replaced, checked against the number of processes."""
     text = " x ".join(f"{axis} {degree}" for axis, degree in zip(axes, degrees, strict=True) if degree != 1)
     known = math.prod(degree for degree in degrees if degree != -1)
-    match degrees.count(-1), num_processes:
-        case 0, None:
-            return tuple(degrees)
-        case 0, _:
-            if known != num_processes:
-                raise InputError(
-                    f"a mesh of {text or 'one process'} needs {known} processes: there are {num_processes}. Start "
-                    f"{known} processes, or use other degrees."
-                )
-            return tuple(degrees)
-        case 1, None:
+    if degrees.count(-1) > 1:
+        raise InputError(f"a mesh of {text}: only one degree can be -1. Give the others.")
+    if num_processes is None:
+        if -1 in degrees:
             raise InputError(f"a mesh of {text}: -1 needs a number of processes. Give a degree of at least 1.")
-        case 1, _:
-            rest, over = divmod(num_processes or 0, known)
-            if over or not rest:
-                raise InputError(
-                    f"a mesh of {text} for {num_processes} processes: their number must be a multiple of {known}. "
-                    f"Start {known * (rest + 1)}."
-                )
-            return tuple(rest if degree == -1 else degree for degree in degrees)
-        case _:
-            raise InputError(f"a mesh of {text}: only one degree can be -1. Give the others.")
+        return tuple(degrees)
+    rest, over = divmod(num_processes, known)
+    if -1 not in degrees and known != num_processes:
+        raise InputError(
+            f"a mesh of {text or 'one process'} needs {known} processes: there are {num_processes}. Start {known} "
+            "processes, or use other degrees."
+        )
+    if over or not rest:
+        raise InputError(
+            f"a mesh of {text} for {num_processes} processes: their number must be a multiple of {known}. "
+            f"Start {known * (rest + 1)}."
+        )
+    return tuple(rest if degree == -1 else degree for degree in degrees)

@@ -59,6 +59,13 @@ class OffloadTarget:
             ) from error
         return cls(DISK, directory)
 
+    def check_device(self, device: str, option: str, what: str) -> None:
+        """Raises InputError for an `option` that offloads `what` of a model to the memory of its own kind of device."""
+        if self.kind == device:
+            raise InputError(
+                f"{option}: the {what} of a model on the CPU are in host memory already. Use `disk:PATH`, or remove it."
+            )
+
     def __str__(self) -> str:
         return self.kind if self.directory is None else f"{self.kind}:{self.directory}"
 

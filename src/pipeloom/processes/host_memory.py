@@ -12,7 +12,6 @@ therefore mapped one by one.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from contextlib import suppress
 
 # From glibc's malloc.h. Other C libraries have other options, or no mallopt at all.
@@ -25,28 +24,23 @@ _SMALL_BYTES = 4 << 20  # pages of smaller blocks would be faulted in too often
 
 def keep_freed_memory() -> bool:
     """Keep freed memory in this process, up to its peak; returns whether the C library supports it."""
-    return _set(
-        {
-            _M_MMAP_THRESHOLD: _LARGEST_MMAP_THRESHOLD_BYTES,
-            _M_TRIM_THRESHOLD: _NEVER_TRIM,
-            _M_TOP_PAD: _TOP_PAD_BYTES,
-        }
-    )
+    return _set_malloc(mmap_threshold=_LARGEST_MMAP_THRESHOLD_BYTES, trim_threshold=_NEVER_TRIM)
 
 
 def give_back_freed_memory() -> bool:
     """Return large freed blocks to the system; returns whether the C library supports it."""
-    return _set({_M_MMAP_THRESHOLD: _SMALL_BYTES, _M_TRIM_THRESHOLD: 2 * _TOP_PAD_BYTES, _M_TOP_PAD: _TOP_PAD_BYTES})
+    return _set_malloc(mmap_threshold=_SMALL_BYTES, trim_threshold=2 * _TOP_PAD_BYTES)
 
 
-def _set(settings: Mapping[int, int]) -> bool:
+def _set_malloc(*, mmap_threshold: int, trim_threshold: int) -> bool:
     """Set options of malloc for the whole process; returns whether all were accepted."""
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018
     except (OSError, AttributeError):
         return False
-    accepted = [libc.mallopt(name, value) == 1 for name, value in settings.items()]
+    options = {_M_MMAP_THRESHOLD: mmap_threshold, _M_TRIM_THRESHOLD: trim_threshold, _M_TOP_PAD: _TOP_PAD_BYTES}
+    accepted = [libc.mallopt(name, value) == 1 for name, value in options.items()]
     return all(accepted)
 
 

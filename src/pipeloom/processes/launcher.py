@@ -12,6 +12,7 @@ The launcher does not import torch: it starts in a tenth of a second and takes l
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 import subprocess
@@ -21,12 +22,12 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipeloom.errors import InputError, PeerLost, PipeloomError
-from pipeloom.processes.black_box import BlackBox
+from pipeloom.ir import Action
 
+BLACKBOX_BYTES = 64  # size of the label of the running action in a black box
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _PEER_LOST = 3  # exit code of a rank that failed because it lost another rank
 _POLL_SECONDS = 0.02
@@ -35,7 +36,47 @@ _GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def label_of(action: Action) -> bytes:
+    """The label of `action` in a black box, padded with NULs."""
+    return f"{action}".encode().ljust(BLACKBOX_BYTES, b"\0")[:BLACKBOX_BYTES]
+
+
+class _Text:
+    """A text in one part of the page, on one line; the part ends it where it is too long."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.place = slice(start, stop)
+
+    def __get__(self, box: BlackBox, kind: type[Any] | None = None) -> str:
+        return box.page[self.place].split(b"\0", 1)[0].decode(errors="replace")
+
+    def __set__(self, box: BlackBox, text: str) -> None:
+        size = self.place.stop - self.place.start
+        box.page[self.place] = " ".join(text.split()).encode()[: size - 1].ljust(size, b"\0")
+
+
+class BlackBox:
+    """A page of memory that a rank shares with the launcher. It outlives the rank.
+
+    Attributes:
+        action: the last action, such as ``1B3``; empty before the first.
+        phase: the rank's current phase, such as ``step 12``.
+        last_words: the error that ended the rank.
+    """
+
+    SIZE = 4096
+    action, phase, last_words = _Text(0, BLACKBOX_BYTES), _Text(BLACKBOX_BYTES, 192), _Text(192, SIZE)
+
+    def __init__(self, descriptor: int) -> None:
+        self.page = mmap.mmap(descriptor, self.SIZE)
+
+    @property
+    def action_buffer(self) -> memoryview:
+        """The part for the label of the running action, `BLACKBOX_BYTES` long."""
+        return memoryview(self.page)[:BLACKBOX_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
 class Membership:
     """This process as a rank of a run that `launch` or torchrun started.
 
@@ -62,20 +103,16 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     meeting, black_box = "env://", None
     if _LAUNCHED in environment:
         launcher, file, box = (int(number) for number in environment[_LAUNCHED].split(":"))
-        _die_with(launcher)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank ends with its launcher, however it ends
+        if os.getppid() != launcher:  # it ended before the kernel knew
+            os._exit(1)
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # of one rank alone, since Ctrl-C reaches the launcher
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # peers would report a loss before Python has unwound
         meeting, black_box = f"file:///proc/self/fd/{file}", BlackBox(box)
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if rank >= world_size:  # it would wait for ranks that do not exist
         raise InputError(f"RANK={rank}: must be below WORLD_SIZE={world_size}. Start the processes with torchrun.")
-    return Membership(
-        rank=rank,
-        local_rank=_number(environment, "LOCAL_RANK"),
-        world_size=world_size,
-        meeting=meeting,
-        black_box=black_box,
-    )
+    return Membership(rank, _number(environment, "LOCAL_RANK"), world_size, meeting, black_box)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -83,13 +120,6 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if not text.isdecimal():
         raise InputError(f"{name}={text!r}: must be an integer of at least 0. Start the processes with torchrun.")
     return int(text)
-
-
-def _die_with(launcher: int) -> None:
-    """Have the kernel kill this process when its launcher ends, however it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended before the kernel knew
-        os._exit(1)
 
 
 @contextmanager
@@ -152,12 +182,8 @@ def launch(names: Sequence[str], arguments: Sequence[str], environment: Mapping[
         raise InputError(f"platform {sys.platform}: the launcher needs Linux. Use torchrun, or `--local`.")
     ranks: list[_Rank] = []
     signals: list[int] = []  # received; if handlers raised, a second signal would interrupt the clean-up
-
-    def note(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-
     asked = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, note) for number in asked}
+    previous = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in asked}
     # Ranks inherit this: a terminal with `stty tostop` stops background processes that write.
     previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
@@ -192,14 +218,13 @@ def _anonymous_file(name: str, size: int = 0) -> Iterator[int]:
 def _start(
     rank: int, names: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str], meeting: int
 ) -> _Rank:
-    num_ranks = len(names)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    defaults = {"OMP_NUM_THREADS": str(max(1, cores // num_ranks)), "GLOO_SOCKET_IFNAME": "lo"}
+    num_threads = str(max(1, len(os.sched_getaffinity(0)) // len(names)))
+    defaults = {"OMP_NUM_THREADS": num_threads, "GLOO_SOCKET_IFNAME": "lo"}
     with _anonymous_file(f"black-box-{rank}", BlackBox.SIZE) as descriptor:
         place = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
+            "WORLD_SIZE": str(len(names)),
             _LAUNCHED: f"{os.getpid()}:{meeting}:{descriptor}",
         }
         process = subprocess.Popen(
@@ -248,19 +273,15 @@ def _warn_of_stops(ranks: Sequence[_Rank]) -> None:
 
 def _explain(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> tuple[int, str]:
     """The exit code, and a line with the rank that failed first, how, and in which step and action."""
-
-    def order(rank: int) -> int:  # the likeliest cause first: killed, invalid input, failed, lost a peer
-        return 0 if lost[rank] < 0 else {2: 1, _PEER_LOST: 3}.get(lost[rank], 2)
-
-    rank = min(lost, key=order)
+    order = {2: 1, _PEER_LOST: 3}  # the likeliest cause first: killed, invalid input, failed, lost a peer
+    rank = min(lost, key=lambda rank: 0 if lost[rank] < 0 else order.get(lost[rank], 2))
     code, name, box = lost[rank], ranks[rank].name, ranks[rank].black_box
     if code == 2 and box.last_words:
         return 2, f"error: {box.last_words}"
     where = f" in {box.phase or 'its start'}" + (f", last action {box.action}" if box.action else "")
     if code < 0:
-        how = f"was killed by {_signal_name(-code)}"
         hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-        text = f"{name} {how}{hint}{where}"
+        text = f"{name} was killed by {_signal_name(-code)}{hint}{where}"
     else:
         text = f"{name} failed{where}: {box.last_words or f'exit code {code}'}"
     return 1, f"error: {text}; all ranks were ended"

@@ -174,8 +174,8 @@ def _dense_bars(row: Sequence[Span], makespan: float, y: float, visible: float, 
             if op in shares:
                 height = shares[op] * bar
                 bottom -= height
-                paths.setdefault(op, []).append(f"M{_LEFT + column * step:.1f} {bottom:.1f}h{step:.1f}v{height:.1f}")
-                paths[op].append(f"h-{step:.1f}z")
+                box = f"M{_LEFT + column * step:.1f} {bottom:.1f}h{step:.1f}v{height:.1f}h-{step:.1f}z"
+                paths.setdefault(op, []).append(box)
     return [f'<path class="{op.value}" d="{"".join(parts)}"/>' for op, parts in paths.items()]
 
 

@@ -76,10 +76,8 @@ def _print_picture(timeline: Timeline, console: Console, others: Sequence[Timeli
         if rank is None:
             console.print(f"{'...':<{margin}}{timeline.num_ranks - _MOST_RANKS} more ranks", markup=False)
             continue
-        for name, cells in (
-            (f"rank {rank}", rows[rank]),
-            *((f"  {link}", lanes[rank]) for link, lanes in links.items()),
-        ):
+        lanes = [(f"  {link}", cells[rank]) for link, cells in links.items()]
+        for name, cells in ((f"rank {rank}", rows[rank]), *lanes):
             line = Text(f"{name:<{margin}}")
             for text, op in cells:
                 line.append(text, style=f"black on {COLOURS[op]}" if coloured and op is not None else None)

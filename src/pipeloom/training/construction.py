@@ -35,11 +35,11 @@ Model = nn.Module | Sequence[nn.Module] | Stages
 
 
 class PipelineOptions(NamedTuple):
-    """The arguments of `Pipeline` that a plan may give, by their names there."""
+    """The arguments of `Pipeline` that a plan may give, by their names there. None: not given."""
 
-    cut: str | Sequence[int] = "layers"
+    cut: str | Sequence[int] | None = None
     slices: Sequence[int] | None = None
-    recompute: str | Sequence[str] = "none"
+    recompute: str | Sequence[str] | None = None
     offload: OffloadActivations | None = None
     mesh: Mesh | None = None
     data: DataParallel | str | None = None
@@ -59,6 +59,7 @@ def construct(
 ) -> tuple[ModelState, Executor]:
     """The stages and parameters of this process, and what runs them. For arguments and errors see `Pipeline`."""
     cut, slices, recompute, offload, mesh, data, precision = options
+    cut, recompute = "layers" if cut is None else cut, "none" if recompute is None else recompute
     check_arguments(schedule, loss_fn, slices, offload, mesh, timeout_seconds)
     schedule = separate_units(merge_backwards(schedule))
     sliced = schedule.num_slices > 1 or slices is not None
@@ -149,11 +150,13 @@ def options_of_plan(plan: Plan, model: Model, given: PipelineOptions) -> Pipelin
         activations = moves and plan.offload_activations is not None
         planned["offload"] = OffloadActivations(plan.offload, plan.offload_activations or None) if activations else None
     for name, wanted in planned.items():
-        value, usual = getattr(given, name), PipelineOptions._field_defaults[name]
+        value = getattr(given, name)
         plain, listed = (list(each) if isinstance(each, tuple) else each for each in (value, wanted))
         same = plain == listed or (name == "recompute" and isinstance(value, str) and {value} == {*wanted})
-        if value != usual and not same:
-            raise InputError(f"{name}={folded(value)}: the plan has {name}={listed}. Remove it, or make a new plan.")
+        if value is not None and not same:
+            raise InputError(
+                f"{name}={folded(value)}: the plan has {name}={listed}. Remove it, or make a plan with it."
+            )
     return given._replace(
         **planned,
         mesh=_mesh(plan, given.mesh),
@@ -183,9 +186,9 @@ def _data(plan: Plan, data: DataParallel | str | None, *, moves: bool) -> DataPa
     names = ("data_strategy", "data_granularity", "data_bucket_bytes")
     for name, wanted, value in zip(names, planned, found, strict=True):
         if wanted not in (None, value):
-            raise InputError(f"data={folded(data)}: the plan has {name}={wanted}. Remove it, or make a new plan.")
+            raise InputError(f"data={folded(data)}: the plan has {name}={wanted}. Remove it, or make a plan with it.")
     if plan.offload is not None and given.offload != parameters:
-        raise InputError(f"data={folded(data)}: the plan has offload={parameters}. Remove it, or make a new plan.")
+        raise InputError(f"data={folded(data)}: the plan has offload={parameters}. Remove it, or make a plan with it.")
     return given
 
 
@@ -197,7 +200,7 @@ def _precision(plan: Plan, precision: Precision | str | None) -> Precision | str
         if plan.precision not in (None, given.dtype) or plan.gradients not in (None, given.gradients):
             raise InputError(
                 f"precision={folded(precision)}: the plan has precision={plan.precision} and gradients="
-                f"{plan.gradients}. Remove precision, or make a new plan."
+                f"{plan.gradients}. Remove precision, or make a plan with it."
             )
         return given
     return plan.number_format

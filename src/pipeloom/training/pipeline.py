@@ -39,7 +39,7 @@ class Pipeline:
             data-parallel degree above 1, `mesh`; arguments must not contradict it.
         loss_fn: ``loss_fn(output, targets)`` of one micro-batch: a scalar, the mean over its samples. `forward` needs
             none.
-        layers, cut: how to cut `model`; see `pipeloom.split.split`.
+        layers, cut: how to cut `model`; see `pipeloom.split.split`. `cut` None: "layers".
         transport: "auto", "loopback" (all ranks in this process, one after another), "threads" (all ranks in this
             process, one thread each), "shared-memory" (ranks are processes of one machine), "torch"
             (torch.distributed), or a `Transport` made for this rank, which the pipeline closes and whose own timeout
@@ -50,7 +50,7 @@ class Pipeline:
             the mean over the tokens of a slice. Dropout masks do not depend on the lengths; a list of one length, for
             a schedule without slices, gives the same masks.
         recompute: what backwards recompute instead of saving it: "none", "selective" (attention) or "full" (every
-            block), for all stages or one per stage. Losses and gradients stay bitwise the same.
+            block), for all stages or one per stage. Losses and gradients stay bitwise the same. None: "none".
         offload: offloads activations between forward and backward, such as
             ``pipeloom.OffloadActivations("disk:/scratch")``.
         mesh: the processes of all data-parallel replicas: axis pp holds the ranks of one replica, axis dp the replicas.
@@ -90,10 +90,10 @@ class Pipeline:
         *,
         loss_fn: LossFn | None = None,
         layers: Sequence[str] | None = None,
-        cut: str | Sequence[int] = "layers",
+        cut: str | Sequence[int] | None = None,
         transport: str | Transport = "auto",
         slices: Sequence[int] | None = None,
-        recompute: str | Sequence[str] = "none",
+        recompute: str | Sequence[str] | None = None,
         offload: OffloadActivations | None = None,
         mesh: Mesh | None = None,
         data: DataParallel | str | None = None,

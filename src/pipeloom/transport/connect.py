@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,7 @@ from pipeloom.errors import InputError
 from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.collectives import all_gather_bytes, all_reduce, cpu_group, destroy_groups
 from pipeloom.transport import shared_memory
-from pipeloom.transport.interface import Channel, Incoming, OneProcessTransport, Outgoing, Transport
-from pipeloom.transport.loopback import LoopbackTransport
+from pipeloom.transport.interface import Channel, Incoming, LoopbackTransport, OneProcessTransport, Outgoing, Transport
 from pipeloom.transport.torch_distributed import TorchDistributedTransport
 
 TRANSPORTS = ("auto", "loopback", "threads", "shared-memory", "torch")
@@ -79,12 +78,9 @@ def connect(
         InputError: an unknown name, no process group where one is needed, another number of processes than ranks, or
             another fingerprint on another rank.
     """
-    if not isinstance(transport, str | Transport):
-        raise InputError(
-            f"transport={transport!r}: must be one of {', '.join(TRANSPORTS)}, or a pipeloom.transport.Transport."
-        )
-    if isinstance(transport, str) and transport not in TRANSPORTS:
-        raise InputError(f"transport={transport!r}: must be one of {', '.join(TRANSPORTS)}.")
+    if not isinstance(transport, Transport) and transport not in TRANSPORTS:
+        others = "" if isinstance(transport, str) else ", or a pipeloom.transport.Transport"
+        raise InputError(f"transport={transport!r}: must be one of {', '.join(TRANSPORTS)}{others}.")
     grouped = dist.is_available() and dist.is_initialized()
     if transport == "auto" and not grouped:
         transport = "loopback"
@@ -122,13 +118,12 @@ def connect(
 
 def _check_size(num_ranks: int, replicas: Sequence[Sequence[int]] | None) -> None:
     """Raises InputError where a replica has another number of processes than the schedule has ranks."""
-    if replicas is not None:
-        if len(replicas[0]) != num_ranks:
-            raise InputError(
-                f"the schedule has {num_ranks} ranks and mesh axis pp has degree {len(replicas[0])}: they must be "
-                f"equal. Use Mesh(pp={num_ranks}, ...)."
-            )
-    elif dist.get_world_size() != num_ranks:
+    if replicas is not None and len(replicas[0]) != num_ranks:
+        raise InputError(
+            f"the schedule has {num_ranks} ranks and mesh axis pp has degree {len(replicas[0])}: they must be equal. "
+            f"Use Mesh(pp={num_ranks}, ...)."
+        )
+    if replicas is None and dist.get_world_size() != num_ranks:
         raise InputError(
             f"the schedule has {num_ranks} ranks and the process group {dist.get_world_size()} processes: they must be "
             f"equal. Start {num_ranks} processes, make a schedule of {dist.get_world_size()} ranks, or pass a "
@@ -137,26 +132,20 @@ def _check_size(num_ranks: int, replicas: Sequence[Sequence[int]] | None) -> Non
 
 
 def _between_processes(
-    name: str,
-    rank: int,
-    replicas: Sequence[Sequence[int]],
-    group: dist.ProcessGroup | None,
-    timeout_seconds: float,
+    name: str, rank: int, replicas: Sequence[Sequence[int]], group: dist.ProcessGroup | None, timeout_seconds: float
 ) -> Transport:
     """The transport of this process, which is rank `rank` of one of the `replicas`."""
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
 
-    def make_remote(idle: Callable[[], bool] = lambda: True) -> TorchDistributedTransport:
-        return TorchDistributedTransport(
-            rank, device=device, replicas=replicas, timeout_seconds=timeout_seconds, idle=idle
-        )
-
+    make_remote = partial(
+        TorchDistributedTransport, rank, device=device, replicas=replicas, timeout_seconds=timeout_seconds
+    )
     if name == "torch" or (name == "auto" and (device.type != "cpu" or not shared_memory.available())):
         return make_remote()
     if not shared_memory.available():
         raise InputError("transport='shared-memory' needs Linux. Use transport='torch'.")
-    exchange = functools.partial(all_gather_bytes, group=group)
+    exchange = partial(all_gather_bytes, group=group)
     own = next(replica for replica in replicas if dist.get_rank() in replica)
     local = shared_memory.SharedMemoryTransport(rank, exchange, processes=own, timeout_seconds=timeout_seconds)
     if name == "shared-memory":
@@ -167,9 +156,8 @@ def _between_processes(
                 "transport='auto'."
             )
         return local
-    return HybridTransport(
-        local, make_remote(local.flush), lambda channel: local.reaches(channel.source, of=channel.target)
-    )
+    remote_transport = make_remote(idle=local.flush)
+    return HybridTransport(local, remote_transport, lambda channel: local.reaches(channel.source, of=channel.target))
 
 
 class HybridTransport(Transport):

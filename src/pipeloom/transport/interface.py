@@ -1,12 +1,9 @@
-"""`Transport`: sends messages from one rank to another. Extend one by wrapping it, not by subclassing it.
+"""`Transport`: sends messages from one rank to another; `LoopbackTransport` does it within one process.
+
+Extend a transport by wrapping it, not by subclassing it.
 
 A transport opens channels. A channel runs from one rank to another in one lane and is first in, first out. A lane holds
 messages that are received in the order in which they are sent; messages with different orders have different lanes.
-
-    loopback            all ranks in one process; tensors are passed by reference
-    shared_memory       ranks that are processes of one host; one copy per message
-    torch_distributed   ranks that torch.distributed connects, over gloo or NCCL
-    hybrid              shared_memory within a host, torch_distributed between hosts
 
 The number of a pipeline's call travels with every message, so that ranks notice when they make different calls. It also
 has the number of samples of the batch. A rank that reads neither inputs nor targets learns it from the first message
@@ -18,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from torch import Tensor
@@ -155,6 +153,67 @@ class OneProcessTransport(Transport):
         """Wake all ranks that wait for rank `source` with PeerLost. Called only where `blocking`."""
 
 
+class _Queue(Outgoing, Incoming):
+    """Both ends of a channel within one process. None in place of a message: the sender has stopped."""
+
+    def __init__(self, channel: Channel, timeout_seconds: float) -> None:
+        self._channel, self._timeout_seconds = channel, timeout_seconds
+        self.messages: SimpleQueue[Message | None] = SimpleQueue()
+
+    def send(self, layout: Layout, tensors: Sequence[Tensor], call: int = 0) -> None:
+        self.messages.put(Message(layout, list(tensors), call))
+
+    def ready(self) -> bool:
+        return not self.messages.empty()
+
+    def receive(self) -> Message:
+        try:
+            message = self.messages.get(timeout=self._timeout_seconds)
+        except Empty:
+            raise self._channel.timed_out(self._timeout_seconds) from None
+        if message is None:
+            raise PeerLost(f"rank {self._channel.source} stopped")
+        return message
+
+
+class LoopbackTransport(OneProcessTransport):
+    """All ranks in one process: messages are references in a queue, no tensor is copied.
+
+    Either one thread runs all ranks in turn (deterministic; `blocking` is False), or each rank has its own thread,
+    which sleeps in `receive`.
+
+    Args:
+        blocking: True where every rank has its own thread.
+        timeout_seconds: how long a rank may wait for a message.
+    """
+
+    def __init__(self, *, blocking: bool = False, timeout_seconds: float = 1800.0) -> None:
+        self.blocking = blocking
+        self._timeout_seconds = timeout_seconds
+        self._queues: dict[Channel, _Queue] = {}
+
+    def open(self, channels: Iterable[Channel]) -> None:
+        for channel in channels:
+            self._queues.setdefault(channel, _Queue(channel, self._timeout_seconds))
+
+    def outgoing(self, channel: Channel) -> Outgoing:
+        return self._queues[channel]
+
+    def incoming(self, channel: Channel) -> Incoming:
+        return self._queues[channel]
+
+    def end_step(self) -> None:
+        """Queues hold nothing once their messages are taken."""
+
+    def interrupt(self, source: int) -> None:
+        for channel, queue in self._queues.items():
+            if channel.source == source:
+                queue.messages.put(None)
+
+    def close(self) -> None:
+        self._queues.clear()
+
+
 def call_number(count: int, training: bool, num_samples: int = 0) -> int:
     """The number of every message of a pipeline's `count`-th call; `num_samples` is 0 where it is not known yet."""
     return (min(num_samples, _MAX_SAMPLES - 1) << _COUNT_BITS) | _KINDS * count + (_TRAINING if training else 0)
@@ -183,12 +242,11 @@ def cancel_number(call: int) -> int:
 def out_of_step(source: int, theirs: int, ours: int) -> RunError:
     """The error on a rank in call `ours` that got a message of call `theirs` from rank `source`."""
     return RunError(
-        f"rank {source} is in {call_name(theirs)}, this rank in {call_name(ours)}: all ranks must make the same "
-        "calls of "
-        "the Pipeline in the same order. Look for a call that some ranks skip."
+        f"rank {source} is in {call_name(theirs)}, and this rank in {call_name(ours)}: every rank must make the same "
+        "calls in the same order. Look for a call that some ranks skip."
     )
 
 
 def call_name(call: int) -> str:
     """The call in words, for error messages."""
-    return f"call {call_count(call)} ({'step' if call & _TRAINING else 'evaluate or forward'})"
+    return f"call {call_count(call)} of this Pipeline, {'step' if call & _TRAINING else 'evaluate or forward'}"

@@ -26,7 +26,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from pipeloom.errors import PeerLost, listed
+from pipeloom.errors import PeerLost
 from pipeloom.transport.interface import Channel, Incoming, Lane, Outgoing, Transport
 from pipeloom.transport.shared_channel import SharedIncoming, SharedOutgoing
 
@@ -98,7 +98,8 @@ class SharedMemoryTransport(Transport):
         channels = list(channels)
         for channel in channels:
             if channel.source == self._rank and channel not in self._outgoing:
-                connection = self._new_socket(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._sockets.append(connection)
                 connection.settimeout(self.timeout_seconds)
                 connection.connect(self._addresses[channel.target]["name"])
                 connection.send(json.dumps(channel).encode())
@@ -107,24 +108,16 @@ class SharedMemoryTransport(Transport):
         expected = {c for c in channels if c.target == self._rank} - self._incoming.keys()
         self._listener.settimeout(self.timeout_seconds)
         while expected:
-            connection = self._new_socket(self._accept())
+            connection = self._listener.accept()[0]
+            _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user != os.getuid():  # other users of the host can connect too
+                connection.close()
+                continue
+            self._sockets.append(connection)
             source, target, lane = json.loads(connection.recv(4096))
             channel = Channel(source, target, Lane(lane))
             self._incoming[channel] = SharedIncoming(connection, channel, self)
             expected.discard(channel)
-
-    def _accept(self) -> socket.socket:
-        """The next connection of a process of this user; other users of the host can connect too, and are dropped."""
-        while True:
-            connection = self._listener.accept()[0]
-            _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if user == os.getuid():
-                return connection
-            connection.close()
-
-    def _new_socket(self, connection: socket.socket) -> socket.socket:
-        self._sockets.append(connection)
-        return connection
 
     def outgoing(self, channel: Channel) -> Outgoing:
         return self._outgoing[channel]
@@ -149,12 +142,8 @@ class SharedMemoryTransport(Transport):
         deadline = time.perf_counter() + seconds
         while not self.flush():
             if time.perf_counter() > deadline:
-                targets = listed(sorted({end.channel.target for end in self._backlogged}))
-                raise PeerLost(
-                    f"rank {targets} did not take all messages of rank {self._rank} within {seconds:g} s "
-                    "(timeout_seconds), although its process exists. Look whether it is stopped, in a debugger, or "
-                    "waits for another call."
-                )
+                targets = sorted({end.channel.target for end in self._backlogged})
+                raise PeerLost(f"ranks {targets} are running but received nothing from this rank for {seconds:g} s")
             poll = select.poll()
             for end in self._backlogged:
                 poll.register(end, select.POLLOUT)

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 
@@ -36,6 +37,7 @@ from pipeloom.transport.values import Layout, decode
 
 _ENVELOPE_BYTES = 1 << 14
 _HEAD = struct.Struct("<IIQ")  # kind, length of the layout, call
+_MOST_HEADER_BYTES = _ENVELOPE_BYTES - _HEAD.size  # a longer layout is a message of its own
 _NO_TIMEOUT = timedelta(days=365)  # of groups: a listening thread waits as long as its peer sends nothing
 _CLOSING_SECONDS = 5.0
 _PAD = 64
@@ -43,12 +45,7 @@ _END, _WHOLE, _FOLLOWED = 0, 1, 2  # kinds: closes the channel; holds all; paylo
 
 
 class _PeerGroup:
-    """One of the two process groups of a channel, seen from one of its two ranks.
-
-    Args:
-        group: of two processes.
-        peer: group rank of the other one.
-    """
+    """One of the two process groups of a channel, seen from one of its two ranks; `peer` is the other's group rank."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self._groups = [group]  # this reference keeps the group usable after destroy_process_group()
@@ -71,14 +68,13 @@ class _PeerGroup:
 
 class _TorchOutgoing(Outgoing):
     def __init__(self, channel: Channel, control: _PeerGroup, data: _PeerGroup, timeout_seconds: float) -> None:
-        self._channel = channel
-        self._control = control
-        self._data = data
+        self._channel, self._control, self._data = channel, control, data
         self._timeout = timedelta(seconds=timeout_seconds)
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, layout: Layout, tensors: Sequence[Tensor], call: int = 0) -> None:
-        self.release()
+        while self._in_flight and self._in_flight[0][0].is_completed():  # release the tensors of sends that are done
+            self._in_flight.popleft()
         start = _payload_start(layout)
         whole = start + layout.num_bytes <= _ENVELOPE_BYTES and all(t.device.type == "cpu" for t in tensors)
         envelope = _envelope(_WHOLE if whole else _FOLLOWED, layout.header, call)
@@ -87,7 +83,7 @@ class _TorchOutgoing(Outgoing):
                 place.copy_(tensor)
         payloads = [] if whole else [_wire_form(tensor.detach()) for tensor in tensors if tensor.numel()]
         self._post(envelope, self._control)
-        if not _fits(layout.header):
+        if len(layout.header) > _MOST_HEADER_BYTES:
             self._post(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), self._control)
         for payload in payloads:
             self._post(payload, self._data)
@@ -95,11 +91,6 @@ class _TorchOutgoing(Outgoing):
     def _post(self, tensor: Tensor, link: _PeerGroup) -> None:
         with noticing_lost_peers(f"rank {self._channel.target} cannot be reached"):
             self._in_flight.append((link.send(tensor), tensor))
-
-    def release(self) -> None:
-        """Release the tensors of sends that are done."""
-        while self._in_flight and self._in_flight[0][0].is_completed():
-            self._in_flight.popleft()
 
     def end_step(self) -> None:
         """Wait until all sends are done."""
@@ -120,24 +111,18 @@ class _TorchOutgoing(Outgoing):
         return True
 
 
+@dataclass(eq=False)
 class _TorchIncoming(Incoming):
-    def __init__(
-        self,
-        channel: Channel,
-        control: _PeerGroup,
-        data: _PeerGroup,
-        device: torch.device,
-        timeout_seconds: float,
-        idle: Callable[[], bool],
-    ) -> None:
-        self._channel = channel
-        self._control = control
-        self._data = data
-        self._device = device
-        self._timeout_seconds = timeout_seconds
-        self._idle = idle
+    _channel: Channel
+    _control: _PeerGroup
+    _data: _PeerGroup
+    _device: torch.device
+    _timeout_seconds: float
+    _idle: Callable[[], bool]
+
+    def __post_init__(self) -> None:
         self._messages: SimpleQueue[Message | Exception] = SimpleQueue()
-        self.thread = threading.Thread(target=self._listen, name=f"receive-{channel.source}", daemon=True)
+        self.thread = threading.Thread(target=self._listen, name=f"receive-{self._channel.source}", daemon=True)
         self.thread.start()
 
     def ready(self) -> bool:
@@ -170,7 +155,7 @@ class _TorchIncoming(Incoming):
                 if kind == _END:
                     self._messages.put(ConnectionError("it closed the channel"))
                     return
-                if _HEAD.size + length <= _ENVELOPE_BYTES:
+                if length <= _MOST_HEADER_BYTES:
                     layout = decode(bytes(view[_HEAD.size : _HEAD.size + length]))
                 else:
                     header = torch.empty(length, dtype=torch.uint8)
@@ -179,16 +164,12 @@ class _TorchIncoming(Incoming):
                 if kind == _WHOLE:
                     tensors = _places(envelope, layout)
                 else:
-                    tensors = [self._receive_tensor(shape, dtype) for shape, dtype, _ in layout.specs]
+                    tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in layout.specs]
+                    for tensor in filter(torch.numel, tensors):
+                        self._data.receive(_wire_form(tensor))
                 self._messages.put(Message(layout, tensors, call))
         except Exception as error:  # raised by the rank's own thread
             self._messages.put(error)
-
-    def _receive_tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        if tensor.numel():
-            self._data.receive(_wire_form(tensor))
-        return tensor
 
 
 class TorchDistributedTransport(Transport):
@@ -212,12 +193,9 @@ class TorchDistributedTransport(Transport):
         timeout_seconds: float = 1800.0,
         idle: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._rank = rank
-        self._process = dist.get_rank()
+        self._rank, self._process = rank, dist.get_rank()
         self._replicas = replicas or (range(dist.get_world_size()),)
-        self._device = device
-        self._timeout_seconds = timeout_seconds
-        self._idle = idle
+        self._device, self._timeout_seconds, self._idle = device, timeout_seconds, idle
         self._outgoing: dict[Channel, _TorchOutgoing] = {}
         self._incoming: dict[Channel, _TorchIncoming] = {}
         self._links: list[_PeerGroup] = []
@@ -267,13 +245,9 @@ class TorchDistributedTransport(Transport):
         self._incoming.clear()
 
 
-def _fits(header: bytes) -> bool:
-    return _HEAD.size + len(header) <= _ENVELOPE_BYTES
-
-
 def _envelope(kind: int, header: bytes, call: int) -> Tensor:
     envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
-    head = _HEAD.pack(kind, len(header), call) + (header if _fits(header) else b"")
+    head = _HEAD.pack(kind, len(header), call) + (header if len(header) <= _MOST_HEADER_BYTES else b"")
     envelope.numpy().data[: len(head)] = head
     return envelope
 

@@ -56,9 +56,9 @@ def make_parser(prog: str, description: str, examples: str) -> Parser:
         nargs="?",
         const="all",
         choices=("all", "skip_default"),
-        help="print the configuration as YAML and exit; skip_default: changes only",
+        help="configuration printed as YAML, in full or without defaults",
     )
-    group.add_argument("-h", "--help", action="help", help="show this help and exit")
+    group.add_argument("-h", "--help", action="help", help="this text")
     return parser
 
 
@@ -78,9 +78,7 @@ def add_option(group: Any, option: Option) -> None:
 def read_options(parser: Parser, argv: Sequence[str]) -> Namespace:
     """The options of `parser`: config files < environment < `argv`.
 
-    Raises:
-        InputError: a file or a variable is wrong.
-        SystemExit: code 2 after one line, where a value is not of its type.
+    Raises InputError for a wrong file or variable, SystemExit with code 2 and one line for a value of a wrong type.
     """
     files, flags = _take_config_files(parser, argv)
     layers = [(f"--config={file}: ", _read_file(file)) for file in files]
@@ -103,12 +101,8 @@ def _read_plan(parser: Parser, path: str, given: Namespace) -> Namespace:
     planned: Namespace = parser.parse_object(options_of_plan(Plan.load(path), path), env=False, defaults=False)
     for key, value in planned.items():
         if key in given and given[key] != value:
-            own, shown = ("none" if each is None else each for each in (given[key], value))
-            raise InputError(
-                f"{key}={own}: plan {path} has {shown}, and options must not contradict the plan. Remove {key}, or "
-                "make a "
-                "new plan."
-            )
+            shown = "none" if value is None else value
+            raise InputError(f"{key}={given[key]}: plan {path} has {shown}. Remove {key}, or make a plan with it.")
     return planned
 
 
@@ -145,10 +139,7 @@ class _UniqueKeys(yaml.SafeLoader):
         for key, _ in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.YAMLError(
-                    f"line {line}: the key is a list or a mapping: a key must be a word, such as steps. Quote it, or "
-                    "remove the brackets"
-                )
+                raise yaml.YAMLError(f"line {line}: a key must be a word, such as steps")
             if key.value in seen:
                 raise yaml.YAMLError(f"line {line}: key {key.value} is duplicated. Remove one")
             if key.tag != "tag:yaml.org,2002:merge":
@@ -178,10 +169,7 @@ def _take_config_files(parser: Parser, argv: Sequence[str]) -> tuple[list[str], 
 def _read_file(file: str) -> dict[str, Any]:
     """The options of a YAML file by dotted key; all of them exist and have a value."""
     if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):  # it may never end, or never come
-        raise InputError(
-            f"--config={file}: must be a file, not a device or a pipe. Write the YAML to a regular file and pass its "
-            "path."
-        )
+        raise InputError(f"--config={file}: must be a file, not a device or a pipe.")
     try:
         with open(file, encoding="utf-8") as stream:
             content = yaml.load(stream, _UniqueKeys)

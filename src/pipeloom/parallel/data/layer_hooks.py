@@ -10,28 +10,27 @@ samples. Where a backward also gathers units, these hooks therefore start its re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipeloom.ir import DataAxis, Op
 from pipeloom.ir.unit_actions import UnitAction, gathers_inside, unit_actions
 from pipeloom.parallel.data.unit import Unit
 from pipeloom.parallel.data.unit_gradients import Completion
+from pipeloom.parallel.data.unit_layout import ParameterUse
+from pipeloom.parallel.mixed_precision import with_statistics
 
 
 class LayerHooks:
     """Has every layer of a stage wait for its units. A `pipeloom.split.module.LayerObserver`.
 
-    Args:
-        units: of the stage.
-        layers: the numbers of the units that each layer reads.
-        data: the data axis.
+    `layers` has the numbers of the units that each layer reads.
 
     Attributes:
         gathers_inside: whether computations gather and free units themselves (granularity microbatch).
@@ -118,3 +117,37 @@ class LayerHooks:
                     unit.free()
             elif self._completion is not None:
                 self._completion.reach(unit.gradients)
+
+
+def parameter_uses(
+    module: nn.Module,
+    layers: Sequence[str],
+    held: Mapping[str, nn.Parameter],
+    homes: Mapping[str, tuple[int, ...]],
+    num_bytes: Callable[[nn.Parameter], int],
+) -> list[ParameterUse]:
+    """The parameters of a stage in its order, as `pipeloom.parallel.data.unit_layout` groups them.
+
+    Args:
+        module: the stage.
+        layers: names of its layers.
+        held: parameters by canonical name.
+        homes: by the same names, all stages with the parameter.
+        num_bytes: bytes of a parameter in the format of forwards.
+    """
+    names = {parameter: name for name, parameter in held.items()}
+    wide = with_statistics([module])
+    users: dict[nn.Parameter, list[int]] = {}
+    for index, name in enumerate(layers):
+        for parameter in module.get_submodule(name).parameters() if name else ():
+            users.setdefault(parameter, []).append(index)
+    return [
+        ParameterUse(
+            names[parameter],
+            num_bytes(parameter),
+            tuple(users.get(parameter, (-1,))),
+            homes[names[parameter]],
+            (parameter.dtype, parameter.device, parameter.requires_grad, parameter in wide),
+        )
+        for parameter in module.parameters()
+    ]

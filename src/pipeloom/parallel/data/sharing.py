@@ -50,11 +50,9 @@ class DataSharing(Sharing):
         self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients, target]
 
     def check_device(self, device: torch.device) -> None:
-        if self._data.offload is not None and OffloadTarget.parse(self._data.offload).kind == device.type:
-            raise InputError(
-                f"offload={self._data.offload!r}: the parameters of a model on the CPU are in host memory already. "
-                "Move the model to the GPU before you build the Pipeline, use offload='disk:PATH', or remove offload."
-            )
+        where = self._data.offload
+        if where is not None:
+            OffloadTarget.parse(where).check_device(device.type, f"offload={where!r}", "parameters")
 
     def store(self, rank: RankModules) -> ParameterStore:
         assert self.axis is not None

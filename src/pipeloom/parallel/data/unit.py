@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,8 @@ from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit_gradients import UnitGradients
 from pipeloom.parallel.data.unit_layout import FlatLayout, own_segment
 from pipeloom.parallel.mixed_precision import NumberFormats
-from pipeloom.parallel.offload.main_parameters import MainShard, OffloadedShard, offloaded_parameter
-from pipeloom.parallel.offload.mover import Mover
+from pipeloom.parallel.offload.main_parameters import OffloadedShard, offloaded_parameter
+from pipeloom.parallel.offload.store import Mover
 
 
 class Unit:
@@ -68,7 +69,7 @@ class Unit:
         self._shapes = [parameter.shape for parameter in self.parameters]
         self._full: FullParameters | None = None
         self._gathering: Wait | None = None
-        self._reads = False
+        self._shard: OffloadedShard | None = None
         self.filled = False
         self._take_over()
         self.gradients = UnitGradients(self.parameters, self.main, layout, formats.gradient, strategy, replicas)
@@ -93,20 +94,6 @@ class Unit:
         if apart:
             own = own.to(formats.main, copy=True)
         self._full = FullParameters(self.parameters, self._layout, flat.to(formats.compute), frees, self._gathered)
-        self._make_main_parameters(own)
-        self._main_dtype = own.dtype
-        self._shard = MainShard(own)
-        if apart and self._mover is not None:  # also where this replica has no element
-            self._shard = OffloadedShard(own, self.main.values(), self._mover, formats.compute, self._gathered)
-            self._reads = True
-        self.free()
-
-    def _own_segment(self, flat: Tensor) -> Tensor:
-        """This replica's segment of flat memory."""
-        return flat[:0] if self._segment is None else flat[self._layout.segment(self._segment)]
-
-    def _make_main_parameters(self, own: Tensor) -> None:
-        formats = self._formats
         shards, keeps_whole = self._layout.shards(own, self._segment), self._layout.keeps_whole
         for index, (name, shard) in enumerate(zip(self._names, shards, strict=True)):
             module_parameter, shape = self.parameters[index], self._shapes[index]
@@ -122,6 +109,15 @@ class Unit:
                 if formats.gradient != formats.main:
                     main.grad_dtype = None  # any: updates widen them, see `pipeloom.training.optimizer_step`
             self.main[name] = main
+        if apart and self._mover is not None:  # also where this replica has no element
+            self._shard = OffloadedShard(own, self.main.values(), self._mover, formats.compute, self._gathered)
+        else:
+            self._own = own
+        self.free()
+
+    def _own_segment(self, flat: Tensor) -> Tensor:
+        """This replica's segment of flat memory."""
+        return flat[:0] if self._segment is None else flat[self._layout.segment(self._segment)]
 
     # Gathering
 
@@ -134,22 +130,20 @@ class Unit:
             return
         self._full.allocate()
         own = self._own_segment(self._full.flat)
-        arrive = no_wait if self._segment is None else self._awaited(self._shard.fill(own))
+        arrive = no_wait
+        if self._segment is not None:
+            if self._shard is not None:
+                arrive = partial(self._wait_for_read, self._shard.fill(own))
+            elif own.data_ptr() != self._own.data_ptr():
+                own.copy_(self._own)
         if self._collects:
             arrive()
             arrive = self._replicas.gather_full(self._strategy, self._full.flat, own)
         self._gathering = arrive
 
-    def _awaited(self, arrive: Wait) -> Wait:
-        """`arrive`; where it waits for a read, the time is recorded as waiting."""
-        if not self._reads:
-            return arrive
-
-        def wait() -> None:
-            with self._replicas.times.waiting():
-                arrive()
-
-        return wait
+    def _wait_for_read(self, arrive: Wait) -> None:
+        with self._replicas.times.waiting():
+            arrive()
 
     @property
     def _collects(self) -> bool:
@@ -159,12 +153,13 @@ class Unit:
     @property
     def waits_for_reads(self) -> bool:
         """Whether `start_gather` waits for a read, which `prefetch` begins."""
-        return self._reads and self._collects
+        return self._shard is not None and self._collects
 
     def prefetch(self) -> None:
         """Start the read that a gather has to wait for, without waiting."""
         if self.waits_for_reads and not self.filled and self._gathering is None:
             assert self._full is not None
+            assert self._shard is not None
             there = self._full.is_there and self._segment is not None
             self._shard.prefetch(self._own_segment(self._full.flat) if there else None)
 
@@ -191,7 +186,8 @@ class Unit:
         if self._full is None or not self._full.frees:
             return
         gathering, self._gathering = self._gathering, None
-        self._shard.drop()
+        if self._shard is not None:
+            self._shard.drop()
         try:
             if gathering is not None:
                 gathering()
@@ -202,7 +198,7 @@ class Unit:
     def stale(self) -> None:
         """Main parameters may have changed."""
         self.filled = False
-        if self._full is not None:
+        if self._shard is not None:
             self._shard.drop()
 
     @property
@@ -218,9 +214,12 @@ class Unit:
         """Values of full parameters in the format of updates, in new memory; every replica calls it."""
         if self._full is None:
             return {}
-        flat = self._full.flat.new_empty(self._layout.num_elements, dtype=self._main_dtype)
+        flat = self._full.flat.new_empty(self._layout.num_elements, dtype=self._formats.main)
         own = self._own_segment(flat)
-        self._shard.copy_to(own)
+        if self._shard is None:
+            own.copy_(self._own)
+        else:
+            self._shard.copy_to(own)
         self._replicas.gather_full(self._strategy, flat, own)()
         return dict(zip(self._names, self._layout.views(flat, self._shapes), strict=True))
 
@@ -241,15 +240,9 @@ class FullParameters:
     A module parameter stays one object, and `flat` stays one storage, which is resized: a graph that saved a parameter
     or a view of it reads its values again after the next gather. A freed parameter reads as NaN.
 
-    Args:
-        parameters: the module's.
-        layout: how they lie in flat memory.
-        flat: their values; from now on the parameters are views of it.
-        frees: whether `free` frees anything.
-        gathered: counts the bytes that are there and can be freed.
-
     Attributes:
-        flat, frees: as given.
+        flat: the values of the module's parameters, which are views of it from now on.
+        frees: whether `free` frees anything; `gathered` counts the bytes that are there and can be freed.
     """
 
     def __init__(
@@ -283,11 +276,10 @@ class FullParameters:
 
     def free(self) -> None:
         """Free the memory."""
-        if self.frees:
-            self._set(self._missing)
-            if self.is_there:
-                self.flat.untyped_storage().resize_(0)
-                self._gathered.add(-self.flat.nbytes)
+        self._set(self._missing)
+        if self.is_there:
+            self.flat.untyped_storage().resize_(0)
+            self._gathered.add(-self.flat.nbytes)
 
     def _set(self, values: Sequence[Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):

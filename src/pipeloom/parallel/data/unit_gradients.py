@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,40 +24,31 @@ from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit_layout import FlatLayout, own_segment
 
 
+@dataclass(eq=False)
 class UnitGradients:
-    """The gradients of one unit, summed over micro-batches and replicas.
+    """The gradients, of format `dtype`, of one unit, summed over micro-batches and replicas (see `Unit`).
 
-    Args:
-        parameters: of the module.
-        main: the main parameters by name, in the same order.
-        layout: of the parameters in flat memory.
-        dtype: the number format of the gradients.
-        strategy: decides what each replica keeps.
-        replicas: the processes to sum over.
+    The main parameters have the order of the module's `parameters`.
 
     Attributes:
         present: for each parameter, whether this replica has a gradient in this run.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        main: Mapping[str, nn.Parameter],
-        layout: FlatLayout,
-        dtype: torch.dtype,
-        strategy: DataStrategy,
-        replicas: ReplicaGroup,
-    ) -> None:
-        self.parameters, self._main = parameters, main
-        self._layout, self._dtype = layout, dtype
-        self._strategy, self._replicas = strategy, replicas
-        self._gaps = layout.gaps
+    parameters: Sequence[nn.Parameter]
+    _main: Mapping[str, nn.Parameter]
+    _layout: FlatLayout
+    _dtype: torch.dtype
+    _strategy: DataStrategy
+    _replicas: ReplicaGroup
+
+    def __post_init__(self) -> None:
+        self._order = self._layout.in_order()
         self._own_sum: Tensor | None = None  # of this replica's segment
-        self._sums: list[Tensor | None] = [None] * len(parameters)  # instead, where there is one replica
+        self._sums: list[Tensor | None] = [None] * len(self.parameters)  # instead, where there is one replica
         self._reducing: deque[tuple[Wait, Tensor, Tensor]] = deque()  # with this replica's segment, and all segments
         self._aside: list[Tensor | None] = []
-        self.present = [False] * len(parameters)
-        self._trained = [parameter.requires_grad for parameter in parameters]
+        self.present = [False] * len(self.parameters)
+        self._trained = [parameter.requires_grad for parameter in self.parameters]
 
     def begin(self) -> None:
         """Set aside the gradients of earlier runs."""
@@ -79,8 +71,7 @@ class UnitGradients:
     def start(self, look: Callable[[Tensor], None]) -> None:
         """Take the module's gradients and start their reduction, without waiting. One replica: once per run.
 
-        Args:
-            look: called at peak memory, with flat gradients that `tensors` does not yield yet.
+        `look` is called at peak memory, with flat gradients that `tensors` does not yield yet.
         """
         gradients = [parameter.grad for parameter in self.parameters]
         for index, (name, gradient) in enumerate(zip(self._main, gradients, strict=True)):
@@ -107,13 +98,13 @@ class UnitGradients:
     def _flattened(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradients in flat memory, with zeros for missing ones and in the gaps."""
         flat = self.parameters[0].new_empty(self._layout.num_elements, dtype=self._dtype)
-        row: list[Tensor] = []
-        for gap, index in self._gaps:
-            gradient = gradients[index]
+        row, end = [], 0
+        for index in self._order:
+            gradient, gap = gradients[index], self._layout.offsets[index] - end
             row += [flat.new_zeros(gap)] if gap else []
             row.append(flat.new_zeros(self._layout.sizes[index]) if gradient is None else gradient.reshape(-1))
-        row.append(flat.new_zeros(flat.numel() - sum(map(torch.numel, row))))
-        return torch.cat(row, out=flat)
+            end = self._layout.offsets[index] + self._layout.sizes[index]
+        return torch.cat([*row, flat.new_zeros(flat.numel() - end)], out=flat)
 
     def wait_first(self) -> None:
         """Wait for the oldest reduction."""
@@ -122,12 +113,7 @@ class UnitGradients:
         self._own_sum = own if self._own_sum is None else self._own_sum.add_(own)
 
     def deposit(self, present: Sequence[bool], loss_scale: float) -> None:
-        """Add the run's sums to the main gradients.
-
-        Args:
-            present: for each parameter, whether any replica has a gradient.
-            loss_scale: the divisor of the sums.
-        """
+        """Add the run's sums, divided by `loss_scale`, to the main gradients of the parameters that are `present`."""
         segment = own_segment(self._strategy, self._replicas.index)
         sums = self._sums if self._own_sum is None else self._layout.shards(self._own_sum, segment)
         for index, main in enumerate(self._main.values()):
@@ -156,9 +142,7 @@ class UnitGradients:
 class Completion:
     """Starts the reductions of one REDUCE_GRAD inside the last backward that it covers.
 
-    Args:
-        units: in the order in which all replicas reduce them.
-        start: starts one reduction.
+    All replicas reduce the `units` in their order.
     """
 
     def __init__(self, units: Sequence[UnitGradients], start: Callable[[UnitGradients], None]) -> None:
@@ -215,26 +199,21 @@ class Completion:
         self._begun = False
 
 
+@dataclass(eq=False)
 class Reductions:
     """The reductions of one rank over replicas, from the first that starts to the deposit of all sums.
 
-    Args:
-        by_stage: the units of each stage, in its order.
-        data: the data axis. Where gradients are sharded, a reduction waits for the one before, because each holds the
-            flat gradients of a unit.
-        replicas: the processes to sum over.
-        look: called at peak memory, with flat gradients that `tensors` does not yield yet.
+    Where gradients are sharded, a reduction waits for the one before, because each holds the flat gradients of a unit.
+    `look` is called at peak memory, with flat gradients that `tensors` does not yield yet.
     """
 
-    def __init__(
-        self,
-        by_stage: Mapping[int, Sequence[UnitGradients]],
-        data: DataAxis,
-        replicas: ReplicaGroup,
-        look: Callable[[Tensor | None], None],
-    ) -> None:
-        self._by_stage, self._data, self._replicas, self._look = by_stage, data, replicas, look
-        self._units = list(dict.fromkeys(unit for units in by_stage.values() for unit in units))
+    _by_stage: Mapping[int, Sequence[UnitGradients]]
+    _data: DataAxis
+    _replicas: ReplicaGroup
+    _look: Callable[[Tensor | None], None]
+
+    def __post_init__(self) -> None:
+        self._units = list(dict.fromkeys(unit for units in self._by_stage.values() for unit in units))
         self._completions: dict[Action, Completion] = {}
         self._reducing: deque[UnitGradients] = deque()
 

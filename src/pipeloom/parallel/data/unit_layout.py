@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from pipeloom.ir import DataAxis, DataStrategy, Granularity
 
@@ -32,13 +32,6 @@ if TYPE_CHECKING:
 _SMALL_BYTES = 1 << 20
 # Parameters start at multiples of this many elements: kernels are faster on aligned memory.
 _ALIGNMENT = 16
-
-
-class Item(NamedTuple):
-    """A parameter of a stage: the number of its layer, and its bytes in the format of forwards."""
-
-    layer: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +53,15 @@ class BucketRule:
         least = min(bucket_bytes, _SMALL_BYTES) if by_microbatch else bucket_bytes
         return cls(least, by_microbatch or whole_parameters)
 
-    def cut(self, items: Sequence[Item]) -> list[range]:
-        """Runs of neighbours, each as short as the rule allows, cut from the last item on; in ascending order.
+    def cut(self, items: Sequence[ParameterUse]) -> list[range]:
+        """Runs of neighbours, each as short as the rule allows, cut from the last parameter on; in ascending order.
 
-        Args:
-            items: parameters of one kind, in the order of the stage.
+        The parameters are of one kind and each in one layer, in the order of the stage.
         """
         found, stop, size = [], len(items), 0
         for start in reversed(range(len(items))):
             size += items[start].num_bytes
-            inside = self.whole_layers and start > 0 and items[start - 1].layer == items[start].layer
+            inside = self.whole_layers and start > 0 and items[start - 1].layers == items[start].layers
             if size >= self.least_bytes and not inside:
                 found.append(range(start, stop))
                 stop, size = start, 0
@@ -98,15 +90,11 @@ class ParameterUse:
 
 
 def group_parameters(parameters: Sequence[ParameterUse], rule: BucketRule) -> list[list[int]]:
-    """The units of a stage, as positions in `parameters`.
+    """The units of a stage, as positions in `parameters`, which are in the order of the stage.
 
     Parameters that the same several stages hold form a unit of their own, so that each of the stages lays them out
     alike. So do parameters that the same several layers of this stage read: other layers need not gather them. The
     rest goes into buckets.
-
-    Args:
-        parameters: in the order of the stage.
-        rule: of the buckets.
     """
     apart: dict[Hashable, list[int]] = {}
     rows: dict[Hashable, list[int]] = {}
@@ -119,7 +107,7 @@ def group_parameters(parameters: Sequence[ParameterUse], rule: BucketRule) -> li
             rows.setdefault(use.kind, []).append(position)
     units = [sorted(group, key=lambda position: parameters[position].name) for group in apart.values()]
     for row in rows.values():
-        buckets = rule.cut([Item(parameters[position].layers[0], parameters[position].num_bytes) for position in row])
+        buckets = rule.cut([parameters[position] for position in row])
         units += [[row[index] for index in bucket] for bucket in buckets]
     return units
 
@@ -195,9 +183,7 @@ class FlatLayout:
     def by_parameters(cls, sizes: Sequence[int], loads: list[int]) -> FlatLayout:
         """Uncut parameters: from the largest on, each goes into the segment with the fewest elements.
 
-        Args:
-            sizes: elements of each parameter.
-            loads: elements per segment in the layouts before this one, which break ties. This layout's are added.
+        `loads` has the elements per segment in the layouts before this one, which break ties. This layout's are added.
         """
         ends, places = [0] * len(loads), [(0, 0)] * len(sizes)
         for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -222,12 +208,9 @@ class FlatLayout:
             for segment in range(self.num_segments)
         )
 
-    @property
-    def gaps(self) -> list[tuple[int, int]]:
-        """The numbers of the parameters in the order of their offsets, each with the gap in front of it in elements."""
-        order = sorted(range(len(self.sizes)), key=lambda index: (self.offsets[index], self.sizes[index]))
-        ends = [0, *(self.offsets[index] + self.sizes[index] for index in order)]
-        return [(self.offsets[index] - end, index) for end, index in zip(ends, order, strict=False)]
+    def in_order(self) -> list[int]:
+        """The numbers of the parameters in the order of their offsets."""
+        return sorted(range(len(self.sizes)), key=lambda index: (self.offsets[index], self.sizes[index]))
 
     def segment(self, index: int) -> slice:
         """The elements of a segment."""

@@ -5,33 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import SimpleNamespace
 
 from torch import Tensor, nn
 
 from pipeloom.engine.rank_state import Step
 from pipeloom.engine.stores.parameter_store import Gauge, HeldBytes, Offloaded, ParameterStore, PeakBytes, RankModules
-from pipeloom.errors import RunError
+from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, DataAxis, Op, Program
-from pipeloom.parallel.data.layer_hooks import LayerHooks
+from pipeloom.parallel.data.layer_hooks import LayerHooks, parameter_uses
 from pipeloom.parallel.data.replica_group import ReplicaGroup
-from pipeloom.parallel.data.stage_parameters import check_dense, claim, parameter_uses, release
 from pipeloom.parallel.data.unit import Unit
 from pipeloom.parallel.data.unit_gradients import Reductions
 from pipeloom.parallel.data.unit_layout import BucketRule, FlatLayout, ParameterUse, group_parameters, units_by_layer
 from pipeloom.parallel.mixed_precision import DTYPES, NumberFormats, cast_tables, with_statistics
-from pipeloom.parallel.offload.main_parameters import offloaded_bytes, open_mover, value_of
-from pipeloom.parallel.options import DataParallel, Precision
+from pipeloom.parallel.offload.main_parameters import offloaded_parameter
+from pipeloom.parallel.offload.store import Mover, open_store
+from pipeloom.parallel.options import DataParallel, OffloadTarget, Precision
 from pipeloom.split.module import StageModule
 
-
-class _Unshard:
-    """An UNSHARD.
-
-    Attributes:
-        forward: whether the computation behind it is a forward.
-    """
-
-    forward = True
+_HELD = "_held_in_units"  # an attribute of parameters in a store
 
 
 class UnitStore(ParameterStore):
@@ -41,28 +34,22 @@ class UnitStore(ParameterStore):
     engine ends, which is in I and not in W where a backward is split. They reduce after every backward or not at all,
     scale or drop gradients of earlier steps, and know no parameters that several stages hold. Here a program says when
     each unit is gathered and reduced (`pipeloom.ir.unit_actions`).
-
-    Args:
-        rank: its modules.
-        axis: the data axis.
-        data, precision: the user's options.
-        replicas: the processes that share the parameters.
     """
 
     def __init__(
         self, rank: RankModules, axis: DataAxis, data: DataParallel, precision: Precision, replicas: ReplicaGroup
     ) -> None:
         self._axis, self._data, self._precision, self._replicas = axis, data, precision, replicas
-        check_dense(rank.stages)
+        _check_dense(rank.stages)
         if axis.unshards:
-            claim(rank.held)
+            _claim(rank.held)
         self.gathered, self.reduced = Gauge(), Gauge()
-        self._mover = open_mover(data.offload)
+        self._mover = None if data.offload is None else Mover(open_store(OffloadTarget.parse(data.offload)))
         self._wide = with_statistics(rank.stages.values())
         self._units: list[Unit] = []
         self._by_stage: dict[int, list[Unit]] = {}
         self._hooks: dict[int, LayerHooks] = {}
-        self._unbound: dict[int, _Unshard] = {}  # by stage, the last bound UNSHARD, until its computation is bound
+        self._unbound: dict[int, SimpleNamespace] = {}  # by stage, an UNSHARD whose computation is not bound yet
         for stage in rank.stages:
             self._add_stage(stage, rank)
         main = {name: parameter for unit in self._units for name, parameter in unit.main.items()}
@@ -81,14 +68,17 @@ class UnitStore(ParameterStore):
         module, held, layers = rank.stages[stage], rank.held, rank.layers[stage]
         by_elements, degree = self._data.layout == "elements", self._replicas.degree
         rule = BucketRule.of(self._axis.granularity, self._data.bucket_bytes, whole_parameters=not by_elements)
-        uses = parameter_uses(module, layers, held, rank.homes, self._num_bytes)
+        uses = parameter_uses(module, layers, held, rank.homes, lambda p: p.numel() * self._formats(p).compute.itemsize)
         unit_of = {parameter: unit for unit in self._units for parameter in unit.parameters}
         loads = [0] * degree  # per stage: every rank that holds the stage lays it out alike
         for group in group_parameters(uses, rule):
             new = {name: p for name in (uses[position].name for position in group) if (p := held[name]) not in unit_of}
             if new:
                 tied = len(uses[group[0]].stages) > 1
-                unit = self._make_unit(new, None if by_elements else [0] * degree if tied else loads)
+                own = None if by_elements else [0] * degree if tied else loads
+                layout = FlatLayout.of_unit([parameter.numel() for parameter in new.values()], self._axis, own)
+                formats = self._formats(next(iter(new.values())))
+                unit = Unit(new, layout, formats, self._axis.strategy, self._replicas, self.gathered, self._mover)
                 self._units.append(unit)
                 unit_of.update(dict.fromkeys(new.values(), unit))
         used: dict[Unit, list[ParameterUse]] = {}
@@ -98,15 +88,6 @@ class UnitStore(ParameterStore):
         if isinstance(module, StageModule) and self._axis.unshards:
             found = units_by_layer(list(used.values()), len(layers))
             self._hooks[stage] = module.observer = LayerHooks(list(used), found, self._axis)
-
-    def _make_unit(self, parameters: Mapping[str, nn.Parameter], loads: list[int] | None) -> Unit:
-        layout = FlatLayout.of_unit([parameter.numel() for parameter in parameters.values()], self._axis, loads)
-        formats = self._formats(next(iter(parameters.values())))
-        return Unit(parameters, layout, formats, self._axis.strategy, self._replicas, self.gathered, self._mover)
-
-    def _num_bytes(self, parameter: nn.Parameter) -> int:
-        """In the format of forwards."""
-        return parameter.numel() * self._formats(parameter).compute.itemsize
 
     def _formats(self, parameter: nn.Parameter) -> NumberFormats:
         return NumberFormats.of(parameter.dtype, self._precision, keeps_dtype=parameter in self._wide)
@@ -150,8 +131,8 @@ class UnitStore(ParameterStore):
 
     def _bind_unshard(self, stage: int) -> Callable[[], None]:
         """UNSHARD has no micro-batch: the next computation to be bound decides in which order units are gathered."""
-        hooks, this = self._hooks.get(stage), _Unshard()
-        self._unbound[stage] = this
+        hooks = self._hooks.get(stage)
+        this = self._unbound[stage] = SimpleNamespace(forward=True)  # whether a forward follows
 
         def unshard() -> None:
             for unit in self._by_stage[stage]:
@@ -209,7 +190,8 @@ class UnitStore(ParameterStore):
             if isinstance(module, StageModule):
                 module.observer = None
         if not self._axis.shards_parameters:
-            release(self._modules)
+            for parameter in (parameter for module in self._modules for parameter in module.parameters()):
+                vars(parameter).pop(_HELD, None)
         if self._mover is not None:
             self._mover.stop()  # its store stays readable, for `whole`
 
@@ -230,10 +212,15 @@ class UnitStore(ParameterStore):
 
     @property
     def offloaded(self) -> Offloaded:
-        return offloaded_bytes(self.parameters.values(), self._mover)
+        if self._mover is None:
+            return super().offloaded
+        homes = (offloaded_parameter(parameter) for parameter in self.parameters.values())
+        moved = self._mover.store.read_bytes + self._mover.store.written_bytes
+        return Offloaded(sum(home.num_bytes for home in homes if home), moved, self._mover.wait_seconds)
 
     def value(self, name: str) -> Tensor:
-        return value_of(self.parameters[name])
+        home = offloaded_parameter(self.parameters[name])
+        return super().value(name) if home is None else home.live()
 
     def whole(self) -> dict[str, Tensor]:
         return {name: value for unit in self._units for name, value in unit.whole().items()}
@@ -259,3 +246,25 @@ class UnitStore(ParameterStore):
                 unit.start_gather()
             for unit in self._units:
                 unit.wait()
+
+
+def _claim(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Mark parameters as held by a store. Raises InputError where another store holds them."""
+    for name, parameter in parameters.items():
+        if _HELD in vars(parameter):
+            raise InputError(
+                f"parameter {name!r} is held by another Pipeline, which shards it or keeps a master of it. Build a "
+                "new model for this Pipeline, and load the other's state_dict()."
+            )
+    for parameter in parameters.values():
+        setattr(parameter, _HELD, True)
+
+
+def _check_dense(stages: Mapping[int, nn.Module]) -> None:
+    """Raises InputError where a layer produces sparse gradients."""
+    for name, module in (pair for stage in stages.values() for pair in stage.named_modules()):
+        if getattr(module, "sparse", False) is True and next(module.parameters(False), None) is not None:
+            raise InputError(
+                f"module {name!r} ({type(module).__name__}) produces sparse gradients, which data parallelism does "
+                "not support. Use sparse=False."
+            )

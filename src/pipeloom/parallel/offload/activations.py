@@ -15,37 +15,29 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from operator import methodcaller
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.autograd.split_backward import Repeatable
-from pipeloom.engine.overlap_times import ActivationMover, Key, OverlapTimes
-from pipeloom.errors import InputError, RunError
+from pipeloom.engine.overlap_times import ActivationMover, Key, OverlapTimes, Wait
+from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op
-from pipeloom.parallel.offload.mover import Mover
-from pipeloom.parallel.offload.store import Ready, Region, Store, aligned, open_store
+from pipeloom.parallel.offload.store import Mover, Region, Store, aligned, open_store, queued_work
 from pipeloom.parallel.options import OffloadActivations, OffloadTarget
 
 _MOST_WRITES = 2  # queued or running; activations that wait for a write still take memory
 
 
+@dataclass(eq=False, slots=True)
 class _Piece:
     """One storage; None while it is offloaded."""
 
-    __slots__ = ("device", "num_bytes", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage: torch.UntypedStorage | None = storage
-        self.num_bytes = storage.nbytes()
-        self.device = storage.device
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the storage has the size that it had in the forward."""
-        return self.storage is not None and self.storage.nbytes() == self.num_bytes
+    storage: torch.UntypedStorage | None
+    num_bytes: int
+    device: torch.device
 
     def as_bytes(self) -> Tensor:
         assert self.storage is not None
@@ -86,11 +78,7 @@ class _Noted(Repeatable):
             self.watched.check()
         storage = self.piece.storage
         if storage is None:
-            raise RunError(
-                f"saved tensor of shape {tuple(self.shape)}, {self.dtype}, is still offloaded: its backward runs "
-                "before "
-                "its RELOAD. For your own program, run pipeloom.check(program); otherwise this is a bug of pipeloom."
-            )
+            raise RunError("a saved tensor is still offloaded: RELOAD must come before its use. Check the program.")
         made = torch.empty(0, dtype=self.dtype, device=self.piece.device)
         return made.set_(storage, self.offset, self.shape, self.stride)
 
@@ -117,6 +105,7 @@ class _Entry:
         noted: all tensors in them, until some are offloaded.
         leaves: inputs whose values are offloaded, with these values.
         region: of the store.
+        placed: offloaded pieces, each with its part of the region, in whole pages.
         written, back: the transfers.
     """
 
@@ -124,17 +113,13 @@ class _Entry:
     noted: list[_Noted] = field(default_factory=list)
     leaves: list[tuple[Tensor, _Noted]] = field(default_factory=list)
     region: Region | None = None
+    placed: list[tuple[_Piece, Region]] = field(default_factory=list)
     written: Future[None] | None = None
     back: Future[None] | None = None
 
 
 class OffloadedActivations(ActivationMover):
-    """The activations of one rank.
-
-    Args:
-        store: to which they are offloaded; ranks of one process may share it.
-        least_bytes: smaller storages stay in memory.
-    """
+    """The activations of one rank. Ranks of one process may share the store. Storages below `least_bytes` stay."""
 
     def __init__(self, store: Store, least_bytes: int) -> None:
         self._mover = Mover(store)
@@ -151,7 +136,7 @@ class OffloadedActivations(ActivationMover):
     @contextmanager
     def catching(self, key: Key) -> Iterator[None]:
         entry = self._entries[key] = _Entry()
-        with saved_tensors_hooks(partial(self._pack, entry), _unpack):
+        with saved_tensors_hooks(partial(self._pack, entry), methodcaller("tensor")):
             yield
 
     def _pack(self, entry: _Entry, tensor: Tensor) -> _Noted | _Left:
@@ -163,7 +148,8 @@ class OffloadedActivations(ActivationMover):
 
     def _note(self, entry: _Entry, tensor: Tensor) -> _Noted:
         storage = tensor.untyped_storage()
-        noted = _Noted(entry.pieces.setdefault(storage._cdata, _Piece(storage)), tensor)
+        piece = _Piece(storage, storage.nbytes(), storage.device)
+        noted = _Noted(entry.pieces.setdefault(storage._cdata, piece), tensor)
         entry.noted.append(noted)
         return noted
 
@@ -174,7 +160,8 @@ class OffloadedActivations(ActivationMover):
             if storage._cdata not in held and storage.nbytes() >= self._least_bytes:
                 entry.leaves.append((leaf, self._note(entry, leaf)))
         # Gathered parameters are freed by resizing their storages, so storages of another size are theirs.
-        pieces = [piece for number, piece in entry.pieces.items() if number not in held and piece.is_whole]
+        there = [(piece, piece.storage) for number, piece in entry.pieces.items() if number not in held]
+        pieces = [piece for piece, storage in there if storage is not None and storage.nbytes() == piece.num_bytes]
         entry.pieces.clear()
         going, noted = set(map(id, pieces)), entry.noted
         entry.noted = []
@@ -186,19 +173,21 @@ class OffloadedActivations(ActivationMover):
                 one.watched = None  # it would hold the storage
         while len(self._writes) >= _MOST_WRITES:
             self._wait(self._writes.popleft())
-        entry.region = self._mover.store.reserve(sum(aligned(piece.num_bytes) for piece in pieces))
+        entry.region, offset = self._mover.store.reserve(sum(aligned(piece.num_bytes) for piece in pieces)), 0
+        for piece in pieces:
+            entry.placed.append((piece, entry.region.part(offset, aligned(piece.num_bytes))))
+            offset += aligned(piece.num_bytes)
         for leaf, _ in entry.leaves:
             leaf.data = leaf.new_empty(0)
         self.moved_bytes += 2 * sum(piece.num_bytes for piece in pieces)
-        entry.pieces = dict(enumerate(pieces))
         action = Action(key[0], Op.OFFLOAD, *key[1:])
-        entry.written = self._mover.write(partial(self._write, action, entry, Ready(pieces[0].device)))
+        entry.written = self._mover.write(self._write, action, entry, queued_work(pieces[0].device))
         self._writes.append(entry.written)
 
-    def _write(self, action: Action, entry: _Entry, ready: Ready) -> None:
+    def _write(self, action: Action, entry: _Entry, ready: Wait) -> None:
         ended = self.times.started(action)
-        ready.wait()
-        for piece, region in _placed(entry):
+        ready()
+        for piece, region in entry.placed:
             self._mover.store.write(region, piece.as_bytes())
             piece.storage = None
         ended()
@@ -208,18 +197,16 @@ class OffloadedActivations(ActivationMover):
         if entry.region is None:
             return
         # Allocated here: GPU memory belongs to the stream that allocates it.
-        rooms = [
-            torch.empty(piece.num_bytes, dtype=torch.uint8, device=piece.device) for piece in entry.pieces.values()
-        ]
+        rooms = [torch.empty(piece.num_bytes, dtype=torch.uint8, device=piece.device) for piece, _ in entry.placed]
         action = Action(key[0], Op.RELOAD, *key[1:])
-        entry.back = self._mover.read(partial(self._read, action, entry, rooms, Ready(rooms[0].device)))
+        entry.back = self._mover.read(self._read, action, entry, rooms, queued_work(rooms[0].device))
 
-    def _read(self, action: Action, entry: _Entry, rooms: list[Tensor], ready: Ready) -> None:
+    def _read(self, action: Action, entry: _Entry, rooms: list[Tensor], ready: Wait) -> None:
         assert entry.written is not None
         entry.written.result()
-        ready.wait()
+        ready()
         ended = self.times.started(action)
-        for (piece, region), room in zip(_placed(entry), rooms, strict=True):
+        for (piece, region), room in zip(entry.placed, rooms, strict=True):
             self._mover.store.read(region, room)
             piece.storage = room.untyped_storage()
         ended()
@@ -263,25 +250,6 @@ def open_activation_offload(options: OffloadActivations, device: torch.device) -
         InputError: the offload target is the device's own memory.
     """
     target = OffloadTarget.parse(options.where)
-    if target.kind == device.type:
-        raise InputError(
-            f"offload={options.where!r}: the activations of a model on the CPU are in host memory already. Move the "
-            "model to the GPU before you build the Pipeline, use 'disk:PATH', or remove offload."
-        )
+    target.check_device(device.type, f"offload={options.where!r}", "activations")
     store = open_store(target)
     return lambda: OffloadedActivations(store, options.least_bytes)
-
-
-def _unpack(packed: Any) -> Tensor:
-    found: Tensor = packed.tensor()
-    return found
-
-
-def _placed(entry: _Entry) -> Iterator[tuple[_Piece, Region]]:
-    """Each piece with its part of the region, in whole pages."""
-    assert entry.region is not None
-    offset = 0
-    for piece in entry.pieces.values():
-        size = aligned(piece.num_bytes)
-        yield piece, entry.region.part(offset, size)
-        offset += size

@@ -14,19 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pipeloom.engine.overlap_times import Wait, no_wait
-from pipeloom.engine.stores.parameter_store import Gauge, Offloaded
+from pipeloom.engine.overlap_times import Wait
+from pipeloom.engine.stores.parameter_store import Gauge
 from pipeloom.errors import InputError, RunError
-from pipeloom.parallel.offload.mover import Mover
-from pipeloom.parallel.offload.store import PIECE_BYTES, Ready, Region, Store, aligned, copy_across, open_store
-from pipeloom.parallel.options import OffloadTarget
+from pipeloom.parallel.offload.store import PIECE_BYTES, Mover, Region, Store, aligned, copy_across, queued_work
 
 _HOME = "_home_of_main_parameter"  # an attribute of parameters
 
@@ -34,12 +32,8 @@ _HOME = "_home_of_main_parameter"  # an attribute of parameters
 class OffloadedParameter:
     """The pages of one main parameter in a store.
 
-    Args:
-        store, region: its pages.
-        parameter: whose values they hold.
-        first: the position of its first element in this replica's segment.
-
     Attributes:
+        first: the position of its first element in this replica's segment.
         written: the last write.
         is_away: whether the values are in the store and not in the parameter.
     """
@@ -47,7 +41,7 @@ class OffloadedParameter:
     def __init__(self, store: Store, region: Region, parameter: Tensor, first: int) -> None:
         self.store, self.region, self.first = store, region, first
         self.shape, self.dtype = parameter.shape, parameter.dtype
-        self.num_bytes = parameter.numel() * parameter.itemsize
+        self.num_bytes = parameter.nbytes
         self.written: Future[None] | None = None
         self.is_away = False
         self._missing = parameter.new_full((), math.nan if parameter.is_floating_point() else 0).expand(self.shape)
@@ -72,13 +66,9 @@ class OffloadedParameter:
 
     def live(self) -> Tensor:
         """The parameter in the store, on the host. Writes to it go to the store."""
-        self.settle()
-        return self._values(self.store.view(self.region))
-
-    def settle(self) -> None:
-        """Wait for the last write; raises RunError if it failed."""
         if self.written is not None:
-            self.written.result()
+            self.written.result()  # raises RunError if it failed
+        return self._values(self.store.view(self.region))
 
     def _values(self, pages: Tensor) -> Tensor:
         return pages[: self.num_bytes].view(self.dtype).view(self.shape)
@@ -90,57 +80,12 @@ def offloaded_parameter(parameter: Tensor) -> OffloadedParameter | None:
     return home
 
 
-def value_of(parameter: nn.Parameter) -> Tensor:
-    """A main parameter as a tensor to read and write; on the host if it is offloaded."""
-    home = offloaded_parameter(parameter)
-    return home.live() if home is not None else parameter.detach()
-
-
-def open_mover(target: str | None) -> Mover | None:
-    """The mover to a new store for one rank's main parameters; None without an offload target."""
-    return None if target is None else Mover(open_store(OffloadTarget.parse(target)))
-
-
-def offloaded_bytes(parameters: Iterable[nn.Parameter], mover: Mover | None) -> Offloaded:
-    """Bytes and transfers of the offloaded ones among these parameters."""
-    if mover is None:
-        return Offloaded(0, 0, 0.0)
-    held = sum(home.num_bytes for parameter in parameters if (home := offloaded_parameter(parameter)) is not None)
-    return Offloaded(held, mover.store.read_bytes + mover.store.written_bytes, mover.wait_seconds)
-
-
-class MainShard:
-    """This replica's segment of a unit, in the format of updates. In this class it is in memory, `own`."""
-
-    def __init__(self, own: Tensor) -> None:
-        self._own = own
-
-    def fill(self, place: Tensor) -> Wait:
-        """Start to copy it to its place in gathered memory, in the format of that memory; returns the `Wait`."""
-        if place.data_ptr() != self._own.data_ptr():
-            place.copy_(self._own)
-        return no_wait
-
-    def prefetch(self, place: Tensor | None) -> None:
-        """Start the read that `fill` needs. None: the place is not allocated yet."""
-
-    def drop(self) -> None:
-        """Discard what `prefetch` read."""
-
-    def copy_to(self, place: Tensor) -> None:
-        """`fill`, and wait; works on a closed pipeline too."""
-        place.copy_(self._own)
-
-
-class OffloadedShard(MainShard):
-    """A segment in a store.
+class OffloadedShard:
+    """This replica's segment of a unit, in the format of updates, in a store.
 
     Args:
-        own: its values.
-        parameters: main parameters, views of `own`; from now on they take no memory.
-        mover: of the store.
-        dtype: of gathered memory.
-        gathered: counts bytes that are read before gathered memory is allocated.
+        own: its values. The main `parameters` are views of it, and take no memory from now on.
+        dtype: of gathered memory; `gathered` counts bytes that are read before it is allocated.
 
     Raises:
         InputError: the store is full.
@@ -156,7 +101,7 @@ class OffloadedShard(MainShard):
         for empty in filter(lambda parameter: not parameter.numel(), parameters):
             empty.data = own.new_empty(0)  # not a view of that memory
         held = [parameter for parameter in parameters if parameter.numel()]
-        sizes = [aligned(parameter.numel() * parameter.itemsize) for parameter in held]
+        sizes = [aligned(parameter.nbytes) for parameter in held]
         try:
             self._region, end = mover.store.reserve(sum(sizes)) if sizes else Region(0, 0), 0
         except RunError as error:
@@ -174,6 +119,7 @@ class OffloadedShard(MainShard):
         self._aside = 0  # bytes read before the place was allocated
 
     def fill(self, place: Tensor) -> Wait:
+        """Start to read it to its place in gathered memory, in the format of that memory; returns the `Wait`."""
         target, read = self._begun = self._begun or (place, self._start_read(place))
 
         def arrive() -> None:
@@ -185,6 +131,7 @@ class OffloadedShard(MainShard):
         return arrive
 
     def prefetch(self, place: Tensor | None) -> None:
+        """Start the read that `fill` needs. None: the place is not allocated yet."""
         if self._begun is None:
             if place is None:
                 place = self._empty.new_empty(self._num_elements)
@@ -193,54 +140,51 @@ class OffloadedShard(MainShard):
             self._begun = place, self._start_read(place)
 
     def drop(self) -> None:
+        """Discard what `prefetch` read."""
         if self._begun is not None and not self._aside:
             wait([self._begun[1]])  # its place may be freed next
         self._gathered.add(-self._aside)
         self._begun, self._aside = None, 0
 
     def copy_to(self, place: Tensor) -> None:
-        self._read(place, self._writes(), Ready(place.device))
+        """`fill`, and wait; works on a closed pipeline too."""
+        self._read(place, self._writes(), queued_work(place.device))
 
     def _start_read(self, target: Tensor) -> Future[None]:
         """Begin to read it, after pending writes."""
-        return self._mover.read(partial(self._read, target, self._writes(), Ready(target.device)))
+        return self._mover.read(self._read, target, self._writes(), queued_work(target.device))
 
     def _writes(self) -> list[Future[None]]:
         return [home.written for home in self._homes if home.written is not None]
 
-    def _read(self, target: Tensor, behind: list[Future[None]], ready: Ready) -> None:
+    def _read(self, target: Tensor, behind: list[Future[None]], ready: Wait) -> None:
         for write in behind:
             write.result()
-        ready.wait()
+        ready()
         room = self._mover.store.room(target.device)
         for start in range(0, self._region.num_bytes, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, self._region.num_bytes)
             self._mover.store.read(self._region.part(start, stop - start), room[: stop - start])
-            self._place(room, start, stop, target)
-
-    def _place(self, room: Tensor, start: int, stop: int, target: Tensor) -> None:
-        """Copy what was read of the region, bytes `start` to `stop`, to its places in the segment."""
-        for home in self._homes:
-            offset = home.region.offset - self._region.offset
-            begin, end = max(offset, start), min(offset + home.num_bytes, stop)
-            if begin < end:
-                values = room[begin - start : end - start].view(home.dtype)
-                first = home.first + (begin - offset) // home.dtype.itemsize
-                copy_across(target[first : first + values.numel()], values)
+            for home in self._homes:  # to their places in the segment
+                offset = home.region.offset - self._region.offset
+                begin, end = max(offset, start), min(offset + home.num_bytes, stop)
+                if begin < end:
+                    values = room[begin - start : end - start].view(home.dtype)
+                    first = home.first + (begin - offset) // home.dtype.itemsize
+                    copy_across(target[first : first + values.numel()], values)
 
 
 @cache
 def _watch_steps() -> None:
     """From now on, optimizers of this process raise on an update of offloaded parameters."""
-    register_optimizer_step_pre_hook(_refuse_offloaded)
 
-
-def _refuse_offloaded(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             home = offloaded_parameter(parameter)
             if home is not None and home.is_away and parameter.grad is not None:
                 raise InputError(
                     f"{type(optimizer).__name__}.step(): the parameters are offloaded and not in memory. "
                     "Wrap it in pipeloom.OffloadedOptimizer and call step() of the wrapper."
                 )
+
+    register_optimizer_step_pre_hook(refuse)

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +25,9 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError, RunError
 from pipeloom.parallel.mixed_precision import update_parameters
 from pipeloom.parallel.offload.main_parameters import offloaded_parameter
-from pipeloom.parallel.offload.mover import Mover
-from pipeloom.parallel.offload.offloaded_states import OffloadedStates, State
-from pipeloom.parallel.offload.portions import Portion, make_portions
-from pipeloom.parallel.offload.state_layout import Layouts
-from pipeloom.parallel.offload.store import HostStore, Ready, Store, open_store, page_buffer
-from pipeloom.parallel.options import CPU, OffloadTarget
+from pipeloom.parallel.offload.offloaded_states import OffloadedStates, Portion, State, make_portions
+from pipeloom.parallel.offload.store import HostStore, Mover, Store, open_store, page_buffer, queued_work
+from pipeloom.parallel.options import OffloadTarget
 from pipeloom.processes.host_memory import give_back_now
 
 _NUM_BUFFERS = 3
@@ -69,11 +65,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise InputError(f"portion_bytes={portion_bytes}, least_bytes={least_bytes}: must be at least 1.")
         if isinstance(where, str):
             target = OffloadTarget.parse(where)
-            if target.kind == CPU and all(p.device.type == "cpu" for g in optimizer.param_groups for p in g["params"]):
-                raise InputError(
-                    "where='cpu': the optimizer states of a model on the CPU are in host memory already. Move the "
-                    "model to the GPU first, use where='disk:PATH', or leave the optimizer unwrapped."
-                )
+            if all(p.device.type == "cpu" for g in optimizer.param_groups for p in g["params"]):
+                target.check_device("cpu", "where='cpu'", "optimizer states")
             where = open_store(target)
         if where is None:
             held = [offloaded_parameter(p) for g in optimizer.param_groups for p in g["params"] if p.numel()]
@@ -86,14 +79,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.wrapped = optimizer
         self._mover = Mover(where)
         try:
-            self._portions = make_portions(optimizer, Layouts(optimizer, least_bytes), portion_bytes)
+            self._portions = make_portions(optimizer, least_bytes, portion_bytes)
             for portion in filter(lambda portion: portion.num_bytes, self._portions):
                 portion.region = where.reserve(portion.num_bytes)
-        except RunError as error:
+        except BaseException as error:
             self._mover.close()
-            raise InputError(str(error)) from error
-        except BaseException:
-            self._mover.close()
+            if isinstance(error, RunError):
+                raise InputError(str(error)) from error
             raise
         self._largest = max((portion.buffer_bytes for portion in self._portions), default=0)
         self._buffers: list[Tensor] = []
@@ -112,10 +104,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         self._adopt()
         return self.wrapped.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.wrapped.defaults
 
     def __getattr__(self, name: str) -> Any:
         if name == "wrapped":  # not there yet
@@ -190,8 +178,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if held is self._states:
             return
         self._states.clear()
-        for parameter, state in held.items():
-            self._states[parameter] = state
+        self._states.update(held)
         wrapped: Any = self.wrapped  # whose state need not be a dict
         wrapped.state = self._states
 
@@ -204,14 +191,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _read(self, portion: Portion, number: int) -> Future[None]:
         """Begin to fill the buffer of the `number`-th portion, after pending writes of both."""
-        buffer, ready = self._buffer(number), Ready(portion.parameters[0][0].device)
+        buffer, ready = self._buffer(number), queued_work(portion.parameters[0][0].device)
         behind = [write for write in (portion.written, self._writes.get(id(buffer))) if write is not None]
-        return self._mover.read(partial(self._states.fetch, portion, buffer, ready, behind))
+        return self._mover.read(self._states.fetch, portion, buffer, ready, behind)
 
     def _update(self, portion: Portion, buffer: Tensor) -> None:
         states = {parameter: self._states.assemble(parameter, buffer) for parameter, _ in portion.parameters}
         before: dict[Tensor, State] = {parameter: state for parameter, state in states.items() if state}
-        with _here(portion, buffer), _only(self.wrapped, portion.parameters, before) as after:
+        with _only(self.wrapped, portion, buffer, before) as after:
             update_parameters(self.wrapped)
         self._writes[id(buffer)] = self._states.put(portion, after, buffer)
         if len(after) > len(before):  # states were just made, between tensors that stay: the heap has holes
@@ -228,29 +215,22 @@ def _refuse_direct_steps(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 @contextmanager
-def _here(portion: Portion, buffer: Tensor) -> Iterator[None]:
-    """Within it, offloaded parameters of a portion are views of its buffer."""
-    try:
-        for parameter, (home, offset) in portion.homes.items():
-            home.bring(parameter, buffer[offset:])
-        yield
-    finally:
-        for parameter, (home, _) in portion.homes.items():
-            home.leave(parameter)
-
-
-@contextmanager
 def _only(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[nn.Parameter, int]], state: dict[Tensor, State]
+    optimizer: torch.optim.Optimizer, portion: Portion, buffer: Tensor, state: dict[Tensor, State]
 ) -> Iterator[dict[Tensor, State]]:
-    """The optimizer with some of its parameters and their states; yields the states, which change."""
+    """The optimizer with a portion's parameters and their states; yields the states, which change.
+
+    Within it, offloaded parameters are views of the portion's buffer.
+    """
     groups, whole = optimizer.param_groups, optimizer.state
     lists = [group["params"] for group in groups]
     some: dict[int, list[nn.Parameter]] = {}
-    for parameter, number in parameters:
+    for parameter, number in portion.parameters:
         some.setdefault(number, []).append(parameter)
     local: defaultdict[Tensor, State] = defaultdict(dict, state)
     try:
+        for parameter, (home, offset) in portion.homes.items():
+            home.bring(parameter, buffer[offset:])
         for number, members in some.items():
             groups[number]["params"] = members
         optimizer.param_groups = [groups[number] for number in some]
@@ -260,3 +240,5 @@ def _only(
         for group, members in zip(groups, lists, strict=True):
             group["params"] = members
         optimizer.param_groups, optimizer.state = groups, whole
+        for parameter, (home, _) in portion.homes.items():
+            home.leave(parameter)

@@ -1,9 +1,9 @@
-"""`Store`: bytes outside of the device's memory, in regions.
+"""`Store`: bytes outside of the device's memory, in regions. `Mover`: the two threads that write and read one.
 
     HostStore    host memory, pinned where there is a GPU
     FileStore    one unnamed file, which the kernel deletes when the process ends, however it ends
 
-Reads and writes block. Each `Mover` calls them from two threads, a reader and a writer.
+Reads and writes block.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import os
 import tempfile
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from time import perf_counter
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from pipeloom.engine.overlap_times import Wait, no_wait
 from pipeloom.errors import RunError
 from pipeloom.parallel.options import CPU, OffloadTarget
 
-_HOST = torch.device("cpu")
 PAGE_BYTES = 4096  # alignment of addresses, offsets and lengths for direct I/O
 PIECE_BYTES = 4 << 20  # size of a thread's own buffer; whole pages
 
@@ -45,15 +48,9 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-class Ready:
-    """The work queued on a device so far. On a GPU, a thread that moves memory has to wait for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+def queued_work(device: torch.device) -> Wait:
+    """What waits for the work queued on a device so far. On a GPU, a thread that moves memory has to call it."""
+    return torch.cuda.current_stream(device).record_event().synchronize if device.type == "cuda" else no_wait
 
 
 class Store(ABC):
@@ -93,21 +90,20 @@ class Store(ABC):
 
     def write(self, region: Region, values: Tensor) -> None:
         """Put bytes, at most as many as the region has, at its beginning."""
-        self._write(region, values)
+        self._move(region, values, writes=True)
         self.written_bytes += values.numel()
 
     def read(self, region: Region, values: Tensor) -> None:
         """Fill `values` from the region's beginning."""
-        self._read(region, values)
+        self._move(region, values, writes=False)
         self.read_bytes += values.numel()
 
     def room(self, device: torch.device) -> Tensor:
         """A page-aligned buffer of `PIECE_BYTES` that belongs to this thread."""
         rooms: dict[str, Tensor] = vars(self._rooms)
-        name = str(device)
-        if name not in rooms:
-            rooms[name] = page_buffer(PIECE_BYTES, device)
-        return rooms[name]
+        if str(device) not in rooms:
+            rooms[str(device)] = page_buffer(PIECE_BYTES, device)
+        return rooms[str(device)]
 
     @abstractmethod
     def view(self, region: Region) -> Tensor:
@@ -125,10 +121,7 @@ class Store(ABC):
     def _grow(self, region: Region) -> None: ...
 
     @abstractmethod
-    def _write(self, region: Region, values: Tensor) -> None: ...
-
-    @abstractmethod
-    def _read(self, region: Region, values: Tensor) -> None: ...
+    def _move(self, region: Region, values: Tensor, *, writes: bool) -> None: ...
 
 
 def open_store(target: OffloadTarget) -> Store:
@@ -150,18 +143,13 @@ class HostStore(Store):
         pinned = torch.cuda.is_available()
         self._blocks[region.offset] = torch.empty(region.num_bytes, dtype=torch.uint8, pin_memory=pinned)
 
-    def _bytes(self, region: Region, num_bytes: int) -> Tensor:
-        start = max(offset for offset in self._blocks if offset <= region.offset)
-        return self._blocks[start][region.offset - start :][:num_bytes]
-
-    def _write(self, region: Region, values: Tensor) -> None:
-        copy_across(self._bytes(region, values.numel()), values)
-
-    def _read(self, region: Region, values: Tensor) -> None:
-        copy_across(values, self._bytes(region, values.numel()))
+    def _move(self, region: Region, values: Tensor, *, writes: bool) -> None:
+        held = self.view(region)[: values.numel()]
+        copy_across(*((held, values) if writes else (values, held)))
 
     def view(self, region: Region) -> Tensor:
-        return self._bytes(region, region.num_bytes)
+        start = max(offset for offset in self._blocks if offset <= region.offset)
+        return self._blocks[start][region.offset - start :][: region.num_bytes]
 
     def snapshot(self, region: Region) -> Tensor:
         return self.view(region).clone()
@@ -188,9 +176,6 @@ class FileStore(Store):
     The file is unnamed (O_TMPFILE, or unlinked once open), so it never outlives the process. Its blocks are allocated
     when they are reserved, so a full disk shows then and not in a write. Where the file system supports direct I/O,
     data bypasses the page cache, which is memory too.
-
-    Args:
-        directory: where the file is made.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -211,40 +196,31 @@ class FileStore(Store):
                 f"{self._end / 2**20:,.1f} MiB ({error.strerror}). Free space, or use another directory."
             ) from error
 
-    def _write(self, region: Region, values: Tensor) -> None:
-        self._move(region, values, writes=True)
-
-    def _read(self, region: Region, values: Tensor) -> None:
-        self._move(region, values, writes=False)
-
     def _move(self, region: Region, values: Tensor, *, writes: bool) -> None:
         """Copy between file and memory: directly where addresses allow it, else through this thread's buffer."""
         size = values.numel()
-        in_pages = (
-            region.offset % PAGE_BYTES == 0 and region.num_bytes % PAGE_BYTES == 0
-        )  # no other region shares a page
+        in_pages = (region.offset | region.num_bytes) % PAGE_BYTES == 0  # no other region shares a page
         if values.device.type == "cpu" and (not in_pages or (values.data_ptr() | size) % PAGE_BYTES == 0):
-            self._transfer(_memory(values), region.offset, writes, direct=in_pages)
+            self._transfer(values, region.offset, writes, direct=in_pages)
             return
-        buffer = self.room(_HOST)
+        buffer = self.room(torch.device("cpu"))
         for start in range(0, size, PIECE_BYTES):
             piece = values[start : start + PIECE_BYTES]
             room = buffer[: piece.numel()]
             whole = buffer[: aligned(piece.numel())] if in_pages else room
             if writes:
                 copy_across(room, piece)
-            self._transfer(_memory(whole), region.offset + start, writes, direct=in_pages)
+            self._transfer(whole, region.offset + start, writes, direct=in_pages)
             if not writes:
                 copy_across(piece, room)
 
-    def _transfer(self, memory: memoryview, offset: int, writes: bool, *, direct: bool) -> None:
-        done = 0
+    def _transfer(self, values: Tensor, offset: int, writes: bool, *, direct: bool) -> None:
+        call, memory, done = os.pwritev if writes else os.preadv, memoryview(cast(Any, values.numpy())), 0
         try:
             while done < len(memory):
-                around = direct and self._direct is not None and done % PAGE_BYTES == 0
+                around = direct and done % PAGE_BYTES == 0
                 descriptor = self._direct if around and self._direct is not None else self._plain
                 try:
-                    call = os.pwritev if writes else os.preadv
                     moved = call(descriptor, [memory[done:]], offset + done)
                 except OSError as error:
                     if error.errno != errno.EINVAL or descriptor == self._plain:
@@ -255,22 +231,18 @@ class FileStore(Store):
                     raise OSError(errno.EIO, "the file ends too early")
                 done += moved
         except OSError as error:
-            what = "written" if writes else "read"
             raise RunError(
-                f"offload to {self._directory}: its file cannot be {what} ({error.strerror}). Check the disk, "
-                "then resume from the last checkpoint."
+                f"offload to {self._directory}: its file cannot be {'written' if writes else 'read'} "
+                f"({error.strerror}). Check the disk, then resume from the last checkpoint."
             ) from error
 
-    def view(self, region: Region) -> Tensor:
-        return self._mapped(region, mmap.MAP_SHARED)
-
-    def snapshot(self, region: Region) -> Tensor:
-        return self._mapped(region, mmap.MAP_PRIVATE)
-
-    def _mapped(self, region: Region, flags: int) -> Tensor:
+    def view(self, region: Region, flags: int = mmap.MAP_SHARED) -> Tensor:
         both = mmap.PROT_READ | mmap.PROT_WRITE
         mapped = mmap.mmap(self._plain, region.num_bytes, flags=flags, prot=both, offset=region.offset)
         return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def snapshot(self, region: Region) -> Tensor:
+        return self.view(region, mmap.MAP_PRIVATE)
 
     def close(self) -> None:
         if self._direct is not None:
@@ -283,14 +255,50 @@ class FileStore(Store):
             self.close()
 
 
-def _memory(values: Tensor) -> memoryview:
-    array: Any = values.numpy()
-    return memoryview(array)
-
-
 def page_buffer(num_bytes: int, device: torch.device | None = None) -> Tensor:
     """A uint8 buffer; on the host it is page-aligned, as direct I/O needs."""
     if device is not None and device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     own = mmap.mmap(-1, max(aligned(num_bytes), PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(own, dtype=torch.uint8)[:num_bytes]
+
+
+class Mover:
+    """Reads a store in one thread and writes it in another, each in the order of the calls.
+
+    Attributes:
+        wait_seconds: how long callers have waited so far.
+        closed: after `close`.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.wait_seconds, self.closed = store, 0.0, False
+        self._reader = ThreadPoolExecutor(1, "pipeloom-reload")
+        self._writer = ThreadPoolExecutor(1, "pipeloom-offload")
+
+    def read(self, task: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Run `task`, which reads, after all earlier reads."""
+        return self._reader.submit(task, *arguments)
+
+    def write(self, task: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Run `task`, which writes, after all earlier writes."""
+        return self._writer.submit(task, *arguments)
+
+    def wait(self, future: Future[None]) -> None:
+        """Wait for a task; raises what it raised."""
+        if not future.done():
+            start = perf_counter()
+            future.exception()
+            self.wait_seconds += perf_counter() - start
+        future.result()
+
+    def stop(self) -> None:
+        """End the threads after their current tasks."""
+        self._reader.shutdown(cancel_futures=True)
+        self._writer.shutdown(cancel_futures=True)
+
+    def close(self) -> None:
+        """End the threads and close the store."""
+        self.closed = True
+        self.stop()
+        self.store.close()

@@ -191,9 +191,7 @@ def _check_data_parallel(config: TrainConfig, schedule: Schedule) -> None:
     if config.shared is not None:
         unusual = f"parallel.data={degree}" if degree > 1 else "memory.offload_parameters=true"
     if degree > 1 and config.local:
-        raise InputError(
-            f"{unusual}: does not work with --local, which is one process. Remove --local, or parallel.data."
-        )
+        raise InputError(f"{unusual}: does not work with --local, which is one process. Remove one of them.")
     scale = config.precision.loss_scale
     if not (math.isfinite(scale) and scale >= 1):
         raise InputError(f"precision.loss_scale={scale}: must be finite and at least 1.")
@@ -206,9 +204,8 @@ def _check_data_parallel(config: TrainConfig, schedule: Schedule) -> None:
         )
     if not config.optimizer.barrier:
         raise InputError(
-            f"optimizer.barrier=false: does not work with {unusual}: updates without a barrier support neither "
-            "data-parallel replicas, 16-bit formats nor offloaded parameters. Remove optimizer.barrier, or "
-            f"{unusual.partition('=')[0]}."
+            f"optimizer.barrier=false: does not work with {unusual}. Post-validation needs one replica in float32 and "
+            "in memory. Remove one of them."
         )
 
 

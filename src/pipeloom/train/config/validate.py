@@ -87,9 +87,7 @@ def _check_writable(output_dir: Path) -> None:
         with in_use(output_dir), tempfile.TemporaryFile(dir=output_dir) as file:
             file.write(b"0")
     except OSError as error:
-        raise InputError(
-            f"output_dir={output_dir}: cannot be written ({error.strerror}). Use another directory."
-        ) from error
+        raise InputError(f"output_dir={output_dir}: cannot be written ({error.strerror}). Name another.") from error
 
 
 def _check_data(config: TrainConfig, corpus: Corpus) -> None:
@@ -100,12 +98,10 @@ def _check_data(config: TrainConfig, corpus: Corpus) -> None:
         return
     found = corpus.num_windows(length, "validation")
     if found // degree < count:
-        replicas = f" x {degree} replicas" if degree > 1 else ""
+        of_replicas = f" of each of {degree} replicas" if degree > 1 else ""
         raise DataError(
-            f"the validation data has {found} samples of {length} tokens: an evaluation needs {count * degree} "
-            f"({count} "
-            f"micro-batches{replicas}). Raise data.validation_fraction, add text, lower batch.microbatches, or use "
-            "--eval_steps 0."
+            f"the validation data has {found} samples of {length} tokens: each of {count} micro-batches{of_replicas} "
+            "needs a sample. Raise data.validation_fraction, add text, or use --eval_steps 0."
         )
 
 
