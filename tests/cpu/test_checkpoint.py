@@ -29,9 +29,10 @@ from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint import directory as checkpoint_directory
 from pipeloom.train.checkpoint import tensor_file
-from pipeloom.train.checkpoint.exchange import ThreadExchange
 from pipeloom.train.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, SEAL_NAME, seal
 from pipeloom.train.checkpoint.state import load_optimizer_state
+
+from .thread_exchange import ThreadExchange
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
@@ -572,7 +573,7 @@ from pathlib import Path
 import torch
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.train import checkpoint as ck
-from pipeloom.train.checkpoint.exchange import ThreadExchange
+from tests.cpu.thread_exchange import ThreadExchange
 from pipeloom.train.checkpoint.tensor_file import HashingFile
 
 base, overwrite = Path(sys.argv[1]), sys.argv[2] == "overwrite"
@@ -629,6 +630,7 @@ def test_a_save_killed_anywhere_leaves_a_good_checkpoint(mode: str, tmp_path: Pa
         capture_output=True,
         text=True,
         env=environment,
+        cwd=Path(__file__).parents[2],  # where the package of tests is
         timeout=600,
     )
     assert done.returncode == 0, done.stderr

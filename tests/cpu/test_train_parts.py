@@ -28,22 +28,22 @@ from pipeloom.sim import Costs, Network, simulate
 from pipeloom.sim.data_link import DataLink
 from pipeloom.split import split
 from pipeloom.train.checkpoint.manifest import SEAL_NAME
-from pipeloom.train.config.sections import BatchConfig, OptimizerConfig, ParallelConfig
+from pipeloom.train.config.sections import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.data.tokenizers import ByteTokenizer
-from pipeloom.train.generate import generate
+from pipeloom.train.data.text import ByteTokenizer
 from pipeloom.train.link_costs import DataCosts, slowdown_of_host
-from pipeloom.train.optimizers import (
-    learning_rate,
-    learning_rates,
-    make_optimizer,
-    set_learning_rates,
-)
 from pipeloom.train.output.directory import Journal, prepare_output, writing
 from pipeloom.train.output.display import describe, display, resume_notices, skipped_notice
 from pipeloom.train.output.step_metrics import Predictor, StepCost, cost_numbers, message_times, read_cost
 from pipeloom.train.process_group import Group
 from pipeloom.train.resume import agreed_checkpoint
+from pipeloom.train.run_parts import (
+    learning_rate,
+    learning_rates,
+    make_optimizer,
+    set_learning_rates,
+)
+from pipeloom.train.trainer import generate
 from pipeloom.training import LossScaler, Pipeline
 
 ROW = {
@@ -304,7 +304,7 @@ def test_unequal_slices_are_measured_and_predicted() -> None:
     tokens = torch.zeros(4, 64, dtype=torch.long)
     with Pipeline(model, schedule, loss_fn=loss_fn, transport="loopback", slices=[40, 20, 4]) as pipe:
         pipe.step(tokens, tokens)
-        cost = read_cost(cost_numbers(pipe, pipe.records, 0, 1), schedule, 1)
+        cost = read_cost(cost_numbers(pipe, pipe.records, alone()), schedule, 1)
         took = {}
         for _, rows in pipe.records:
             for action, start, end in rows:
@@ -334,7 +334,7 @@ def test_what_a_step_cost_comes_back_from_the_sum(ranks: int) -> None:
         computed = [[row for row in rows if row[0].op in (Op.F, Op.B)] for _, rows in pipe.records]
         busy = [sum(end - start for _, start, end in rows) for rows in computed]
         longest = max(rows[-1][2] - rows[0][1] for rows in computed)
-        cost = read_cost(cost_numbers(pipe, pipe.records, 0, 1), schedule, 1)
+        cost = read_cost(cost_numbers(pipe, pipe.records, alone()), schedule, 1)
     assert cost.live_activations == [min(ranks - rank, 4) for rank in range(ranks)]
     assert cost.bubble_fraction == pytest.approx(1 - sum(busy) / ranks / longest)
     assert len(cost.peak_memory_bytes) == 1
@@ -378,7 +378,7 @@ MESSAGES = [  # rank 1 waits for a forward, which comes 0.5 late; rank 0 comes l
 
 
 def test_messages_take_a_send_a_latency_and_a_receive() -> None:
-    assert message_times(MESSAGES) == ([0.25, 0.25], [0.5], [0.125], [], {})
+    assert message_times(MESSAGES) == {"send": [0.25, 0.25], "arrival": [0.5], "receive": [0.125]}
     schedule = schedules.one_f_one_b(num_ranks=2, num_microbatches=1)
     predictor = Predictor()
     times = torch.tensor([[1.0, 2.0, 0, 0]] * 2, dtype=torch.float64)
@@ -396,17 +396,9 @@ def test_the_likeliest_text_is_that_of_the_uncut_model(prompt: str) -> None:
     with torch.no_grad():
         for _ in range(12):
             ids.append(int(model(torch.tensor([ids[-8:]]))[0, -1].argmax()))
-    text = generate(
-        split(model, 2),
-        Placement.loop(2),
-        alone(),
-        ByteTokenizer(),
-        prompt=prompt,
-        num_tokens=12,
-        sequence_length=8,
-        temperature=0.0,
-        seed=0,
-    )
+    sizes = ModelConfig(sequence_length=8)
+    config = TrainConfig(model=sizes, sample_prompt=prompt, sample_tokens=12, sample_temperature=0.0, seed=0)
+    text = generate(config, split(model, 2), Placement.loop(2), alone(), ByteTokenizer())
     assert text == ByteTokenizer().decode(ids)
 
 
@@ -415,17 +407,9 @@ def test_text_repeats_with_its_seed() -> None:
     init_parameters(model, seed=3)
 
     def draw(seed: int) -> str:
-        return generate(
-            split(model, 2),
-            Placement.loop(2),
-            alone(),
-            ByteTokenizer(),
-            prompt="x",
-            num_tokens=20,
-            sequence_length=8,
-            temperature=1.0,
-            seed=seed,
-        )
+        sizes = ModelConfig(sequence_length=8)
+        config = TrainConfig(model=sizes, sample_prompt="x", sample_tokens=20, sample_temperature=1.0, seed=seed)
+        return generate(config, split(model, 2), Placement.loop(2), alone(), ByteTokenizer())
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)

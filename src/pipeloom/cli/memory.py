@@ -18,9 +18,8 @@ from pipeloom.plan.memory import KINDS, Choice, MemoryRow, read_memory
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import plan_of_options
 from pipeloom.sim import parse_costs
-from pipeloom.train.config.data_parallel import resolve_data_degree
 from pipeloom.train.config.memory import chosen_words, planned_memory, under_cap
-from pipeloom.train.config.schedule import make_schedule
+from pipeloom.train.config.schedule import make_schedule, resolve_data_degree
 from pipeloom.train.config.sections import ModelConfig
 from pipeloom.train.config.train_config import TrainConfig
 
@@ -59,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     vocabulary = options.vocabulary_size
     if vocabulary is None:
-        from pipeloom.train.data.tokenizers import load_tokenizer
+        from pipeloom.train.data.text import load_tokenizer
 
         vocabulary = load_tokenizer(config.data.tokenizer).vocabulary_size
     elif vocabulary < 1:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         if member is not None and member.black_box is not None:
             config = TrainConfig.from_json(os.environ[_VALIDATED])
         else:
-            from pipeloom.train.config.data_parallel import resolve_data_degree
+            from pipeloom.train.config.schedule import resolve_data_degree
             from pipeloom.train.config.validate import validate
 
             config = resolve_data_degree(parse(argv), member.world_size if member else None)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
     from pipeloom.train.checkpoint.directory import clean, in_use
-    from pipeloom.train.config.data_parallel import process_names
+    from pipeloom.train.config.schedule import process_names
 
     output_dir = Path(config.output_dir)
     with in_use(output_dir):

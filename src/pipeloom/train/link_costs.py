@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from dataclasses import dataclass, replace
@@ -51,20 +50,19 @@ class DataCosts:
         if not data.shards_parameters:  # gathered once per step
             gathers = [0.0] * len(gathers)
         both = [a + b for a, b in zip(gathers, reductions, strict=True)]
+        lost = {"forward": gathers, "backward": both, "backward_input": gathers, "backward_weight": reductions}
         less: dict[str, Any] = {
-            "forward": _less(costs.forward, gathers),
-            "backward": _less(costs.backward, both),
-            "backward_input": _less(costs.backward_input, gathers),
-            "backward_weight": _less(costs.backward_weight, reductions),
+            kind: tuple(max(time / 2, time - each) for time, each in zip(getattr(costs, kind), seconds, strict=True))
+            for kind, seconds in lost.items()
         }
         return replace(costs, **less)
 
 
-def measure_data_costs(pipeline: Pipeline, group: Group) -> DataCosts | None:
-    """Measure collectives; a collective call with the same result on all processes. None with one replica."""
+def measure_data_costs(pipeline: Pipeline, group: Group) -> DataCosts:
+    """Measure collectives; a collective call with the same result on all processes."""
     program = pipeline.program
-    if group.mesh is None or program.data is None or program.data.degree == 1:
-        return None
+    assert group.mesh is not None
+    assert program.data is not None
     replicas = ReplicaGroup(group.mesh)
     stages = {stage: sizes for store in pipeline.state.stores.values() for stage, sizes in store.unit_bytes().items()}
     timed: list[TimedCollective] = []
@@ -81,37 +79,27 @@ def measure_data_costs(pipeline: Pipeline, group: Group) -> DataCosts | None:
             repeats=9,
         )
         timed += [TimedCollective(op, *each) for each in found]
-    known = [json.loads(each) for each in group.all_gather(json.dumps(_answer(stages, timed)).encode())]
-    link = _link(pipeline, group, known)
+    known = group.gather_json(
+        {
+            "stages": stages,
+            "timed": timed,
+            "host": platform.node(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            "threads": torch.get_num_threads(),
+        }
+    )
     sizes = {int(stage): found for each in known for stage, found in each["stages"].items()}
     every = [sizes.get(stage, []) for stage in range(program.schedule.num_stages)]
     return DataCosts(
         parameter_bytes=tuple(float(sum(unit[0] for unit in stage)) for stage in every),
         gradient_bytes=tuple(float(sum(unit[1] for unit in stage)) for stage in every),
         units=tuple(max(1, len(stage)) for stage in every),
-        link=link,
+        link=_link(program.data, group, known),
     )
 
 
-def _less(times: Any, lost: list[float]) -> tuple[float, ...]:
-    return tuple(max(time / 2, time - seconds) for time, seconds in zip(times, lost, strict=True))
-
-
-def _answer(stages: dict[int, list[tuple[int, int]]], timed: list[TimedCollective]) -> dict[str, Any]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {
-        "stages": stages,
-        "timed": timed,
-        "host": platform.node(),
-        "cores": cores,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _link(pipeline: Pipeline, group: Group, known: list[dict[str, Any]]) -> DataLink:
+def _link(data: DataAxis, group: Group, known: list[dict[str, Any]]) -> DataLink:
     """The mean over processes; the slowdown of computations on CPUs is a mean over machines."""
-    data = pipeline.program.data
-    assert data is not None
     every = [TimedCollective(Op(op), *rest) for each in known for op, *rest in each["timed"]]
     mean = [
         TimedCollective(op, size, *(sum(column) / len(column) for column in zip(*found, strict=True)))

@@ -9,35 +9,32 @@ from typing import Any
 
 from pipeloom.common.quantities import seconds_text
 from pipeloom.models import GPTConfig
-from pipeloom.plan.slicing import LinearTime, SliceCosts, slice_for_schedule
+from pipeloom.plan.slicing import LinearTime, slice_for_schedule
 from pipeloom.plan.slicing.measure_slices import measure_slices
 from pipeloom.train.checkpoint import load
-from pipeloom.train.config.schedule import AUTO, schedule_name
+from pipeloom.train.config.schedule import schedule_name
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.process_group import Group
 
 _FINEST = 64  # slices that are measured begin at multiples of a 64th of the sequence
 
 
-def choose_slices(config: TrainConfig, group: Group, checkpoint: Path | None) -> tuple[TrainConfig, str | None]:
+def choose_slices(config: TrainConfig, group: Group, checkpoint: Path | None) -> tuple[TrainConfig, str]:
     """Replace ``auto`` by lengths, the same on every process; and a line about them.
 
     A resumed run keeps the lengths of its checkpoint. Else process 0 measures one block of the model for some seconds
     while the others wait.
     """
-    if config.parallel.slices != AUTO:
-        return config, None
-    slices, note = group.gather_json(_kept_or_measured(config, checkpoint) if group.rank == 0 else None)[0]
-    return replace(config, parallel=replace(config.parallel, slices=slices)), note
-
-
-def _kept_or_measured(config: TrainConfig, checkpoint: Path | None) -> tuple[int | str, str]:
-    if checkpoint is not None:
-        saved = load(checkpoint).state.get("config", {}).get("parallel", {})
+    answer: tuple[int | str, str] | None = None
+    if group.rank == 0:
+        saved = load(checkpoint).state.get("config", {}).get("parallel", {}) if checkpoint else {}
         kept = saved.get("slices")
         if kept is not None and saved.get("pipeline") == config.parallel.pipeline:
-            return kept, f"slices {kept}, as in {checkpoint}"
-    return _measured(config)
+            answer = kept, f"slices {kept}, as in {checkpoint}"
+        else:
+            answer = _measured(config)
+    slices, note = group.gather_json(answer)[0]
+    return config.changed("parallel", slices=slices), note
 
 
 def _measured(config: TrainConfig) -> tuple[int | str, str]:
@@ -48,7 +45,9 @@ def _measured(config: TrainConfig) -> tuple[int | str, str]:
     # One block for each rank is enough: blocks are alike, and a rank's share takes as often as long as it has blocks.
     one_each = GPTConfig(vocabulary_size=256, layers=ranks, sequence_length=tokens, **sizes)
     measured = measure_slices(one_each, num_ranks=ranks, grid=grid, piece=config.microbatch_size)
-    costs = _times(measured.costs, -(-model.layers // ranks))
+    costs = measured.costs  # of several blocks; message costs do not change
+    blocks = -(-model.layers // ranks)
+    costs = replace(costs, forward=_times(costs.forward, blocks), backward=_times(costs.backward, blocks))
     found, whole = (
         slice_for_schedule(
             costs,
@@ -69,12 +68,7 @@ def _measured(config: TrainConfig) -> tuple[int | str, str]:
     return text if len(lengths) > 1 else 1, f"slices {text}: predicted {seconds} (measured in {took})"
 
 
-def _times(costs: SliceCosts, blocks: int) -> SliceCosts:
-    """The costs of several blocks; message costs do not change."""
-
-    def times(one: LinearTime) -> LinearTime:
-        a0, a1, a2, a3 = one.context
-        base = tuple((tokens, seconds * blocks) for tokens, seconds in one.base)
-        return replace(one, base=base, context=(a0 * blocks, a1 * blocks, a2 * blocks, a3 * blocks))
-
-    return replace(costs, forward=times(costs.forward), backward=times(costs.backward))
+def _times(one: LinearTime, blocks: int) -> LinearTime:
+    a0, a1, a2, a3 = one.context
+    base = tuple((tokens, seconds * blocks) for tokens, seconds in one.base)
+    return replace(one, base=base, context=(a0 * blocks, a1 * blocks, a2 * blocks, a3 * blocks))

@@ -15,11 +15,12 @@ from pipeloom.parallel import Mesh
 from pipeloom.processes import collectives
 from pipeloom.processes.collectives import all_gather_bytes, noticing_lost_peers
 from pipeloom.processes.launcher import Membership
+from pipeloom.train.checkpoint.exchange import Exchange
 from pipeloom.train.config.train_config import TrainConfig
 
 
-class Group:
-    """All processes of a run, or this process alone. An `Exchange` of checkpoints.
+class Group(Exchange):
+    """All processes of a run, or this process alone.
 
     Attributes:
         rank, size: of this process among the processes.
@@ -40,7 +41,6 @@ class Group:
         self.place = self.replica * mesh.degree("pp") + mesh.coordinate("pp") if mesh else rank
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Every process's payload, by rank."""
         return [payload] if self.size == 1 else all_gather_bytes(payload)
 
     def gather_json(self, value: Any) -> list[Any]:

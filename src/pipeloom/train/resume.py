@@ -88,7 +88,9 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
     if same_text:  # its passes continue where they were
         run.sampler = Sampler(run.sampler.num_windows, sampler["seed"])
         run.samples_seen = sampler["samples_seen"]
-    random = saved.random(group.rank, group.size) if _places(saved.layout) == _places(_layout(run)) else None
+    any_strategy = {"data_strategy": None}  # it does not decide which process computes what
+    same_places = {**saved.layout, **any_strategy} == {**_layout(run), **any_strategy}
+    random = saved.random(group.rank, group.size) if same_places else None
     if random is not None:
         checkpoint.restore_random_state(random)
     else:
@@ -123,8 +125,3 @@ def _layout(run: RunParts) -> dict[str, Any]:
         "schedule": run.schedule.name,
         "stages": [list(layers) for layers in run.stages.layers],
     }
-
-
-def _places(layout: dict[str, Any]) -> dict[str, Any]:
-    """The part of a layout that decides which process computes what."""
-    return {key: value for key, value in layout.items() if key != "data_strategy"}

@@ -1,13 +1,15 @@
-"""`RunParts`: one process's part of a run, and how it is made from the configuration."""
+"""`RunParts`: one process's model, pipeline and optimizer, made from the configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeloom.ir import Schedule
 from pipeloom.models import GPT, loss_fn, materialize
@@ -16,10 +18,10 @@ from pipeloom.processes.launcher import BlackBox
 from pipeloom.split import Stages, split
 from pipeloom.train.config.memory import activation_offload, offloads
 from pipeloom.train.config.schedule import make_schedule, parse_cut, slice_lengths
+from pipeloom.train.config.sections import OptimizerConfig
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import Corpus, Sampler, open_corpus
 from pipeloom.train.link_costs import measure_data_costs
-from pipeloom.train.optimizers import make_optimizer
 from pipeloom.train.output.directory import Journal
 from pipeloom.train.output.display import skipped_notice
 from pipeloom.train.output.step_metrics import Predictor
@@ -29,13 +31,15 @@ from pipeloom.training import LossScaler, Pipeline
 Live = Callable[[int, float, float], None]  # step, loss, tokens per second
 Batches = Iterator[tuple[Tensor | None, Tensor | None]]
 
+_HIDDEN = "blocks."  # prefix of the names of a GPT's blocks; embedding, last norm and head have none
 
-@dataclass(slots=True, kw_only=True)
+
 class RunParts:
-    """One process's part of a run.
+    """One process's part of a run: every process makes its model, pipeline and optimizer.
 
     Attributes:
         config: of the run.
+        output_dir: its output directory.
         group: its processes.
         journal: of this process.
         schedule: of every step.
@@ -50,69 +54,42 @@ class RunParts:
         notices: lines to show before the first step.
     """
 
-    config: TrainConfig
-    group: Group
-    journal: Journal
-    schedule: Schedule
-    corpus: Corpus
-    stages: Stages
-    pipeline: Pipeline
-    optimizer: torch.optim.Optimizer
-    scaler: LossScaler | None
-    predictor: Predictor
-    sampler: Sampler
-    samples_seen: int
-    notices: list[str]
-
-    @property
-    def output_dir(self) -> Path:
-        return Path(self.config.output_dir)
-
-
-def make_run_parts(config: TrainConfig, group: Group, black_box: BlackBox | None) -> RunParts:
-    """Make the model, the pipeline and the optimizer of this process; every process calls it."""
-    journal = Journal(black_box, Path(config.output_dir) if group.rank == 0 else None)
-    journal.enter("setup")
-    device, memory, precision = group.device.type, config.memory, config.precision
-    schedule, corpus, offloaded = make_schedule(config), open_corpus(config), offloads(config, device)
-    stages = _build_stages(config, schedule, corpus, group)
-    main_parameters = memory.offload if memory.offload_parameters and offloaded else None
-    pipeline = Pipeline(
-        stages,
-        schedule,
-        loss_fn=loss_fn,
-        transport=config.transport,
-        slices=slice_lengths(config),
-        mesh=group.mesh,
-        data=config.shared and replace(config.shared, offload=main_parameters),
-        precision=config.number_format if precision.dtype != "fp32" else None,
-        recompute=memory.recompute,
-        offload=activation_offload(config) if offloaded else None,
-        blackbox=black_box and black_box.action_buffer,
-    )
-    shapes = {name: part.shape for name, part in pipeline.state.ranges.items()}
-    optimizer = make_optimizer(pipeline.named_parameters(), config.optimizer, shapes)
-    if offloaded and (memory.offload_states or memory.offload_parameters):
-        optimizer = OffloadedOptimizer(optimizer, memory.offload if memory.offload_states else None)
-    notices = skipped_notice(corpus.skipped)
-    if memory.offload is not None and not offloaded:
-        notices.append("memory.offload=cpu: has no effect, because this run computes on the CPU. Use disk:PATH.")
-    scales = precision.dtype == "fp16"
-    return RunParts(
-        config=config,
-        group=group,
-        journal=journal,
-        schedule=schedule,
-        corpus=corpus,
-        stages=stages,
-        pipeline=pipeline,
-        optimizer=optimizer,
-        scaler=LossScaler(precision.loss_scale, growth_steps=precision.loss_scale_steps) if scales else None,
-        predictor=Predictor(measure_data_costs(pipeline, group)),
-        sampler=Sampler(corpus.num_windows(config.model.sequence_length), config.seed),
-        samples_seen=0,
-        notices=notices,
-    )
+    def __init__(self, config: TrainConfig, group: Group, black_box: BlackBox | None) -> None:
+        self.config, self.group, self.output_dir = config, group, Path(config.output_dir)
+        self.journal = Journal(black_box, self.output_dir if group.rank == 0 else None)
+        self.journal.enter("setup")
+        memory, precision, offloaded = config.memory, config.precision, offloads(config, group.device.type)
+        self.schedule, self.corpus = make_schedule(config), open_corpus(config)
+        self.stages = _build_stages(config, self.schedule, self.corpus, group)
+        main_parameters = memory.offload if memory.offload_parameters and offloaded else None
+        self.pipeline = Pipeline(
+            self.stages,
+            self.schedule,
+            loss_fn=loss_fn,
+            transport=config.transport,
+            slices=slice_lengths(config),
+            mesh=group.mesh,
+            data=config.shared and replace(config.shared, offload=main_parameters),
+            precision=config.number_format if precision.dtype != "fp32" else None,
+            recompute=memory.recompute,
+            offload=activation_offload(config) if offloaded else None,
+            blackbox=black_box and black_box.action_buffer,
+        )
+        shapes = {name: part.shape for name, part in self.pipeline.state.ranges.items()}
+        self.optimizer = make_optimizer(self.pipeline.named_parameters(), config.optimizer, shapes)
+        if offloaded and (memory.offload_states or memory.offload_parameters):
+            self.optimizer = OffloadedOptimizer(self.optimizer, memory.offload if memory.offload_states else None)
+        self.scaler: LossScaler | None = None
+        if precision.dtype == "fp16":
+            self.scaler = LossScaler(precision.loss_scale, growth_steps=precision.loss_scale_steps)
+        self.predictor = Predictor(measure_data_costs(self.pipeline, group) if group.mesh else None)
+        self.sampler = Sampler(self.corpus.num_windows(config.model.sequence_length), config.seed)
+        self.samples_seen = 0
+        self.notices = skipped_notice(self.corpus.skipped)
+        if memory.offload is not None and not offloaded:
+            self.notices.append(
+                "memory.offload=cpu: has no effect, because this run computes on the CPU. Use disk:PATH."
+            )
 
 
 def _build_stages(config: TrainConfig, schedule: Schedule, corpus: Corpus, group: Group) -> Stages:
@@ -146,4 +123,120 @@ def _build_stages(config: TrainConfig, schedule: Schedule, corpus: Corpus, group
 
 def blocks_of(stages: Stages) -> list[int]:
     """The number of blocks in each stage."""
-    return [sum(name.startswith("blocks.") for name in layers) for layers in stages.layers]
+    return [sum(name.startswith(_HIDDEN) for name in layers) for layers in stages.layers]
+
+
+# Optimizers
+
+
+def learning_rate(step: int, num_steps: int, config: OptimizerConfig, largest: float | None = None) -> float:
+    """The learning rate of step `step` (0 is the first) of `num_steps`.
+
+    Linear warm-up to `largest`, by default ``learning_rate``, over ``warmup_steps``, then half a cosine
+    (arXiv:1608.03983) down to ``min_learning_rate_fraction`` of it at the last step.
+    """
+    largest = config.learning_rate if largest is None else largest
+    if step < config.warmup_steps:
+        return largest * (step + 1) / config.warmup_steps
+    decay_steps = max(1, num_steps - 1 - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / decay_steps)
+    fraction = config.min_learning_rate_fraction
+    return largest * (fraction + (1 - fraction) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for some groups of parameters, AdamW for the others, as one optimizer.
+
+    Muon (https://kellerjordan.github.io/posts/muon) makes the momentum of a matrix nearly orthogonal; it is meant for
+    matrices between hidden layers. AdamW (arXiv:1711.05101) updates everything else.
+
+    Args:
+        groups: with ``algorithm`` "muon" or "adamw" and its options. Parameters of muon are matrices.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        groups = list(groups)
+        kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
+        self._inner = {
+            name: make(mine)
+            for name, make in kinds.items()
+            if (mine := [group for group in groups if group["algorithm"] == name])
+        }
+        super().__init__([group for inner in self._inner.values() for group in inner.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of both; groups and state are this optimizer's."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for name, inner in self._inner.items():
+            inner.param_groups = [group for group in self.param_groups if group["algorithm"] == name]
+            inner.state = self.state
+            inner.step()
+        return loss
+
+
+def make_optimizer(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    config: OptimizerConfig,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer that `config` names; matrices decay, vectors (gains of norms, biases) do not.
+
+    All but Muon are elementwise, so their updates do not depend on how parameters are sharded.
+
+    Args:
+        parameters: this process's, by name in the uncut model.
+        config: which, and its options.
+        shapes: full shapes of sharded parameters.
+    """
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    hidden: list[nn.Parameter] = []
+    for name, parameter in parameters:
+        shape = (shapes or {}).get(name, parameter.shape)
+        if config.name == "muon" and len(shape) == 2 and name.startswith(_HIDDEN):
+            if parameter.numel():  # empty shards: the full matrix is on another replica
+                hidden.append(parameter)
+        else:
+            (matrices if len(shape) >= 2 else vectors).append(parameter)
+    decaying = {"params": matrices, "weight_decay": config.weight_decay}
+    groups: list[dict[str, Any]] = [decaying, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    rate, betas = config.learning_rate, (config.beta1, config.beta2)
+    match config.name:
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
+        case "adam":
+            return torch.optim.Adam(groups, lr=rate, betas=betas, fused=True)
+        case "sgd":
+            return torch.optim.SGD(groups, lr=rate, fused=True)
+        case "momentum":
+            nesterov = config.nesterov and config.momentum > 0
+            return torch.optim.SGD(groups, lr=rate, momentum=config.momentum, nesterov=nesterov, fused=True)
+        case "muon":
+            adamw = {"algorithm": "adamw", "lr": rate, "betas": betas, "fused": True}
+            muon = {
+                "algorithm": "muon",
+                "params": hidden,
+                "lr": config.muon_learning_rate,
+                "weight_decay": config.weight_decay,
+                "momentum": config.momentum,
+                "nesterov": config.nesterov,
+            }
+            return MuonWithAdamW([*([muon] if hidden else []), *(group | adamw for group in groups)])
+
+
+def learning_rates(optimizer: torch.optim.Optimizer, step: int, num_steps: int, config: OptimizerConfig) -> list[float]:
+    """The learning rate of every group of parameters, as `learning_rate`."""
+    return [
+        learning_rate(step, num_steps, config, config.muon_learning_rate if group.get("algorithm") == "muon" else None)
+        for group in optimizer.param_groups
+    ]
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

@@ -15,9 +15,8 @@ from pipeloom.ir import COMPUTE_OPS, Action, Op, Schedule
 from pipeloom.passes import lower, stretch
 from pipeloom.sim import Timeline, measured_timeline
 from pipeloom.train.config.rules import staleness
-from pipeloom.train.optimizers import learning_rate, learning_rates
 from pipeloom.train.output.step_metrics import Records, cost_metrics, cost_numbers, gathered_records, read_cost
-from pipeloom.train.run_parts import Batches, Live, RunParts
+from pipeloom.train.run_parts import Batches, Live, RunParts, learning_rate, learning_rates
 from pipeloom.training import Stream
 from pipeloom.training.stream.update_options import Discount
 
@@ -30,15 +29,13 @@ class StreamSteps:
     A step is one batch. Its loss is known while the stream runs. Gradient norms, bubble and memory are known at the
     drain.
 
-    Args:
-        parts: of the run, on this process.
-
     Attributes:
         done: number of completed steps, over all runs.
     """
 
     def __init__(self, parts: RunParts) -> None:
         self._parts, config = parts, parts.config
+        self.done = 0
         kind, num_updates = staleness(config)
         self._tokens = config.batch.size * config.model.sequence_length
         self._live: Live | None = None
@@ -57,14 +54,6 @@ class StreamSteps:
             scale_by_replicas=config.optimizer.replica_scaling,
             on_update=self._came,
         )
-
-    @property
-    def done(self) -> int:
-        return self._stream.num_batches
-
-    @done.setter
-    def done(self, steps: int) -> None:
-        self._stream.num_batches = steps
 
     def run(self, batches: Batches, count: int, live: Live) -> Iterator[dict[str, Any]]:
         """Stream over `count` batches and drain; the metrics of each afterwards.
@@ -88,12 +77,12 @@ class StreamSteps:
         first = self.done + 1
         self._live, self._first, self._last = live, first, first + count - 1
         self._begun, self._known = time.perf_counter(), []
+        self._stream.num_batches = self.done
         updates = self._stream.run(batches, count)
+        self.done += count
         ended = time.perf_counter()
         program = self._stream.program(count)
-        numbers = cost_numbers(
-            self._parts.pipeline, self._parts.pipeline.records, self._parts.group.rank, self._parts.group.size
-        )
+        numbers = cost_numbers(self._parts.pipeline, self._parts.pipeline.records, self._parts.group)
         held = torch.zeros(self._parts.pipeline.schedule.num_ranks, dtype=torch.float64)
         for rank, versions in self._stream.peak_weight_versions.items():
             held[rank] = versions

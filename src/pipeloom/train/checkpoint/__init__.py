@@ -8,17 +8,16 @@ All names are those of the full model, so a checkpoint of two ranks loads into o
 a parameter passes its range of elements (`ranges`) to save and load. Nothing is ever unpickled.
 
     writer, reader       save and load
-    rank_files           the files that one rank writes
-    pieces               where the elements of a sharded tensor are stored
+    rank_files           the files that one rank writes, and which rank writes what
     state                optimizer and random states, by name
-    manifest             the format, and its verification
+    manifest             the format, its verification, and where the elements of a sharded tensor are stored
     directory            names of checkpoint directories, atomic renames, clean-up
     tensor_file          writes safetensors files as a stream, with hash and fsync
     tensor_reader        reads tensors, or some of their elements
     exchange             the all-gather between the ranks of a save
     convert              conversion to the layout of Hugging Face
 
-`manifest`, `pieces`, `directory` and `convert` need no torch. Names that do are imported lazily.
+`manifest`, `directory` and `convert` need no torch. Names that do are imported lazily.
 """
 
 from __future__ import annotations

@@ -11,8 +11,16 @@ from typing import NamedTuple
 
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.directory import fsync_directory
-from pipeloom.train.checkpoint.manifest import INDEX_NAME, json_bytes, read_manifest, read_weight_map, verify_file
-from pipeloom.train.checkpoint.pieces import Piece, cover, stored_model
+from pipeloom.train.checkpoint.manifest import (
+    INDEX_NAME,
+    Piece,
+    cover,
+    json_bytes,
+    read_manifest,
+    read_weight_map,
+    stored_model,
+    verify_file,
+)
 from pipeloom.train.checkpoint.tensor_file import TensorSource, tensor_sources, write_bytes, write_tensors
 
 

@@ -130,23 +130,18 @@ def partial_directory(output_dir: Path, step: int) -> Iterator[Path]:
     """A new hidden directory for a save, deleted at the end unless `put_in_place` renamed it. Raises OSError."""
     output_dir.mkdir(parents=True, exist_ok=True)
     clean(output_dir)
-    with ExitStack() as stack:
-        path = _make_locked(output_dir, step, stack)
-        yield path
-
-
-def _make_locked(output_dir: Path, step: int, stack: ExitStack) -> Path:
-    """Create a partial directory and lock it until `stack` closes, which deletes it."""
     while True:
         path = _hidden(output_dir, step, "partial")
         path.mkdir()
-        with ExitStack() as attempt:
-            attempt.callback(shutil.rmtree, path, ignore_errors=True)
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, path, ignore_errors=True)
+            is_mine = False
             # Until it is locked, another process may clean it up as a directory of a dead process.
             with suppress(FileNotFoundError):
-                if attempt.enter_context(_locked(path)) and path.is_dir():
-                    stack.enter_context(attempt.pop_all())
-                    return path
+                is_mine = stack.enter_context(_locked(path)) and path.is_dir()
+            if is_mine:
+                yield path
+                return
 
 
 def put_in_place(partial: Path, output_dir: Path, step: int) -> Path:
@@ -166,8 +161,18 @@ def put_in_place(partial: Path, output_dir: Path, step: int) -> Path:
     return target
 
 
-def keep_at_most(output_dir: Path, limit: int, newest: Path) -> None:
-    """Delete complete checkpoints of the lowest steps until `limit` are left. `newest` is always kept."""
+def check_limit(limit: int | None) -> None:
+    """Raises CheckpointError if fewer than one checkpoint may be kept."""
+    if limit is not None and limit < 1:
+        raise CheckpointError(
+            f"total_limit={limit}: at least one checkpoint must be kept. Use 1 or more, or None for no limit."
+        )
+
+
+def keep_at_most(output_dir: Path, limit: int | None, newest: Path) -> None:
+    """Delete complete checkpoints of the lowest steps until `limit` are left; None: all. `newest` is always kept."""
+    if limit is None:
+        return
     complete = [entry for entry in list_checkpoints(output_dir) if entry.complete and entry.path != newest]
     for entry in complete[: max(0, len(complete) + 1 - limit)]:
         deleted = _hidden(output_dir, entry.step, "deleted")

@@ -1,71 +1,25 @@
-"""The all-gather of small payloads that the ranks of a save need, for each kind of rank.
-
-`LocalExchange` is for a single process, `ThreadExchange` for ranks that are threads, `DistributedExchange` for
-processes under torch.distributed. None of them pickles objects.
-"""
+"""The all-gather of small payloads that the ranks of a save need. Nothing is pickled."""
 
 from __future__ import annotations
 
-import threading
-from typing import TYPE_CHECKING, Protocol
+import torch
+import torch.distributed as dist
 
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed
+from pipeloom.processes.collectives import all_gather_bytes, let_gloo_finish
 
 
-class Exchange(Protocol):
-    """The ranks that save one checkpoint together."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """The payloads of all ranks, by rank. Blocks until all ranks have called it."""
-        ...
-
-
-class LocalExchange:
-    """The exchange of a single process, also one that runs all pipeline ranks."""
+class Exchange:
+    """The ranks that save one checkpoint together; here a single process, also one that runs all pipeline ranks."""
 
     rank = 0
     size = 1
 
     def all_gather(self, payload: bytes) -> list[bytes]:
+        """The payloads of all ranks, by rank. Blocks until all ranks have called it."""
         return [payload]
 
 
-class ThreadExchange:
-    """The exchange of ranks that are threads of one process; `ThreadExchange.group(n)` creates one per rank."""
-
-    def __init__(self, rank: int, slots: list[bytes], barrier: threading.Barrier) -> None:
-        self.rank = rank
-        self.size = len(slots)
-        self._slots = slots
-        self._barrier = barrier
-
-    @classmethod
-    def group(cls, size: int) -> list[ThreadExchange]:
-        slots, barrier = [b""] * size, threading.Barrier(size)
-        return [cls(rank, slots, barrier) for rank in range(size)]
-
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Raises threading.BrokenBarrierError on every rank after `abort()` on one."""
-        self._slots[self.rank] = payload
-        self._barrier.wait()
-        payloads = list(self._slots)
-        self._barrier.wait()  # all ranks must have read the slots before one writes for the next exchange
-        return payloads
-
-    def abort(self) -> None:
-        """Raise an error on the waiting ranks. Call it when this rank fails."""
-        self._barrier.abort()
-
-
-class DistributedExchange:
+class DistributedExchange(Exchange):
     """The exchange of the processes of a torch.distributed group.
 
     Args:
@@ -73,18 +27,12 @@ class DistributedExchange:
         device: the device of the group's backend: CPU for gloo, the CUDA device of the rank for NCCL.
     """
 
-    def __init__(self, group: torch.distributed.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
-        import torch.distributed as dist
-
-        from pipeloom.processes.collectives import let_gloo_finish
-
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
         let_gloo_finish()
         self._group = group
         self._device = device
-        self.rank: int = dist.get_rank(group)
-        self.size: int = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        from pipeloom.processes.collectives import all_gather_bytes
-
         return all_gather_bytes(payload, self._group, self._device)

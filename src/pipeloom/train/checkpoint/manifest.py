@@ -8,6 +8,9 @@ hash of the manifest and is written last.
       random-00001-of-00002.safetensors      generator states of the rank
       manifest.json, manifest.json.sha256
 
+A rank may hold the elements start..stop of a flattened parameter. It writes this shard as a one-dimensional tensor
+``NAME[start:stop]``, called a piece here; a shard with all elements is written as a tensor ``NAME`` of full shape.
+
 Reading and verification need no torch, so a damaged checkpoint is reported before a slow start.
 """
 
@@ -15,10 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.engine.stores.parameter_range import Range
@@ -211,3 +214,70 @@ def _read(path: Path) -> bytes:
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read ({error.strerror}). Use another checkpoint.")
+
+
+# Pieces of sharded tensors
+
+
+class Piece(NamedTuple):
+    """A tensor in a file. `range` is None for a full tensor, whose shape is in the file."""
+
+    file: str
+    key: str
+    range: Range | None
+
+
+def piece_key(name: str, part: Range) -> str:
+    """The name of a piece in its file."""
+    return f"{name}[{part.start}:{part.stop}]"
+
+
+def stored_model(manifest: Manifest, weight_map: Mapping[str, str]) -> dict[str, list[Piece]]:
+    """The pieces of each tensor of the model by name, in the order of the index."""
+    names = {piece_key(name, part): (name, part) for row in manifest.parts for name, part in row.pieces.items()}
+    files = {part.model for part in manifest.parts}
+    found: dict[str, list[Piece]] = {}
+    for key, file in weight_map.items():
+        if file not in files:  # only these are in the manifest, with a hash and without a path
+            raise CheckpointError(f"the index has {key} in {file}, which has no model tensors. Use another checkpoint.")
+        name, part = names.get(key, (key, None))
+        found.setdefault(name, []).append(Piece(file, key, part))
+    return found
+
+
+def stored_optimizer(manifest: Manifest) -> dict[str, dict[str, list[Piece]]]:
+    """The pieces of the optimizer state by parameter and key; parameters without tensors are left out."""
+    found: dict[str, dict[str, list[Piece]]] = {}
+    for row in manifest.parts:
+        file = row.optimizer or ""
+        for name, keys in row.optimizer_tensors.items():
+            for key in keys:
+                found.setdefault(name, {}).setdefault(key, [Piece(file, f"{name}/{key}", None)])
+        for name, keys in row.optimizer_pieces.items():
+            part = row.pieces[name]
+            for key in keys:
+                piece = Piece(file, f"{piece_key(name, part)}/{key}", part)
+                found.setdefault(name, {}).setdefault(key, []).append(piece)
+    return found
+
+
+def cover(name: str, pieces: Iterable[tuple[Range, Piece]], start: int, stop: int) -> list[tuple[Piece, int, int]]:
+    """The pieces with elements `start` to `stop`, in order, each with the range needed, relative to the piece.
+
+    Raises:
+        CheckpointError: an element is in no piece or in several.
+    """
+    found: list[tuple[Piece, int, int]] = []
+    end = start
+    for part, piece in sorted(pieces):
+        if part.stop <= start or part.start >= stop:
+            continue
+        if max(part.start, start) != end:
+            break
+        found.append((piece, end - part.start, min(part.stop, stop) - part.start))
+        end = min(part.stop, stop)
+    if end != stop:
+        raise CheckpointError(
+            f"the elements of {name} from {end} are missing or duplicated in the checkpoint. Use another checkpoint."
+        )
+    return found

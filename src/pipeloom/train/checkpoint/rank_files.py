@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,22 +13,22 @@ from torch import Tensor
 
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
-from pipeloom.train.checkpoint.manifest import Part
-from pipeloom.train.checkpoint.pieces import Writer, assign_writers, piece_key, size_mismatch
-from pipeloom.train.checkpoint.state import SAFETENSORS_TYPES, OptimizerState, RandomState, is_elementwise
+from pipeloom.train.checkpoint.manifest import Part, piece_key, root_name
+from pipeloom.train.checkpoint.state import (
+    SAFETENSORS_TYPES,
+    OptimizerState,
+    RandomState,
+    check_elements,
+    is_elementwise,
+)
 from pipeloom.train.checkpoint.tensor_file import FileRecord, TensorSource, write_tensors
 
 
 class HeldTensor(NamedTuple):
-    """What a rank holds of a tensor; the ranks exchange it as JSON.
+    """What a rank holds of a tensor; the ranks exchange it as JSON."""
 
-    Attributes:
-        part: the range of elements; None for the full tensor.
-        states: keys of the optimizer state with one number per element.
-    """
-
-    part: Range | None
-    states: tuple[str, ...] = ()
+    part: Range | None  # the range of elements; None for the full tensor
+    states: tuple[str, ...] = ()  # keys of the optimizer state with one number per element
 
     @classmethod
     def from_json(cls, row: list[Any]) -> HeldTensor:
@@ -36,50 +37,43 @@ class HeldTensor(NamedTuple):
 
 
 class WrittenTensor(NamedTuple):
-    """What a rank writes of a tensor.
+    """What a rank writes of a tensor."""
 
-    Attributes:
-        name: its name on this rank.
-        part: the range of elements; None for the full tensor.
-        leads: whether the rank also writes the optimizer state that is the same for all shards.
-    """
-
-    name: str
-    part: Range | None
-    leads: bool
+    name: str  # on this rank
+    part: Range | None  # the range of elements; None for the full tensor
+    leads: bool  # whether the rank also writes the optimizer state that is the same for all shards
 
 
 class RankFiles:
-    """Writes the model and the optimizer state of one rank.
-
-    Args:
-        model, optimizer, ranges: see `save`.
-
-    Raises:
-        CheckpointError: a tensor has another number of elements than its range.
-    """
+    """Writes the model and the optimizer state of one rank; the arguments are those of `save`."""
 
     def __init__(
         self, model: Mapping[str, Tensor], optimizer: OptimizerState | None, ranges: Mapping[str, Range]
     ) -> None:
         self._model, self._optimizer, self._ranges = model, optimizer, ranges
-        for name, part in ranges.items():
-            if name in model and model[name].numel() != part.stop - part.start:
-                raise size_mismatch(name, model[name].numel(), part)
+        self._shards = {name: part for name, part in ranges.items() if not part.is_whole}
+        self._states = optimizer.tensors if optimizer else {}
 
     def held(self) -> dict[str, dict[str, HeldTensor]]:
-        """What this rank holds of the model and of the optimizer state, by name."""
+        """What this rank holds of the model and of the optimizer state, by name.
+
+        Raises:
+            CheckpointError: a tensor has another number of elements than its range.
+        """
+        for name, part in self._ranges.items():
+            if name in self._model:
+                check_elements(name, self._model[name], part)
         groups = self._optimizer.groups if self._optimizer else []
         parameters = [name for group in groups for name in group["parameters"]]
         return {
-            "model": {name: HeldTensor(self._part(name)) for name in self._model},
-            "optimizer": {name: HeldTensor(self._part(name), self._elementwise(name)) for name in parameters},
+            "model": {name: HeldTensor(self._shards.get(name)) for name in self._model},
+            "optimizer": {name: HeldTensor(self._shards.get(name), self._elementwise(name)) for name in parameters},
         }
 
     def write(
         self,
         directory: Path,
-        suffix: str,
+        rank_and_size: tuple[int, int],
         random: RandomState | None,
         model: Mapping[str, WrittenTensor],
         optimizer: Mapping[str, WrittenTensor],
@@ -88,29 +82,39 @@ class RankFiles:
 
         Args:
             directory: the directory of the checkpoint.
-            suffix: the end of the file names.
+            rank_and_size: this rank, and the number of ranks.
             random: the generator states of this rank.
             model, optimizer: stored name -> what to write.
 
         Returns:
             JSON: {"part": `Part`, "files": records, "weights": names in the model file, "bytes": their size}.
+
+        Raises:
+            CheckpointError: the directory does not exist on this rank, or safetensors does not support a tensor.
         """
+        if not directory.is_dir():
+            raise CheckpointError(
+                f"{directory} does not exist: output_dir must be on a file system that all ranks share."
+            )
         files: dict[str, FileRecord] = {}
+        rank, size = rank_and_size
+        suffix = f"-{rank + 1:05d}-of-{size:05d}.safetensors"
 
         def write(kind: str, tensors: dict[str, TensorSource]) -> str:
             files[kind + suffix] = write_tensors(directory / (kind + suffix), tensors)
             return kind + suffix
 
-        weights = dict(self._weight(stored, owned) for stored, owned in model.items())
-        pieces = {
-            stored: owned.part
-            for kind in (model, optimizer)
-            for stored, owned in kind.items()
-            if owned.part is not None
+        weights: dict[str, TensorSource] = {}
+        for stored, owned in model.items():
+            key = stored if owned.part is None else piece_key(stored, owned.part)
+            weights[key] = tensor_source(key, self._model[owned.name], self._saved_shape(owned.name))
+        owners = [*model.items(), *optimizer.items()]
+        content: dict[str, Any] = {
+            "model": write("model", weights),
+            "pieces": {stored: owned.part for stored, owned in owners if owned.part is not None},
         }
-        content: dict[str, Any] = {"model": write("model", weights), "pieces": pieces}
         if self._optimizer is not None:
-            states = dict(source for stored, owned in optimizer.items() for source in self._states(stored, owned))
+            states = dict(source for stored, owned in optimizer.items() for source in self._sources(stored, owned))
             content |= {"optimizer": write("optimizer", states), **self._optimizer_content(self._optimizer, optimizer)}
         if random is not None:
             states = {name: tensor_source(name, tensor) for name, tensor in random.tensors.items()}
@@ -122,31 +126,21 @@ class RankFiles:
             "bytes": sum(source.size_bytes for source in weights.values()),
         }
 
-    def _part(self, name: str) -> Range | None:
-        part = self._ranges.get(name)
-        return None if part is None or part.is_whole else part
-
     def _elementwise(self, name: str) -> tuple[str, ...]:
         """The keys of a parameter's state that are sharded like the parameter."""
-        part, tensors = self._part(name), self._state_tensors(name)
+        part, tensors = self._shards.get(name), self._states.get(name, {})
         return () if part is None else tuple(k for k, t in tensors.items() if is_elementwise(t.shape, part))
-
-    def _state_tensors(self, name: str) -> dict[str, Tensor]:
-        return self._optimizer.tensors.get(name, {}) if self._optimizer else {}
-
-    def _weight(self, stored: str, owned: WrittenTensor) -> tuple[str, TensorSource]:
-        key = stored if owned.part is None else piece_key(stored, owned.part)
-        return key, tensor_source(key, self._model[owned.name], self._saved_shape(owned.name))
 
     def _saved_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape in which a shard is saved; None for the shape of the tensor."""
-        whole = self._ranges.get(name)
-        return None if whole is None else whole.shape if whole.is_whole else (whole.stop - whole.start,)
+        part = self._ranges.get(name)
+        return None if part is None else part.shape if part.is_whole else (part.stop - part.start,)
 
-    def _states(self, stored: str, owned: WrittenTensor) -> Iterator[tuple[str, TensorSource]]:
+    def _sources(self, stored: str, owned: WrittenTensor) -> Iterator[tuple[str, TensorSource]]:
+        """The state of a parameter to write, by key in the file."""
         elementwise, shape = self._elementwise(owned.name), self._saved_shape(owned.name)
         held = self._ranges.get(owned.name)
-        for key, tensor in self._state_tensors(owned.name).items():
+        for key, tensor in self._states.get(owned.name, {}).items():
             if key in elementwise and owned.part is not None:
                 name = f"{piece_key(stored, owned.part)}/{key}"
                 yield name, tensor_source(name, tensor, shape)
@@ -159,7 +153,7 @@ class RankFiles:
         leading = {own.name: stored for stored, own in owned.items() if own.leads}
         pieces = {stored: self._elementwise(own.name) for stored, own in owned.items()}
         tensors = {
-            stored: [key for key in self._state_tensors(name) if key not in pieces[stored]]
+            stored: [key for key in self._states.get(name, {}) if key not in pieces[stored]]
             for name, stored in leading.items()
         }
         return {
@@ -177,32 +171,80 @@ class RankFiles:
 
 
 def written_by(rank: int, held: list[dict[str, HeldTensor]], ties: Mapping[str, str]) -> dict[str, WrittenTensor]:
-    """Stored name -> what `rank` writes, given what each rank holds.
+    """Stored name -> what `rank` writes. Each element is written once, by the lowest rank that holds its range.
+
+    Args:
+        rank: the rank that writes.
+        held: what each rank holds, by name.
+        ties: alias of a tied tensor -> the name that it is stored under.
 
     Raises:
         CheckpointError: elements or states are missing, or ranges overlap partially; the same error on every rank.
     """
-    parts = [{name: tensor.part for name, tensor in tensors.items()} for tensors in held]
     owned: dict[str, WrittenTensor] = {}
-    for stored, writers in assign_writers(parts, ties).items():
-        _check_states(stored, list(writers.values()), held)
-        first = min(writer.rank for writer in writers.values())
-        for part, writer in writers.items():
-            if writer.rank == rank:
-                owned[stored] = WrittenTensor(writer.name, part, leads=rank == first)
+    for stored, writers in _writers(held, ties).items():
+        states = [(each, set(held[each][name].states)) for each, name in writers.values()]
+        for other, keys in states[1:]:
+            first, wanted = states[0]
+            if differ := sorted(keys ^ wanted):
+                present, absent = (other, first) if differ[0] in keys else (first, other)
+                raise CheckpointError(
+                    f"rank {present} has optimizer state {differ[0]!r} for its shard of {stored}, but rank {absent} "
+                    "has none. Step the optimizer on every rank."
+                )
+        leader = min(each for each, _ in writers.values())
+        for part, (writer, name) in writers.items():
+            if writer == rank:
+                owned[stored] = WrittenTensor(name, part, leads=rank == leader)
     return owned
 
 
-def _check_states(stored: str, writers: list[Writer], held: list[dict[str, HeldTensor]]) -> None:
-    """Check that all shards of a parameter have the same state."""
-    first, *others = [(writer.rank, set(held[writer.rank][writer.name].states)) for writer in writers]
-    for rank, keys in others:
-        if differ := sorted(keys ^ first[1]):
-            present, absent = (rank, first[0]) if differ[0] in keys else (first[0], rank)
+def _writers(
+    held: list[dict[str, HeldTensor]], ties: Mapping[str, str]
+) -> dict[str, dict[Range | None, tuple[int, str]]]:
+    """Stored name -> range -> the lowest rank that holds it, and its name there. Empty ranges are left out."""
+    found: dict[str, dict[Range | None, tuple[int, str]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank, tensors in enumerate(held):
+        for name, (part, _) in tensors.items():
+            stored = root_name(name, ties)
+            writers = found.setdefault(stored, {})
+            if part is not None and shapes.setdefault(stored, part.shape) != part.shape:
+                raise CheckpointError(
+                    f"{name} has shape {part.shape} on rank {rank} and {shapes[stored]} on another. Build the same "
+                    "model on all ranks."
+                )
+            if part is None or part.start < part.stop:
+                writers.setdefault(part, (rank, name))
+    for stored, writers in found.items():
+        if len(writers) > 1 or None not in writers:
+            _check_each_once(stored, writers, shapes[stored])
+    keys = {piece_key(name, part) for name, parts in found.items() for part in parts if part is not None}
+    if collision := sorted(keys & found.keys()):
+        raise CheckpointError(f"tensor {collision[0]} has the name of a piece of another tensor. Rename it.")
+    return found
+
+
+def _check_each_once(name: str, writers: Mapping[Range | None, tuple[int, str]], shape: tuple[int, ...]) -> None:
+    total, end, before = math.prod(shape), 0, -1
+    spans = sorted((0, total, rank) if part is None else (*part[:2], rank) for part, (rank, _) in writers.items())
+    for start, stop, rank in [*spans, (total, total, -1)]:
+        if stop > total:
             raise CheckpointError(
-                f"rank {present} has optimizer state {differ[0]!r} for its shard of {stored}, but rank {absent} has "
-                "none. Step the optimizer on every rank."
+                f"the range of {name} {shape} on rank {rank} ends at {stop}: the tensor has {total} elements. Correct "
+                "the range."
             )
+        if start > end:
+            raise CheckpointError(
+                f"elements {end} to {start} of {name} {shape} are on no rank: together the ranks must hold all. Save "
+                "from all ranks, with the ranges of their layout."
+            )
+        if start < end:
+            raise CheckpointError(
+                f"elements {start} to {min(end, stop)} of {name} {shape} are in different ranges on ranks {before} and "
+                f"{rank}: ranges must be equal or disjoint. Pass the ranges of the layout."
+            )
+        end, before = stop, rank
 
 
 def tensor_source(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorSource:

@@ -16,13 +16,21 @@ from pipeloom.errors import CheckpointError
 from pipeloom.train.checkpoint.directory import resolve
 from pipeloom.train.checkpoint.manifest import (
     INDEX_NAME,
-    Manifest,
+    Piece,
     read_manifest,
     read_weight_map,
     root_name,
+    stored_model,
+    stored_optimizer,
 )
-from pipeloom.train.checkpoint.pieces import Piece, size_mismatch, stored_model, stored_optimizer
-from pipeloom.train.checkpoint.state import SAFETENSORS_TYPES, RandomState, is_elementwise, load_optimizer_state
+from pipeloom.train.checkpoint.state import (
+    SAFETENSORS_TYPES,
+    RandomState,
+    check_elements,
+    is_elementwise,
+    name_of,
+    unwrapped,
+)
 from pipeloom.train.checkpoint.tensor_reader import TensorFiles
 
 
@@ -40,35 +48,24 @@ def load(path: Path, *, verify_files: bool = True) -> Checkpoint:
 
 
 class Checkpoint:
-    """A checkpoint that is open for reading: its step, state and layout, and methods that load tensors by name."""
+    """A checkpoint that is open for reading, with methods that load tensors by name.
+
+    Attributes:
+        path: the directory.
+        manifest: its content as read.
+        step: the training step.
+        state: the state of the trainer that was passed to `save`.
+        layout: how the model was split, as passed to `save`.
+        compute_type: the dtype of the model's computations, if these are main parameters of another dtype.
+        num_parts: the number of ranks that wrote the checkpoint.
+    """
 
     def __init__(self, path: Path, *, verify_files: bool = True) -> None:
         self.path = path
-        self.manifest: Manifest = read_manifest(path)
-        self._files = TensorFiles(path, self.manifest.files if verify_files else {})
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The state of the trainer that was passed to `save`."""
-        return self.manifest.state
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        return self.manifest.layout
-
-    @property
-    def compute_type(self) -> str | None:
-        """The dtype of the model's computations, if the parameters here are main parameters of another dtype."""
-        return self.manifest.compute_type
-
-    @property
-    def num_parts(self) -> int:
-        """The number of ranks that wrote the checkpoint."""
-        return len(self.manifest.parts)
+        self.manifest = manifest = read_manifest(path)
+        self.step, self.state, self.layout = manifest.step, manifest.state, manifest.layout
+        self.compute_type, self.num_parts = manifest.compute_type, len(manifest.parts)
+        self._files = TensorFiles(path, manifest.files if verify_files else {})
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
@@ -78,7 +75,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """A full tensor of the model by any of its names, on the CPU. Raises CheckpointError for an unknown name."""
-        return self._files.tensor(f"{name} in {self.path}", self._pieces_of(name))
+        return self._files.tensor(name, self._pieces_of(name))
 
     def load_model(
         self,
@@ -110,7 +107,7 @@ class Checkpoint:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 if tensor.numel() or name not in ranges:
-                    loaded = self._files.tensor(f"{name} in {self.path}", self._pieces_of(name), ranges.get(name))
+                    loaded = self._files.tensor(name, self._pieces_of(name), ranges.get(name))
                     tensor.copy_(loaded.reshape(tensor.shape))
 
     def load_optimizer(
@@ -133,58 +130,83 @@ class Checkpoint:
             CheckpointError: the checkpoint was saved with another optimizer, or has state of full parameters (row and
                 column sums) for a parameter that is sharded here. Nothing is changed then.
         """
-        classes = {part.optimizer_class for part in self.manifest.parts if part.optimizer_class}
-        if not classes:
+        optimizer, ranges = unwrapped(optimizer), ranges or {}
+        saved_class = ", ".join(sorted({part.optimizer_class for part in self.manifest.parts if part.optimizer_class}))
+        if not saved_class:
             raise CheckpointError(
                 f"{self.path} has no optimizer state. Load only the model, or use another checkpoint."
             )
-        ranges = ranges or {}
-        load_optimizer_state(
-            optimizer,
-            names,
-            optimizer_class=", ".join(sorted(classes)),
-            options_of=lambda name: self._param_options.get(self._stored_name(name)),
-            state_of=lambda name, read: self._optimizer_state_of(name, ranges.get(name), read=read),
-        )
+        if type(optimizer).__qualname__ != saved_class:
+            raise CheckpointError(
+                f"the checkpoint was saved with {saved_class}, not {type(optimizer).__qualname__}. Resume with "
+                f"{saved_class}."
+            )
+        groups = [(group, [(name_of(p, names), p) for p in group["params"]]) for group in optimizer.param_groups]
+        saved_options = [self._group_options([name for name, _ in named]) for _, named in groups]
+        for name, parameter in (pair for _, named in groups for pair in named):
+            _check_state(name, parameter, self._optimizer_state_of(name, ranges.get(name), read=False), saved_class)
+        for (group, named), options in zip(groups, saved_options, strict=True):
+            on_device = bool(options.get("capturable") or options.get("fused"))
+            for name, parameter in named:
+                state = self._optimizer_state_of(name, ranges.get(name), read=True)
+                for key, value in state.items():
+                    # torch keeps the step count on the CPU, except for capturable and fused optimizers.
+                    if isinstance(value, Tensor) and (key != "step" or on_device):
+                        state[key] = value.to(parameter.device)
+                if state:
+                    optimizer.state[parameter] = state
+                else:  # the parameter never had a gradient
+                    optimizer.state.pop(parameter, None)
+            for key, value in options.items():
+                group[key] = _like(group.get(key), value)
 
     def random(self, rank: int, size: int) -> RandomState | None:
         """The generator states of `rank`; None if the checkpoint has none, or was saved by another number of ranks."""
         if size != self.num_parts or (part := self.manifest.parts[rank]).random is None:
             return None
-        return RandomState(
-            {name: self._files.full(Piece(part.random, name, None)) for name in self._files.keys(part.random)},
-            part.random_values,
-        )
-
-    @cached_property
-    def _param_options(self) -> dict[str, dict[str, Any]]:
-        groups = [group for part in self.manifest.parts for group in part.param_groups]
-        return {name: group["options"] for group in groups for name in group["parameters"]}
+        return RandomState(self._files.everything(part.random), part.random_values)
 
     @cached_property
     def _model(self) -> dict[str, list[Piece]]:
         return stored_model(self.manifest, self.weight_map)
 
     @cached_property
-    def _optimizer_tensors(self) -> dict[str, dict[str, list[Piece]]]:
-        return stored_optimizer(self.manifest)
+    def _optimizer(self) -> tuple[dict[str, dict[str, list[Piece]]], dict[str, dict[str, Any]]]:
+        """The pieces and the other values of the optimizer state, by parameter and key."""
+        values = {name: state for part in self.manifest.parts for name, state in part.optimizer_values.items()}
+        return stored_optimizer(self.manifest), values
 
-    @cached_property
-    def _optimizer_values(self) -> dict[str, dict[str, Any]]:
-        return {name: values for part in self.manifest.parts for name, values in part.optimizer_values.items()}
+    def _group_options(self, names: list[str]) -> dict[str, Any]:
+        """The saved options of the parameters of one group."""
+        groups = [group for part in self.manifest.parts for group in part.param_groups]
+        options_of = {name: group["options"] for group in groups for name in group["parameters"]}
+        first: dict[str, Any] = {}
+        for name in names:
+            saved = options_of.get(self._stored_name(name))
+            if saved is None:
+                raise CheckpointError(
+                    f"the checkpoint has no optimizer state of {name}. It was saved from a different model."
+                )
+            first = first or saved
+            if saved != first:
+                differ = next(key for key in saved.keys() | first.keys() if saved.get(key) != first.get(key))
+                raise CheckpointError(
+                    f"{names[0]} and {name} are in one param group but were saved with different {differ}. Use the "
+                    "param groups of the saved optimizer."
+                )
+        return first
 
     def _optimizer_state_of(self, name: str, part: Range | None, *, read: bool) -> dict[str, Any]:
         """The state of a parameter, or of a shard of it; without `read`, its tensors are on the meta device."""
         if part is not None and part.start == part.stop:
             return {}
-        stored = self._stored_name(name)
+        (tensors, values), stored = self._optimizer, self._stored_name(name)
         state: dict[str, Any] = {}
-        for key, pieces in self._optimizer_tensors.get(stored, {}).items():
+        for key, pieces in tensors.get(stored, {}).items():
             label = f"optimizer state {key!r} of {name}"
             shape = self._files.shape(pieces)
             if part is None or self._is_sharded(key, shape, part):
-                get = self._files.tensor if read else self._files.outline
-                state[key] = get(f"{label} in {self.path}", pieces, part)
+                state[key] = self._files.tensor(label, pieces, part, read=read)
             elif math.prod(shape) == 1:  # the same for all shards
                 state[key] = self._files.full(pieces[0])
             else:
@@ -192,7 +214,7 @@ class Checkpoint:
                     f"{label} has shape {shape} in {self.path} for the full parameter {part.shape} and cannot be "
                     "sharded. Resume with the saved layout, or with one that does not shard parameters."
                 )
-        return {**state, **self._optimizer_values.get(stored, {})}
+        return {**state, **values.get(stored, {})}
 
     @staticmethod
     def _is_sharded(key: str, shape: tuple[int, ...], part: Range) -> bool:
@@ -212,18 +234,44 @@ class Checkpoint:
 
     def _check_fits(self, name: str, tensor: Tensor, part: Range | None) -> None:
         pieces = self._pieces_of(name)
-        if part is not None and tensor.numel() != part.stop - part.start:
-            raise size_mismatch(name, tensor.numel(), part)
+        if part is not None:
+            check_elements(name, tensor, part)
         if part is not None and not tensor.numel():
             return
         wanted = tuple(tensor.shape) if part is None else part.shape
         dtype = SAFETENSORS_TYPES.get(tensor.dtype, str(tensor.dtype))
         saved: list[tuple[str, Any, Any]] = [("shape", self._files.shape(pieces), wanted)]
         if saved[0][1] == wanted:
-            saved += [("type", found, dtype) for found in self._files.types(f"{name} in {self.path}", pieces, part)]
+            saved += [("type", found, dtype) for found in self._files.types(name, pieces, part)]
         for attribute, old, new in saved:
             if old != new:
                 raise CheckpointError(
                     f"{name} has {attribute} {old} in {self.path} and {new} in the model. Build the model with the "
                     "saved configuration."
                 )
+
+
+def _check_state(name: str, parameter: Tensor, state: Mapping[str, Any], optimizer_class: str) -> None:
+    """Raises CheckpointError if the state does not match the shape of the parameter."""
+    for key, value in state.items():
+        elementwise = isinstance(value, Tensor) and value.dim() and value.numel() == parameter.numel()
+        if elementwise and value.shape != parameter.shape:
+            raise CheckpointError(
+                f"optimizer state {key!r} of {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}. The "
+                "checkpoint was saved from a different model."
+            )
+    if optimizer_class == "Adafactor" and state and ("row_var" in state) != (parameter.dim() > 1):
+        raise CheckpointError(
+            f"{name} has {parameter.dim()} dimensions, which does not match the saved Adafactor state: row and column "
+            "sums exist only for full matrices. Resume with the saved layout."
+        )
+
+
+def _like(current: Any, saved: Any) -> Any:
+    """`saved` (JSON) converted to the type of the current value of the option."""
+    if isinstance(current, Tensor):
+        return current.detach().clone().fill_(saved)
+    if isinstance(current, tuple) and isinstance(saved, list):
+        items = [*current, *[None] * (len(saved) - len(current))]
+        return tuple(_like(item, value) for item, value in zip(items, saved, strict=False))
+    return saved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,15 @@ def is_elementwise(shape: Iterable[int], part: Range) -> bool:
     return len(sizes) >= 1 and math.prod(sizes) == part.stop - part.start
 
 
+def check_elements(name: str, tensor: Tensor, part: Range) -> None:
+    """Raises CheckpointError if a tensor has another number of elements than its range."""
+    if tensor.numel() != part.stop - part.start:
+        raise CheckpointError(
+            f"{name} has {tensor.numel()} elements, but its range {part.start} to {part.stop} has "
+            f"{part.stop - part.start}. Pass tensors and ranges of the same layout."
+        )
+
+
 @dataclass(slots=True)
 class OptimizerState:
     """The optimizer state of one rank.
@@ -76,11 +85,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
     Raises:
         CheckpointError: a parameter has no name, or the optimizer has other state (LBFGS).
     """
-    optimizer = _unwrapped(optimizer)
+    optimizer = unwrapped(optimizer)
     found = OptimizerState(type(optimizer).__qualname__)
     for group in optimizer.param_groups:
         options = {key: _option(key, value) for key, value in group.items() if key != "params"}
-        parameters = [_name_of(parameter, names) for parameter in group["params"]]
+        parameters = [name_of(parameter, names) for parameter in group["params"]]
         found.groups.append({"parameters": parameters, "options": options})
         for parameter, name in zip(group["params"], parameters, strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -94,54 +103,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
                         "tensors, numbers and strings can be saved. Use another optimizer."
                     )
     return found
-
-
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[Tensor, str],
-    *,
-    optimizer_class: str,
-    options_of: Callable[[str], dict[str, Any] | None],
-    state_of: Callable[[str, bool], dict[str, Any]],
-) -> None:
-    """Load saved state into `optimizer` by name, one parameter at a time, bitwise.
-
-    Each group gets the saved options of its parameters. Unlike Optimizer.load_state_dict, moments keep their dtype.
-
-    Args:
-        optimizer: the optimizer.
-        names: parameter -> name.
-        optimizer_class: the name of the saved optimizer class.
-        options_of: name -> options of the saved group of a parameter; None for an unknown parameter.
-        state_of: ``state_of(name, True)`` returns the state of a parameter, ``state_of(name, False)`` the same with
-            tensors on the meta device.
-
-    Raises:
-        CheckpointError: optimizer and saved state do not match. Nothing is changed then.
-    """
-    optimizer = _unwrapped(optimizer)
-    if type(optimizer).__qualname__ != optimizer_class:
-        raise CheckpointError(
-            f"the checkpoint was saved with {optimizer_class}, not {type(optimizer).__qualname__}. Resume with "
-            f"{optimizer_class}."
-        )
-    options = [_group_options(group["params"], names, options_of) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = _name_of(parameter, names)
-            _check_fits(name, parameter, state_of(name, False), optimizer_class)
-    for group, saved in zip(optimizer.param_groups, options, strict=True):
-        on_device = bool(saved.get("capturable") or saved.get("fused"))
-        for parameter in group["params"]:
-            state = state_of(_name_of(parameter, names), True)
-            if state:
-                optimizer.state[parameter] = {
-                    key: _placed(key, value, parameter, on_device) for key, value in state.items()
-                }
-            else:  # the parameter never had a gradient
-                optimizer.state.pop(parameter, None)
-        for key, value in saved.items():
-            group[key] = _like(group.get(key), value)
 
 
 def random_state() -> RandomState:
@@ -171,7 +132,8 @@ def restore_random_state(state: RandomState) -> None:
         random.setstate((version, tuple(words), gauss))
 
 
-def _name_of(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
+def name_of(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
+    """The name of a parameter of an optimizer. Raises CheckpointError if it has none."""
     name = names.get(parameter)
     if name is None:
         raise CheckpointError(
@@ -181,52 +143,9 @@ def _name_of(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
     return name
 
 
-def _group_options(
-    parameters: Iterable[Tensor], names: Mapping[Tensor, str], options_of: Callable[[str], dict[str, Any] | None]
-) -> dict[str, Any]:
-    first: tuple[str, dict[str, Any]] | None = None
-    for parameter in parameters:
-        name = _name_of(parameter, names)
-        saved = options_of(name)
-        if saved is None:
-            raise CheckpointError(
-                f"the checkpoint has no optimizer state of {name}. It was saved from a different model."
-            )
-        if first is None:
-            first = (name, saved)
-        elif saved != first[1]:
-            differ = next(key for key in saved.keys() | first[1].keys() if saved.get(key) != first[1].get(key))
-            raise CheckpointError(
-                f"{first[0]} and {name} are in one param group but were saved with different {differ}. Use the param "
-                "groups of the saved optimizer."
-            )
-    return first[1] if first else {}
-
-
-def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer inside an `OffloadedOptimizer`, or the optimizer itself."""
     return optimizer.wrapped if isinstance(optimizer, OffloadedOptimizer) else optimizer
-
-
-def _check_fits(name: str, parameter: Tensor, state: Mapping[str, Any], optimizer_class: str) -> None:
-    """Raises CheckpointError if the state does not match the shape of the parameter."""
-    for key, value in state.items():
-        elementwise = isinstance(value, Tensor) and value.dim() and value.numel() == parameter.numel()
-        if elementwise and value.shape != parameter.shape:
-            raise CheckpointError(
-                f"optimizer state {key!r} of {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}. The "
-                "checkpoint was saved from a different model."
-            )
-    if optimizer_class == "Adafactor" and state and ("row_var" in state) != (parameter.dim() > 1):
-        raise CheckpointError(
-            f"{name} has {parameter.dim()} dimensions, which does not match the saved Adafactor state: row and column "
-            "sums exist only for full matrices. Resume with the saved layout."
-        )
-
-
-def _placed(key: str, value: Any, parameter: Tensor, on_device: bool) -> Any:
-    # torch keeps the step count on the CPU, except for capturable and fused optimizers.
-    return value if not isinstance(value, Tensor) or (key == "step" and not on_device) else value.to(parameter.device)
 
 
 def _option(key: str, value: Any) -> Any:
@@ -240,13 +159,3 @@ def _option(key: str, value: Any) -> Any:
     raise CheckpointError(
         f"option {key!r} of a param group is a {type(value).__name__}: must be a number, string or tuple."
     )
-
-
-def _like(current: Any, saved: Any) -> Any:
-    """`saved` (JSON) converted to the type of the current value of the option."""
-    if isinstance(current, Tensor):
-        return current.detach().clone().fill_(saved)
-    if isinstance(current, tuple) and isinstance(saved, list):
-        items = [*current, *[None] * (len(saved) - len(current))]
-        return tuple(_like(item, value) for item, value in zip(items, saved, strict=False))
-    return saved

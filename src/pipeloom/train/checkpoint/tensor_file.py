@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,17 +130,14 @@ def tensor_sources(path: Path) -> dict[str, TensorSource]:
             header.pop("__metadata__", None)
             return {
                 name: TensorSource(
-                    entry["dtype"], tuple(entry["shape"]), _reader(path, 8 + length, *entry["data_offsets"])
+                    entry["dtype"], tuple(entry["shape"]), partial(_read, path, 8 + length, *entry["data_offsets"])
                 )
                 for name, entry in header.items()
             }
     raise CheckpointError(f"{path} is not a safetensors file: its header is invalid.")
 
 
-def _reader(path: Path, base: int, start: int, end: int) -> Callable[[], bytes]:
-    def read() -> bytes:
-        with open(path, "rb") as file:
-            file.seek(base + start)
-            return file.read(end - start)
-
-    return read
+def _read(path: Path, base: int, start: int, end: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(base + start)
+        return file.read(end - start)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
-from pipeloom.train.checkpoint.manifest import verify_file
-from pipeloom.train.checkpoint.pieces import Piece, cover
+from pipeloom.train.checkpoint.manifest import Piece, cover, verify_file
 from pipeloom.train.checkpoint.tensor_file import FileRecord
 
 
@@ -39,9 +38,9 @@ class TensorFiles:
             verify_file(self._path, file, self._unverified[file])
             del self._unverified[file]
 
-    def keys(self, file: str) -> list[str]:
-        """The tensor names in a file."""
-        return list(self._file(file).keys())
+    def everything(self, file: str) -> dict[str, Tensor]:
+        """The tensors of a file by name."""
+        return {name: self.full(Piece(file, name, None)) for name in self._file(file).keys()}  # noqa: SIM118
 
     def shape(self, pieces: list[Piece]) -> tuple[int, ...]:
         """The shape of the full tensor."""
@@ -58,26 +57,26 @@ class TensorFiles:
         """
         return [self._entry(piece).get_dtype() for piece, _, _ in self._found(label, pieces, part)]
 
-    def tensor(self, label: str, pieces: list[Piece], part: Range | None = None) -> Tensor:
-        """A full tensor in its shape, or a range of its elements in one dimension; arguments as for `types`."""
+    def tensor(self, label: str, pieces: list[Piece], part: Range | None = None, *, read: bool = True) -> Tensor:
+        """A full tensor in its shape, or a range of its elements in one dimension; arguments as for `types`.
+
+        Without `read`, the tensor is on the meta device.
+        """
+        if not read:
+            self._found(label, pieces, part)
+            return torch.empty(self.shape(pieces) if part is None else (part.stop - part.start,), device="meta")
         if part is None and pieces[0].range is None:
             return self.full(pieces[0])
-        read = [self._elements(piece, first, end) for piece, first, end in self._found(label, pieces, part)]
-        flat = read[0] if len(read) == 1 else _joined(read)
+        found = [self._elements(piece, first, end) for piece, first, end in self._found(label, pieces, part)]
+        flat = found[0] if len(found) == 1 else _joined(found)
         return flat.reshape(self.shape(pieces)) if part is None else flat
-
-    def outline(self, label: str, pieces: list[Piece], part: Range | None = None) -> Tensor:
-        """The result of `tensor` on the meta device."""
-        self._found(label, pieces, part)
-        shape = self.shape(pieces) if part is None else (part.stop - part.start,)
-        return torch.empty(shape, device="meta")
 
     def _found(self, label: str, pieces: list[Piece], part: Range | None) -> list[tuple[Piece, int, int]]:
         """The pieces with the elements of `part`, each with the range needed, relative to the piece."""
         shape = self.shape(pieces)
         full = Range(0, math.prod(shape), shape)
         start, stop, _ = part or full
-        return cover(label, [(piece.range or full, piece) for piece in pieces], start, stop)
+        return cover(f"{label} in {self._path}", [(piece.range or full, piece) for piece in pieces], start, stop)
 
     def full(self, piece: Piece) -> Tensor:
         """A tensor as stored. Cloned, because the library returns views of a mapped file, which may be unaligned."""

@@ -13,12 +13,8 @@ from torch import Tensor
 
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
-from pipeloom.train.checkpoint.directory import (
-    keep_at_most,
-    partial_directory,
-    put_in_place,
-)
-from pipeloom.train.checkpoint.exchange import Exchange, LocalExchange
+from pipeloom.train.checkpoint.directory import check_limit, keep_at_most, partial_directory, put_in_place
+from pipeloom.train.checkpoint.exchange import Exchange
 from pipeloom.train.checkpoint.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -75,43 +71,26 @@ def save(
         CheckpointError: a rank failed (for example, its disk is full), or elements are missing, or ranges overlap
             partially. Raised on **every** rank, with the failed rank and file; earlier checkpoints are not changed.
     """
-    exchange = exchange or LocalExchange()
-    output_dir, lead = Path(output_dir), exchange.rank == 0
+    group, files, output_dir = exchange or Exchange(), RankFiles(model, optimizer, ranges or {}), Path(output_dir)
+    leads, known = group.rank == 0, {"layout": dict(layout or {}), "state": dict(state or {})}
     with ExitStack() as stack:
 
         def begin() -> dict[str, Any]:
-            if total_limit is not None and total_limit < 1:
-                raise CheckpointError(
-                    f"total_limit={total_limit}: at least one checkpoint must be kept. Use 1 or more, or None for no "
-                    "limit."
-                )
-            held = {**RankFiles(model, optimizer, ranges or {}).held(), "ties": {**(ties or {}), **_tied_names(model)}}
-            return {**held, "partial": stack.enter_context(partial_directory(output_dir, step)).name if lead else None}
+            check_limit(total_limit)
+            held = {**files.held(), "ties": {**(ties or {}), **_tied_names(model)}}
+            return {**held, "partial": stack.enter_context(partial_directory(output_dir, step)).name if leads else None}
 
-        held = _agree(exchange, begin)
+        held = _agree(group, begin)
         partial, all_ties = output_dir / held[0]["partial"], _merged_ties(held)
-        mine = _written(exchange.rank, held, all_ties)
-
-        def write() -> dict[str, Any]:
-            if not partial.is_dir():
-                raise CheckpointError(
-                    f"{partial} does not exist: output_dir must be on a file system that all ranks share."
-                )
-            suffix = f"-{exchange.rank + 1:05d}-of-{exchange.size:05d}.safetensors"
-            return RankFiles(model, optimizer, ranges or {}).write(partial, suffix, random, *mine)
-
-        written = _agree(exchange, write)
+        mine = _written(group.rank, held, all_ties)
+        written = _agree(group, lambda: files.write(partial, (group.rank, group.size), random, *mine))
 
         def finish() -> None:
-            if not lead:
-                return
-            known = {"layout": dict(layout or {}), "state": dict(state or {}), "compute_type": compute_type}
-            _write_manifest(partial, _manifest(written, step=step, ties=all_ties, **known), written)
-            target = put_in_place(partial, output_dir, step)
-            if total_limit is not None:
-                keep_at_most(output_dir, total_limit, newest=target)
+            if leads:
+                _write_manifest(partial, written, step=step, ties=all_ties, compute_type=compute_type, **known)
+                keep_at_most(output_dir, total_limit, newest=put_in_place(partial, output_dir, step))
 
-        _agree(exchange, finish)
+        _agree(group, finish)
     return output_dir / f"checkpoint-{step}"
 
 
@@ -128,15 +107,6 @@ def _written(rank: int, held: list[dict[str, Any]], ties: dict[str, str]) -> lis
         raise CheckpointError(f"the checkpoint was not saved: {error}") from None
 
 
-def _manifest(written: list[dict[str, Any]], **known: Any) -> Manifest:
-    """The manifest of what all ranks wrote, with the other fields `known`."""
-    return Manifest(
-        files={name: FileRecord(**record) for answer in written for name, record in answer["files"].items()},
-        parts=tuple(Part.from_dict(answer["part"]) for answer in written),
-        **known,
-    )
-
-
 def _agree(exchange: Exchange, work: Callable[[], T]) -> list[T]:
     """Call `work` on every rank and return the results (JSON) of all. If a rank fails, every rank raises its error."""
     failure: Exception | None = None
@@ -144,7 +114,9 @@ def _agree(exchange: Exchange, work: Callable[[], T]) -> list[T]:
         payload = json.dumps({"answer": work()})
     except Exception as error:  # of any type: the other ranks must not wait for this one
         failure = error
-        text = str(error) if isinstance(error, CheckpointError) else _described(error)
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.filename or 'writing'}: {error.strerror}. Free disk space, or choose another output_dir."
         payload = json.dumps({"error": " ".join(text.split())})
     answers = [json.loads(text) for text in exchange.all_gather(payload.encode())]
     errors = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
@@ -153,12 +125,6 @@ def _agree(exchange: Exchange, work: Callable[[], T]) -> list[T]:
         more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
         raise CheckpointError(f"the checkpoint was not saved: rank {rank}: {first}{more}") from failure
     return [answer["answer"] for answer in answers]
-
-
-def _described(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'writing'}: {error.strerror}. Free disk space, or choose another output_dir."
-    return f"{type(error).__name__}: {error}"
 
 
 def _tied_names(model: Mapping[str, Tensor]) -> dict[str, str]:
@@ -185,11 +151,13 @@ def _merged_ties(held: list[dict[str, Any]]) -> dict[str, str]:
     return merged
 
 
-def _write_manifest(partial: Path, manifest: Manifest, written: list[dict[str, Any]]) -> None:
-    """Write the files of rank 0: index, manifest and, last, the hash of the manifest."""
+def _write_manifest(partial: Path, written: list[dict[str, Any]], **known: Any) -> None:
+    """Write the files of rank 0: index, manifest and, last, the hash of the manifest; `known` are its other fields."""
+    files = {name: FileRecord(**record) for answer in written for name, record in answer["files"].items()}
     weight_map = {name: answer["part"]["model"] for answer in written for name in answer["weights"]}
     index = {"metadata": {"total_size": sum(answer["bytes"] for answer in written)}, "weight_map": weight_map}
-    manifest.files[INDEX_NAME] = write_bytes(partial / INDEX_NAME, json_bytes(index))
-    text = manifest.to_bytes()
+    files[INDEX_NAME] = write_bytes(partial / INDEX_NAME, json_bytes(index))
+    parts = tuple(Part.from_dict(answer["part"]) for answer in written)
+    text = Manifest(files=files, parts=parts, **known).to_bytes()
     write_bytes(partial / MANIFEST_NAME, text)
     write_bytes(partial / SEAL_NAME, seal(text))

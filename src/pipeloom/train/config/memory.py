@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import InputError
@@ -146,34 +145,21 @@ def under_cap(
     cap = config.memory.cap
     if cap is None:
         return config, None
-    config = replace(config, memory=replace(config.memory, cap=None, recompute="none"))
+    config = config.changed("memory", cap=None, recompute="none")
     schedule = make_schedule(config)
     model = planned_model(config, vocabulary_size, schedule.num_stages, device=device)
-    programs = [planned_program(way, schedule, device=device) for way in _granularities(config)]
+    ways, data = [config], data_axis(config)
+    if data is not None and data.shards_gradients:
+        ways = [config.changed("parallel", data_granularity=granularity.value) for granularity in Granularity]
+    programs = [planned_program(way, schedule, device=device) for way in ways]
     costs, network = (None, None) if file is None else (file.costs, file.network)
     choice = choose_memory(programs, model, cap, costs=costs, network=network)
-    return _with(config, choice), choice
-
-
-def _granularities(config: TrainConfig) -> list[TrainConfig]:
-    """`config` with each granularity of its strategy."""
-    data = data_axis(config)
-    if data is None or not data.shards_gradients:
-        return [config]
-    return [
-        replace(config, parallel=replace(config.parallel, data_granularity=granularity.value))
-        for granularity in Granularity
-    ]
-
-
-def _with(config: TrainConfig, choice: Choice) -> TrainConfig:
-    """`config` with the chosen values."""
     kinds = [str(kind) for kind in choice.model.recompute]
-    recompute = kinds[0] if len(set(kinds)) == 1 else ",".join(kinds)
-    data, parallel = choice.program.data, config.parallel
+    config = config.changed("memory", recompute=kinds[0] if len(set(kinds)) == 1 else ",".join(kinds))
+    data = choice.program.data
     if data is not None and data.shards_gradients and (data.degree > 1 or data.shards_parameters):
-        parallel = replace(parallel, data_granularity=data.granularity.value)
-    return replace(config, parallel=parallel, memory=replace(config.memory, recompute=recompute))
+        config = config.changed("parallel", data_granularity=data.granularity.value)
+    return config, choice
 
 
 def chosen_words(config: TrainConfig) -> str:

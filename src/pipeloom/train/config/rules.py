@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,9 @@ from pipeloom.ir import DataStrategy, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
 from pipeloom.parallel.options import OffloadTarget, axis_of
 from pipeloom.passes import lower
-from pipeloom.train.config.data_parallel import unused_data_options
 from pipeloom.train.config.memory import activation_offload
-from pipeloom.train.config.schedule import make_schedule, parse_cut
-from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.config.schedule import make_schedule, parse_cut, unused_data_options
+from pipeloom.train.config.train_config import TrainConfig, flat
 
 DRAINS = ("steps", "eval_steps", "save_steps")  # a stream drains there, so all stages must have updated
 STALENESS = ("none", "inverse", "pipemare")
@@ -34,6 +33,15 @@ _RATES = (
     "sample_temperature",
 )
 _FRACTIONS = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "model.dropout", "data.validation_fraction")
+_RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (_AT_LEAST_1, lambda value: value >= 1, "at least 1"),
+    (_AT_LEAST_0, lambda value: value >= 0, "at least 0"),
+    (("seed",), lambda value: value < 2**64, "below 2**64"),
+    (_RATES, lambda value: 0 <= value < math.inf, "finite and at least 0"),
+    (_FRACTIONS, lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    (("optimizer.min_learning_rate_fraction",), lambda value: 0 <= value <= 1, "from 0 to 1"),
+    (("precision.loss_scale",), lambda value: 1 <= value < math.inf, "finite and at least 1"),
+)
 _USERS = {  # optimizers that an option is for
     "beta1": ("adamw", "adam", "muon"),
     "beta2": ("adamw", "adam", "muon"),
@@ -66,29 +74,18 @@ def validate_settings(config: TrainConfig) -> None:
 
 def check_sizes(config: TrainConfig) -> None:
     """Validate numbers, and that the model and the batch can be divided as configured."""
-    values = {f"{section}.{name}": value for section, part in _sections(config) for name, value in part.items()}
-    values |= {name: getattr(config, name) for name in ("steps", "seed", "save_steps", "eval_steps", "sample_tokens")}
-    values |= {name: getattr(config, name) for name in ("eval_batches", "log_steps", "save_total_limit")}
-    values |= {"sample_temperature": config.sample_temperature, "batch.microbatches": config.num_microbatches}
-    for keys, smallest in ((_AT_LEAST_1, 1), (_AT_LEAST_0, 0)):
+    values = flat(dataclasses.asdict(config)) | {"batch.microbatches": config.num_microbatches}
+    for keys, fits, rule in _RANGES:
         for key in keys:
             unset = values[key] is None or (key, values[key]) == ("parallel.data", -1)
-            if not unset and values[key] < smallest:
-                raise InputError(f"{key}={values[key]}: must be at least {smallest}.")
-    if config.seed >= 2**64:
-        raise InputError(f"seed={config.seed}: must be below 2**64.")
-    for key in (*_RATES, *_FRACTIONS, "optimizer.min_learning_rate_fraction"):
-        rate = values[key]
-        rule = "finite and at least 0"
-        if key in _FRACTIONS:
-            rule, fits = "at least 0 and below 1", 0 <= rate < 1
-        elif key in _RATES:
-            fits = 0 <= rate < math.inf
-        else:
-            rule, fits = "from 0 to 1", 0 <= rate <= 1
-        if not fits:
-            raise InputError(f"{key}={rate}: must be {rule}.")
-    _check_batch(config)
+            if not unset and not fits(values[key]):
+                raise InputError(f"{key}={values[key]}: must be {rule}.")
+    needed = config.data_degree * config.num_microbatches
+    if config.batch.size < needed:
+        raise InputError(
+            f"batch.size={config.batch.size}: {needs_samples(config)}. Raise batch.size to {needed}, or lower "
+            "batch.microbatches."
+        )
     if config.parallel.pipeline > config.model.layers:
         raise InputError(
             f"parallel.pipeline={config.parallel.pipeline}: each stage needs a block, and model.layers="
@@ -97,20 +94,10 @@ def check_sizes(config: TrainConfig) -> None:
     config.gpt(vocabulary_size=1)  # its sizes fit each other, or it says which do not; the data is not read yet
 
 
-def _sections(config: TrainConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    for entry in dataclasses.fields(config):
-        if dataclasses.is_dataclass(part := getattr(config, entry.name)):
-            yield entry.name, dataclasses.asdict(part)  # type: ignore[arg-type]
-
-
-def _check_batch(config: TrainConfig) -> None:
-    size, degree, count = config.batch.size, config.data_degree, config.num_microbatches
-    if size // degree < count:
-        of_replicas = f" of each of {degree} replicas" if degree > 1 else ""
-        raise InputError(
-            f"batch.size={size}: each of {count} micro-batches{of_replicas} needs a sample. Raise batch.size to "
-            f"{count * degree}, or lower batch.microbatches."
-        )
+def needs_samples(config: TrainConfig) -> str:
+    """The rule that a batch has a sample for each micro-batch, for messages."""
+    of_replicas = f" of each of {config.data_degree} replicas" if config.data_degree > 1 else ""
+    return f"each of {config.num_microbatches} micro-batches{of_replicas} needs a sample"
 
 
 # Combinations
@@ -146,7 +133,7 @@ def _check_stream_options(config: TrainConfig, schedule: Schedule) -> None:
         )
     if kind != "none" or config.optimizer.replica_scaling:
         name = "staleness" if kind != "none" else "replica_scaling"
-        value = str(getattr(config.optimizer, name)).lower()
+        value = _word(getattr(config.optimizer, name))
         raise InputError(
             f"optimizer.{name}={value}: {has_no_effect}: a synchronous schedule has no stale gradients and no "
             "replicated stages. Remove it, or use pipedream."
@@ -192,9 +179,6 @@ def _check_data_parallel(config: TrainConfig, schedule: Schedule) -> None:
         unusual = f"parallel.data={degree}" if degree > 1 else "memory.offload_parameters=true"
     if degree > 1 and config.local:
         raise InputError(f"{unusual}: does not work with --local, which is one process. Remove one of them.")
-    scale = config.precision.loss_scale
-    if not (math.isfinite(scale) and scale >= 1):
-        raise InputError(f"precision.loss_scale={scale}: must be finite and at least 1.")
     if config.shared is None and dtype == "fp32":
         return
     if schedule.microbatches_per_update is not None:
@@ -214,10 +198,11 @@ def _check_memory(config: TrainConfig, schedule: Schedule) -> None:
     memory = config.memory
     recompute_of_stages(memory.recompute, schedule.num_stages)
     if memory.offload is None:
-        for name, value in (("offload_activations", memory.offload_activations), ("offload_parameters", True)):
-            if getattr(memory, name) not in (None, False):
+        for name in ("offload_activations", "offload_parameters"):
+            value = getattr(memory, name)
+            if value not in (None, False):
                 raise InputError(
-                    f"memory.{name}={str(value).lower()}: no offload target is configured. Add --memory.offload cpu or "
+                    f"memory.{name}={_word(value)}: no offload target is configured. Add --memory.offload cpu or "
                     "disk:PATH."
                 )
         return
@@ -243,34 +228,32 @@ def check_unused(config: TrainConfig) -> None:
     Raises:
         InputError: the first of them.
     """
-    for key, value, where, fix in _unused(config):
-        raise InputError(f"{key}={value}: has no effect {where}. Remove it, or {fix}.")
+    values, defaults = flat(dataclasses.asdict(config)), flat(dataclasses.asdict(TrainConfig()))
+    for key, where, fix in _unused(config):
+        if values[key] != defaults[key]:
+            raise InputError(f"{key}={_word(values[key])}: has no effect {where}. Remove it, or {fix}.")
 
 
-def _unused(config: TrainConfig) -> Iterator[tuple[str, Any, str, str]]:
-    """Per option: its name, its value, the setting with which it has no effect, and the fix."""
+def _unused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
+    """Per option without effect: its name, the setting that makes it so, and the fix."""
     for name, users in _USERS.items():
-        if config.optimizer.name not in users and _given(config.optimizer, name):
-            value, where = getattr(config.optimizer, name), f"with optimizer.name={config.optimizer.name}"
-            yield f"optimizer.{name}", value, where, f"use {' or '.join(users)}"
-    for name in ("loss_scale", "loss_scale_steps"):
-        if config.precision.dtype != "fp16" and _given(config.precision, name):
-            value, where = getattr(config.precision, name), f"with precision.dtype={config.precision.dtype}"
-            yield f"precision.{name}", value, where, "use fp16"
-    memory, parallel = config.memory, config.parallel
-    if not memory.offload_states and memory.offload is None:
-        yield "memory.offload_states", "false", "without memory.offload", "add --memory.offload cpu or disk:PATH"
+        if config.optimizer.name not in users:
+            yield f"optimizer.{name}", f"with optimizer.name={config.optimizer.name}", f"use {' or '.join(users)}"
+    for name in ("loss_scale", "loss_scale_steps") if config.precision.dtype != "fp16" else ():
+        yield f"precision.{name}", f"with precision.dtype={config.precision.dtype}", "use fp16"
+    memory = config.memory
+    if memory.offload is None:
+        yield "memory.offload_states", "without memory.offload", "add --memory.offload cpu or disk:PATH"
     elif memory.offload_activations is None and not (memory.offload_states or memory.offload_parameters):
         fix = "add --memory.offload_activations, or offload states or parameters"
-        yield "memory.offload", memory.offload, "where states, parameters and activations stay", fix
+        yield "memory.offload", "where states, parameters and activations stay", fix
     for name in unused_data_options(config):
-        if _given(parallel, name):
-            fix = "raise --parallel.data"
-            if DataStrategy(parallel.data_strategy).shards_parameters and name != "order":
-                fix += ", or add --memory.offload_parameters true"
-            yield f"parallel.{name}", getattr(parallel, name), "with one data-parallel replica", fix
+        fix = "raise --parallel.data"
+        if DataStrategy(config.parallel.data_strategy).shards_parameters and name != "order":
+            fix += ", or add --memory.offload_parameters true"
+        yield f"parallel.{name}", "with one data-parallel replica", fix
 
 
-def _given(part: Any, name: str) -> bool:
-    default = next(entry.default for entry in dataclasses.fields(part) if entry.name == name)
-    return bool(getattr(part, name) != default)
+def _word(value: Any) -> Any:
+    """A value as on a command line."""
+    return str(value).lower() if isinstance(value, bool) else value

@@ -1,4 +1,4 @@
-"""The schedule, the stages and the sequence slices of a run, from its configuration. No torch."""
+"""The schedule, the stages, the sequence slices and the data-parallel replicas of a run. No torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from functools import partial
 
 from pipeloom import schedules
 from pipeloom.errors import InputError, ScheduleError
-from pipeloom.ir import Schedule, check
+from pipeloom.ir import DataStrategy, Schedule, check
 from pipeloom.passes import check_has_backwards
 from pipeloom.schedules import FAMILIES, steady_length
 from pipeloom.split.layer_chain import even_parts
-from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.config.sections import ParallelConfig
+from pipeloom.train.config.train_config import TrainConfig, whole_numbers
 
 AUTO = "auto"
 CUTS = ("layers", "parameters", "time")
@@ -24,11 +25,12 @@ def make_schedule(config: TrainConfig) -> Schedule:
     Raises:
         InputError: options that do not fit each other.
     """
-    check_slices(config)
+    _check_slices(config)
     lengths, name = slice_lengths(config), schedule_name(config)
-    streams = is_stream(name)
+    streams, length, in_flight = is_stream(name), config.num_microbatches, config.parallel.in_flight
     if streams:
-        check_replicas(config)
+        check_replicas(config)  # any length follows from one that shows the steady state
+        length = steady_length(config.replicas, microbatches_per_update=length, in_flight=in_flight)
     elif config.parallel.replicas is not None:
         raise InputError(
             f"parallel.replicas={config.parallel.replicas}: schedule {name!r} has one rank per stage. Remove it, or "
@@ -37,13 +39,13 @@ def make_schedule(config: TrainConfig) -> Schedule:
     build = partial(
         schedules.build,
         num_ranks=config.num_ranks,
-        num_microbatches=stream_length(config) if streams else config.num_microbatches,
+        num_microbatches=length,
         num_chunks=config.parallel.chunks,
         num_slices=len(lengths or (0,)),
         weights=config.weights,
         replicas=None if config.parallel.replicas is None else config.replicas,
         microbatches_per_update=config.num_microbatches if streams else None,
-        in_flight=config.parallel.in_flight if streams else None,
+        in_flight=in_flight if streams else None,
     )
     try:
         schedule = build(name)
@@ -54,11 +56,6 @@ def make_schedule(config: TrainConfig) -> Schedule:
         raise InputError(f"{error} Set it as `--batch.microbatches`, and `--batch.size` at least as large.") from error
     check(schedule)
     check_has_backwards(schedule)
-    _check_fits(config, schedule, lengths, streams)
-    return schedule
-
-
-def _check_fits(config: TrainConfig, schedule: Schedule, lengths: tuple[int, ...] | None, streams: bool) -> None:
     name = schedule.name
     if schedule.microbatches_per_update is not None and not streams:
         names = ", ".join(family.name for family in FAMILIES.values() if family.stream)
@@ -76,6 +73,7 @@ def _check_fits(config: TrainConfig, schedule: Schedule, lengths: tuple[int, ...
             f"model.layers={config.model.layers}: schedule {name!r} has {schedule.num_stages} stages, and each needs a "
             "block. Raise model.layers, or lower parallel.pipeline or parallel.chunks."
         )
+    return schedule
 
 
 def parse_cut(config: TrainConfig, num_stages: int) -> str | list[int]:
@@ -118,10 +116,9 @@ def slice_lengths(config: TrainConfig) -> tuple[int, ...] | None:
     asked, tokens = config.parallel.slices, config.model.sequence_length
     if asked is None or asked == AUTO:
         return None
-    parts = str(asked).split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
+    lengths = whole_numbers(str(asked))
+    if not all(lengths):
         raise InputError(f"parallel.slices={asked}: must be auto, a number, or lengths such as 48,40,40.")
-    lengths = tuple(map(int, parts))
     if len(lengths) == 1:
         [count] = lengths
         if count > tokens:
@@ -132,7 +129,7 @@ def slice_lengths(config: TrainConfig) -> tuple[int, ...] | None:
     return lengths
 
 
-def check_slices(config: TrainConfig) -> None:
+def _check_slices(config: TrainConfig) -> None:
     """Validate that the schedule supports slices.
 
     Raises:
@@ -162,12 +159,6 @@ def is_stream(name: str) -> bool:
     return family is not None and bool(family.stream)
 
 
-def stream_length(config: TrainConfig) -> int:
-    """Micro-batches of a stream that is long enough to show its steady state, from which any length follows."""
-    each, in_flight = config.num_microbatches, config.parallel.in_flight
-    return steady_length(config.replicas, microbatches_per_update=each, in_flight=in_flight)
-
-
 def check_replicas(config: TrainConfig) -> None:
     """Validate that a stream with these replicas per stage drains often enough, before its schedule is made.
 
@@ -180,3 +171,58 @@ def check_replicas(config: TrainConfig) -> None:
             f"parallel.replicas={config.parallel.replicas}: the least common multiple is {each}, and at most "
             f"{_MOST_STEPS} steps may pass between drains. Use fewer replicas, or numbers that divide each other."
         )
+
+
+# Data parallelism
+
+
+def resolve_data_degree(config: TrainConfig, world_size: int | None) -> TrainConfig:
+    """`config` with a number in place of ``parallel.data`` -1.
+
+    Args:
+        config: as given.
+        world_size: processes of the process group; None outside of one.
+
+    Raises:
+        InputError: there is no process group, or its size is not a multiple of the pipeline-parallel degree.
+    """
+    if config.parallel.data != -1:
+        return config
+    if world_size is None:
+        raise InputError("parallel.data=-1: needs a running process group. Outside torchrun, give a number.")
+    config = config.changed("parallel", data=config.mesh_shape(world_size).degree("dp"))
+    default = ParallelConfig()  # options for more replicas than there are
+    return config.changed("parallel", **{name: getattr(default, name) for name in unused_data_options(config)})
+
+
+def unused_data_options(config: TrainConfig) -> list[str]:
+    """The options of ``parallel`` that have no effect with the data-parallel degree of `config`.
+
+    With one replica and parameters in memory, nothing is sharded or communicated. Offloaded parameters of zero3 are
+    gathered and freed in buckets, and so are float32 masters of 16-bit formats, also with one replica.
+    """
+    if config.parallel.data != 1:
+        return []
+    offloads = config.memory.offload_parameters
+    gathers = offloads and DataStrategy(config.parallel.data_strategy).shards_parameters
+    unused = [] if gathers else ["data_strategy", "data_granularity"]
+    return [*unused, *([] if offloads else ["data_bucket_bytes"]), "order"]
+
+
+def process_names(config: TrainConfig) -> list[str]:
+    """The name of each process in messages."""
+    shape = config.mesh_shape()
+    if config.data_degree == 1:
+        return [f"rank {process}" for process in range(shape.num_processes)]
+    places = map(shape.coordinates, range(shape.num_processes))
+    return [f"rank {place['pp']} of replica {place['dp']}" for place in places]
+
+
+def samples_of_replica(count: int, replica: int, degree: int) -> range:
+    """Which of the `count` samples of a batch a replica takes: contiguous, sizes differ by at most one.
+
+    The samples of all replicas together do not depend on their number.
+    """
+    parts = even_parts(count, degree)
+    start = sum(parts[:replica])
+    return range(start, start + parts[replica])

@@ -119,15 +119,15 @@ class TrainConfig:
         asked, stages = self.parallel.replicas, self.parallel.pipeline
         if asked is None:
             return (1,) * stages
-        parts = asked.split(",")
-        if not all(part.strip().isdecimal() and len(part) < 20 and int(part) for part in parts):
+        found = whole_numbers(asked)
+        if not all(found):
             raise InputError(f"parallel.replicas={asked}: must be ranks per stage, such as 2,1.")
-        if len(parts) != stages:
+        if len(found) != stages:
             raise InputError(
                 f"parallel.replicas={asked}: must have one number for each of {stages} stages. Use --parallel.pipeline "
-                f"{len(parts)}, or other replicas."
+                f"{len(found)}, or other replicas."
             )
-        return tuple(map(int, parts))
+        return found
 
     @property
     def num_ranks(self) -> int:
@@ -145,6 +145,10 @@ class TrainConfig:
             raise InputError(f"parallel.order={self.parallel.order}: must be dp,pp or pp,dp.")
         degrees = {"pp": self.num_ranks, "dp": self.parallel.data}
         return MeshShape.of(degrees, num_processes=num_processes, order=order)
+
+    def changed(self, section: str, **values: Any) -> TrainConfig:
+        """A copy with other values in a section."""
+        return dataclasses.replace(self, **{section: dataclasses.replace(getattr(self, section), **values)})
 
     def to_json(self) -> str:
         """All values as one JSON text, paths with every byte; `from_json` is its inverse."""
@@ -174,6 +178,12 @@ def _from_mapping(kind: Any, mapping: Mapping[str, Any]) -> Any:
         return Bytes.parse(value) if value is not None and Bytes in (hint, *get_args(hint)) else value
 
     return kind(**{key: value_of(hints[key], value) for key, value in mapping.items()})
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a list such as ``5,3``; (0,) if one is malformed or too long."""
+    parts = [part.strip() for part in text.split(",")]
+    return tuple(map(int, parts)) if all(part.isdecimal() and len(part) < 20 for part in parts) else (0,)
 
 
 def flat(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,17 +234,13 @@ class Option(NamedTuple):
         return f"{self.help}: {', '.join(self.choices)}" if self.choices else self.help
 
 
-def options() -> Iterator[Option]:
-    """Every option, in order of declaration."""
-    yield from _options_of(TrainConfig, "")
-
-
-def _options_of(kind: Any, section: str) -> Iterator[Option]:
+def options(kind: Any = TrainConfig, section: str = "") -> Iterator[Option]:
+    """Every option of a dataclass, which is `section`, and of the sections in it, in order of declaration."""
     hints = get_type_hints(kind)
     for entry in dataclasses.fields(kind):
         hint = hints[entry.name]
         if dataclasses.is_dataclass(hint):
-            yield from _options_of(hint, entry.name)
+            yield from options(hint, entry.name)
             continue
         key = f"{section}.{entry.name}" if section else entry.name
         text, unset = entry.metadata["help"], entry.metadata["unset"]

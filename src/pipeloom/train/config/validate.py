@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,15 +12,15 @@ from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import CheckpointError, DataError, InputError
 from pipeloom.ir.versions import check_drained
 from pipeloom.parallel.options import CPU
-from pipeloom.plan.memory import OPTIMIZERS
+from pipeloom.plan.memory.state_bytes import OPTIMIZERS, NumberBytes
 from pipeloom.train.checkpoint.directory import in_use, resume_path
 from pipeloom.train.checkpoint.manifest import Manifest, verify
 from pipeloom.train.config.memory import under_cap
-from pipeloom.train.config.rules import check_sizes, validate_settings
+from pipeloom.train.config.rules import check_sizes, needs_samples, validate_settings
 from pipeloom.train.config.schedule import AUTO, make_schedule
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import Corpus, open_corpus
-from pipeloom.train.data.tokenizers import load_tokenizer
+from pipeloom.train.data.text import load_tokenizer
 
 _GPU = Path("/dev/nvidiactl")  # with a GPU, the model lies in its memory, and torch says what is missing
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -41,7 +40,7 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
         InputError: the first problem.
     """
     check_sizes(config)
-    check_machine(config, os.environ)  # before a schedule of absurd sizes is made
+    _check_machine(config)  # before a schedule of absurd sizes is made
     validate_settings(config)
     if config.parallel.slices != AUTO:  # with slices that are not measured yet, less memory may do
         device = "cuda" if _GPU.exists() else "cpu"
@@ -53,7 +52,12 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
         _check_checkpoint(config, checkpoint, verify(checkpoint))
     made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     try:
-        _check_writable(output_dir)
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            with in_use(output_dir), tempfile.TemporaryFile(dir=output_dir) as file:
+                file.write(b"0")
+        except OSError as error:
+            raise InputError(f"output_dir={output_dir}: cannot be written ({error.strerror}). Name another.") from error
         _check_data(config, open_corpus(config))
     except InputError:
         if made and world_size is None:  # no other process uses it
@@ -81,27 +85,17 @@ def _check_processes(config: TrainConfig, world_size: int | None) -> None:
     )
 
 
-def _check_writable(output_dir: Path) -> None:
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        with in_use(output_dir), tempfile.TemporaryFile(dir=output_dir) as file:
-            file.write(b"0")
-    except OSError as error:
-        raise InputError(f"output_dir={output_dir}: cannot be written ({error.strerror}). Name another.") from error
-
-
 def _check_data(config: TrainConfig, corpus: Corpus) -> None:
     """Validate that there is text to train on, and enough for an evaluation."""
-    length, degree, count = config.model.sequence_length, config.data_degree, config.num_microbatches
+    length = config.model.sequence_length
     corpus.num_windows(length)
     if not config.eval_steps:
         return
     found = corpus.num_windows(length, "validation")
-    if found // degree < count:
-        of_replicas = f" of each of {degree} replicas" if degree > 1 else ""
+    if found // config.data_degree < config.num_microbatches:
         raise DataError(
-            f"the validation data has {found} samples of {length} tokens: each of {count} micro-batches{of_replicas} "
-            "needs a sample. Raise data.validation_fraction, add text, or use --eval_steps 0."
+            f"the validation data has {found} samples of {length} tokens: {needs_samples(config)}. Raise "
+            "data.validation_fraction, add text, or use --eval_steps 0."
         )
 
 
@@ -127,7 +121,7 @@ def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest)
 # The memory of this machine
 
 
-def check_machine(config: TrainConfig, environment: Mapping[str, str]) -> None:
+def _check_machine(config: TrainConfig) -> None:
     """Validate that a lower bound of the model's and the batch's memory fits this machine.
 
     Raises:
@@ -137,9 +131,11 @@ def check_machine(config: TrainConfig, environment: Mapping[str, str]) -> None:
         return
     model, batch = _least_bytes(config)
     processes = config.num_ranks * config.data_degree
-    local = environment.get("LOCAL_WORLD_SIZE", "")
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
     share = min(1.0, int(local) / processes) if local.isdecimal() else 1.0
-    limit = _memory_bytes()
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        limit = min(limit, int(_CGROUP_LIMIT.read_text()))
     if (model + batch) * share > limit:
         what, fix = (
             (f"model.layers={config.model.layers} and model.width={config.model.width}", "Lower one of them.")
@@ -169,23 +165,13 @@ def _least_bytes(config: TrainConfig) -> tuple[int, int]:
 
 def _parameter_bytes(config: TrainConfig) -> int:
     """Bytes per parameter over all replicas."""
-    degree, strategy, precision = config.data_degree, config.data_parallel.kind, config.precision
-    computed = _FLOAT_BYTES if precision.dtype == "fp32" else _FLOAT_BYTES // 2
-    summed = computed if precision.gradients == "same" else _FLOAT_BYTES
+    degree, strategy, formats = config.data_degree, config.data_parallel.kind, NumberBytes.of(config.number_format)
     to_disk = config.memory.offload not in (None, CPU)
     masters_here = not (to_disk and config.memory.offload_parameters)
     moments = 0 if to_disk and config.memory.offload_states else int(_FLOAT_BYTES * OPTIMIZERS[config.optimizer.name])
-    masters = _FLOAT_BYTES if precision.dtype != "fp32" and masters_here else 0
+    masters = _FLOAT_BYTES if formats.has_masters and masters_here else 0
     return (
-        computed * (int(masters_here) if strategy.shards_parameters else degree)
-        + summed * (1 if strategy.shards_gradients else degree)
+        formats.compute * (int(masters_here) if strategy.shards_parameters else degree)
+        + formats.gradient * (1 if strategy.shards_gradients else degree)
         + (moments + masters) * (1 if strategy.shards_optimizer else degree)
     )
-
-
-def _memory_bytes() -> int:
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(installed, int(_CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):
-        return installed

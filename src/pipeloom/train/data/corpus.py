@@ -21,8 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from pipeloom.common.atomic_file import whole_file, write_whole
 from pipeloom.errors import DataError
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.data.text_files import find_files
-from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer
+from pipeloom.train.data.text import Tokenizer, find_files, load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from pipeloom.common.atomic_file import UNFINISHED, write_whole
@@ -21,7 +22,7 @@ from pipeloom.processes.launcher import BlackBox
 from pipeloom.schedules import user_defined as own_schedule
 from pipeloom.train.checkpoint.directory import OWN_CHECKPOINT, clean, list_checkpoints
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.data.text_files import CONFIG_HEAD, RUN_FILES
+from pipeloom.train.data.text import CONFIG_HEAD, RUN_FILES
 from pipeloom.version import __version__
 
 
@@ -56,7 +57,15 @@ def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str 
         f"{CONFIG_HEAD}{__version__}; repeat this run: pipeloom train --config {directory.absolute() / 'config.yaml'}\n"
         + to_yaml(repeatable(config)),
     )
-    write_whole(directory / "environment.json", json.dumps(_environment(), indent=2) + "\n")
+    environment = {
+        "pipeloom": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads a rank": torch.get_num_threads(),
+    }
+    write_whole(directory / "environment.json", json.dumps(environment, indent=2) + "\n")
     return f"an earlier run was moved to {place}" if stale else None
 
 
@@ -88,19 +97,6 @@ def _cut_metrics(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             continue
     write_whole(path, "".join(kept))
-
-
-def _environment() -> dict[str, Any]:
-    import torch  # here, so that the launcher can use this module without it
-
-    return {
-        "pipeloom": __version__,
-        "torch": torch.__version__,
-        "Python": platform.python_version(),
-        "system": platform.platform(),
-        "cores": os.cpu_count(),
-        "threads a rank": torch.get_num_threads(),
-    }
 
 
 class Journal:
@@ -143,14 +139,11 @@ def repeatable(config: TrainConfig) -> TrainConfig:
     if resume is not None:
         own = resume in OWN_CHECKPOINT or Path(resume).absolute().parent == Path(config.output_dir).absolute()
         resume = None if own else absolute(resume)
-    memory, kind = config.memory, "disk:"
-    if memory.offload is not None and memory.offload.startswith(kind):
-        memory = replace(memory, offload=f"{kind}{absolute(memory.offload.removeprefix(kind))}")
-    data = replace(config.data, path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer))
+    kind, _, offload_dir = (config.memory.offload or "").partition(":")
+    if offload_dir:
+        config = config.changed("memory", offload=f"{kind}:{absolute(offload_dir)}")
     return replace(
-        config,
-        data=data,
-        memory=memory,
+        config.changed("data", path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer)),
         plan=None,  # the other options have its values; its orders are `schedule`
         schedule=own_schedule.absolute(config.schedule),
         output_dir=str(Path(config.output_dir).absolute()),

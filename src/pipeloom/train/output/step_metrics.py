@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import statistics
@@ -10,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,8 @@ from pipeloom.training import Pipeline
 
 Records = Sequence[tuple[int, Sequence[tuple[Action, float, float]]]]
 Waits = Mapping[int, Mapping[Action, float]]
+MessageKey = str | tuple[Op, int]
+MessageTimes = dict[MessageKey, list[float]]
 
 _OPS = (Op.F, Op.B, Op.I, Op.W)
 _MOVES = (Op.OFFLOAD, Op.RELOAD)
@@ -55,20 +56,14 @@ class StepCost:
     slice_factors: Tensor | None = None
 
 
-def cost_numbers(pipeline: Pipeline, records: Records, process: int, num_processes: int) -> Tensor:
-    """This process's share of the sum over processes that `read_cost` reads; float64.
-
-    Args:
-        pipeline: that just stepped.
-        records: its records of that step.
-        process, num_processes: which of how many processes this is, replica after replica, the ranks of each in order.
-    """
+def cost_numbers(pipeline: Pipeline, records: Records, group: Group) -> Tensor:
+    """This process's share of the sum over processes that `read_cost` reads, from the records of a step; float64."""
     ranks, stages = pipeline.schedule.num_ranks, pipeline.schedule.num_stages
     by_rank = torch.zeros(ranks, 3, dtype=torch.float64)  # busy seconds, first to last, live activations
-    memory = torch.zeros(num_processes, dtype=torch.float64)
+    memory = torch.zeros(group.size, dtype=torch.float64)
     slices = pipeline.schedule.num_slices
     by_stage = torch.zeros(2, stages, len(_OPS), slices, dtype=torch.float64)  # medians, and how many ranks have one
-    memory[process] = peak_memory_bytes()
+    memory[group.place] = peak_memory_bytes()
     for rank, rows in records:
         durations: dict[tuple[int, int, int], list[float]] = {}
         waits = pipeline.waits[rank]
@@ -94,19 +89,14 @@ def read_cost(numbers: Tensor, schedule: Schedule, num_processes: int) -> StepCo
     busy, seconds, live = by_rank.view(ranks, 3).unbind(1)
     medians, counts = by_stage.view(shape)
     seconds_of_slices = medians / counts.clamp_min(1)  # [stages, 4, slices]
+    both = torch.stack([seconds_of_slices[:, 0].sum(0), seconds_of_slices[:, 1:].sum((0, 1))])  # forward and backward
     return StepCost(
         bubble_fraction=float(1 - busy.mean() / seconds.max()),
         peak_memory_bytes=[int(value) for value in memory.tolist()],
         live_activations=[int(value) // replicas for value in live.tolist()],
         stage_seconds=seconds_of_slices.sum(2),
-        slice_factors=_factors(seconds_of_slices.sum(0)) if schedule.num_slices > 1 else None,
+        slice_factors=both / both.mean(1, keepdim=True).clamp_min(1e-12) if schedule.num_slices > 1 else None,
     )
-
-
-def _factors(seconds: Tensor) -> Tensor:
-    """[4, slices] seconds of F, B, I, W -> [2, slices]: forward and backward over their means."""
-    both = torch.stack([seconds[0], seconds[1:].sum(0)])
-    return both / both.mean(1, keepdim=True).clamp_min(1e-12)
 
 
 def peak_memory_bytes() -> int:
@@ -118,16 +108,11 @@ def peak_memory_bytes() -> int:
 
 
 class Predictor:
-    """Simulates programs with the times that recent steps measured.
-
-    Args:
-        data: of the link between replicas.
-    """
+    """Simulates programs with the times that recent steps measured, and `data`, those of the link between replicas."""
 
     def __init__(self, data: DataCosts | None = None) -> None:
         self._data = data
-        self._recent: deque[Tensor] = deque(maxlen=_RECENT_STEPS)
-        self._factors: deque[Tensor] = deque(maxlen=_RECENT_STEPS)
+        self._recent: deque[StepCost] = deque(maxlen=_RECENT_STEPS)
         self._messages: deque[MessageTimes] = deque(maxlen=_RECENT_MESSAGES)
         self._warm = False
 
@@ -135,11 +120,8 @@ class Predictor:
         """Add the costs of a step. The first step, a warm-up, is dropped once there is another."""
         if not self._warm and self._recent:
             self._recent.clear()
-            self._factors.clear()
             self._warm = True
-        self._recent.append(cost.stage_seconds)
-        if cost.slice_factors is not None:
-            self._factors.append(cost.slice_factors)
+        self._recent.append(cost)
 
     def observe_messages(self, records: Records) -> None:
         """Add the message times of a step; records of all ranks, on one clock."""
@@ -147,14 +129,20 @@ class Predictor:
 
     def predict(self, program: Program) -> Timeline:
         """The predicted timeline of a step or a stream, from observed costs."""
-        f, b, i, w = torch.stack(list(self._recent)).median(0).values.unbind(1)
+        f, b, i, w = torch.stack([cost.stage_seconds for cost in self._recent]).median(0).values.unbind(1)
+        found = [cost.slice_factors for cost in self._recent if cost.slice_factors is not None]
+        forward, backward = map(tuple, torch.stack(found).median(0).values.tolist() if found else ((), ()))
+        stages = range(program.schedule.num_stages)
         costs = Costs(  # a stage has seconds of B, of I and W, or of all three
             forward=tuple(f.tolist()),
             backward_input=tuple(torch.where(i > 0, i, b / 2).tolist()),
             backward_weight=tuple(torch.where(w > 0, w, b / 2).tolist()),
             backward=tuple(torch.where(b > 0, b, i + w).tolist()),
-            slice_factors=self._slice_factors(),
-            other={Op.STEP: self._recent_median("update"), **self._moves(program.schedule.num_stages)},
+            slice_factors=(forward, backward) if found else None,
+            other={
+                Op.STEP: self._recent_median("update"),
+                **{op: tuple(self._recent_median((op, stage)) for stage in stages) for op in _MOVES},
+            },
         )
         data: dict[str, Any] = {}
         if self._data is not None and program.data is not None:
@@ -172,25 +160,9 @@ class Predictor:
         )
         return simulate(program, costs, network)
 
-    def _moves(self, num_stages: int) -> dict[Op, tuple[float, ...]]:
-        """For each stage, the seconds of an OFFLOAD and of a RELOAD."""
-        found: dict[tuple[Op, int], list[float]] = {}
-        for times in self._messages:
-            for key, seconds in times.moves.items():
-                found.setdefault(key, []).extend(seconds)
-        return {
-            op: tuple(statistics.median(found.get((op, stage), (0.0,))) for stage in range(num_stages)) for op in _MOVES
-        }
-
-    def _recent_median(self, kind: str) -> float:
-        found = [value for times in self._messages for value in getattr(times, kind)]
+    def _recent_median(self, key: MessageKey) -> float:
+        found = [value for times in self._messages for value in times.get(key, ())]
         return statistics.median(found) if found else 0.0
-
-    def _slice_factors(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-        if not self._factors:
-            return None
-        forward, backward = torch.stack(list(self._factors)).median(0).values.tolist()
-        return tuple(forward), tuple(backward)
 
 
 def cost_metrics(cost: StepCost, predictor: Predictor, program: Program, group: Group) -> dict[str, Any]:
@@ -203,45 +175,33 @@ def cost_metrics(cost: StepCost, predictor: Predictor, program: Program, group: 
     }
 
 
-class MessageTimes(NamedTuple):
-    """Seconds of the messages of one step.
-
-    Attributes:
-        send: every SEND.
-        arrival: from the end of a SEND to the end of the RECV that already waited for it.
-        receive: every RECV whose message had been sent before.
-        update: every STEP inside the program.
-        moves: by op and stage, every OFFLOAD and RELOAD.
-    """
-
-    send: list[float]
-    arrival: list[float]
-    receive: list[float]
-    update: list[float]
-    moves: dict[tuple[Op, int], list[float]]
-
-
 def message_times(records: Records) -> MessageTimes:
-    """Read from the records of all ranks. Negative differences (clocks of two machines) count as 0."""
+    """Seconds of the messages of one step, read from the records of all ranks.
+
+    Keys are "send" (every SEND), "arrival" (from the end of a SEND to the end of the RECV that already waited for it),
+    "receive" (every RECV whose message had been sent before), "update" (every STEP inside the program), and op and
+    stage of every OFFLOAD and RELOAD. Negative differences (clocks of two machines) count as 0.
+    """
     ends = {action: end for _, rows in records for action, _, end in rows if action.op in _SENT_BY.values()}
-    times = MessageTimes([], [], [], [], {})
+    times: MessageTimes = {}
     for _, rows in records:
         for action, start, end in rows:
+            key: MessageKey | None = None
+            seconds = end - start
             if action.op in _SENT_BY.values():
-                times.send.append(end - start)
+                key = "send"
             elif action.op is Op.STEP:
-                times.update.append(end - start)
+                key = "update"
             elif action.op in _MOVES:
-                times.moves.setdefault((action.op, action.stage), []).append(end - start)
+                key = (action.op, action.stage)
             elif action.op in _SENT_BY:
                 source = action.stage + (-1 if action.op is Op.RECV_F else 1)
                 sent = ends.get(action._replace(stage=source, op=_SENT_BY[action.op]))
-                if sent is None:  # of a long stream only the last records are there
-                    continue
-                if start <= sent:
-                    times.arrival.append(max(0.0, end - sent))
-                else:
-                    times.receive.append(end - start)
+                if sent is not None:  # of a long stream only the last records are there
+                    key = "arrival" if start <= sent else "receive"
+                    seconds = max(0.0, end - sent) if start <= sent else seconds
+            if key is not None:
+                times.setdefault(key, []).append(seconds)
     return times
 
 
@@ -253,8 +213,8 @@ def gathered_waits(group: Group, waits: Waits, num_ranks: int) -> list[float]:
         if group.replica == 0
     }
     gathered: dict[str, float] = {}
-    for payload in group.all_gather(json.dumps(own).encode()):
-        gathered |= json.loads(payload)
+    for each in group.gather_json(own):
+        gathered |= each
     return [gathered.get(str(rank), 0.0) for rank in range(num_ranks)]
 
 
@@ -262,7 +222,7 @@ def gathered_records(group: Group, records: Records) -> Records:
     """The records of all ranks of the first replica, by rank, on every process; `records` are this one's."""
     shown = records if group.replica == 0 else []
     own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in shown]
-    gathered = [item for payload in group.all_gather(json.dumps(own).encode()) for item in json.loads(payload)]
+    gathered = [item for each in group.gather_json(own) for item in each]
     return [
         (rank, [(parse_action(action), start, end) for action, start, end in rows]) for rank, rows in sorted(gathered)
     ]
