@@ -51,17 +51,18 @@ class Timeline:
     Spans and curves are tuples, or array-backed sequences for large schedules.
     """
 
+    # in the order of the JSON
     name: str
     kind: Literal["simulated", "measured"]
-    spans: tuple[Sequence[Span], ...]
-    memory: tuple[Sequence[Point], ...]
     ideal_seconds: float
-    placement: Placement
     num_microbatches: int
     num_slices: int = 1
-    memory_bytes: tuple[Sequence[Point], ...] | None = None
+    placement: Placement
+    spans: tuple[Sequence[Span], ...]
     background: tuple[Sequence[Span], ...] = ()
     waits: tuple[float, ...] = ()
+    memory: tuple[Sequence[Point], ...]
+    memory_bytes: tuple[Sequence[Point], ...] | None = None
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
     transfers: tuple[Transfer, ...] = ()
     latency_seconds: float | tuple[tuple[float, ...], ...] = field(default=0.0, compare=False)
