@@ -485,6 +485,18 @@ def test_slices_for_a_schedule_fit_into_memory():
         scheduled_timeline(costs, replace(free, slices=((64,), (32, 32)), batch=(2, 2)), schedule="seq1f1b", name="")
 
 
+def test_slices_for_a_schedule_use_the_memory_that_there_is():
+    """Rank 0 of two holds a sequence and the first slice of the next: of 121 tokens, 64 and 56."""
+
+    def costs(batch, length, context):
+        forward = 20 + batch * length * (1 + context / 10)
+        return forward, 2 * forward
+
+    sizes = {"sequence": 64, "num_ranks": 2, "batch": 2, "grid": 2}
+    found = slice_for_schedule(costs, schedule="seq1f1b", **sizes, memory_limit=121)
+    assert (found.slices[0], found.peak_tokens) == ((56, 8), 120)
+
+
 class WholeNumbers:
     takes_arrays = True
 

@@ -17,12 +17,12 @@ from pipeloom.transport.connect import Connection
     "record",
     [Cluster, DataAxis, Device, LayerMemory, Manifest, MemoryModel, MemoryRow, NodeLinks, NodeNetwork, RankMemory],
 )
-def test_fields_are_given_by_name_and_there_are_no_others(record):
+def test_fields_are_given_by_name_and_there_are_no_others(record: type) -> None:
     with pytest.raises(TypeError, match="positional argument"):
         record(*(None for _ in fields(record)))
     assert "__slots__" in vars(record)
 
 
 @pytest.mark.parametrize("record", [Cluster, Connection, DataAxis, Device, MemoryModel, RankMemory])
-def test_records_do_not_change(record):
+def test_records_do_not_change(record: type) -> None:
     assert record.__dataclass_params__.frozen
