@@ -504,7 +504,7 @@ def rewrite_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) 
     ("change", "words"),
     [
         (lambda data: data.update(version=99), "format version 99"),
-        (lambda data: data.update(format="other"), "is not a manifest of pipeloom"),
+        (lambda data: data.update(format="other"), "is not a manifest of pipeloom: format is 'other'"),
         (lambda data: [1], "is not a manifest of pipeloom"),
         (lambda data: data.pop("files") and None, "is not a valid manifest"),
         (lambda data: data["files"].update({"../x": {"bytes": 1, "sha256": "0"}}), "is not a valid manifest"),
@@ -802,7 +802,7 @@ def test_the_latest_is_not_passed_over_when_it_is_damaged(
     ck.save(saved.parent, 3, model={})
     (saved / lost).unlink()
     assert ck.latest(saved.parent) == saved
-    with pytest.raises(CheckpointError, match=rf"checkpoint-7/{lost} cannot be read .*Use another checkpoint"):
+    with pytest.raises(CheckpointError, match=rf"checkpoint-7/{lost} cannot be read .*use another checkpoint"):
         cli.main(["verify", str(saved.parent)])
     assert cli.main(["ls", str(saved.parent)]) == 0
     assert re.search(r"\n3 .* ok .*\n7 .* damaged", capsys.readouterr().out)

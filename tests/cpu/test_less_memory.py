@@ -208,7 +208,7 @@ def test_a_disk_without_room_is_told_before_the_first_step(
         (["--memory.offload_parameters=true", "--memory.offload=cpu"], "with ddp in fp32: forwards read"),
         (
             ["--memory.offload=cpu", *PARAMETERS, "--memory.offload_states=false", "--optimizer.barrier=false"],
-            "one replica in float32 and in memory. Remove one of them",
+            "nor offloaded parameters. Remove optimizer.barrier, or memory.offload_parameters",
         ),
         (
             ["--memory.offload=cpu", *PARAMETERS, "--schedule=pipedream", "--batch.microbatches=1"],

@@ -220,6 +220,6 @@ def test_the_command_measures_and_writes_what_it_measured(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out) == first
     assert parse_profile(path.read_text()).layers[1].activation_bytes == 3 * 8 * 16 * 4
     assert main([*words, *model, "--batch", "0"]) == 2
-    assert "batch=0: a minibatch needs at least 1 sequence" in capsys.readouterr().err
+    assert "batch=0: must be at least 1 sequence" in capsys.readouterr().err
     assert main([*words, *model, "--write-profile", str(tmp_path)]) == 2
     assert ": Is a directory. Use a writable path." in capsys.readouterr().err

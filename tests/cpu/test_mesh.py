@@ -23,8 +23,11 @@ def _two_pipelines(rank: int, order: tuple[str, str], transport: str) -> tuple[o
     copy = mesh.coordinate("dp")
     ones = torch.ones(1)
     dist.all_reduce(ones, group=mesh.group("dp"))
-    with pytest.raises(InputError, match="'tp' has degree 1 here"):
+    with pytest.raises(InputError, match="'tp' has degree 1: only pp, dp and axes of a higher degree have a group"):
         mesh.group("tp")
+    for ask in (mesh.group, mesh.degree, mesh.coordinate):
+        with pytest.raises(InputError, match=r"mesh axis 'data' is unknown\. Use dp, pp, cp, ep, tp"):
+            ask("data")
     outputs = []
     schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2)
     for scale in (1.0, 2.0):

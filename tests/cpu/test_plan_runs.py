@@ -73,7 +73,7 @@ def test_offloaded_activations_of_a_plan_move_to_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"cut": [1, 3]}, "cut=[1, 3]: the plan has cut=[3, 1]. Remove it, or make a plan with it."),
+        ({"cut": [1, 3]}, "cut=[1, 3]: the plan has cut=[3, 1]. Remove it, or make a new plan."),
         ({"cut": "layers"}, "cut='layers': the plan has cut=[3, 1]"),
         ({"recompute": "none"}, "recompute='none': the plan has recompute=['full', 'none']"),
         ({"recompute": "none,full"}, "recompute='none,full': the plan has recompute=['full', 'none']"),

@@ -383,7 +383,7 @@ def _refusals(rank: int) -> None:
         pl.Pipeline(make_mlp(), pl.schedules.build("pipedream", num_ranks=1, num_microbatches=4), **build)
     with pytest.raises(InputError, match="stays inside one process"):
         pl.Pipeline(make_mlp(), ONE, **build, transport="loopback")
-    with pytest.raises(InputError, match="formats differ"):
+    with pytest.raises(InputError, match="differ in their buckets, number formats or offload"):
         pl.Pipeline(make_mlp(), ONE, **build, precision=("bf16", "fp16")[rank])
     with pl.Pipeline(make_mlp(), ONE, **build) as pipe:
         with pytest.raises(InputError, match=r"neither data parallelism nor 16-bit formats.*Use BarrierStep"):

@@ -57,7 +57,7 @@ def test_an_optimizer_that_counts_in_its_groups_has_one_stage(count) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"discount": "pipemare", "discount_updates": -5}, "discount_updates=-5 .* an integer >= 1"),
+        ({"discount": "pipemare", "discount_updates": -5}, "discount_updates=-5: must be an integer >= 1"),
         ({"discount": "pipemare", "discount_updates": 2.5}, "discount_updates=2.5"),
         ({"discount": "pipemare", "discount_updates": "a"}, "discount_updates='a'"),
         ({"learning_rate": 0.1}, "learning_rate=0.1: .* Pass a function"),

@@ -72,11 +72,11 @@ def test_constants_that_are_equal_stay_apart() -> None:
 
 
 def test_values_that_cannot_travel_are_refused() -> None:
-    with pytest.raises(InputError, match="a stage returned a set"):
+    with pytest.raises(InputError, match=r"a stage returned a value of type set: .*list\(x\) or dict\(x\)"):
         flatten((torch.ones(1), {1, 2}))
-    with pytest.raises(InputError, match=r"a stage returned a torch\.sparse_coo tensor"):
+    with pytest.raises(InputError, match=r"a stage returned a value of type torch\.sparse_coo tensor"):
         flatten([torch.eye(2).to_sparse()])
-    with pytest.raises(InputError, match="a stage returned a nested tensor"):
+    with pytest.raises(InputError, match="a stage returned a value of type nested tensor"):
         flatten(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged))
 
 
@@ -94,7 +94,7 @@ def test_batches_are_cut_evenly_and_joined() -> None:
     pieces, sizes = split_batch(value, 4, "inputs")
     assert sizes == [3, 2, 2, 2]
     assert _same(join_batch(pieces), value)
-    with pytest.raises(InputError, match=r"samples \[2, 9\]|tensors of \[2, 9\] samples"):
+    with pytest.raises(InputError, match=r"tensors with 2, 9 samples along dimension 0.*x\.expand\(9, \.\.\.\)"):
         split_batch((torch.ones(9), torch.ones(2)), 2, "inputs")
     with pytest.raises(InputError, match="no tensor"):
         split_batch("text", 2, "inputs")

@@ -246,8 +246,8 @@ def _other_schedules(rank: int, what: str) -> str:
             "ranks",
             "rank 0 has schedule '1f1b' of 2 ranks, 2 stages, 4 micro-batches and rank 1 '1f1b' of 3 ranks, 3",
         ),
-        ("orders", "ranks 0 and 1 both have schedule '1f1b'"),
-        ("cuts", "ranks 0 and 1 both have schedule '1f1b'"),
+        ("orders", "micro-batches, but differ in the orders of the schedule: all ranks must run the same program"),
+        ("cuts", "micro-batches, but differ in the layers of the stages: all ranks must run the same program"),
     ],
 )
 def test_processes_agree_on_what_they_run(what: str, said: str) -> None:
@@ -275,15 +275,22 @@ def test_a_step_ends_at_its_batch(name: str) -> None:
 @pytest.mark.parametrize(
     ("make_inputs", "said"),
     [
-        (lambda: np.zeros((8, 8)), "inputs hold a ndarray: only dense tensors, plain constants"),
-        (lambda: torch.zeros(8, 8).to_sparse(), r"inputs hold a torch\.sparse_coo tensor"),
+        (lambda: np.zeros((8, 8)), "inputs hold a value of type ndarray: must be dense tensors, None"),
+        (
+            lambda: {(0, 1): torch.zeros(8, 8)},
+            r"inputs hold a dict with key \(0, 1\): keys must be str or int\. Rename",
+        ),
+        (
+            lambda: torch.zeros(8, 8).to_sparse(),
+            r"inputs hold a value of type torch\.sparse_coo tensor: .*a dense tensor",
+        ),
         (lambda: torch.zeros(0, 8), "inputs hold 0 samples: every micro-batch needs at least one. Skip empty"),
         (
             lambda: torch.tensor(1.0),
             r"inputs hold a tensor without dimensions: .* samples along dimension 0\. Reshape",
         ),
         (lambda: {"x": torch.zeros(8, 8), "y": torch.tensor(1)}, "inputs hold a tensor without dimensions"),
-        (lambda: [1.0, 2.0], "inputs hold no tensor: all tensors of a batch must have the same number of samples"),
+        (lambda: [1.0, 2.0], "inputs hold no tensor: a batch needs a tensor"),
     ],
 )
 def test_batches_that_are_none(make_inputs: Callable[[], object], said: str) -> None:
@@ -304,6 +311,10 @@ def test_batches_that_are_none(make_inputs: Callable[[], object], said: str) -> 
         (lambda: pl.Pipeline(make_mlp(), "1f1b", loss_fn=mse), "schedule='1f1b': must be.*schedules.build"),
         (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn="mse"), "loss_fn='mse': must be a function"),
         (
+            lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, recompute=["full"]),
+            r"recompute=\['full'\]: a list needs one value per stage.*Pass the string 'full' for all stages",
+        ),
+        (
             lambda: pl.Pipeline(nn.Sequential, _schedule(), loss_fn=mse),
             r"model=Sequential: .* not a class.*Create an instance",
         ),
@@ -321,7 +332,7 @@ def test_batches_that_are_none(make_inputs: Callable[[], object], said: str) -> 
         ),
         (
             lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=nn.MSELoss),
-            r"loss_fn=MSELoss: must not be a class. Pass MSELoss",
+            r"loss_fn=MSELoss: is a class, and must be a function or an instance. Pass MSELoss\(\)",
         ),
         (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, cut=None), "cut=None: must be 'layers'"),
         (
@@ -375,8 +386,8 @@ class _Net(nn.Module):
     [
         ("emb", r"Add \['blocks\.0', .*\] to layers and move 'scale' into a submodule"),
         (["emb", "blocks.*"], "'scale' would be in no stage: .*Move 'scale' into"),
-        (["emb", "emb"], "layer 'emb' is listed twice"),
-        (["emb", "blocks.*", "blocks.2"], r"layer 'blocks\.2' is listed twice"),
+        (["emb", "emb"], "layer 'emb' is listed twice, by 'emb' and 'emb'"),
+        (["emb", "blocks.*", "blocks.2"], r"layer 'blocks\.2' is listed twice, by 'blocks\.\*' and 'blocks\.2'"),
     ],
 )
 def test_layers_that_do_not_fit(layers, said: str) -> None:
@@ -431,6 +442,6 @@ def _sparse(rank: int | None) -> str:
 
 
 def test_sparse_tensors_are_refused_everywhere() -> None:
-    said = "InputError: a stage returned a torch.sparse_coo tensor: only dense tensors"
+    said = "InputError: a stage returned a value of type torch.sparse_coo tensor: must be dense tensors"
     assert said in _sparse(None)
     assert said in run_ranks(_sparse, 2)[0]

@@ -256,7 +256,7 @@ def test_sizes_and_bandwidths_take_units(capsys, profile):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ranks", "0"], "ranks=0: a level needs at least 1 component"),
+        (["--ranks", "0"], "ranks=0: must be at least 1"),
         (["--ranks", "two"], "ranks"),
         (["--ranks", "1000000000"], "4 layers on 1000000000 ranks"),
         (["--bandwidth", "1e-300"], "bandwidth=1e-300: must be above 0"),
@@ -275,10 +275,10 @@ def test_sizes_and_bandwidths_take_units(capsys, profile):
         (["--form", "printed"], "--form=printed: must be one of summed, published."),
         (["--profile", "no/such/file"], "no/such/file"),
         (["--profile", "."], "--profile ."),
-        (["--model.layers", "8"], "--model.layers does not work with --profile"),
-        (["--batch", "8"], "--batch does not work with --profile"),
-        (["--write-profile", "x"], "--write-profile does not work with --profile"),
-        (["--levels", "2@1e9"], "--bandwidth does not work with --levels"),
+        (["--model.layers", "8"], "--model.layers: does not work with --profile"),
+        (["--batch", "8"], "--batch: does not work with --profile"),
+        (["--write-profile", "x"], "--write-profile: does not work with --profile"),
+        (["--levels", "2@1e9"], "--bandwidth: does not work with --levels"),
         (["--schedule", "dapple"], "--schedule dapple needs the number of micro-batches per step. Add --microbatches"),
         (["--microbatches", "4"], "--microbatches works only with --schedule dapple"),
         (["--schedule", "dapple", "--microbatches", "0"], "microbatches=0: must be from 1"),
@@ -304,7 +304,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, profile, words, message):
         (["--bandwidth", "4"], "--ranks is missing"),
         (["--levels", "4@fast"], "'4@fast' must be components@bandwidth"),
         (["--levels", "4"], "'4' must be components@bandwidth"),
-        (["--levels", "0@1e9"], "ranks=0: a level needs at least 1 component"),
+        (["--levels", "0@1e9"], "ranks=0: must be at least 1, also the number before @"),
         (["--levels", "4@1e9,2@1e9", "--ranks", "4"], "has 8 ranks"),
     ],
 )
@@ -318,7 +318,7 @@ def test_what_is_missing_or_no_level(capsys, profile, words, message):
 def test_a_wrong_cluster_is_refused_before_anything_is_measured(capsys):
     code, _, err = run(capsys, "--ranks", "0", "--bandwidth", "1e9", "--model.layers", "2")
     assert code == 2
-    assert "ranks=0: a level needs at least 1 component" in err
+    assert "ranks=0: must be at least 1" in err
 
 
 def changed(key: str, value: object) -> list[dict[str, object]]:

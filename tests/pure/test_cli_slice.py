@@ -120,8 +120,8 @@ def test_the_picture(capsys, costs):
         (["--ranks", "two"], "ranks"),
         (["--costs", "no/such/file"], "no/such/file"),
         (["--costs", "."], "--costs ."),
-        (["--model.layers", "8"], "--model.layers does not work with --costs"),
-        (["--write-costs", "x"], "--write-costs does not work with --costs"),
+        (["--model.layers", "8"], "--model.layers: does not work with --costs"),
+        (["--write-costs", "x"], "--write-costs: does not work with --costs"),
         (["--gird", "8"], "did you mean --grid?"),
     ],
 )

@@ -72,7 +72,10 @@ def test_a_plan_sets_the_options_that_say_the_same(saved, plan, words):
 
 def test_what_contradicts_the_plan_is_refused_wherever_it_is_given(saved, tmp_path, monkeypatch, capsys):
     path = saved(SLICED)
-    said = f"parallel.pipeline=2: plan {path} has 3. Remove parallel.pipeline, or make a plan with it."
+    said = (
+        f"parallel.pipeline=2: plan {path} has 3, and options must not contradict the plan. "
+        "Remove parallel.pipeline, or make a new plan."
+    )
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({"plan": path, "parallel": {"pipeline": 2}}))
     for words in (["--plan", path, "--parallel.pipeline", "2"], ["--config", str(file)]):  # 2 is the default, too

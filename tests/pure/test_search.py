@@ -248,7 +248,7 @@ def test_cp_sat_proves_what_was_found():
 def test_proving_without_the_solver_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     found = schedules.search(placement=Placement.loop(2), num_microbatches=2, effort=0)
-    with pytest.raises(InputError, match=r"OR-tools, which is not installed\. Run `pip install 'pipeloom\[search\]'`"):
+    with pytest.raises(InputError, match=r"ortools, which is not installed\. Run `pip install 'pipeloom\[search\]'`"):
         schedules.prove(found, conditions=Conditions.uniform(Placement.loop(2)))
 
 

@@ -177,7 +177,7 @@ def test_every_stream_is_legal_is_lowered_and_simulates(schedule, data):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("pipedream", {"weights": "mean"}, "weights='mean': schedule 'pipedream' has 'stash' and 'vertical'"),
+        ("pipedream", {"weights": "mean"}, "weights='mean': must be 'stash' or 'vertical' for schedule 'pipedream'"),
         ("pipedream", {"replicas": (2, 1)}, r"replicas=\[2, 1\]: .* their sum must be num_ranks=4"),
         ("pipedream", {"replicas": (4, 0)}, "every stage must have at least 1"),
         ("pipedream", {"replicas": (2.0, 2)}, "every stage must have at least 1"),

@@ -146,7 +146,7 @@ def test_bytes_of_versions_are_versions_times_parameters():
     assert simulate(stream("stash", (1, 1, 1), 9), Costs.uniform()).weight_version_bytes is None
     with pytest.raises(InputError, match=r"parameter_bytes has 3 entries: .* has 2 stages. Pass one entry per stage"):
         simulate(stream("stash", (1, 1), 9), replace(costs, activation_bytes=None))
-    with pytest.raises(InputError, match=r"parameter_bytes=-1\.0: must be a number of bytes from 0"):
+    with pytest.raises(InputError, match=r"parameter_bytes\[[0-9]+\]=-1\.0: must be a number of bytes from 0"):
         replace(costs, parameter_bytes=(-1.0, 1.0, 1.0))
 
 

@@ -195,7 +195,7 @@ def test_files_and_options_say_the_same(tmp_path, capsys):
         (["--data-slowdown=2"], "data_slowdown=2.0"),
         (
             ["--units=2", f"--costs={tmp_path / 'costs.json'}"],
-            "--units with --costs: the file has a value for every stage",
+            "--units: does not work with --costs, whose file has a value for every stage. Remove --units, or",
         ),
         ([f"--cluster={tmp_path / 'costs.json'}"], "cluster"),
     ):

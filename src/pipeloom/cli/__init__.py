@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 COMMANDS = {
     "train": "train a language model through a pipeline",
     "simulate": "simulate a schedule: makespan, bubble, live activations, timeline",
-    "memory": "predict peak memory per rank by kind, and choose options under a cap",
-    "slice": "find sequence slices that shorten a step",
-    "partition": "partition a model into stages with replicas",
-    "schedules": "list the schedules with paper, constraints and closed forms",
-    "report": "write the report of a run again",
+    "memory": "predict peak memory per rank, and select memory-saving options that fit a limit",
+    "slice": "choose sequence slices that shorten a step",
+    "partition": "choose stage boundaries and replicas per stage from layer times",
+    "schedules": "list schedules with paper, constraints, and formulas for bubble and peak activations",
+    "report": "regenerate report.html of a run",
     "checkpoint": "list, verify or convert checkpoints",
     "doctor": "check this machine: packages, devices, ports, shared memory",
 }
@@ -36,13 +36,13 @@ commands:
 `pipeloom COMMAND --help` shows the options of a command, `pipeloom --version` the version
 
 examples:
-  pipeloom train                                        a small GPT learns Python source through two ranks
+  pipeloom train                                        train a small GPT on Python source code with two ranks
   pipeloom train --parallel.pipeline 4 --schedule gpipe --data.path 'corpus/*.txt' --output_dir runs/corpus
-  pipeloom train --resume_from_checkpoint latest --output_dir runs/corpus --steps 400
-  torchrun --nproc-per-node 2 -m pipeloom train         the same under torchrun, on one node or several
+  pipeloom train --config runs/corpus/config.yaml --resume_from_checkpoint latest --steps 400
+  torchrun --nproc-per-node 2 -m pipeloom train         default training under torchrun on one node
   pipeloom simulate 1f1b --ranks 4 --microbatches 8     a timeline in the terminal
   pipeloom report runs/corpus                           report.html from the metrics of a run
-exit codes: 0 done, 2 bad input, 1 failure
+exit codes: 0 success, 1 failure during the run, 2 invalid input, 128+N ended by signal N
 """
 
 

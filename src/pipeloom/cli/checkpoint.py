@@ -17,8 +17,8 @@ from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, missing
 _EXAMPLES = """\
 pipeloom checkpoint ls runs/corpus                       the checkpoints of a run
 pipeloom checkpoint ls runs/corpus/checkpoint-200        the tensors of one checkpoint
-pipeloom checkpoint verify runs/corpus                   compare the hashes of all files of the latest one
-pipeloom checkpoint convert runs/corpus exported         one model.safetensors, for Hugging Face and others
+pipeloom checkpoint verify runs/corpus                   compare the hashes of all files of the latest checkpoint
+pipeloom checkpoint convert runs/corpus exported         write one model.safetensors, for Hugging Face and others
 """
 _DIR_HELP = "a checkpoint-N directory, or the output directory of a run"
 

@@ -38,10 +38,12 @@ pipeloom memory --run runs/train
 def main(argv: Sequence[str]) -> int:
     """Print the table of a configuration, or of a run; returns the exit code."""
     parser = make_parser("pipeloom memory", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--run", type=str, help="output directory of a run whose predicted and measured memory to show")
-    parser.add_argument("--costs", type=str, help="JSON file with times of stages and links, for --memory.cap")
-    parser.add_argument("--vocabulary_size", type=int, help="vocabulary size (default: of data.tokenizer)")
-    parser.add_argument("--out", type=str, help="plan file to write, for `pipeloom train --plan`")
+    parser.add_argument("--run", type=str, metavar="DIR", help="show predicted and measured memory of the run in DIR")
+    parser.add_argument(
+        "--costs", type=str, metavar="FILE", help="JSON file with times of stages and links, for --memory.cap"
+    )
+    parser.add_argument("--vocabulary_size", type=int, help="vocabulary size (default: that of data.tokenizer)")
+    parser.add_argument("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
     parser.add_argument("--json", action="store_true", help="output as one JSON object")
     options = read_options(parser, argv)
     if options.run is not None:
@@ -65,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
         raise InputError(f"--vocabulary_size={vocabulary}: must be at least 1.")
     if options.costs is not None and config.memory.cap is None:
         raise InputError(
-            "--costs works only with --memory.cap, which weighs memory against time. Add a cap, or remove it."
+            "--costs works only with --memory.cap, which weighs memory against time. Add --memory.cap, or remove "
+            "--costs."
         )
     file = None if options.costs is None else parse_file("--costs", options.costs, parse_costs)
     cap = config.memory.cap

@@ -51,32 +51,39 @@ def _parser() -> Parser:
             pipeloom partition --ranks 2 --bandwidth 1e9 --out plan.json
         """,
     )
-    parser.add_argument("--profile", type=str, help="JSON file with the layer times; default: measure a GPT here")
+    parser.add_argument(
+        "--profile", type=str, metavar="FILE", help="JSON file with layer times (default: measure a GPT)"
+    )
     parser.add_argument("--ranks", type=int | None, help="number of ranks that share the model")
     parser.add_argument("--bandwidth", type=BytesPerSecond | None, help="bandwidth per rank in bytes per second")
     parser.add_argument(
-        "--levels", type=str, help="hierarchical cluster: components@bandwidth per level, innermost first"
+        "--levels",
+        type=str,
+        metavar="N@RATE,..",
+        help="hierarchical cluster: components@bandwidth per level, innermost first",
     )
     parser.add_argument(
-        "--form", type=Form, default="summed", help="cost model of compute and sync; published: of PipeDream's papers"
+        "--form", type=Form, default="summed", help="compute + sync per stage; published: their maximum"
     )
-    parser.add_argument("--memory-cap", type=Bytes | None, help="maximum memory per rank")
+    parser.add_argument("--memory-cap", type=Bytes | None, help="limit of peak memory per rank")
     parser.add_argument(
         "--state-copies",
         type=float,
         default=0.0,
-        help="memory for gradients and optimizer states, in multiples of the weights (AdamW: 3)",
+        help="gradients and optimizer states, in multiples of the weights (AdamW: 3)",
     )
     parser.add_argument(
         "--schedule",
         type=Literal["pipedream", "dapple"],
         default="pipedream",
-        help="schedule; dapple: synchronous 1F1B",
+        help="pipedream: asynchronous; dapple: synchronous 1F1B",
     )
     parser.add_argument("--microbatches", type=int | None, help="micro-batches per step, for --schedule dapple")
-    parser.add_argument("--batch", type=int | None, help="sequences per measured minibatch (1)")
-    parser.add_argument("--write-profile", type=str, help="JSON file to write with layer times, for --profile")
-    parser.add_argument("--out", type=str, help="plan file to write, for `pipeloom train --plan`")
+    parser.add_argument("--batch", type=int | None, help="sequences per measured micro-batch (default: 1)")
+    parser.add_argument(
+        "--write-profile", type=str, metavar="FILE", help="JSON file to write with layer times, for --profile"
+    )
+    parser.add_argument("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
     parser.add_argument("--json", action="store_true", help="output as one JSON object")
     add_model_options(parser)
     return parser
@@ -91,7 +98,9 @@ def _levels(given: dict[str, Any]) -> list[tuple[int, float]]:
             raise InputError(f"{missing} is missing: give --ranks and --bandwidth, or --levels.")
         return [(ranks, bandwidth)]
     if bandwidth is not None:
-        raise InputError("--bandwidth does not work with --levels, which has one per level. Remove one of them.")
+        raise InputError(
+            "--bandwidth: does not work with --levels, which has a bandwidth per level. Remove --bandwidth."
+        )
     levels: list[tuple[int, float]] = []
     for part in text.split(","):
         components, _, rate = part.partition("@")
@@ -110,14 +119,16 @@ def _levels(given: dict[str, Any]) -> list[tuple[int, float]]:
 def _check_schedule(given: dict[str, Any]) -> None:
     if given["schedule"] != "dapple":
         if given["microbatches"] is not None:
-            raise InputError("--microbatches works only with --schedule dapple: PipeDream has no steps. Remove it.")
+            raise InputError(
+                "--microbatches works only with --schedule dapple: PipeDream has no steps. Remove --microbatches."
+            )
         return
     if given["microbatches"] is None:
         raise InputError("--schedule dapple needs the number of micro-batches per step. Add --microbatches.")
     for name, default in (("levels", None), ("memory_cap", None), ("state_copies", 0.0)):
         if given[name] != default:
             option = "--" + name.replace("_", "-")
-            raise InputError(f"{option} does not work with --schedule dapple. Remove it.")
+            raise InputError(f"{option} does not work with --schedule dapple. Remove {option}.")
 
 
 def _profile(given: dict[str, Any], num_ranks: int) -> tuple[Profile, dict[str, Any]]:

@@ -182,9 +182,9 @@ def _print_notes(answer: dict[str, Any]) -> None:
         print(f"{name}: forwards only, as in evaluation")
     peaks = answer.get("peak_bytes") or answer.get("peak_memory")
     if peaks:
-        unit = "bytes" if "peak_bytes" in answer else "rank-shares of one micro-batch"
-        over = "" if answer.get("within_memory", True) else ": over the limit"
-        print(f"{name}: peak memory per rank {' '.join(f'{peak:.6g}' for peak in peaks)} {unit}{over}")
+        unit = "bytes" if "peak_bytes" in answer else "activations of one rank for one micro-batch"
+        over = "" if answer.get("within_memory", True) else "; over the limit"
+        print(f"{name}: peak memory per rank {' '.join(f'{peak:.6g}' for peak in peaks)} ({unit}){over}")
     if data := answer.get("data"):
         print(f"{name}: {data['degree']} replicas, {data['strategy']}, granularity {data['granularity']}")
     for link, where in (("data", "to other replicas"), ("memory", "to the offload target")):
@@ -205,8 +205,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="pipeloom simulate",
         description="Simulate a schedule, or compare several. Times are seconds per rank and micro-batch. With V\n"
-        "virtual stages per rank each stage takes 1/V of the time, and with K slices each slice takes 1/K. A full\n"
-        "backward takes backward-input + backward-weight.",
+        "virtual stages per rank each stage takes 1/V of the time, and with K slices each slice takes 1/K. F is\n"
+        "a forward, B a full backward, I a backward for inputs, W a backward for weights; B takes I + W.",
         examples=_EXAMPLES,
     )
     names = ", ".join(schedules.FAMILIES)
@@ -218,48 +218,56 @@ def _parser() -> Parser:
     )
     option = parser.add_argument
     option("--ranks", type=int, required=True, help="pipeline-parallel degree")
-    option("--microbatches", type=int, required=True, help="micro-batches per step, or of a stream")
-    option("--chunks", type=int, help="virtual stages (chunks) per rank (the schedule's own number)")
-    option("--slices", type=int, default=1, help="slices per sequence (1)")
-    option("--weights", type=str, help="weight versions of pipedream: stash or vertical (stash)")
-    option("--replicas", type=str, help="streams: ranks per stage, such as 2,1,1 (1 each)")
-    option("--microbatches-per-update", type=int, help="streams: micro-batches per update of a stage")
-    option("--in-flight", type=str, help="streams: in-flight micro-batches: noam, full, or a number (noam)")
-    option("--forward", type=float, help="seconds per forward (1)")
-    option("--backward-input", type=float, help="seconds per backward of the inputs (1)")
-    option("--backward-weight", type=float, help="seconds per backward of the weights (1)")
-    option("--overlap", type=float, default=1.0, help="time of an overlapped F and B, as a fraction of their sum (1)")
-    option("--latency", type=float, help="latency of a message between two ranks in seconds (0)")
-    option("--costs", type=str, help="JSON file with times and sizes per stage, instead of the options")
-    option("--slow-rank", type=str, action="append", help="RANK:FACTOR, slowdown of a rank's computations; repeatable")
-    option("--memory-limit", type=float, help="memory cap per rank, in activations of one rank and micro-batch")
-    option("--weight-gradient-memory", type=float, help="fraction of an activation kept between I and W (1)")
-    option("--placement", choices=("loop", "v"), help="search: placement of virtual stages (loop)")
-    option("--effort", type=float, help="search: effort, about seconds; the result is reproducible (6)")
-    option("--prove", type=float, help="search: seconds for CP-SAT to prove a better bound (none)")
-    strategies, granularities = ([each.value for each in kind] for kind in (DataStrategy, Granularity))
-    option("--data", type=int, help="data-parallel degree; micro-batches are per replica (no data parallelism)")
-    option("--data-strategy", choices=strategies, help="sharding strategy (ddp)")
-    option("--data-granularity", choices=granularities, help="frequency of all-gathers and reductions (step)")
-    option("--data-bandwidth", type=BytesPerSecond, help="bandwidth per rank to other replicas (no limit)")
+    option("--microbatches", type=int, required=True, help="micro-batches per step; asynchronous schedules: in total")
+    option("--chunks", type=int, help="virtual stages (chunks) per rank (default: the schedule's own)")
+    option("--slices", type=int, default=1, help="slices per sequence")
+    option("--weights", type=str, metavar="stash|vertical", help="weight versioning of pipedream (default: stash)")
     option(
-        "--data-sum-bandwidth", type=BytesPerSecond, help="bandwidth per rank of gradient reductions (--data-bandwidth)"
+        "--replicas", type=str, metavar="N,N,..", help="asynchronous schedules: replicas per stage (default: 1 each)"
     )
-    option("--data-latency", type=float, help="latency of a message between replicas in seconds (0)")
-    option("--data-slowdown", type=float, help="slowdown of computations during collectives, 0 to 1 (0)")
-    option("--units", type=int, help="units per stage, gathered and reduced one by one (1)")
-    option("--cluster", type=str, help="JSON file with bandwidths and latencies for --data and --offload")
+    option("--microbatches-per-update", type=int, help="asynchronous schedules: micro-batches per update of a stage")
+    in_flight = "asynchronous schedules: limit on in-flight micro-batches (default: noam)"
+    option("--in-flight", type=str, metavar="noam|full|N", help=in_flight)
+    option("--forward", type=float, help="seconds per forward (default: 1)")
+    option("--backward-input", type=float, help="seconds per backward of the inputs (default: 1)")
+    option("--backward-weight", type=float, help="seconds per backward of the weights (default: 1)")
+    option("--overlap", type=float, default=1.0, help="time of an overlapped F and B, as a fraction of their sum")
+    option("--latency", type=float, help="latency of a message between two ranks in seconds (default: 0)")
+    option("--costs", type=str, metavar="FILE", help="JSON file with times and sizes per stage, instead of the options")
+    slow = "slowdown factor of a rank's computations; repeatable"
+    option("--slow-rank", type=str, action="append", metavar="RANK:FACTOR", help=slow)
+    option("--memory-limit", type=float, help="peak activation limit; 1: activations of one rank for one micro-batch")
+    option("--weight-gradient-memory", type=float, help="fraction of an activation kept between I and W (default: 1)")
+    option("--placement", choices=("loop", "v"), help="search: placement of virtual stages (default: loop)")
+    option("--effort", type=float, help="search: fixed amount of work, about X seconds (default: 6)")
+    option("--prove", type=float, help="search: time limit in seconds for OR-Tools CP-SAT")
+    strategies, granularities = ([each.value for each in kind] for kind in (DataStrategy, Granularity))
+    option("--data", type=int, help="data-parallel degree; micro-batches are per replica (default: none)")
+    option("--data-strategy", choices=strategies, help="strategy (default: ddp)")
+    option(
+        "--data-granularity", choices=granularities, help="how often zero2 and zero3 gather and reduce (default: step)"
+    )
+    option("--data-bandwidth", type=BytesPerSecond, help="bandwidth per rank to other replicas (default: no limit)")
+    option(
+        "--data-sum-bandwidth", type=BytesPerSecond, help="bandwidth per rank of reductions (default: --data-bandwidth)"
+    )
+    option("--data-latency", type=float, help="latency of a message between replicas in seconds (default: 0)")
+    option("--data-slowdown", type=float, help="slowdown of computations during collectives, 0 to 1 (default: 0)")
+    option("--units", type=int, help="communication buckets per stage (default: 1)")
+    option(
+        "--cluster", type=str, metavar="FILE", help="JSON file with bandwidths and latencies for --data and --offload"
+    )
     option("--parameter-bytes", type=Bytes, help="bytes of parameters per rank")
-    option("--offload", type=float, help="activations kept per rank; the others are offloaded (no offload)")
-    option("--memory-bandwidth", type=BytesPerSecond, help="bandwidth to the offload target (no limit)")
+    option("--offload", type=float, help="live activations kept per rank; the others are offloaded (default: all)")
+    option("--memory-bandwidth", type=BytesPerSecond, help="bandwidth to the offload target (default: no limit)")
     option("--activation-bytes", type=Bytes, help="bytes of activations per rank and micro-batch")
     option("--json", action="store_true", help="output as one JSON object")
-    option("--out", type=str, help="plan file to write, for `pipeloom train --plan`")
-    option("--csv", type=str, help="CSV file to write, in the format of torch.distributed.pipelining")
-    option("--html", type=str, help="HTML file to write, with timeline and numbers")
-    option("--svg", type=str, help="SVG file to write, with the timeline")
-    option("--critical-path", action="store_true", help="critical path highlighted in --svg and --html")
-    option("--trace", type=str, help="trace to write for https://ui.perfetto.dev, .json or .json.gz")
+    option("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
+    option("--csv", type=str, metavar="FILE", help="CSV file to write, in the format of torch.distributed.pipelining")
+    option("--html", type=str, metavar="FILE", help="HTML file to write, with timeline and numbers")
+    option("--svg", type=str, metavar="FILE", help="SVG file to write, with the timeline")
+    option("--critical-path", action="store_true", help="underline the critical path in --svg and --html")
+    option("--trace", type=str, metavar="FILE", help="trace to write for https://ui.perfetto.dev, .json or .json.gz")
     return parser
 
 

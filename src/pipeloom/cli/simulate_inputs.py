@@ -32,7 +32,7 @@ _LINKS = {  # option -> attribute of the network
 }
 _OF_DATA = ("data_strategy", "data_granularity", *(name for name in _LINKS if name.startswith("data")), "units")
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "memory_limit": (lambda limit: limit > 0, "more than 0 rank-shares of one micro-batch"),
+    "memory_limit": (lambda limit: limit > 0, "above 0; 1 is the activations of one rank for one micro-batch"),
     "weight_gradient_memory": (lambda ratio: 0 <= ratio <= 1, "from 0 to 1, as a fraction of what F keeps"),
     "effort": (lambda seconds: 0 < seconds < math.inf, "more than 0 and finite"),
     "prove": (lambda seconds: 0 < seconds < math.inf, "more than 0 and finite"),
@@ -55,11 +55,14 @@ def _check_options(options: Any) -> None:
     ):
         alone = next((name for name in names if name in given), None)
         if alone is not None and not is_there:
-            raise InputError(f"{_flag(alone)} has no effect without {needed}. Add {needed}, or remove it.")
-    for names, content in (((*_TIMES, "latency"), "its value"), ((*_SIZES, "units"), "a value for every stage")):
+            raise InputError(f"{_flag(alone)} has no effect without {needed}. Add {needed}, or remove {_flag(alone)}.")
+    for names, content in (((*_TIMES, "latency"), "these times"), ((*_SIZES, "units"), "a value for every stage")):
         twice = next((name for name in names if name in given), None)
         if twice is not None and "costs" in given:
-            raise InputError(f"{_flag(twice)} with --costs: the file has {content}. Remove one of the two.")
+            raise InputError(
+                f"{_flag(twice)}: does not work with --costs, whose file has {content}. Remove {_flag(twice)}, or "
+                "--costs."
+            )
 
 
 class Inputs:
@@ -88,7 +91,9 @@ class Inputs:
             costs, network = self.file.costs, self.file.network
             if options.weight_gradient_memory is not None and costs.activation_bytes is not None:
                 raise InputError(
-                    "--weight-gradient-memory with the bytes of --costs: the file has its value. Remove one of the two."
+                    f"--weight-gradient-memory {options.weight_gradient_memory:g}: does not work with --costs "
+                    f"{options.costs}, whose stages have activation_bytes. Remove the option, and set "
+                    "weight_gradient_bytes of each stage in the file."
                 )
         self.costs = replace(costs, overlap=options.overlap, rank_slowness=slowness)
         if options.cluster is not None:

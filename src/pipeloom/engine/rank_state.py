@@ -111,7 +111,7 @@ def sample_mismatch(inputs: int, targets: int) -> str:
     """The error text for inputs and targets with different numbers of samples."""
     return (
         f"inputs have {inputs} samples and targets {targets}: every sample needs a target. Pass inputs and targets of "
-        "the same batch."
+        "the same batch, on every process."
     )
 
 

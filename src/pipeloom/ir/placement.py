@@ -38,7 +38,7 @@ class Placement:
         seen = sorted({rank for ranks in made for rank in ranks})
         if seen != list(range(len(seen))):
             raise ScheduleError(
-                f"placement uses ranks {listed(seen)}: ranks must be numbered from 0 without gaps. Renumber them."
+                f"placement uses ranks {listed(seen)}: ranks must be numbered from 0 without gaps. Renumber the ranks."
             )
         for stage, ranks in enumerate(self.replicas):
             if len(set(ranks)) != len(ranks):

@@ -34,8 +34,13 @@ def recompute_of_stages(given: str | Sequence[str], num_stages: int) -> tuple[Re
     if len(words) == 1 and isinstance(given, str):
         words = [*words] * num_stages
     if len(words) != num_stages:
+        if len(words) == 1:
+            raise InputError(
+                f"recompute={given!r}: a list needs one value per stage, and there are {num_stages}. Pass the string "
+                f"{words[0]!r} for all stages, or a list of {num_stages} values."
+            )
         raise InputError(
-            f"recompute={given!r}: has {counted(len(words), 'value')} for {num_stages} stages. "
+            f"recompute={given!r}: has {counted(len(words), 'value')} for {counted(num_stages, 'stage')}. "
             f"Use one value for all stages, or {num_stages} values."
         )
     return tuple(map(Recompute, words))

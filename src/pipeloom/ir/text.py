@@ -82,9 +82,10 @@ def schedule_from_orders(
     if not homes:
         raise ScheduleError(f"schedule {name!r} has no forwards: every stage must run every micro-batch. Add 0F0.")
     if sorted(homes) != list(range(len(homes))):
+        lost = min(stage for stage in range(max(homes)) if stage not in homes)
         raise ScheduleError(
-            f"schedule {name!r} has forwards of stages {listed(sorted(homes))}: stages must be numbered from 0 without "
-            "gaps. Renumber them."
+            f"schedule {name!r} has forwards of stages {listed(sorted(homes))} and none of stage {lost}: stages must "
+            f"be numbered from 0 without gaps. Add {lost}F0, ..., or renumber the stages."
         )
     replicas = (sorted(homes[stage], key=lambda rank: homes[stage][rank]) for stage in range(len(homes)))
     return Schedule(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeloom.errors import InputError
-from pipeloom.parallel.mesh_shape import AXES, MeshShape
+from pipeloom.parallel.mesh_shape import AXES, MeshShape, check_axis
 from pipeloom.processes.collectives import all_gather_bytes, cpu_group, destroy_groups
 
 
@@ -79,18 +79,19 @@ class Mesh:
                 )
 
     def degree(self, axis: str) -> int:
-        """The degree of an axis."""
+        """The degree of an axis. Raises InputError for an unknown axis."""
         return self.shape.degree(axis)
 
     def coordinate(self, axis: str) -> int:
-        """The coordinate of this process on an axis."""
+        """The coordinate of this process on an axis. Raises InputError for an unknown axis."""
+        check_axis(axis)
         return self.shape.coordinates(self.rank)[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group along an axis through this process, on the backend of the default group.
 
         Raises:
-            InputError: the axis has degree 1 and is not pp or dp, or the mesh is closed.
+            InputError: the axis is unknown, or has degree 1 and is not pp or dp; or the mesh is closed.
         """
         if axis in self._groups:
             return self._groups[axis]
@@ -100,7 +101,11 @@ class Mesh:
             raise InputError(
                 f"mesh {self} has no group along {axis}: a pipeline on it failed. Make a new mesh and new pipelines."
             )
-        raise InputError(f"mesh axis {axis!r} has degree 1 here, so it has no group. Use a degree above 1.")
+        check_axis(axis)
+        raise InputError(
+            f"mesh axis {axis!r} has degree 1: only pp, dp and axes of a higher degree have a group. Use "
+            'mesh.group("pp") or mesh.group("dp").'
+        )
 
     def leave(self, axis: str) -> None:
         """Called after an error: closes the group of an axis, so that its other processes stop waiting for this one.

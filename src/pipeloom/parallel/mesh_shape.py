@@ -54,8 +54,7 @@ class MeshShape:
         if not isinstance(degrees, Mapping):
             raise InputError(f"degrees={degrees!r}: must be a mapping of mesh axes, such as {{'pp': 2, 'dp': 2}}.")
         for axis in (*order, *degrees):
-            if axis not in AXES:
-                raise InputError(f"mesh axis {axis!r} is unknown. Use {', '.join(AXES)}.")
+            check_axis(axis)
         if len(set(order)) != len(order):
             raise InputError(f"mesh order {','.join(order)} names an axis twice. Name each axis once.")
         for axis, degree in degrees.items():
@@ -77,7 +76,8 @@ class MeshShape:
         return math.prod(self.degrees)
 
     def degree(self, axis: str) -> int:
-        """The degree of an axis."""
+        """The degree of an axis. Raises InputError for an unknown axis."""
+        check_axis(axis)
         return self.degrees[self.axes.index(axis)]
 
     def coordinates(self, process: int) -> dict[str, int]:
@@ -109,6 +109,12 @@ class MeshShape:
     def __str__(self) -> str:
         named = [(axis, degree) for axis, degree in zip(self.axes, self.degrees, strict=True) if degree > 1]
         return " x ".join(f"{axis} {degree}" for axis, degree in named) or "one process"
+
+
+def check_axis(axis: str) -> None:
+    """Raises InputError for an unknown axis."""
+    if axis not in AXES:
+        raise InputError(f"mesh axis {axis!r} is unknown. Use {', '.join(AXES)}.")
 
 
 def _filled(degrees: list[int], axes: Sequence[str], num_processes: int | None) -> tuple[int, ...]:

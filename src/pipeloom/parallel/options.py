@@ -63,7 +63,9 @@ class OffloadTarget:
         """Raises InputError for an `option` that offloads `what` of a model to the memory of its own kind of device."""
         if self.kind == device:
             raise InputError(
-                f"{option}: the {what} of a model on the CPU are in host memory already. Use `disk:PATH`, or remove it."
+                f"{option}: the {what} of a model on the CPU are in host memory already. Move the model to the GPU "
+                "first, "
+                "use 'disk:PATH', or do not offload."
             )
 
     def __str__(self) -> str:

@@ -33,9 +33,12 @@ def check_values(given: Mapping[str, Any]) -> None:
             f"{given['microbatches']} micro-batches on each of {given['data']} data-parallel replicas need at least "
             f"{samples} samples. Raise it, or lower microbatches.",
         )
-    for value in (given.get("predicted_step_seconds", 0.0), *given.get("predicted_memory_bytes", ())):
+    predictions = {"predicted_step_seconds": given.get("predicted_step_seconds", 0.0)}
+    for rank, size in enumerate(given.get("predicted_memory_bytes", ())):
+        predictions[f"predicted_memory_bytes[{rank}]"] = size
+    for name, value in predictions.items():
         if not (math.isfinite(value) and value >= 0):
-            raise InputError(f"prediction {value}: must be a finite number of at least 0. Correct or remove it.")
+            raise InputError(f"{name}={value}: must be finite and at least 0. Correct or remove it.")
     if "replicas" in given:
         schedule, stages = given["schedule"], len(given["replicas"])
         if isinstance(schedule, str) and "replicas" not in find(schedule).stream:
@@ -52,14 +55,15 @@ def _check_offload(given: Mapping[str, Any]) -> None:
     offloaded = [name for name in _OFFLOADED if name in given]
     shards, gathering = given.get("data_strategy", "ddp"), [known for known in DataStrategy if known.shards_parameters]
     if "offload_parameters" in given and shards not in gathering and given.get("precision", "fp32") == "fp32":
-        rule = f"with {shards} in fp32 every forward reads the parameters. Use zero3, bf16 or fp16, or remove it."
+        fix = "Use zero3, bf16 or fp16, or remove offload_parameters."
+        rule = f"with {shards} in fp32 every forward reads the parameters. {fix}"
         raise _refusal(given, "offload_parameters", rule)
     target = given.get("offload")
     if target is None:
         if offloaded:
             raise _refusal(given, offloaded[0], "no offload target. Add offload='cpu'.")
     elif target != "cpu" and not re.fullmatch("(?s)disk:.+", target):
-        raise InputError(f"offload={target!r}: must be cpu or disk:PATH. Use one of them.")
+        raise InputError(f"offload={target!r}: must be 'cpu' or 'disk:PATH'.")
     elif not offloaded:
         raise InputError(f"offload={target!r}: nothing is offloaded. Remove it, or set offload_states=True.")
 
@@ -79,7 +83,7 @@ def check_schedule(given: Mapping[str, Any], schedule: Schedule) -> None:
                 raise _refusal(given, name, rule)
         for name in ("replicas", "in_flight", "weights"):
             if name in given:
-                raise _refusal(given, name, f"the orders of schedule {schedule.name!r} already say it. Remove it.")
+                raise _refusal(given, name, f"the orders of schedule {schedule.name!r} already say it. Remove {name}.")
     slices, stages = given.get("slices", schedule.num_slices), schedule.num_stages
     if schedule.num_slices != (len(slices) if isinstance(slices, tuple) else slices):
         rule = f"schedule {schedule.name!r} has {counted(schedule.num_slices, 'slice')}. Make both agree."
@@ -96,7 +100,11 @@ def check_schedule(given: Mapping[str, Any], schedule: Schedule) -> None:
     cut = given.get("cut", CUTS[0])
     if isinstance(cut, str):
         if cut not in CUTS:
-            raise InputError(f"cut={cut!r}: must be {', '.join(CUTS)} or layers per stage. Choose one.")
+            raise InputError(
+                f"cut={cut!r}: must be {', '.join(map(repr, CUTS))}, or a list with the number of layers of each "
+                "stage, "
+                "such as [3, 2]."
+            )
     elif len(cut) != stages:
         rule = f"{counted(len(cut), 'stage')}, but schedule {schedule.name!r} has {stages}."
         raise _refusal(given, "cut", f"{rule} Give the layers of each stage.")

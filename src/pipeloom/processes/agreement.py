@@ -54,16 +54,31 @@ def gather_json(
     return [json.loads(p) for p in all_gather_bytes(payload, group, lost=lost, timeout_seconds=timeout_seconds)]
 
 
+_ITEMS = {  # field of `RunFingerprint` -> what differs, and the arguments that set it
+    "orders": ("the orders of the schedule", "schedule"),
+    "stages": ("the layers of the stages", "model, `layers` and `cut`"),
+    "slices": ("the lengths of the slices", "`slices`"),
+    "tied": ("their tied parameters", "model"),
+    "data": ("their data-parallel options", "`mesh`, `data` and `precision`"),
+    "formats": ("their buckets, number formats or offload", "`data` and `precision`"),
+}
+
+
 class RunFingerprint(NamedTuple):
     """What one process is about to run.
 
     Attributes:
         schedule: its name and sizes, for errors.
-        digest: a hash of everything that must be equal on all processes.
+        orders, stages, slices, tied, data, formats: hashes of what must be equal on all processes.
     """
 
     schedule: str
-    digest: str
+    orders: str
+    stages: str
+    slices: str
+    tied: str
+    data: str
+    formats: str
 
     @classmethod
     def of(
@@ -72,13 +87,18 @@ class RunFingerprint(NamedTuple):
         """The fingerprint of a training program on a model of these `layers`, stage by stage, and `others`."""
         schedule = program.schedule
         cut = f", {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
-        orders = [" ".join(map(str, order)) for order in program.orders]
-        shape = [schedule.num_microbatches, schedule.num_slices, schedule.placement.replicas, slices]
-        shape += [program.gradient_groups, [schedule.weights, schedule.microbatches_per_update]]
-        shape += [program.data and astuple(program.data), *others]
-        digest = blake2b(json.dumps([orders, shape, layers]).encode(), digest_size=16).hexdigest()
         sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
-        return cls(f"{schedule.name!r} of {sizes}{cut}", digest)
+        orders = [" ".join(map(str, order)) for order in program.orders]
+        weights = [schedule.weights, schedule.microbatches_per_update]
+        return cls(
+            schedule=f"{schedule.name!r} of {sizes}{cut}",
+            orders=_digest([orders, schedule.placement.replicas, weights]),
+            stages=_digest(layers),
+            slices=_digest(slices),
+            tied=_digest(program.gradient_groups),
+            data=_digest(program.data and astuple(program.data)),
+            formats=_digest([*others]),
+        )
 
     def agree(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
         """Compare with all processes of `group`, a collective call.
@@ -97,8 +117,12 @@ class RunFingerprint(NamedTuple):
                 f"rank 0 has schedule {found.one} and rank {found.rank} {found.other}: all ranks must run the same "
                 "schedule. Pass the same one on each."
             )
+        item, fix = _ITEMS[found.name]
         raise InputError(
-            f"ranks 0 and {found.rank} both have schedule {terms[0]['schedule']}, but their orders, cuts, slices, tied "
-            "parameters, data-parallel options or number formats differ: all ranks must run the same program. Pass the "
-            "same model and arguments on each."
+            f"ranks 0 and {found.rank} both have schedule {terms[0]['schedule']}, but differ in {item}: all ranks must "
+            f"run the same program. Pass the same {fix} on each."
         )
+
+
+def _digest(value: Any) -> str:
+    return blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()

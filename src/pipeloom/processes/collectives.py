@@ -115,7 +115,10 @@ def fresh_part(store: Store, rank: int, size: int, timeout_seconds: float = 1800
             for other in range(1, size):
                 while not store.check([f"pipeloom/taken/{generation}/{other}"]):
                     if time.monotonic() > deadline:
-                        raise PeerLost(f"{lost}: rank {other} did not start")
+                        raise PeerLost(
+                            f"{lost}: rank {other} did not start. Start one process per rank, and look for an error of "
+                            f"rank {other}."
+                        )
                     asked = store.add(f"pipeloom/asked/{other}", 0)
                     store.set(f"pipeloom/answer/{other}/{asked}", str(generation))
                     time.sleep(_POLL_SECONDS)

@@ -57,8 +57,10 @@ class Conditions:
         for stage, (kept, left) in enumerate(zip(self.activation, self.weight_gradient, strict=True)):
             if left > kept:
                 raise ScheduleError(
-                    f"weight_gradient[{stage}]={left:g}: must be at most activation[{stage}]={kept:g}, because I frees "
-                    "memory."
+                    f"weight_gradient[{stage}]={left:g}: must be at most activation[{stage}]={kept:g}: what remains "
+                    "for W "
+                    "(the backward of the weights) is a part of what F (the forward) kept. Lower "
+                    f"weight_gradient[{stage}]."
                 )
 
     @classmethod

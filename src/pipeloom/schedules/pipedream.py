@@ -66,7 +66,7 @@ def pipedream(
         ScheduleError: inconsistent sizes.
     """
     if weights not in ("stash", "vertical"):
-        raise ScheduleError(f"weights={weights!r}: schedule 'pipedream' has 'stash' and 'vertical'. Use one of them.")
+        raise ScheduleError(f"weights={weights!r}: must be 'stash' or 'vertical' for schedule 'pipedream'.")
     counts = _replicas(num_ranks, replicas)
     warmups = _warmups(counts, in_flight)
     return _stream("pipedream", num_microbatches, microbatches_per_update, WeightPolicy(weights), counts, warmups)

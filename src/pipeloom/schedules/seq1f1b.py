@@ -56,9 +56,13 @@ def seq1f1b_interleaved(*, num_ranks: int, num_microbatches: int, num_chunks: in
     """
     p, m, k = num_ranks, num_microbatches, num_slices
     if num_chunks > 1 and (p % k or m * k % p):
+        counts = [str(count) for count in range(1, p + 1) if p % count == 0]
+        fits = [count for count in counts if m * int(count) % p == 0]
+        fix = f"Use num_slices={fits[0]}" if fits else f"Use a multiple of {p} micro-batches"
         raise ScheduleError(
-            f"seq1f1b-interleaved with {p} ranks, {m} micro-batches and {k} slices: slices must divide ranks, and "
-            f"ranks must divide micro-batches x slices ({m * k}). Change one of them, or use seq1f1b."
+            f"num_slices={k}, num_microbatches={m}: seq1f1b-interleaved on {p} ranks needs {' or '.join(counts)} "
+            "slices, "
+            f"and micro-batches x slices ({m * k}) must be a multiple of {p}. {fix}, or use seq1f1b."
         )
     return _alternating("seq1f1b-interleaved", p, m, k, num_chunks)
 

@@ -95,9 +95,9 @@ class Costs:
             of = ", ".join(f"{what} has {count} entries" for what, count in counts.items())
             raise InputError(f"costs are of different stages ({of}): each must have one entry per stage.")
         for what in SIZES:
-            for size in getattr(self, what) or ():
+            for stage, size in enumerate(getattr(self, what) or ()):
                 if not 0 <= size <= MOST:
-                    raise InputError(f"{what}={size}: must be a number of bytes from 0 to {MOST:g}.")
+                    raise InputError(f"{what}[{stage}]={size}: must be a number of bytes from 0 to {MOST:g}.")
         for part, needed in (
             ("gradient_message_bytes", "message_bytes"),
             ("weight_gradient_bytes", "activation_bytes"),

@@ -90,7 +90,8 @@ def parse_costs(text: str) -> CostsFile:
         caps = tuple(cap.number() for cap in data["memory_cap_bytes"].members())
         if "activation_bytes" not in columns:
             raise InputError(
-                "memory_cap_bytes has no effect without activation_bytes. Add activation_bytes per stage, or remove it."
+                "memory_cap_bytes has no effect without activation_bytes. Add activation_bytes per stage, or remove "
+                "memory_cap_bytes."
             )
     return CostsFile(costs=Costs(**columns), network=_network(data, "message_bytes" in columns), memory_caps=caps)
 

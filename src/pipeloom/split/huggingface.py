@@ -152,15 +152,21 @@ class DecoderStage(StageModule):
         if isinstance(value, Tensor):
             return value, {}
         if not isinstance(value, dict) or main not in value or not {main, *_FIELDS}.issuperset(value):
-            seen = f"a dict of {', '.join(map(repr, value))}" if isinstance(value, dict) else type(value).__name__
-            raise InputError(
-                f"inputs are {seen}: must be token ids, or a dict of 'input_ids' and optionally "
-                f"{' and '.join(map(repr, _FIELDS))}."
-            )
+            known = f"{main!r} and optionally {' and '.join(map(repr, _FIELDS))}"
+            if not isinstance(value, dict):
+                tensor = "token ids" if main == "input_ids" else "hidden states"
+                raise InputError(
+                    f"inputs have type {type(value).__name__}: must be a tensor of {tensor}, or a dict of {known}."
+                )
+            if "labels" in value:
+                fix = "Remove 'labels', and pass the labels as targets."
+            else:
+                fix = f"Add {main!r}." if main not in value else "Remove the other keys."
+            raise InputError(f"inputs are a dict of {', '.join(map(repr, value))}: keys must be {known}. {fix}")
         if "position_ids" in value and current_slice() is not None:
             raise InputError(
-                "position_ids do not work with slices, whose positions count over the whole row. Remove position_ids, "
-                "or train without slices."
+                "inputs have 'position_ids': does not work with slices, where positions are 0, 1, 2, ... of the whole "
+                "sequence. Remove 'position_ids', or train without slices."
             )
         return value[main], {name: value[name] for name in _FIELDS if value.get(name) is not None}
 

@@ -57,7 +57,7 @@ def find_layers(model: nn.Module, patterns: Sequence[str] | None) -> list[ChainL
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise SplitError(f"layers={patterns!r}: must be a list of module names, such as {_suggest(model)}.")
     layers = [layer for pattern in patterns for layer in _expand(model, pattern)]
-    _check_layers(layers)
+    _check_layers(model, patterns, layers)
     if not any(layer.counted for layer in layers):  # no pattern has a *: count each layer
         layers = [layer._replace(counted=True) for layer in layers]
     return layers
@@ -97,15 +97,18 @@ def _expand(model: nn.Module, pattern: str) -> list[ChainLayer]:
     return [ChainLayer(name, module, "*" in pattern) for name, module in matches]
 
 
-def _check_layers(layers: list[ChainLayer]) -> None:
+def _check_layers(model: nn.Module, patterns: Sequence[str], layers: list[ChainLayer]) -> None:
     if not layers:
         raise SplitError("layers=[]: a model needs at least one layer. List the layers in execution order.")
     names = Counter(layer.name for layer in layers)
     twice = next((name for name, count in names.items() if count > 1), None)
     if twice is not None:
+        matching = [
+            repr(pattern) for pattern in patterns if any(name == twice for name, _, _ in _expand(model, pattern))
+        ]
         raise SplitError(
-            f"layer {twice!r} is listed twice. List it once; to run a module twice, pass a list of modules, one per "
-            "stage."
+            f"layer {twice!r} is listed twice, by {' and '.join(matching)}. Remove one of them. To run a module twice, "
+            "pass a list of modules, one per stage."
         )
     for name, module, _ in layers:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -114,7 +117,9 @@ def _check_layers(layers: list[ChainLayer]) -> None:
         parts = name.split(".")
         outer = next((p for p in (".".join(parts[:i]) for i in range(1, len(parts))) if p in names), None)
         if outer is not None:
-            raise SplitError(f"layer {name!r} is inside layer {outer!r} and would run twice. Remove one of the two.")
+            raise SplitError(
+                f"layer {name!r} is inside layer {outer!r} and would run twice. Remove {name!r} or {outer!r}."
+            )
 
 
 def check_complete(model: nn.Module, layers: Sequence[ChainLayer], replicated: Sequence[str] = ()) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeloom.common.quantities import counted
 from pipeloom.errors import SplitError, folded
 from pipeloom.split.huggingface import Decoder, DecoderStage, find_decoder
 from pipeloom.split.layer_chain import Tie, consecutive, find_ties
@@ -167,8 +168,9 @@ def _given_stages(model: Any, num_stages: int | None = None) -> Stages:
             raise SplitError(f"model[{stage}] is {seen}: must be an nn.Module.")
     if num_stages not in (None, len(modules)):
         raise SplitError(
-            f"num_stages={num_stages}: the list of modules has {len(modules)}, one per stage. "
-            f"Use num_stages={len(modules)}."
+            f"model is a list of {counted(len(modules), 'module')} for {counted(num_stages, 'stage')}: must have one "
+            f"module per stage. Pass {counted(num_stages, 'module')}, or build the schedule for "
+            f"{counted(len(modules), 'stage')} (ranks x chunks)."
         )
     tensors: dict[str, int] = {}
     named = [(name, t) for m in modules for name, t in (*m.named_parameters(), *m.named_buffers())]

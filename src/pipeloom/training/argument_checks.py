@@ -44,7 +44,9 @@ def check_arguments(
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn={loss_fn!r}: must be a function, called as loss_fn(output, targets).")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        raise InputError(f"loss_fn={loss_fn.__name__}: must not be a class. Pass {loss_fn.__name__}(...).")
+        raise InputError(
+            f"loss_fn={loss_fn.__name__}: is a class, and must be a function or an instance. Pass {loss_fn.__name__}()."
+        )
     if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
         raise InputError(
             "loss_fn is a module with parameters, which no stage would train. Put layers with parameters at the end of "
@@ -104,10 +106,12 @@ def _check_slices(schedule: Schedule, lengths: Sequence[int] | None) -> None:
         return
     if schedule.microbatches_per_update is not None:
         raise InputError(
-            f"`slices` does not work with schedule {schedule.name!r}, which runs whole sequences. Remove it."
+            f"`slices` does not work with schedule {schedule.name!r}, which runs whole sequences. Remove `slices`."
         )
     if not isinstance(lengths, Sequence) or isinstance(lengths, str) or any(type(each) is not int for each in lengths):
-        raise InputError(f"slices={lengths!r}: must be a list with the tokens of each slice, such as [48, 40, 40].")
+        raise InputError(
+            f"slices={lengths!r}: must be a list with the number of tokens of each slice, such as [48, 40, 40]."
+        )
     if len(lengths) != schedule.num_slices:
         raise InputError(
             f"slices={list(lengths)} has {len(lengths)} lengths: schedule {schedule.name!r} has {schedule.num_slices} "

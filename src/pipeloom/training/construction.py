@@ -154,9 +154,7 @@ def options_of_plan(plan: Plan, model: Model, given: PipelineOptions) -> Pipelin
         plain, listed = (list(each) if isinstance(each, tuple) else each for each in (value, wanted))
         same = plain == listed or (name == "recompute" and isinstance(value, str) and {value} == {*wanted})
         if value is not None and not same:
-            raise InputError(
-                f"{name}={folded(value)}: the plan has {name}={listed}. Remove it, or make a plan with it."
-            )
+            raise InputError(f"{name}={folded(value)}: the plan has {name}={listed}. Remove it, or make a new plan.")
     return given._replace(
         **planned,
         mesh=_mesh(plan, given.mesh),
@@ -186,9 +184,9 @@ def _data(plan: Plan, data: DataParallel | str | None, *, moves: bool) -> DataPa
     names = ("data_strategy", "data_granularity", "data_bucket_bytes")
     for name, wanted, value in zip(names, planned, found, strict=True):
         if wanted not in (None, value):
-            raise InputError(f"data={folded(data)}: the plan has {name}={wanted}. Remove it, or make a plan with it.")
+            raise InputError(f"data={folded(data)}: the plan has {name}={wanted}. Remove it, or make a new plan.")
     if plan.offload is not None and given.offload != parameters:
-        raise InputError(f"data={folded(data)}: the plan has offload={parameters}. Remove it, or make a plan with it.")
+        raise InputError(f"data={folded(data)}: the plan has offload={parameters}. Remove it, or make a new plan.")
     return given
 
 
@@ -200,7 +198,7 @@ def _precision(plan: Plan, precision: Precision | str | None) -> Precision | str
         if plan.precision not in (None, given.dtype) or plan.gradients not in (None, given.gradients):
             raise InputError(
                 f"precision={folded(precision)}: the plan has precision={plan.precision} and gradients="
-                f"{plan.gradients}. Remove precision, or make a plan with it."
+                f"{plan.gradients}. Remove precision, or make a new plan."
             )
         return given
     return plan.number_format

@@ -242,11 +242,12 @@ def cancel_number(call: int) -> int:
 def out_of_step(source: int, theirs: int, ours: int) -> RunError:
     """The error on a rank in call `ours` that got a message of call `theirs` from rank `source`."""
     return RunError(
-        f"rank {source} is in {call_name(theirs)}, and this rank in {call_name(ours)}: every rank must make the same "
-        "calls in the same order. Look for a call that some ranks skip."
+        f"rank {source} is in {call_name(theirs)}, this rank in {call_name(ours)}: all ranks must make the same "
+        "calls of "
+        "the Pipeline in the same order. Look for a call that some ranks skip."
     )
 
 
 def call_name(call: int) -> str:
     """The call in words, for error messages."""
-    return f"call {call_count(call)} of this Pipeline, {'step' if call & _TRAINING else 'evaluate or forward'}"
+    return f"call {call_count(call)} ({'step' if call & _TRAINING else 'evaluate or forward'})"

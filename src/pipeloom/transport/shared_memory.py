@@ -26,7 +26,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from pipeloom.errors import PeerLost
+from pipeloom.errors import PeerLost, listed
 from pipeloom.transport.interface import Channel, Incoming, Lane, Outgoing, Transport
 from pipeloom.transport.shared_channel import SharedIncoming, SharedOutgoing
 
@@ -142,8 +142,12 @@ class SharedMemoryTransport(Transport):
         deadline = time.perf_counter() + seconds
         while not self.flush():
             if time.perf_counter() > deadline:
-                targets = sorted({end.channel.target for end in self._backlogged})
-                raise PeerLost(f"ranks {targets} are running but received nothing from this rank for {seconds:g} s")
+                targets = listed(sorted({end.channel.target for end in self._backlogged}))
+                raise PeerLost(
+                    f"rank {targets} did not take all messages of rank {self._rank} within {seconds:g} s "
+                    "(timeout_seconds), although its process exists. Look whether it is stopped, in a debugger, or "
+                    "waits for another call."
+                )
             poll = select.poll()
             for end in self._backlogged:
                 poll.register(end, select.POLLOUT)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, listed
 
 Value = Any  # Tensor | tuple | list | dict[str | int, Value] | int | float | bool | str | None
 _TENSOR = "t"  # the structure of a single tensor, by far the most frequent value
@@ -110,9 +110,17 @@ def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
         return "float", repr(float(value))
     elif value is None or isinstance(value, bool | int | str):
         return "constant", kind, value
+    if isinstance(value, dict):
+        key = next(key for key in value if not isinstance(key, str | int))
+        raise InputError(f"{what} a dict with key {key!r}: keys must be str or int. Rename the key.")
+    fix = (
+        "to a dense tensor"
+        if isinstance(value, Tensor)
+        else "with torch.from_numpy(x), list(x) or dict(x), for example"
+    )
     raise InputError(
-        f"{what} a {kind}: only dense tensors, plain constants, and tuples, lists and dicts of them can be sent from "
-        "stage to stage. Convert it to one of these."
+        f"{what} a value of type {kind}: must be dense tensors, None, bool, int, float or str, or tuples, lists and "
+        f"dicts of these. Convert it {fix}."
     )
 
 
@@ -142,11 +150,19 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
     layout, tensors = flatten(value, f"{what} hold")
     lengths = {t.shape[0] if t.dim() else -1 for t in tensors}
     if len(lengths) != 1 or -1 in lengths:
-        several = f"tensors of {sorted(lengths)} samples" if lengths else "no tensor"
-        seen = "a tensor without dimensions" if -1 in lengths else several
+        if not lengths:
+            raise InputError(
+                f"{what} hold no tensor: a batch needs a tensor to split into micro-batches. Pass at least one."
+            )
+        if -1 in lengths:
+            raise InputError(
+                f"{what} hold a tensor without dimensions: all tensors of a batch need the samples along dimension 0. "
+                "Reshape it, or pass a scalar as a Python number."
+            )
+        sizes = sorted(lengths)
         raise InputError(
-            f"{what} hold {seen}: all tensors of a batch must have the same number of samples along dimension 0. "
-            "Reshape them."
+            f"{what} hold tensors with {listed(sizes)} samples along dimension 0: must be the same number "
+            f"in all tensors. Repeat a shared tensor for every sample, for example with x.expand({sizes[-1]}, ...)."
         )
     length = lengths.pop()
     if length == 0:

@@ -44,7 +44,10 @@ def check_file_alone(given: Mapping[str, Any], file: str, others: Sequence[str],
     """Raise InputError if model sizes or `others` are given with the option `file`, whose file has `content`."""
     given_too = [*given_model(given), *(name.replace("_", "-") for name in others if given[name] is not None)]
     if given_too:
-        raise InputError(f"--{given_too[0]} does not work with {file}, whose file has {content}. Remove one of them.")
+        names = ", ".join(f"--{name}" for name in given_too)
+        raise InputError(
+            f"{names}: does not work with {file}, whose file has {content}. Remove {file}, or the other options."
+        )
 
 
 def train_command(chosen: Mapping[str, Any]) -> str:

@@ -56,9 +56,9 @@ def make_parser(prog: str, description: str, examples: str) -> Parser:
         nargs="?",
         const="all",
         choices=("all", "skip_default"),
-        help="configuration printed as YAML, in full or without defaults",
+        help="print the configuration as YAML and exit; skip_default: changes only",
     )
-    group.add_argument("-h", "--help", action="help", help="this text")
+    group.add_argument("-h", "--help", action="help", help="show this help and exit")
     return parser
 
 
@@ -101,8 +101,12 @@ def _read_plan(parser: Parser, path: str, given: Namespace) -> Namespace:
     planned: Namespace = parser.parse_object(options_of_plan(Plan.load(path), path), env=False, defaults=False)
     for key, value in planned.items():
         if key in given and given[key] != value:
-            shown = "none" if value is None else value
-            raise InputError(f"{key}={given[key]}: plan {path} has {shown}. Remove {key}, or make a plan with it.")
+            own, shown = ("none" if each is None else each for each in (given[key], value))
+            raise InputError(
+                f"{key}={own}: plan {path} has {shown}, and options must not contradict the plan. Remove {key}, or "
+                "make a "
+                "new plan."
+            )
     return planned
 
 
@@ -139,7 +143,10 @@ class _UniqueKeys(yaml.SafeLoader):
         for key, _ in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.YAMLError(f"line {line}: a key must be a word, such as steps")
+                raise yaml.YAMLError(
+                    f"line {line}: the key is a list or a mapping: a key must be a word, such as steps. Quote it, or "
+                    "remove the brackets"
+                )
             if key.value in seen:
                 raise yaml.YAMLError(f"line {line}: key {key.value} is duplicated. Remove one")
             if key.tag != "tag:yaml.org,2002:merge":
@@ -169,7 +176,10 @@ def _take_config_files(parser: Parser, argv: Sequence[str]) -> tuple[list[str], 
 def _read_file(file: str) -> dict[str, Any]:
     """The options of a YAML file by dotted key; all of them exist and have a value."""
     if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):  # it may never end, or never come
-        raise InputError(f"--config={file}: must be a file, not a device or a pipe.")
+        raise InputError(
+            f"--config={file}: must be a file, not a device or a pipe. Write the YAML to a regular file and pass its "
+            "path."
+        )
     try:
         with open(file, encoding="utf-8") as stream:
             content = yaml.load(stream, _UniqueKeys)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.engine.rank_state import Batch, Extent, RankState, Step
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, listed
 from pipeloom.ir import Action, Program
 from pipeloom.slicing import RefuseRawAttention, SliceContext
 from pipeloom.split.layer_chain import even_parts
@@ -60,10 +60,17 @@ def cut_sequences(batch: Batch, num_slices: int, lengths: Sequence[int] | None) 
             continue
         tokens = {tensor.shape[1] for tensor in flatten(values[0])[1] if tensor.dim() > 1}
         if len(tokens) != 1:
-            seen = f"tensors of {sorted(tokens)} tokens" if tokens else "no tensor of two dimensions or more"
+            if not tokens:
+                raise InputError(
+                    f"{what} hold no tensor of two dimensions or more: slices cut dimension 1, the tokens. Pass "
+                    "tensors of "
+                    "shape (samples, tokens, ...), or use a schedule without slices."
+                )
             raise InputError(
-                f"{what} hold {seen}: slices are cut along dimension 1, which must have the same length in all "
-                "tensors. Reshape or pad them."
+                f"{what} hold tensors of {listed(sorted(tokens))} along dimension 1: slices cut this "
+                "dimension, the tokens, so it must be equal in all tensors. Pad the sequences, or use a schedule "
+                "without "
+                "slices."
             )
         (found[what],) = tokens
         batch.extents = slice_extents(found[what], num_slices, lengths)

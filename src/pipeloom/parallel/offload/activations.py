@@ -78,7 +78,11 @@ class _Noted(Repeatable):
             self.watched.check()
         storage = self.piece.storage
         if storage is None:
-            raise RunError("a saved tensor is still offloaded: RELOAD must come before its use. Check the program.")
+            raise RunError(
+                f"saved tensor of shape {tuple(self.shape)}, {self.dtype}, is still offloaded: its backward runs "
+                "before "
+                "its RELOAD. For your own program, run pipeloom.check(program); otherwise this is a bug of pipeloom."
+            )
         made = torch.empty(0, dtype=self.dtype, device=self.piece.device)
         return made.set_(storage, self.offset, self.shape, self.stride)
 

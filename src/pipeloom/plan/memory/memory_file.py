@@ -68,10 +68,12 @@ def read_memory(directory: Path) -> list[MemoryRow]:
         data = read_json(text, str(path), "an object with kinds and processes").fields(("kinds", "processes"))
         return [_row(row) for row in data["processes"].members()]
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise InputError(
+                f"{directory} has no {FILE}, which `pipeloom train` writes. Pass the output directory of a run."
+            ) from error
         reason = error.strerror or error if isinstance(error, OSError) else "not a text file"
-        raise InputError(
-            f"{path}: {reason}. `pipeloom train` writes it; name the output directory of a run."
-        ) from error
+        raise InputError(f"{path} cannot be read ({reason}). Check the file.") from error
 
 
 def _row(row: Entry) -> MemoryRow:

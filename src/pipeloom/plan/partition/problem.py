@@ -66,7 +66,7 @@ def check_levels(levels: Sequence[tuple[int, float]]) -> None:
         raise InputError("levels=(): a cluster needs at least one level. Give components and bandwidth.")
     for components, bandwidth in levels:
         if components < 1:
-            raise InputError(f"ranks={folded(components)}: a level needs at least 1 component. Raise it.")
+            raise InputError(f"ranks={folded(components)}: must be at least 1, also the number before @ in --levels.")
         if not 1 / MOST <= bandwidth <= MOST:
             raise InputError(f"bandwidth={bandwidth}: must be above 0, in bytes per second. Use for example 1e9.")
 

@@ -146,7 +146,7 @@ def measure_gpt(config: GPTConfig, *, batch: int, num_ranks: int) -> Profile:
     from pipeloom.split.profile import threads_of_a_rank
 
     if batch < 1:
-        raise InputError(f"batch={batch}: a minibatch needs at least 1 sequence. Raise it.")
+        raise InputError(f"batch={batch}: must be at least 1 sequence.")
     with threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
         model = GPT(config)
         init_parameters(model, seed=0)

@@ -42,7 +42,8 @@ def prove(
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise InputError(
-            "a proof needs OR-tools, which is not installed. Run `pip install 'pipeloom[search]'`."
+            "--prove (pipeloom.schedules.prove) needs the package ortools, which is not installed. Run "
+            "`pip install 'pipeloom[search]'`."
         ) from error
     work = Work(found.schedule.placement, found.schedule.num_microbatches, conditions)
     orders = work.orders_of(found.schedule)

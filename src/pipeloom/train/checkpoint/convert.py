@@ -45,7 +45,9 @@ def model_tensors(checkpoint: Path, *, verify_files: bool = True) -> dict[str, M
     try:
         sources = {file: tensor_sources(checkpoint / file) for file in files}
     except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read ({error.strerror}). Use another checkpoint.") from error
+        raise CheckpointError(
+            f"{error.filename} cannot be read ({error.strerror}). Check the file, or use another checkpoint."
+        ) from error
     return {
         name: ModelTensor(_joined(name, pieces, sources), pieces)
         for name, pieces in stored_model(manifest, read_weight_map(checkpoint)).items()

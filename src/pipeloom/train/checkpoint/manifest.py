@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.engine.stores.parameter_range import Range
-from pipeloom.errors import CheckpointError
+from pipeloom.errors import CheckpointError, folded
 from pipeloom.train.checkpoint.tensor_file import FileRecord
 
 FORMAT = "pipeloom-checkpoint"
@@ -140,7 +140,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
         found = (None, None)
     if found[0] != FORMAT:
         raise CheckpointError(
-            f"{checkpoint / MANIFEST_NAME} is not a manifest of pipeloom. Pass a checkpoint that pipeloom wrote."
+            f"{checkpoint / MANIFEST_NAME} is not a manifest of pipeloom: format is {folded(found[0])}, must be "
+            f"{FORMAT!r}. "
+            "Pass a checkpoint-N directory that pipeloom wrote."
         )
     if found[1] not in READABLE:
         raise CheckpointError(
@@ -213,7 +215,7 @@ def _read(path: Path) -> bytes:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read ({error.strerror}). Use another checkpoint.")
+    return CheckpointError(f"{path} cannot be read ({error.strerror}). Check the file, or use another checkpoint.")
 
 
 # Pieces of sharded tensors

@@ -221,7 +221,10 @@ def _writers(
             _check_each_once(stored, writers, shapes[stored])
     keys = {piece_key(name, part) for name, parts in found.items() for part in parts if part is not None}
     if collision := sorted(keys & found.keys()):
-        raise CheckpointError(f"tensor {collision[0]} has the name of a piece of another tensor. Rename it.")
+        raise CheckpointError(
+            f"tensor {collision[0]!r}: checkpoints store shards of other tensors under names that end in [start:stop], "
+            f"and {collision[0].rpartition('[')[0]!r} has a shard of this name. Rename the parameter or buffer."
+        )
     return found
 
 

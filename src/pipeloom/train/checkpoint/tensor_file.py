@@ -124,7 +124,11 @@ def tensor_sources(path: Path) -> dict[str, TensorSource]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > size - 8:
-            raise CheckpointError(f"{path} is not a safetensors file: its header is longer than the file.")
+            raise CheckpointError(
+                f"{path}: its safetensors header is longer than the file; the file is damaged or has another format. "
+                "Use "
+                "another checkpoint."
+            )
         with suppress(ValueError, KeyError, TypeError):
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
@@ -134,7 +138,10 @@ def tensor_sources(path: Path) -> dict[str, TensorSource]:
                 )
                 for name, entry in header.items()
             }
-    raise CheckpointError(f"{path} is not a safetensors file: its header is invalid.")
+    raise CheckpointError(
+        f"{path}: its header is not valid safetensors JSON; the file is damaged or has another format. Use another "
+        "checkpoint."
+    )
 
 
 def _read(path: Path, base: int, start: int, end: int) -> bytes:

@@ -106,7 +106,7 @@ class TensorFiles:
             return get(self._file(piece.file))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{self._path / piece.file} cannot be read ({error}). Use another checkpoint."
+                f"{self._path / piece.file} cannot be read ({error}). Check the file, or use another checkpoint."
             ) from error
 
     def _file(self, file: str) -> Any:

@@ -178,7 +178,9 @@ def _check_data_parallel(config: TrainConfig, schedule: Schedule) -> None:
     if config.shared is not None:
         unusual = f"parallel.data={degree}" if degree > 1 else "memory.offload_parameters=true"
     if degree > 1 and config.local:
-        raise InputError(f"{unusual}: does not work with --local, which is one process. Remove one of them.")
+        raise InputError(
+            f"{unusual}: does not work with --local, which is one process. Remove --local, or parallel.data."
+        )
     if config.shared is None and dtype == "fp32":
         return
     if schedule.microbatches_per_update is not None:
@@ -188,8 +190,9 @@ def _check_data_parallel(config: TrainConfig, schedule: Schedule) -> None:
         )
     if not config.optimizer.barrier:
         raise InputError(
-            f"optimizer.barrier=false: does not work with {unusual}. Post-validation needs one replica in float32 and "
-            "in memory. Remove one of them."
+            f"optimizer.barrier=false: does not work with {unusual}: updates without a barrier support neither "
+            "data-parallel replicas, 16-bit formats nor offloaded parameters. Remove optimizer.barrier, or "
+            f"{unusual.partition('=')[0]}."
         )
 
 

@@ -144,8 +144,11 @@ def _check_slices(config: TrainConfig) -> None:
             f"parallel.slices={asked}: schedule {name!r} runs whole sequences. Remove parallel.slices, or use {sliced}."
         )
     if asked == AUTO and (family is None or family.chunks is None):
+        rule = "supports only some numbers of slices" if family is not None else "has a fixed number of slices"
+        number = "a divisor of parallel.pipeline" if family is not None else "the number of the file"
         raise ScheduleError(
-            f"parallel.slices=auto: schedule {name!r} does not take every number of slices. Give a number, or use "
+            f"parallel.slices=auto: schedule {name!r} {rule}, and auto needs any. Set parallel.slices to {number}, "
+            "or use "
             "seq1f1b or terapipe."
         )
 

@@ -46,14 +46,16 @@ class ModelConfig:
 class ParallelConfig:
     pipeline: int = option(2, "pipeline-parallel degree")
     replicas: str | None = option(None, "replicas per stage of an asynchronous schedule", value="N,N,..", unset="1")
-    in_flight: Literal["noam", "full"] = option("noam", "in-flight micro-batches with replicas")
+    in_flight: Literal["noam", "full"] = option("noam", "in-flight limit of asynchronous schedules")
     chunks: int | None = option(None, "virtual stages (chunks) per rank", unset="the schedule's own")
-    cut: str = option("layers", "stage boundaries: layers, parameters, time or 5,3", value="CUT")
+    cut: str = option("layers", "balance stages by layers, parameters or time; or 5,3", value="CUT")
     slices: int | str | None = option(None, "sequence slices: count, lengths or auto", value="SLICES", unset="1")
     transport: Literal["auto", "shared-memory", "torch"] = option("auto", "transport between ranks")
-    data: int = option(1, "data-parallel degree; -1: all processes of torchrun")
-    data_strategy: Literal["ddp", "parameter-server", "zero1", "zero2", "zero3"] = option("ddp", "sharding")
-    data_granularity: Literal["step", "chunk", "microbatch"] | None = option(None, "ZeRO collectives per", unset="step")
+    data: int = option(1, "data-parallel degree; -1: processes / --parallel.pipeline")
+    data_strategy: Literal["ddp", "parameter-server", "zero1", "zero2", "zero3"] = option("ddp", "data strategy")
+    data_granularity: Literal["step", "chunk", "microbatch"] | None = option(
+        None, "zero2 and zero3 communicate per", unset="step"
+    )
     data_bucket_bytes: Bytes = option(  # noqa: RUF009  # it makes a field, of an immutable default
         Bytes(BUCKET_BYTES), "size of gradient and parameter buckets"
     )
@@ -83,22 +85,22 @@ class OptimizerConfig:
     weight_decay: float = option(0.1, "weight decay of matrices; vectors have none")
     beta1: float = option(0.9, "first-moment decay of adamw, adam and muon")
     beta2: float = option(0.95, "second-moment decay of adamw, adam and muon")
-    momentum: float = option(0.95, "momentum of momentum and muon")
-    nesterov: bool = option(True, "Nesterov momentum of momentum and muon")
+    momentum: float = option(0.95, "momentum of the optimizers momentum and muon")
+    nesterov: bool = option(True, "Nesterov momentum of the optimizers momentum and muon")
     muon_learning_rate: float = option(0.02, "peak learning rate of muon's matrices")
     clip_norm: float = option(1.0, "maximum gradient norm; 0: no clipping")
-    barrier: bool = option(True, "wait for the global norm; false: post-validation")
-    staleness: str = option("none", "stale gradients: none, inverse or pipemare:STEPS", value="NAME")
-    replica_scaling: bool = option(False, "learning rate scaled by the replicas of a stage")
+    barrier: bool = option(True, "update after the global norm is known; false: before it")
+    staleness: str = option("none", "learning-rate correction: none, inverse, pipemare:STEPS", value="NAME")
+    replica_scaling: bool = option(False, "scale a stage's learning rate by its number of replicas")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
     cap: Bytes | None = option(  # noqa: RUF009
-        None, "peak memory per rank; chooses recomputation", unset="no limit"
+        None, "limit of peak memory per rank; sets recomputation", unset="no limit"
     )
     recompute: str = option("none", "activation recomputation: none, selective, full", value="NAME")
     offload: str | None = option(None, "offload target: cpu or disk:PATH", value="TARGET", unset="no offload")
-    offload_states: bool = option(True, "offload of optimizer states")
-    offload_parameters: bool = option(False, "offload of zero3 parameters and float32 masters")
-    offload_activations: int | None = option(None, "activations kept per rank; 0: as few as possible", unset="all")
+    offload_states: bool = option(True, "with memory.offload: offload optimizer states")
+    offload_parameters: bool = option(False, "with memory.offload: offload zero3 and main parameters")
+    offload_activations: int | None = option(None, "live activations kept per rank; 0: as few as possible", unset="all")

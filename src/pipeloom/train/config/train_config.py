@@ -39,12 +39,14 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
-    schedule: str = option("auto", "schedule or file: .csv, .json, .py:function", value="NAME", group="parallel")
+    schedule: str = option(
+        "auto", "schedule name, .csv or .json file, or FILE.py:FUNCTION", value="NAME", group="parallel"
+    )
     weights: Literal["stash", "vertical"] | None = option(
-        None, "weight versions of pipedream", unset="stash", group="parallel"
+        None, "weight versioning of pipedream", unset="stash", group="parallel"
     )
     plan: str | None = option(
-        None, "plan.json of a planning command; sets what it plans", value="FILE", unset="none", group="parallel"
+        None, "plan file written with --out; sets the options in it", value="FILE", unset="none", group="parallel"
     )
     steps: int = option(200, "number of optimizer steps", group="batch")
     seed: int = option(0, "seed of weights, sample order, dropout and sampling", group="data")
@@ -56,11 +58,11 @@ class TrainConfig:
     )
     eval_steps: int = option(50, "steps between evaluations; 0: none", group="output")
     eval_batches: int = option(4, "batches per evaluation", group="output")
-    log_steps: int = option(10, "steps between lines without a terminal", group="output")
+    log_steps: int = option(10, "steps between log lines if output is not a terminal", group="output")
     sample_tokens: int = option(200, "tokens generated at the end; 0: none", group="output")
     sample_prompt: str = option("def ", "prompt of the generated text", group="output")
     sample_temperature: float = option(0.8, "sampling temperature; 0: greedy", group="output")
-    local: bool = option(False, "all ranks in this process, without a launcher", group="parallel")
+    local: bool = option(False, "run all ranks in this process, one after another", group="parallel")
 
     @property
     def num_microbatches(self) -> int:

@@ -57,7 +57,9 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
             with in_use(output_dir), tempfile.TemporaryFile(dir=output_dir) as file:
                 file.write(b"0")
         except OSError as error:
-            raise InputError(f"output_dir={output_dir}: cannot be written ({error.strerror}). Name another.") from error
+            raise InputError(
+                f"output_dir={output_dir}: cannot be written ({error.strerror}). Use another directory."
+            ) from error
         _check_data(config, open_corpus(config))
     except InputError:
         if made and world_size is None:  # no other process uses it
@@ -93,9 +95,11 @@ def _check_data(config: TrainConfig, corpus: Corpus) -> None:
         return
     found = corpus.num_windows(length, "validation")
     if found // config.data_degree < config.num_microbatches:
+        needed = config.data_degree * config.num_microbatches
         raise DataError(
-            f"the validation data has {found} samples of {length} tokens: {needs_samples(config)}. Raise "
-            "data.validation_fraction, add text, or use --eval_steps 0."
+            f"the validation data has {found} samples of {length} tokens: {needs_samples(config)}, {needed} in all. "
+            "Raise "
+            "data.validation_fraction, add text, lower batch.microbatches, or use --eval_steps 0."
         )
 
 

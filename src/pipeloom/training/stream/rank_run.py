@@ -214,7 +214,8 @@ class StreamRank:
         batches.take_until(microbatch)
         own, said = batches.num_samples[batch], num_samples_of(self._calls.get(batch, 0))
         if said and own != said:
-            raise RunError(sample_mismatch(*((own, said) if batches.batch.inputs else (said, own))))
+            pair = (own, said) if batches.batch.inputs else (said, own)
+            raise RunError(f"batch {batch}: {sample_mismatch(*pair)}")
         self._calls[batch] = self._plan.call + call_number(0, False, own)
 
     def _send_gradients(self, stage: int, update: int) -> None:

@@ -61,8 +61,8 @@ class UpdateOptions:
         counts = isinstance(updates, int) and not isinstance(updates, bool) and updates >= 1
         if not counts if self.discount == "pipemare" else updates is not None:
             raise InputError(
-                f"discount_updates={updates!r} with discount={self.discount!r}: 'pipemare' needs an integer >= 1, the "
-                "updates until the discount ends; other discounts do not use it. Correct one of them."
+                f"discount_updates={updates!r}: must be an integer >= 1 (updates until the discount ends) with "
+                f"discount='pipemare', and None with other discounts; discount is {self.discount!r}."
             )
 
     @property
