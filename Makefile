@@ -2,7 +2,7 @@
 # make test     sets up .venv with the development tools and runs the tests
 # make check    linters and the quick tests, under 90 seconds on two idle cores: run it before every commit
 # make lint     ruff and mypy
-# make mutants  changes single operators of the code and reports which changes no test notices (an hour; it goes on where it ended)
+# make mutants  changes single operators of the code and reports which changes no test notices (an hour or two)
 # make docs     builds the documentation site into site/; broken links are errors
 # make clean    removes .venv and caches
 #

@@ -30,7 +30,7 @@ from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint import directory as checkpoint_directory
 from pipeloom.train.checkpoint import tensor_file
 from pipeloom.train.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, SEAL_NAME, seal
-from pipeloom.train.checkpoint.state import load_optimizer_state
+from pipeloom.train.checkpoint.tensor_reader import TensorFiles
 
 from .thread_exchange import ThreadExchange
 
@@ -266,22 +266,17 @@ def test_step_counts_are_on_the_device_where_fused_and_capturable_optimizers_rea
     assert other.state[elsewhere]["exp_avg"].device.type == "meta"
 
 
-def test_no_optimizer_state_is_read_before_all_of_it_is_checked() -> None:
-    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
-    calls = []
-
-    def state_of(name: str, read: bool) -> dict[str, Tensor]:
-        calls.append((name, read))
-        return {"momentum_buffer": torch.zeros(4, device="cpu" if read else "meta")}
-
-    load_optimizer_state(
-        torch.optim.SGD(parameters),
-        dict(zip(parameters, "ab", strict=True)),
-        optimizer_class="SGD",
-        options_of=lambda _: {},
-        state_of=state_of,
-    )
-    assert calls == [("a", False), ("b", False), ("a", True), ("b", True)]
+def test_no_optimizer_state_is_read_before_it_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, other = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([saved], momentum=0.9)
+    saved.sum().backward()
+    optimizer.step()
+    path = ck.save(tmp_path, 1, model={"w": saved}, optimizer=ck.optimizer_state(optimizer, {saved: "w"}))
+    reads: list[Any] = []
+    monkeypatch.setattr(TensorFiles, "full", lambda *arguments: reads.append(arguments))
+    with pytest.raises(CheckpointError, match=r"'momentum_buffer' of w has shape \(2, 2\), not \(4,\)"):
+        ck.load(path).load_optimizer(torch.optim.SGD([other]), {other: "w"})
+    assert not reads
 
 
 def test_random_generators_continue(tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def main() -> int:
 
 
 def _clone(to: Path) -> Path:
-    subprocess.run(["git", "clone", "--quiet", "--local", str(ROOT), str(to)], check=True)
+    quiet = ["-c", "advice.detachedHead=false", "clone", "--quiet", "--local"]
+    subprocess.run(["git", *quiet, str(ROOT), str(to)], check=True)
     # A mutant may be as long and as old as the code that it changes: only hashes tell which one was compiled.
     compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode=checked-hash", "src"]
     subprocess.run(compiled, cwd=to, check=True)
