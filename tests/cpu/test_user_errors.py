@@ -334,7 +334,7 @@ def test_batches_that_are_none(make_inputs: Callable[[], object], said: str) -> 
             lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=nn.MSELoss),
             r"loss_fn=MSELoss: is a class, and must be a function or an instance. Pass MSELoss\(\)",
         ),
-        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, cut=None), "cut=None: must be 'layers'"),
+        (lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, cut="x"), "cut='x': must be 'layers'"),
         (
             lambda: pl.Pipeline(make_mlp(), _schedule(), loss_fn=mse, cut=[1.5, 2]),
             r"cut=\[1.5, 2\]: must be .*integers",
