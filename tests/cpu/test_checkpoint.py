@@ -279,6 +279,26 @@ def test_no_optimizer_state_is_read_before_it_is_checked(tmp_path: Path, monkeyp
     assert not reads
 
 
+def test_no_optimizer_state_is_read_before_all_of_it_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = dict(zip((nn.Parameter(torch.zeros(4)) for _ in range(2)), "ab", strict=True))
+    optimizer = torch.optim.SGD(parameters, momentum=0.9)
+    sum(parameter.sum() for parameter in parameters).backward()
+    optimizer.step()
+    model = {name: parameter for parameter, name in parameters.items()}
+    path = ck.save(tmp_path, 1, model=model, optimizer=ck.optimizer_state(optimizer, parameters))
+    calls, tensor = [], TensorFiles.tensor
+
+    def counted(files: TensorFiles, label: str, *place: Any, read: bool = True) -> Tensor:
+        calls.append((label.split()[-1], read))
+        return tensor(files, label, *place, read=read)
+
+    monkeypatch.setattr(TensorFiles, "tensor", counted)
+    ck.load(path).load_optimizer(optimizer, parameters)
+    assert calls == [("a", False), ("b", False), ("a", True), ("b", True)]
+
+
 def test_random_generators_continue(tmp_path: Path) -> None:
     def draw() -> list[float]:
         return [torch.rand(1).item(), np.random.normal(), random.gauss(0, 1), random.random()]
