@@ -28,8 +28,7 @@ from pipeloom.ir.check.schedule_rules import UPDATE_RULES
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule, WeightPolicy
 from pipeloom.schedules.phases import Phases
-from pipeloom.schedules.sizes import check_size
-from pipeloom.schedules.table import family
+from pipeloom.schedules.table import check_size, family
 
 
 @family(
