@@ -137,9 +137,7 @@ class Order(Sequence[Action]):
         return map(decode, self.codes)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Order):
-            return self.codes == other.codes
-        return tuple(self) == other
+        return self.codes == other.codes if isinstance(other, Order) else tuple(self) == other
 
     def __hash__(self) -> int:
         return hash(tuple(self))

@@ -33,12 +33,7 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise ScheduleError(f"{folded(text)}: an action is stage, op, micro-batch and slice. Write 2F0 or 2F0.3.")
     stage, op, microbatch, piece = match.groups()
-    return Action(
-        int(stage),
-        Op(op),
-        None if microbatch is None else int(microbatch),
-        None if piece is None else int(piece),
-    )
+    return Action(int(stage), Op(op), *(None if number is None else int(number) for number in (microbatch, piece)))
 
 
 def format_orders(orders: Orders) -> str:

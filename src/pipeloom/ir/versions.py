@@ -121,9 +121,9 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
 
     A version lives from its update until the next one, or until the last backward that uses it if that comes later.
     """
-    used = versions_used(schedule)
-    lives = (_lives(schedule, rank, used) for rank in range(schedule.num_ranks))
-    return tuple(max((int(_most((life, 1) for life in each)) for each in of.values()), default=1) for of in lives)
+    return tuple(
+        max((int(_most((life, 1) for life in each)) for each in of.values()), default=1) for of in _lives(schedule)
+    )
 
 
 def weight_version_bytes(schedule: Schedule, parameter_bytes: Sequence[float]) -> tuple[float, ...]:
@@ -135,9 +135,9 @@ def weight_version_bytes(schedule: Schedule, parameter_bytes: Sequence[float]) -
     """
     if schedule.microbatches_per_update is None:
         return tuple(sum(parameter_bytes[stage] for stage in held) for held in schedule.placement.stages_of)
-    used = versions_used(schedule)
-    lives = (_lives(schedule, rank, used) for rank in range(schedule.num_ranks))
-    return tuple(_most((life, parameter_bytes[s]) for s, each in of.items() for life in each) for of in lives)
+    return tuple(
+        _most((life, parameter_bytes[s]) for s, each in of.items() for life in each) for of in _lives(schedule)
+    )
 
 
 class _StageRun(NamedTuple):
@@ -184,16 +184,18 @@ def _stage_runs(schedule: Schedule, rank: int) -> dict[int, _StageRun]:
     return runs
 
 
-def _lives(schedule: Schedule, rank: int, used: Uses) -> dict[int, list[tuple[int, int]]]:
-    """For each stage, the positions in the rank's order after which each version is made and freed."""
-    lives = {}
-    for stage, run in _stage_runs(schedule, rank).items():
-        goes = [*run.steps, len(schedule.orders[rank])]
-        for position, microbatch in run.backwards:
-            version = used[stage, microbatch]
-            goes[version] = max(goes[version], position)
-        lives[stage] = list(zip((-1, *run.steps), goes, strict=True))
-    return lives
+def _lives(schedule: Schedule) -> Iterator[dict[int, list[tuple[int, int]]]]:
+    """For each rank, by stage, the positions in the rank's order after which each version is made and freed."""
+    used = versions_used(schedule)
+    for rank, order in enumerate(schedule.orders):
+        lives = {}
+        for stage, run in _stage_runs(schedule, rank).items():
+            goes = [*run.steps, len(order)]
+            for position, microbatch in run.backwards:
+                version = used[stage, microbatch]
+                goes[version] = max(goes[version], position)
+            lives[stage] = list(zip((-1, *run.steps), goes, strict=True))
+        yield lives
 
 
 def _most(lives: Iterable[tuple[tuple[int, int], float]]) -> float:

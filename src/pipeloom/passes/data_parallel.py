@@ -1,6 +1,6 @@
 """When a rank gathers a stage's parameters, frees them, and reduces their gradients over data-parallel replicas.
 
-A rank's order consists of blocks (`pipeloom.passes.blocks`): one computation or an overlapped pair, with its messages.
+A rank's order consists of blocks (`ComputeBlock`): one computation or an overlapped pair, with its messages.
 A run of a stage is a row of blocks with the stage: all blocks of the step, adjacent blocks, or single blocks.
 
     granularity step         0UNSHARD 2UNSHARD 0F0 0F1 2F0 2F1 2B0 2B1 2RESHARD 2REDUCE_GRAD1 0B0 0B1 ...
@@ -20,23 +20,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.data_axis import DataAxis, Granularity
 from pipeloom.ir.schedule import Program
-from pipeloom.passes.blocks import ComputeBlock, blocks_of, woven
+from pipeloom.passes.communication import ComputeBlock, blocks_of, woven
 
 _BACKWARDS = frozenset({Op.B, Op.W})  # those that add to gradients
 _Around = defaultdict[int, list[Action]]
-
-
-class _Run(NamedTuple):
-    """Blocks `first` to `last` of a rank, in which `stage` has its parameters."""
-
-    first: int
-    last: int
-    stage: int
 
 
 def insert_data_parallel(program: Program, data: DataAxis, *, ahead: int = 1) -> Program:
@@ -70,12 +61,12 @@ def _gather(
     """UNSHARD and RESHARD of all stages of a rank."""
     granularity = data.granularity if data.shards_parameters else Granularity.STEP
     ahead = {Granularity.STEP: len(blocks), Granularity.CHUNK: ahead, Granularity.MICROBATCH: 0}[granularity]
-    runs = [run for stage in stages for run in _reading_runs(stage, blocks, granularity)]
+    runs = [(*run, stage) for stage in stages for run in _reading_runs(stage, blocks, granularity)]
     # By first block; of an overlapped pair, the F is first.
-    runs.sort(key=lambda run: (run.first, [a.stage for a in blocks[run.first].computations].index(run.stage)))
+    runs.sort(key=lambda run: (run[0], [a.stage for a in blocks[run[0]].computations].index(run[2])))
     gathered: dict[int, int] = {}  # the last block of a stage's run before
     for index, (first, last, stage) in enumerate(runs):
-        begin = min(first, runs[max(0, index - ahead)].first)
+        begin = min(first, runs[max(0, index - ahead)][0])
         begin = max(begin, gathered.get(stage, -1) + 1)
         front[blocks[begin].first].append(Action(stage, Op.UNSHARD))
         if data.shards_parameters:
@@ -83,24 +74,24 @@ def _gather(
         gathered[stage] = last
 
 
-def _reading_runs(stage: int, blocks: Sequence[ComputeBlock], granularity: Granularity) -> list[_Run]:
+def _reading_runs(stage: int, blocks: Sequence[ComputeBlock], granularity: Granularity) -> list[tuple[int, int]]:
     """The runs of a stage, from the first to the last computation that reads its parameters."""
     found = []
-    for first, last in _runs(_indices(stage, blocks), granularity):
+    for first, last in _runs(stage, blocks, granularity):
         reading = [
             index
             for index in range(first, last + 1)
             if any(action.stage == stage and action.op is not Op.W for action in blocks[index].computations)
         ]
         if reading:
-            found.append(_Run(reading[0], reading[-1], stage))
+            found.append((reading[0], reading[-1]))
     return found
 
 
 def _reduce(stage: int, blocks: Sequence[ComputeBlock], data: DataAxis, behind: _Around) -> None:
     """REDUCE_GRAD of one stage, behind the last backward of every run that has one."""
     granularity = data.granularity if data.shards_gradients else Granularity.STEP
-    for first, last in _runs(_indices(stage, blocks), granularity):
+    for first, last in _runs(stage, blocks, granularity):
         backwards = [
             (block, action)
             for block in blocks[first : last + 1]
@@ -112,14 +103,10 @@ def _reduce(stage: int, blocks: Sequence[ComputeBlock], data: DataAxis, behind: 
             behind[block.last].append(action.with_op(Op.REDUCE_GRAD))
 
 
-def _indices(stage: int, blocks: Sequence[ComputeBlock]) -> list[int]:
-    return [i for i, block in enumerate(blocks) if any(action.stage == stage for action in block.computations)]
-
-
-def _runs(indices: Sequence[int], granularity: Granularity) -> list[tuple[int, int]]:
-    """First and last of every run of `indices`, which ascend."""
+def _runs(stage: int, blocks: Sequence[ComputeBlock], granularity: Granularity) -> list[tuple[int, int]]:
+    """First and last of every run of blocks with the stage."""
     runs: list[tuple[int, int]] = []
-    for index in indices:
+    for index in (i for i, block in enumerate(blocks) if any(a.stage == stage for a in block.computations)):
         follows = bool(runs) and index == runs[-1][1] + 1
         if runs and (granularity is Granularity.STEP or (granularity is Granularity.CHUNK and follows)):
             runs[-1] = (runs[-1][0], index)

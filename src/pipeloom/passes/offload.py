@@ -25,7 +25,7 @@ from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.schedule import Program
-from pipeloom.passes.blocks import ComputeBlock, blocks_of, woven
+from pipeloom.passes.communication import ComputeBlock, blocks_of, woven
 
 _SLACK = 1 + 1e-9  # rounding of sums of sizes
 
@@ -50,11 +50,7 @@ class _Activation(NamedTuple):
 
 
 def insert_offload(
-    program: Program,
-    most: float | Sequence[float],
-    *,
-    sizes: Sequence[float] | None = None,
-    beside: int = 1,
+    program: Program, most: float | Sequence[float], *, sizes: Sequence[float] | None = None, beside: int = 1
 ) -> Program:
     """Insert OFFLOAD and RELOAD of activations into `program`, so that no rank holds more than `most`.
 

@@ -11,6 +11,8 @@ from pipeloom.ir.action import Op
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 
+PER_STAGE = ("forward", "backward_input", "backward_weight", "activation", "weight_gradient")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
@@ -40,7 +42,7 @@ class Conditions:
 
     def __post_init__(self) -> None:
         stages, ranks = len(self.forward), len(self.caps)
-        for what in ("forward", "backward_input", "backward_weight", "activation", "weight_gradient"):
+        for what in PER_STAGE:
             values: tuple[float, ...] = getattr(self, what)
             if len(values) != stages:
                 raise ScheduleError(f"{what} has {len(values)} entries for {stages} stages: must have one per stage.")

@@ -22,9 +22,9 @@ The automatic scheduler takes the best of eight greedy runs within a memory cap.
     rank 2  ... ... 2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
 
 In the warm-up every rank runs as many forwards as its memory holds and as fit before its first I. Then, round by round,
-each rank runs at most one F and one I, and W if it would wait or needs the memory. All combinations of three choices are
-tried: whether a rank may delay its first I for another F; whether it may skip an F that would delay its I; whether a W
-may start that is longer than a wait. Memory is counted as in the paper: F keeps M_B, I leaves M_W of it, W frees that.
+each rank runs at most one F and one I, and W if it would wait or needs the memory. All combinations of three choices
+are tried: whether a rank may delay its first I for another F; whether it may skip an F that would delay its I; whether
+a W may start that is longer than a wait. Memory is counted as in the paper: F keeps M_B, I leaves M_W, W frees that.
 
 The greedy runs are compared with the hand-made orders that keep the caps (1F1B, GPipe, DAPPLE's PB, ZB-H1 and ZB-H2,
 with split backwards), which are shorter with fewer micro-batches than ranks. Of all orders that are at most as long as

@@ -43,10 +43,8 @@ def same_computations(program: Program) -> Breaches:
     for rank, (order, planned) in enumerate(zip(program.orders, program.schedule.orders, strict=True)):
         for got, want in zip_longest((action for action in order if action.op in COMPUTE_OPS), planned):
             if got != want:
-                yield (
-                    f"rank {rank} runs {got or 'nothing'} where its schedule has {want or 'nothing'}",
-                    "Lower the schedule that is meant with pipeloom.passes.lower",
-                )
+                seen = f"rank {rank} runs {got or 'nothing'} where its schedule has {want or 'nothing'}"
+                yield seen, "Lower the schedule that is meant with pipeloom.passes.lower"
 
 
 PROGRAM_RULES += (known_stages, overlapped_pairs)
@@ -96,11 +94,8 @@ def messages_in_order(program: Program) -> Breaches:
     for pair in sorted(sent.keys() | received.keys()):
         for index, (sender, awaited) in enumerate(zip_longest(sent.get(pair, ()), received.get(pair, ()))):
             if sender != awaited:
-                yield (
-                    f"message {index} from rank {pair[0]} to rank {pair[1]} is sent by {sender} but received as "
-                    f"{awaited}",
-                    "Reorder the messages, or add the missing end",
-                )
+                seen = f"message {index} from rank {pair[0]} to rank {pair[1]} is sent by {sender} but received as"
+                yield f"{seen} {awaited}", "Reorder the messages, or add the missing end"
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------
@@ -233,10 +228,8 @@ def shared_gradients_summed_once(program: Program) -> Breaches:
             if sums and action.microbatch is not None and program.data is not None and group not in summed:
                 continue
             if sums and (group is None or rank not in program.ranks_of_group(group)):
-                yield (
-                    f"{at(action, rank)}, which shares no gradients of stage {action.stage} with another rank",
-                    "Remove it, or name the group in gradient_groups",
-                )
+                seen = f"{at(action, rank)}, which shares no gradients of stage {action.stage} with another rank"
+                yield seen, "Remove it, or name the group in gradient_groups"
             elif group in summed and (sums or action.op in (Op.B, Op.W)):
                 yield f"{at(action, rank)} comes after the sum of stages {group}", "Move the sum to the end"
             elif sums and group is not None:
@@ -291,7 +284,5 @@ def activations_are_there(program: Program) -> Breaches:
             elif action.op in (Op.B, Op.I):
                 made.discard(forward)
                 if forward in away:
-                    yield (
-                        f"{at(action, rank)}, where its activation is offloaded",
-                        f"Put {action.with_op(Op.RELOAD)} before it",
-                    )
+                    fix = f"Put {action.with_op(Op.RELOAD)} before it"
+                    yield f"{at(action, rank)}, where its activation is offloaded", fix

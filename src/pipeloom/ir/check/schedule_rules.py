@@ -70,19 +70,15 @@ def sizes(schedule: Schedule) -> Breaches:
 def update_interval(schedule: Schedule) -> Breaches:
     count, flushes = schedule.microbatches_per_update, schedule.weights is WeightPolicy.FLUSH
     if (count is None) is not flushes or (count is not None and count < 1):
-        yield (
-            f"weight policy {schedule.weights.value!r} with {count} micro-batches per update",
-            "Change weights or microbatches_per_update",
-        )
+        seen = f"weight policy {schedule.weights.value!r} with {count} micro-batches per update"
+        yield seen, "Change weights or microbatches_per_update"
 
 
 @rule("evaluation updates nothing, so its weight policy is 'flush'", SCHEDULE_RULES)
 def evaluation_without_updates(schedule: Schedule) -> Breaches:
     if schedule.forward_only and schedule.microbatches_per_update is not None:
-        yield (
-            f"no backwards under weight policy {schedule.weights.value!r}",
-            "Make the schedule with pipeloom.passes.forward_only",
-        )
+        seen = f"no backwards under weight policy {schedule.weights.value!r}"
+        yield seen, "Make the schedule with pipeloom.passes.forward_only"
 
 
 @rule("sequences are sliced under weight policy 'flush' only", SCHEDULE_RULES)
@@ -96,12 +92,9 @@ def whole_updates(schedule: Schedule) -> Breaches:
     for stage in range(schedule.num_stages) if schedule.microbatches_per_update is not None else ():
         interval = schedule.update_interval(stage)
         if schedule.num_microbatches % interval:
-            count = len(schedule.placement.replicas[stage])
-            yield (
-                f"{schedule.num_microbatches} micro-batches, but stage {stage} with {count} replicas updates after "
-                f"every {interval}",
-                f"Use a multiple of {interval}",
-            )
+            seen = f"{schedule.num_microbatches} micro-batches, but stage {stage} with "
+            seen += f"{len(schedule.placement.replicas[stage])} replicas updates after every {interval}"
+            yield seen, f"Use a multiple of {interval}"
 
 
 UPDATE_RULES = SCHEDULE_RULES[-4:]  # they need no look at the orders

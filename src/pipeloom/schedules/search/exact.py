@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
-from pipeloom.schedules.conditions import Conditions
+from pipeloom.schedules.conditions import PER_STAGE, Conditions
 from pipeloom.schedules.search.bounds import away, heads_and_tails
 from pipeloom.schedules.search.operations import IntOrders, Work
 
@@ -54,19 +55,8 @@ def bound_alone(work: Work, rank: int, makespan: float, least: float, width: int
         width: as in `shortest`.
     """
     stages, given = work.placement.stages_of[rank], work.conditions
-
-    def mine(numbers: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(numbers[s] for s in stages)
-
-    conditions = Conditions(
-        forward=mine(given.forward),
-        backward_input=mine(given.backward_input),
-        backward_weight=mine(given.backward_weight),
-        latency=((0.0,),),
-        activation=mine(given.activation),
-        weight_gradient=mine(given.weight_gradient),
-        caps=(given.caps[rank],),
-    )
+    mine: dict[str, Any] = {what: tuple(getattr(given, what)[s] for s in stages) for what in PER_STAGE}
+    conditions = Conditions(latency=((0.0,),), caps=(given.caps[rank],), **mine)
     alone = Work(Placement(((0,),) * len(stages)), work.num_microbatches, conditions)
     down, up = away(work, stages)
     heads, tails = heads_and_tails(work)
@@ -105,7 +95,9 @@ class _Exact:
                 for place, n in self._open(counts):
                     reached = (*counts[:place], counts[place] + 1, *counts[place + 1 :])
                     others = following.setdefault(reached, [])
-                    left = self._left(reached)
+                    left = [0.0] * ranks  # seconds of what each rank has still to run
+                    for count, number in zip(reached, itertools.chain(*self._letters), strict=True):
+                        left[work.rank[number]] += (self._m - count) * work.seconds[number]
                     for beginning in beginnings:
                         made = self._put(beginning, n, left)
                         if made.bound < best * (1 - _NEAR):
@@ -148,13 +140,6 @@ class _Exact:
             if weights < backwards:
                 found.append((3 * stage + 2, w + weights * self._per))
         return found
-
-    def _left(self, counts: tuple[int, ...]) -> list[float]:
-        """Seconds of what each rank has still to run."""
-        left = [0.0] * self._work.placement.num_ranks
-        for count, number in zip(counts, itertools.chain(*self._letters), strict=True):
-            left[self._work.rank[number]] += (self._m - count) * self._work.seconds[number]
-        return left
 
     def _put(self, beginning: _Beginning, n: int, left: list[float]) -> _Beginning:
         """`beginning` and then action `n`, after which each rank has `left` seconds to run."""

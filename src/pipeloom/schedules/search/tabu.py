@@ -46,9 +46,8 @@ class _Tabu:
     work: Work
     bound: float
     rng: random.Random
-    until: dict[tuple[int, int], int] = field(
-        default_factory=dict
-    )  # step before which the first may not go before the second
+    # The step before which the first may not go before the second.
+    until: dict[tuple[int, int], int] = field(default_factory=dict)
     step: int = 0
 
     def run(self, orders: IntOrders, steps: int) -> tuple[float, IntOrders]:
