@@ -91,7 +91,11 @@ class _Back:
         transfer, source = cause.transfer, cause.at
         while transfer is not None:
             self.path.append((transfer.source, Span(transfer.action, transfer.start, transfer.end)))
-            source = self._producer(transfer)
+            stage, op, microbatch, piece = transfer.action
+            ops = (Op.F,) if op is Op.SEND_F else (Op.B, Op.I)
+            producers = (Action(stage, each, microbatch, piece) for each in ops)
+            action = next(action for action in producers if action in self.index)
+            source = self.index[self.schedule.partners.get(action, action)]
             transfer = self._held_up_by(transfer, self.rows[source[0]][source[1]].end)
         return _Place(*source)
 
@@ -144,13 +148,6 @@ class _Back:
             if transfer is not None and transfer.blocking:
                 return transfer
         return None
-
-    def _producer(self, transfer: Transfer) -> tuple[int, int]:
-        stage, op, microbatch, piece = transfer.action
-        ops = (Op.F,) if op is Op.SEND_F else (Op.B, Op.I)
-        candidates = (Action(stage, each, microbatch, piece) for each in ops)
-        action = next(action for action in candidates if action in self.index)
-        return self.index[self.schedule.partners.get(action, action)]
 
     def _held_up_by(self, transfer: Transfer, produced: float) -> Transfer | None:
         """The transfer that had to end before this one could start."""

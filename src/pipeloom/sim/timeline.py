@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import sub
-from typing import Literal
+from typing import Any, Literal
 
 from pipeloom.common.json_reader import Entry, load_json
 from pipeloom.errors import InputError
@@ -158,14 +158,9 @@ class Timeline:
         orders = tuple(row.actions if isinstance(row, SpanRow) else tuple(span.action for span in row) for row in rows)
         return Schedule(
             name=self.name,
-            num_microbatches=self.num_microbatches,
-            num_slices=self.num_slices,
-            placement=self.placement,
             orders=orders,
-            overlapped=self.overlapped,
             forward_only=all(action.op is Op.F for order in orders for action in order),
-            weights=self.weights,
-            microbatches_per_update=self.microbatches_per_update,
+            **of_schedule(self),
         )
 
     @cached_property
@@ -222,6 +217,12 @@ class Timeline:
             raise InputError(
                 f"not the JSON of a timeline ({type(error).__name__}: {error}). Write it with Timeline.to_json."
             ) from error
+
+
+def of_schedule(found: Schedule | Timeline) -> dict[str, Any]:
+    """The attributes that a schedule and its timeline share, beside the name."""
+    names = ("placement", "num_microbatches", "num_slices", "overlapped", "weights", "microbatches_per_update")
+    return {name: getattr(found, name) for name in names}
 
 
 def _rows(rows: Sequence[Sequence[Span]]) -> list[list[list[str | float]]]:

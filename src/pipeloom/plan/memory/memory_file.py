@@ -20,6 +20,7 @@ from pipeloom.errors import InputError
 from pipeloom.plan.memory.rank_memory import KINDS
 
 FILE = "memory.json"
+_KEYS = ("process", "copy", "rank", "predicted", "measured")  # of a process, in the order of the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +43,8 @@ class MemoryRow:
 def write_memory(directory: Path, rows: Sequence[MemoryRow]) -> Path:
     """Write ``memory.json`` into a run's directory; one process writes the rows of all."""
     path = directory / FILE
-    processes = [
-        {
-            "process": row.process,
-            "copy": row.replica,
-            "rank": row.rank,
-            "predicted": dict(row.predicted),
-            "measured": dict(row.measured),
-        }
-        for row in rows
-    ]
+    values = ((row.process, row.replica, row.rank, dict(row.predicted), dict(row.measured)) for row in rows)
+    processes = [dict(zip(_KEYS, each, strict=True)) for each in values]
     write_whole(path, json.dumps({"kinds": list(KINDS), "processes": processes}, indent=1) + "\n")
     return path
 
@@ -77,10 +70,10 @@ def read_memory(directory: Path) -> list[MemoryRow]:
 
 
 def _row(row: Entry) -> MemoryRow:
-    data = row.fields(("process", "copy", "rank", "predicted", "measured"))
-    process, replica, rank = (data[name].whole() for name in ("process", "copy", "rank"))
+    data = row.fields(_KEYS)
+    process, replica, rank = (data[name].whole() for name in _KEYS[:3])
     predicted, measured = (
         {kind: None if size.value is None else size.number() for kind, size in sizes.items()}
-        for sizes in (data[name].fields((), (*KINDS, "peak")) for name in ("predicted", "measured"))
+        for sizes in (data[name].fields((), (*KINDS, "peak")) for name in _KEYS[3:])
     )
     return MemoryRow(process=process, replica=replica, rank=rank, predicted=predicted, measured=measured)

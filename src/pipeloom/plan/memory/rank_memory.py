@@ -10,7 +10,7 @@ Not counted: messages in flight, the workspace of single operations, and torch's
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeloom.errors import InputError
@@ -74,9 +74,8 @@ def memory_of_rank(program: Program, model: MemoryModel, rank: int, *, replica: 
             f"model.stages has {len(model.stages)} entries: the schedule has {stages} stages. Give the layers of each."
         )
     walk = _Walk(program, model, rank, replica)
-    always = walk.always()
-    most, total = dict(always), sum(always.values())
-    peak = total
+    most = walk.always()
+    peak = total = sum(most.values())
     for now in walk.moments():
         for kind, size in now.items():
             most[kind] = max(most[kind], size)
@@ -123,30 +122,25 @@ class _Walk:
         self._formats = NumberBytes.of(model.precision)
         self._units: dict[int, list[UnitBytes]] = {}  # by stage; units that several stages share, on the first of them
         self._layers: dict[int, tuple[tuple[int, ...], ...]] = {}  # by stage, the units that each layer reads
-        for stage, units in units_of_rank(program, model, rank).items():
-            self._make_units(stage, units, replica)
         data = program.data
+        for stage, units in units_of_rank(program, model, rank).items():
+            layers, degree, made = model.stages[stage], data.degree if data else 1, {}
+            loads = [0] * degree
+            for first, uses in units.items():
+                of_unit = [0] * degree if len(uses[0].stages) > 1 else loads
+                made[first] = unit_bytes(
+                    {use.name: layers[use.layers[0]].parameters[use.name] for use in uses},
+                    data=data,
+                    formats=self._formats,
+                    optimizer=model.optimizer,
+                    in_blocks={use.name for use in uses if layers[use.layers[0]].is_block},
+                    replica=replica,
+                    loads=of_unit if model.whole_parameters else None,
+                )
+            self._units[stage] = [made[first] for first in sorted(made)]
+            self._layers[stage] = units_by_layer([units[first] for first in sorted(made)], len(layers))
         self._reduces = data is not None and data.degree > 1
         self._fine_reductions = self._reduces and data is not None and data.granularity is Granularity.MICROBATCH
-
-    def _make_units(self, stage: int, units: Mapping[int, Sequence[ParameterUse]], replica: int) -> None:
-        layers, data = self._model.stages[stage], self._program.data
-        degree = data.degree if data else 1
-        loads = [0] * degree
-        made = {}
-        for first, uses in units.items():
-            of_unit = [0] * degree if len(uses[0].stages) > 1 else loads
-            made[first] = unit_bytes(
-                {use.name: layers[use.layers[0]].parameters[use.name] for use in uses},
-                data=data,
-                formats=self._formats,
-                optimizer=self._model.optimizer,
-                in_blocks={use.name for use in uses if layers[use.layers[0]].is_block},
-                replica=replica,
-                loads=of_unit if self._model.whole_parameters else None,
-            )
-        self._units[stage] = [made[first] for first in sorted(made)]
-        self._layers[stage] = units_by_layer([units[first] for first in sorted(made)], len(layers))
 
     def always(self) -> dict[str, float]:
         units = [unit for units in self._units.values() for unit in units]

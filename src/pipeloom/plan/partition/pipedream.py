@@ -147,18 +147,15 @@ def _judge(problem: Problem, nodes: Sequence[StageNode], fewer_ranks: tuple[int,
     leaves = list(_leaves(problem, nodes, len(problem.levels) - 1, (), ()))
     replicas = [math.prod(leaf.by_level) for leaf in leaves]
     noam, full = noam_in_flight(replicas), full_in_flight(replicas)
-    worst = Bottleneck(kind="compute", stage=0, seconds=-1.0)
-    stages = []
+    limits, stages = [], []
     for number, leaf in enumerate(leaves):
         node, count = leaf.node, replicas[number]
         span = node.first, node.last
         held = problem.held_bytes(problem.weights[span], problem.kept[span], np.array([noam[number], full[number]]))
         own = float(problem.both(leaf.compute, leaf.sync))  # type: ignore[arg-type]
-        if own > worst.seconds:
-            worst = Bottleneck(kind="compute" if leaf.compute >= leaf.sync else "sync", stage=number, seconds=own)
+        limits.append(Bottleneck(kind="compute" if leaf.compute >= leaf.sync else "sync", stage=number, seconds=own))
         through = float(problem.both(leaf.transfer, leaf.outer_sync)) if leaf.transfer else 0.0  # type: ignore[arg-type]
-        if through > worst.seconds:
-            worst = Bottleneck(kind="transfer", stage=number, seconds=through)
+        limits.append(Bottleneck(kind="transfer", stage=number, seconds=through))
         stages.append(
             Stage(
                 first=node.first,
@@ -175,6 +172,7 @@ def _judge(problem: Problem, nodes: Sequence[StageNode], fewer_ranks: tuple[int,
                 full_memory_bytes=float(held[1]),
             )
         )
+    worst = max(limits, key=lambda limit: limit.seconds)  # of equal ones the first
     return Partition(stages=tuple(stages), period_seconds=worst.seconds, bottleneck=worst, fewer_ranks=fewer_ranks)
 
 

@@ -103,10 +103,15 @@ def measure_stage_slices(
     backward: list[Sample] = []
 
     def add(samples: int, length: int, context: int) -> int:
-        timed = _time_slice(stage, sample(samples, sequence), sequence, length, context, num_rounds)
-        forward.append(Sample(samples // piece * length, context, timed.forward))
-        backward.append(Sample(samples // piece * length, context, timed.backward))
-        return timed.token_bytes
+        value = sample(samples, sequence)
+        clock = Clock([stage], value, _timer())
+        with untouched([stage], clock.cuda):
+            runs = [_run(stage, value, sequence, length, context, clock)]
+            if runs[0].forward + runs[0].backward < _LONG_SECONDS:
+                runs = [_run(stage, value, sequence, length, context, clock) for _ in range(num_rounds)]
+        forward.append(Sample(samples // piece * length, context, median(run.forward for run in runs)))
+        backward.append(Sample(samples // piece * length, context, median(run.backward for run in runs)))
+        return runs[-1].token_bytes
 
     with threads_of_a_rank(num_ranks), torch.random.fork_rng(devices=[]):
         for length, context in _points(sequence, grid):
@@ -145,17 +150,6 @@ class _Timed(NamedTuple):
     forward: float
     backward: float
     token_bytes: int
-
-
-def _time_slice(stage: nn.Module, value: Any, sequence: int, length: int, context: int, num_rounds: int) -> _Timed:
-    """The median times of `length` tokens behind `context` others."""
-    clock = Clock([stage], value, _timer())
-    with untouched([stage], clock.cuda):
-        runs = [_run(stage, value, sequence, length, context, clock)]
-        if runs[0].forward + runs[0].backward < _LONG_SECONDS:
-            runs = [_run(stage, value, sequence, length, context, clock) for _ in range(num_rounds)]
-    forward, backward, token_bytes = zip(*runs, strict=True)
-    return _Timed(median(forward), median(backward), token_bytes[-1])
 
 
 def _run(stage: nn.Module, value: Any, sequence: int, length: int, context: int, clock: Clock) -> _Timed:
