@@ -28,10 +28,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from pipeloom.errors import InputError
 from pipeloom.ir import Action, DataAxis, Granularity, Op, Program, Schedule
 from pipeloom.ir.walk import meets
-from pipeloom.sim.costs import Costs
+from pipeloom.sim.costs import Costs, no_bytes
 from pipeloom.sim.network import Network
 from pipeloom.sim.rows import Span
 
@@ -171,9 +170,7 @@ def _seconds(
         parameters, gradients = costs.state_bytes(schedule)
         limited = network.data_bytes_per_second is not None or network.data_sum_bytes_per_second is not None
         if limited and parameters is None:
-            raise InputError(
-                "the data link has a bandwidth, but the costs have no parameter_bytes. Add parameter_bytes per stage."
-            )
+            raise no_bytes("the data link has", "parameter_bytes")
         for stage, count in enumerate(counts):
             gathered, reduced = ((sizes[stage] / count if sizes else 0.0) for sizes in (parameters, gradients))
             gathering, reducing = gather_seconds(data, gathered, network), reduce_seconds(data, reduced, network)
@@ -183,10 +180,7 @@ def _seconds(
     if bandwidth is not None and any(action.op is Op.OFFLOAD for _, action in pipeline.actions()):
         kept = costs.bytes_kept(schedule)
         if kept is None:
-            raise InputError(
-                "the memory link has a bandwidth, but the costs have no activation_bytes. Add activation_bytes per "
-                "stage."
-            )
+            raise no_bytes("the memory link has", "activation_bytes")
         for op in (Op.OFFLOAD, Op.RELOAD):
             seconds[op] = [each + size / bandwidth for each, size in zip(seconds[op], kept[0], strict=True)]
     return seconds

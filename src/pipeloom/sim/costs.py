@@ -98,10 +98,8 @@ class Costs:
             for stage, size in enumerate(getattr(self, what) or ()):
                 if not 0 <= size <= MOST:
                     raise InputError(f"{what}[{stage}]={size}: must be a number of bytes from 0 to {MOST:g}.")
-        for part, needed in (
-            ("gradient_message_bytes", "message_bytes"),
-            ("weight_gradient_bytes", "activation_bytes"),
-        ):
+        needs = {"gradient_message_bytes": "message_bytes", "weight_gradient_bytes": "activation_bytes"}
+        for part, needed in needs.items():
             if getattr(self, part) is not None and getattr(self, needed) is None:
                 raise InputError(f"{part} without {needed}: must have both. Add {needed} per stage.")
         for stage, left in enumerate(self.weight_gradient_bytes or ()):
@@ -191,9 +189,7 @@ class Costs:
             InputError: `message_bytes` is missing, or sizes are for a wrong number of stages.
         """
         if self.message_bytes is None:
-            raise InputError(
-                "links have a bandwidth, but the costs have no message_bytes. Add message_bytes per stage."
-            )
+            raise no_bytes("links have", "message_bytes")
         there = _by_stage("message_bytes", self.message_bytes, schedule)
         back = self.gradient_message_bytes
         return there, there if back is None else _by_stage("gradient_message_bytes", back, schedule)
@@ -231,6 +227,11 @@ class Costs:
         if self.backward is not None:
             table[Op.B] = _by_stage("backward", self.backward, schedule)
         return table
+
+
+def no_bytes(links: str, what: str) -> InputError:
+    """The error of costs without the bytes that links with a bandwidth need."""
+    return InputError(f"{links} a bandwidth, but the costs have no {what}. Add {what} per stage.")
 
 
 def check_seconds(what: str, seconds: float) -> None:

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeloom.ir.action import OPS
-from pipeloom.ir.large.columns import B, F, I, Ints, Proof, W
+from pipeloom.ir.large.columns import B, F, I, Ints, Proof
 from pipeloom.ir.schedule import Schedule
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.network import Network
 from pipeloom.sim.rows import Curve, SpanRow
 
-if TYPE_CHECKING:
-    from pipeloom.sim.rows import Floats
-
-Times = tuple["Floats", "Floats"]
+Floats = npt.NDArray[np.float64]
+Times = tuple[Floats, Floats]
 # What actions wait for from other ranks, and how long that travels (None: no time).
-Waits = list[tuple[Ints, "Floats | None"]]
+Waits = list[tuple[Ints, Floats | None]]
 
 
 def spans_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Network) -> tuple[SpanRow, ...]:
@@ -44,12 +42,9 @@ def spans_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Net
         later = np.zeros(len(seconds))
         later[columns.units] = seconds[partners]
     latency = np.array(network.latency(schedule.num_ranks))
-    rank, remotes = np.append(columns.rank, np.int32(0)), (proof.remote, proof.remote_of_partner)
-    waits: Waits = [
-        (remote, latency[rank[remote], rank[:-1]] if latency.any() else None)
-        for remote in remotes
-        if remote is not None
-    ]
+    rank = np.append(columns.rank, np.int32(0))
+    remotes = [remote for remote in (proof.remote, proof.remote_of_partner) if remote is not None]
+    waits: Waits = [(remote, latency[rank[remote], rank[:-1]] if latency.any() else None) for remote in remotes]
     starts, ends = (_by_rounds if proof.rounds else _singly)(proof, seconds, waits, later)
     return tuple(
         SpanRow(order, starts[a:b], ends[a:b])
@@ -106,30 +101,19 @@ def _singly(proof: Proof, seconds: Floats, waits: Waits, later: Floats | None) -
     return np.array(starts), np.array(ends)
 
 
-def live_curves(schedule: Schedule, proof: Proof, rows: tuple[SpanRow, ...]) -> tuple[Curve, ...]:
-    """Change points of each rank's live activations: up at the start of F, down at the end of B or W."""
-    share = schedule.stage_share / schedule.num_slices
-    curves = []
-    for op, row in zip(_by_rank(proof, proof.columns.op), rows, strict=True):
-        change = (op == F).astype(np.int8) - ((op == B) | (op == W))
-        at = np.flatnonzero(change)
-        times = np.where(change[at] > 0, row.starts[at], row.ends[at])
-        values = np.cumsum(change[at]) * share
-        if schedule.forward_only:
-            times, values = np.stack((row.starts, row.ends), axis=1).ravel(), np.tile((share, 0.0), len(row))
-        curves.append(Curve(times, values))
-    return tuple(curves)
-
-
-def byte_curves(
+def kept_curves(
     schedule: Schedule,
     proof: Proof,
     rows: tuple[SpanRow, ...],
     activation: tuple[float, ...],
     left: tuple[float, ...],
+    unit: float = 1.0,
 ) -> tuple[Curve, ...]:
-    """Change points of each rank's bytes: F takes all at its start, I gives all but `left` back, W or B the rest."""
-    whole, part = np.array(activation), np.array(left)
+    """Change points of what each rank keeps of the stages' activations, in multiples of `unit`.
+
+    F takes all at its start, I gives all but `left` back at its end, W or B the rest.
+    """
+    whole, part = np.array(activation, np.float64), np.array(left, np.float64)
     curves = []
     columns = (_by_rank(proof, proof.columns.op), _by_rank(proof, proof.columns.stage), rows)
     for op, stage, row in zip(*columns, strict=True):
@@ -142,7 +126,7 @@ def byte_curves(
             moved = np.stack((np.ones(len(row), bool), change != 0), axis=1).ravel()
             times = np.stack((row.starts, row.ends), axis=1).ravel()[moved]
             changes = np.stack((change, -change), axis=1).ravel()[moved]
-        curves.append(Curve(times, np.cumsum(changes)))
+        curves.append(Curve(times, np.cumsum(changes) * unit))
     return tuple(curves)
 
 

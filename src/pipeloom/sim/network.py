@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from operator import add
 
 from pipeloom.common.field_types import check_fields
@@ -88,9 +88,8 @@ class Network:
         for what in ("send_seconds", "receive_seconds", "data_latency_seconds"):
             check_seconds(what, getattr(self, what))
         rows = self.latency_seconds if isinstance(self.latency_seconds, tuple) else ((self.latency_seconds,),)
-        for row in rows:
-            for seconds in row:
-                check_seconds("latency_seconds", seconds)
+        for seconds in chain(*rows):
+            check_seconds("latency_seconds", seconds)
         if not 0 <= self.data_slowdown <= 1:
             raise InputError(
                 f"data_slowdown={self.data_slowdown}: must be the fraction of speed that computations lose, 0 to 1."

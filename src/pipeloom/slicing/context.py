@@ -164,8 +164,11 @@ class Slice:
 
     def seed(self, call_key: Hashable, block: int) -> int:
         """The random seed of a block of tokens of one call; the same in every slice and in recomputation."""
-        slot = self._context.slots.setdefault(call_key, len(self._context.slots))
-        return _hash(self._context.random_seed(), slot, block)
+        context = self._context
+        if context.seed is None:
+            context.seed = (int(torch.randint(2**63 - 1, ())),)
+        slot = context.slots.setdefault(call_key, len(context.slots))
+        return _hash(_hash(*context.seed), slot, block)
 
     def call_key(self, owner: Hashable) -> Hashable:
         """`owner`, and the number of its calls in this slice so far.
@@ -202,7 +205,7 @@ class SliceContext:
         self.sequences: dict[Hashable, GrowingSequence] = {}
         self.slots: dict[Hashable, int] = {}
         self.most_calls: dict[Hashable, int] = {}
-        self._seed = seed
+        self.seed = seed
         self._begun: set[int] = set()
 
     @contextmanager
@@ -226,12 +229,6 @@ class SliceContext:
             self._begun.add(index)  # only after success: a failed forward may be repeated
         finally:
             torch._C._stash_obj_in_tls(_KEY, before)
-
-    def random_seed(self) -> int:
-        """The seed of all random streams of this context."""
-        if self._seed is None:
-            self._seed = (int(torch.randint(2**63 - 1, ())),)
-        return _hash(*self._seed)
 
     def close(self) -> None:
         """Release all tensors, except those that autograd graphs still reference."""

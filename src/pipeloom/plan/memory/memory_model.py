@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from pipeloom.ir.recompute import Recompute
 from pipeloom.models.gpt_config import GPTConfig
@@ -61,13 +62,8 @@ def num_parameters(layers: Iterable[LayerMemory]) -> int:
 def in_stages(layers: list[LayerMemory], blocks: list[int]) -> list[list[LayerMemory]]:
     """Cut layers into stages with these numbers of blocks; other layers go with the first and the last block."""
     at = [index for index, layer in enumerate(layers) if layer.is_block]
-    stages, start, done = [], 0, 0
-    for count in blocks:
-        done += count
-        end = at[done] if done < len(at) else len(layers)
-        stages.append(layers[start:end])
-        start = end
-    return stages
+    ends = (at[done] if done < len(at) else len(layers) for done in accumulate(blocks))
+    return [layers[start:end] for start, end in pairwise([0, *ends])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

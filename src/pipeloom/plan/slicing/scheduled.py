@@ -168,13 +168,9 @@ def _build(schedule: str, num_ranks: int, count: int, num_slices: int) -> Schedu
 def _simulated(built: Schedule, times: Array, name: str) -> Timeline:
     sums = times.sum(axis=1)
     factors = np.divide(times * built.num_slices, sums[:, None], out=np.ones_like(times), where=sums[:, None] > 0)
-    forward, backward = (float(each) for each in sums)
-    costs = Costs(
-        forward=forward,
-        backward_input=backward / 2,
-        backward_weight=backward / 2,
-        slice_factors=tuple(tuple(map(float, each)) for each in factors),  # type: ignore[arg-type]
-    )
+    forward, backward = factors.tolist()
+    costs = Costs.uniform(forward=float(sums[0]), backward=float(sums[1]))
+    costs = replace(costs, slice_factors=(tuple(forward), tuple(backward)))
     return replace(simulate(built, costs), name=name)
 
 
