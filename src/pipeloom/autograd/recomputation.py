@@ -80,11 +80,13 @@ class _Full:
         before: list[tuple[str, Tensor, int]] = []  # versions of the buffers that a forward must not change
         if known is None:
             norms = [part for module in modules for part in module.modules() if isinstance(part, _Norm)]
-            known = _contexts(norms), any(map(may_change_input, modules))
+            contexts = (lambda: (nullcontext(), _KeptStatistics(norms))) if norms else noop_context_fn
+            known = contexts, any(map(may_change_input, modules))
             parts = [part for module in modules for part in module.modules() if not isinstance(part, _Norm)]
             before = [(name, b, b._version) for part in parts for name, b in part.named_buffers(recurse=False)]
         contexts, in_place = known
-        function = partial(_on_copy, block) if in_place else block
+        # A block that works in place runs on a copy, because the recomputation needs its input.
+        function = (lambda value, **given: block(copied(value), **given)) if in_place else block
         result = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **settings)
         for name, buffer, version in before:
             if buffer._version != version:
@@ -126,11 +128,6 @@ class _Selective(TorchFunctionMode):
         return checkpoint(partial(func, **(kwargs or {})), *args, use_reentrant=False)
 
 
-def _on_copy(block: Callable[..., Value], value: Value, **settings: Any) -> Value:
-    """Run a block that works in place on a copy, because the recomputation needs its input."""
-    return block(copied(value), **settings)
-
-
 class _KeptStatistics:
     """Restores running statistics after a recomputation: the forward has updated them already."""
 
@@ -146,10 +143,6 @@ class _KeptStatistics:
             for buffer, value in self._before:
                 buffer.copy_(value)
         self._before = []
-
-
-def _contexts(norms: Sequence[nn.Module]) -> Callable[[], tuple[Any, Any]]:
-    return (lambda: (nullcontext(), _KeptStatistics(norms))) if norms else noop_context_fn
 
 
 def _name_of(stage: nn.Module, module: nn.Module) -> str:

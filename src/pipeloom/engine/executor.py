@@ -188,10 +188,7 @@ class Executor:
         return batch
 
     def drive(
-        self,
-        runs: Mapping[int, Run],
-        finish: Callable[[], None],
-        records: Mapping[int, Callable[[], Iterable[Record]]],
+        self, runs: Mapping[int, Run], finish: Callable[[], None], records: Mapping[int, Callable[[], Iterable[Record]]]
     ) -> None:
         """Run every rank of this process to its end, then `finish`, as one call of the pipeline.
 

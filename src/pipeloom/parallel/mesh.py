@@ -47,7 +47,6 @@ class Mesh:
         self.rank = dist.get_rank()
         degrees = {"pp": pp, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
         self.shape = MeshShape.of(degrees, num_processes=dist.get_world_size(), order=order)
-        backend = dist.get_backend_config()
         self.cpu_group, self._made = cpu_group()
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._is_closed = False
@@ -57,11 +56,8 @@ class Mesh:
             self.close()
             raise
         used = [axis for axis in self.shape.axes if axis in ("pp", "dp") or self.degree(axis) > 1]
-        self.device_mesh: DeviceMesh = init_device_mesh(
-            "cuda" if "nccl" in backend else "cpu",
-            tuple(self.degree(axis) for axis in used),
-            mesh_dim_names=tuple(used),
-        )
+        device, sizes = "cuda" if "nccl" in dist.get_backend_config() else "cpu", tuple(map(self.degree, used))
+        self.device_mesh: DeviceMesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(used))
         for axis in used:
             group = self.device_mesh.get_group(axis)
             # Not the user's own group: a collective that times out leaves a group of gloo closed.

@@ -64,8 +64,7 @@ class OffloadTarget:
         if self.kind == device:
             raise InputError(
                 f"{option}: the {what} of a model on the CPU are in host memory already. Move the model to the GPU "
-                "first, "
-                "use 'disk:PATH', or do not offload."
+                "first, use 'disk:PATH', or do not offload."
             )
 
     def __str__(self) -> str:

@@ -13,8 +13,7 @@ from pipeloom.engine.worker import RUNNABLE_OPS
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule, check
 from pipeloom.ir.recompute import Recompute, recompute_of_stages
-from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.options import OffloadActivations
+from pipeloom.parallel import Mesh, OffloadActivations
 from pipeloom.passes import check_has_backwards
 from pipeloom.split.module import StageModule
 from pipeloom.transport.interface import OneProcessTransport

@@ -17,10 +17,9 @@ from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import InputError, folded
 from pipeloom.ir import DataAxis, Schedule, check
+from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
 from pipeloom.parallel.data.sharing import share
-from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.offload.activations import open_activation_offload
-from pipeloom.parallel.options import DataParallel, OffloadActivations, Precision
 from pipeloom.passes import evaluation_schedule, lower, merge_backwards, separate_units
 from pipeloom.plan.plan import Plan
 from pipeloom.processes.agreement import RunFingerprint
@@ -91,7 +90,7 @@ def construct(
 
     ranks = range(schedule.num_ranks) if connection.rank is None else [connection.rank]
     state = ModelState(stages, programs.train, ranks, sharing)
-    executor = Executor(
+    return state, Executor(
         state,
         programs,
         connection,
@@ -102,7 +101,6 @@ def construct(
         open_mover=open_mover,
         blackbox=blackbox,
     )
-    return state, executor
 
 
 def _programs(

@@ -18,8 +18,7 @@ from pipeloom.engine.result_exchange import total
 from pipeloom.engine.worker import Record, WarmUp
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Schedule
-from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.options import DataParallel, OffloadActivations, Precision
+from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
 from pipeloom.plan.plan import Plan
 from pipeloom.training.argument_checks import check_trains
 from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan

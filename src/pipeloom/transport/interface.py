@@ -243,8 +243,7 @@ def out_of_step(source: int, theirs: int, ours: int) -> RunError:
     """The error on a rank in call `ours` that got a message of call `theirs` from rank `source`."""
     return RunError(
         f"rank {source} is in {call_name(theirs)}, this rank in {call_name(ours)}: all ranks must make the same "
-        "calls of "
-        "the Pipeline in the same order. Look for a call that some ranks skip."
+        "calls of the Pipeline in the same order. Look for a call that some ranks skip."
     )
 
 

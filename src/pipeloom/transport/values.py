@@ -113,11 +113,8 @@ def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
     if isinstance(value, dict):
         key = next(key for key in value if not isinstance(key, str | int))
         raise InputError(f"{what} a dict with key {key!r}: keys must be str or int. Rename the key.")
-    fix = (
-        "to a dense tensor"
-        if isinstance(value, Tensor)
-        else "with torch.from_numpy(x), list(x) or dict(x), for example"
-    )
+    fix = "with torch.from_numpy(x), list(x) or dict(x), for example"
+    fix = "to a dense tensor" if isinstance(value, Tensor) else fix
     raise InputError(
         f"{what} a value of type {kind}: must be dense tensors, None, bool, int, float or str, or tuples, lists and "
         f"dicts of these. Convert it {fix}."

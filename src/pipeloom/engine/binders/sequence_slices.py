@@ -63,14 +63,12 @@ def cut_sequences(batch: Batch, num_slices: int, lengths: Sequence[int] | None) 
             if not tokens:
                 raise InputError(
                     f"{what} hold no tensor of two dimensions or more: slices cut dimension 1, the tokens. Pass "
-                    "tensors of "
-                    "shape (samples, tokens, ...), or use a schedule without slices."
+                    "tensors of shape (samples, tokens, ...), or use a schedule without slices."
                 )
             raise InputError(
                 f"{what} hold tensors of {listed(sorted(tokens))} along dimension 1: slices cut this "
                 "dimension, the tokens, so it must be equal in all tensors. Pad the sequences, or use a schedule "
-                "without "
-                "slices."
+                "without slices."
             )
         (found[what],) = tokens
         batch.extents = slice_extents(found[what], num_slices, lengths)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from statistics import fmean, median
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,29 +54,19 @@ class ReplicaGroup:
 
     def gather_full(self, strategy: DataStrategy, full: Tensor, own: Tensor) -> Wait:
         """Fill `full` parameters with the segments of the replicas that update them; `own` is this replica's."""
-        match strategy:
-            case DataStrategy.DDP:
-                return no_wait
-            case DataStrategy.PARAMETER_SERVER:
-                return self.broadcast(full)
-            case DataStrategy.ZERO1 | DataStrategy.ZERO2 | DataStrategy.ZERO3:
-                return self.all_gather(full, own)
-            case _:
-                assert_never(strategy)
+        if strategy is DataStrategy.DDP:
+            return no_wait
+        return self.broadcast(full) if strategy.has_server else self.all_gather(full, own)
 
     def reduce_full(self, strategy: DataStrategy, full: Tensor) -> tuple[Wait, Tensor]:
         """Sum `full` gradients over replicas; returns the `Wait`, and the memory of this replica's segment."""
-        match strategy:
-            case DataStrategy.DDP:
-                return self.all_reduce(full), full
-            case DataStrategy.PARAMETER_SERVER:
-                wait = self._start(partial(dist.reduce, full, group_dst=0, async_op=True), Op.REDUCE_GRAD)
-                return wait, full if self.index == 0 else full[:0].clone()
-            case DataStrategy.ZERO1 | DataStrategy.ZERO2 | DataStrategy.ZERO3:
-                own = full.new_empty(full.numel() // self.degree)
-                return self.reduce_scatter(full, own), own
-            case _:
-                assert_never(strategy)
+        if strategy is DataStrategy.DDP:
+            return self.all_reduce(full), full
+        if strategy.has_server:
+            wait = self._start(partial(dist.reduce, full, group_dst=0, async_op=True), Op.REDUCE_GRAD)
+            return wait, full if self.index == 0 else full[:0].clone()
+        own = full.new_empty(full.numel() // self.degree)
+        return self.reduce_scatter(full, own), own
 
     def broadcast(self, values: Tensor) -> Wait:
         """Broadcast the values of replica 0, in place."""
@@ -86,11 +76,8 @@ class ReplicaGroup:
         """The sum over replicas, in place: the same bits on every replica."""
         return self._start(partial(dist.all_reduce, values, async_op=True), Op.REDUCE_GRAD)
 
-    def all_gather(self, values: Tensor, own: Tensor) -> Wait:
+    def all_gather(self, values: Tensor, own: Tensor, op: Op | None = Op.UNSHARD) -> Wait:
         """Every replica's `own`, in order, into `values`; `own` may be a view of its place there."""
-        return self._all_gather(values, own, Op.UNSHARD)
-
-    def _all_gather(self, values: Tensor, own: Tensor, op: Op | None) -> Wait:
         if values.device.type != "cpu":
             return self._start(partial(_ALL_GATHER, values, own, async_op=True), op)
         pieces = values.view(self.degree, own.numel())
@@ -127,7 +114,7 @@ class ReplicaGroup:
             return [values]
         rows = torch.empty((self.degree, *values.shape), dtype=values.dtype, device=self._small)
         rows[self.index] = values
-        self._all_gather(rows.view(-1), rows[self.index].reshape(-1), None)()
+        self.all_gather(rows.view(-1), rows[self.index].reshape(-1), None)()
         return list(rows)
 
     def any(self, flags: list[bool]) -> list[bool]:

@@ -80,8 +80,8 @@ class _Noted(Repeatable):
         if storage is None:
             raise RunError(
                 f"saved tensor of shape {tuple(self.shape)}, {self.dtype}, is still offloaded: its backward runs "
-                "before "
-                "its RELOAD. For your own program, run pipeloom.check(program); otherwise this is a bug of pipeloom."
+                "before its RELOAD. For your own program, run pipeloom.check(program); otherwise this is a bug of "
+                "pipeloom."
             )
         made = torch.empty(0, dtype=self.dtype, device=self.piece.device)
         return made.set_(storage, self.offset, self.shape, self.stride)

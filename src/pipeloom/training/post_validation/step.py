@@ -90,7 +90,8 @@ class PostValidatedStep(OptimizerStep):
 
     def step(self, inputs: Value = None, targets: Value = None, numbers: Numbers | None = None) -> list[Update]:
         validates = self._executor.before_call == self._validate  # the previous update is not validated yet
-        losses = self._pipeline.accumulate(inputs, targets, warm_up=self._warm_up if validates else None)
+        warm_up = (lambda worker, bound: self._warm_ups[worker.rank](worker, bound)) if validates else None
+        losses = self._pipeline.accumulate(inputs, targets, warm_up=warm_up)
         final = self._final()
         own = numbers().double() if numbers is not None else torch.empty(0, dtype=torch.float64)
         self.num_updates += 1
@@ -106,9 +107,6 @@ class PostValidatedStep(OptimizerStep):
     def settle(self) -> list[Update]:
         self._executor.settle()
         return self._final()
-
-    def _warm_up(self, worker: Worker, bound: Bound) -> int:
-        return self._warm_ups[worker.rank](worker, bound)
 
     def _validate(self) -> None:
         """Make the update final on all ranks of this process, before any other call runs."""
