@@ -106,7 +106,20 @@ class _Plan:
     def __init__(self, blocks: Sequence[ComputeBlock], program: Program, sizes: Sequence[float], beside: int) -> None:
         self.blocks = blocks
         self.sizes = sizes
-        self.entries = _entries(blocks, program, beside)
+        self.entries: list[_Activation] = []
+        split = program.schedule.split_backwards
+        made: dict[tuple[int, int | None, int | None], tuple[int, Action]] = {}
+        used: dict[tuple[int, int | None, int | None], int] = {}
+        for index, block in enumerate(blocks):
+            for action in block.computations:
+                key = (action.stage, action.microbatch, action.slice)
+                if action.op is Op.F:
+                    made[key] = (index, action)
+                    continue
+                first = used.setdefault(key, index)
+                if action.op is Op.W or (action.op is Op.B and key not in split):
+                    at, forward = made[key]
+                    self.entries.append(_Activation(forward, at, at + 1 + beside, first - beside, first, index))
 
     def moves(self, cap: float) -> list[_Activation] | None:
         """The activations to offload to keep `cap`, the fewest if sizes are equal; None if the cap is too low."""
@@ -145,21 +158,3 @@ class _Plan:
                 change[entry.leaves] -= size
                 change[entry.returns] += size
         return max(0.0, *accumulate(change))
-
-
-def _entries(blocks: Sequence[ComputeBlock], program: Program, beside: int) -> list[_Activation]:
-    split = program.schedule.split_backwards
-    made: dict[tuple[int, int | None, int | None], tuple[int, Action]] = {}
-    used: dict[tuple[int, int | None, int | None], int] = {}
-    entries = []
-    for index, block in enumerate(blocks):
-        for action in block.computations:
-            key = (action.stage, action.microbatch, action.slice)
-            if action.op is Op.F:
-                made[key] = (index, action)
-                continue
-            used.setdefault(key, index)
-            if action.op is Op.W or (action.op is Op.B and key not in split):
-                at, forward = made[key]
-                entries.append(_Activation(forward, at, at + 1 + beside, used[key] - beside, used[key], index))
-    return entries

@@ -33,7 +33,7 @@ In chunk times of F, I and W alike, for enough micro-batches (1F1B idles 6(p-1) 
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice
+from itertools import accumulate, islice
 from math import inf
 
 from pipeloom.ir.action import Action, Op
@@ -113,7 +113,8 @@ def v_min(*, num_ranks: int, num_microbatches: int) -> Schedule:
 def _build(name: str, blocks: list[tuple[int, int, int, int]], m: int) -> Schedule:
     """`blocks`: for each rank, the times of F down, F up, I up and I down of micro-batch 0."""
     repeated = [_repeat(d, len(blocks), block, m) for d, block in enumerate(blocks)]
-    cap = max(_peak(order) for order in repeated)
+    change = {Op.F: 1, Op.I: 0, Op.W: -1}  # of live activations
+    cap = max(max(accumulate(change[action.op] for action in order)) for order in repeated)
     candidates = [_squeeze(repeated, m, cap, horizon) for horizon in (_HORIZON, 1)]
     candidates.append((_makespan(repeated, m), tuple(map(tuple, repeated))))
     _, orders = min(candidates, key=lambda candidate: candidate[0])
@@ -131,14 +132,6 @@ def _repeat(d: int, p: int, block: tuple[int, int, int, int], m: int) -> list[Ac
         timed.append((time, stage, Op.W))
     moments = sorted((time + _PERIOD * b, stage, op, b) for b in range(m) for time, stage, op in timed)
     return [Action(stage, op, b) for _, stage, op, b in moments]
-
-
-def _peak(order: list[Action]) -> int:
-    live = peak = 0
-    for action in order:
-        live += {Op.F: 1, Op.I: 0, Op.W: -1}[action.op]
-        peak = max(peak, live)
-    return peak
 
 
 class _Clock:

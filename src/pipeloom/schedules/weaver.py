@@ -39,6 +39,7 @@ from pipeloom.ir.action import Action, Op
 from pipeloom.ir.check.checker import live_activations
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule, dependencies
+from pipeloom.schedules.phases import Phases
 from pipeloom.schedules.table import family
 
 
@@ -60,19 +61,12 @@ def chimera(*, num_ranks: int, num_microbatches: int) -> Schedule:
     p, m = num_ranks, num_microbatches
     if p % 2:
         raise ScheduleError(f"num_ranks={p}: schedule 'chimera' needs an even number of ranks. Add a rank.")
-    streams = [[_direction(p, d, range(0, m, 2)), _direction(p, p - 1 - d, range(1, m, 2))] for d in range(p)]
+    streams = [
+        [Phases(first=b, stride=2).alternate(s, m, p - 1 - s).order() for b, s in enumerate((d, p - 1 - d))]
+        for d in range(p)
+    ]
     weaver = Weaver("chimera", Placement.bidirectional(p), m, streams, units={Op.F: 1, Op.B: 1})
     return weaver.weave(lambda action: (action.op is not Op.B, action.microbatch))[0]
-
-
-def _direction(p: int, stage: int, microbatches: range) -> list[Action]:
-    warmup = min(p - 1 - stage, len(microbatches))
-    order = [Action(stage, Op.F, b) for b in microbatches[:warmup]]
-    for i, b in enumerate(microbatches):
-        if warmup + i < len(microbatches):
-            order.append(Action(stage, Op.F, microbatches[warmup + i]))
-        order.append(Action(stage, Op.B, b))
-    return order
 
 
 @family(

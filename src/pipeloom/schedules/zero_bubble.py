@@ -40,7 +40,7 @@ from itertools import product
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Orders, Schedule
+from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.walk import walk
 from pipeloom.schedules.conditions import Conditions
 from pipeloom.schedules.phases import Phases
@@ -72,12 +72,7 @@ def zb_h2(*, num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _schedule(name: str, m: int, warmups: Sequence[int], *, delay: int) -> Schedule:
-    placement = Placement.loop(len(warmups))
-    return Schedule(name=name, num_microbatches=m, placement=placement, orders=delayed_weights(m, warmups, delay=delay))
-
-
-def delayed_weights(m: int, warmups: Sequence[int], *, delay: int) -> Orders:
-    """Orders of one stage per rank; ``warmups[d]`` forwards first on rank d, W ``delay * d`` backwards late."""
+    """One stage per rank; ``warmups[d]`` forwards first on rank d, W ``delay * d`` backwards late."""
     orders = []
     for d, warmup in enumerate(warmups):
         forward, backward, weight = (d, Op.F), (d, Op.I), (d, Op.W)
@@ -91,7 +86,8 @@ def delayed_weights(m: int, warmups: Sequence[int], *, delay: int) -> Orders:
         lane.repeat(m - max(until, since), backward, weight)
         lane.repeat(late, weight)
         orders.append(lane.order())
-    return tuple(orders)
+    placement = Placement.loop(len(warmups))
+    return Schedule(name=name, num_microbatches=m, placement=placement, orders=tuple(orders))
 
 
 _NEAR = 1e-9
@@ -131,20 +127,23 @@ def zb_auto(*, num_ranks: int, num_microbatches: int, conditions: Conditions | N
             )
     m = num_microbatches
     greedy: list[_Timed] = [_Greedy(conditions, m, *choices) for choices in product((True, False), repeat=3)]
-    replayed = (_replayed(conditions, m, orders) for orders in _handmade(num_ranks, m))
-    handmade = [timed for timed in replayed if timed.fits]
+    handmade = [timed for timed in _handmade(conditions, m) if timed.fits]
     longest = min(timed.makespan for timed in handmade) * (1 + _NEAR)
     allowed = [timed for timed in (*greedy, *handmade) if timed.makespan <= longest]
     orders = tuple(map(tuple, min(allowed, key=lambda timed: timed.span).orders))
     return Schedule(name="zb-auto", num_microbatches=m, placement=placement, orders=orders)
 
 
-def _handmade(p: int, m: int) -> Iterator[Orders]:
+def _handmade(conditions: Conditions, m: int) -> Iterator[_Timed]:
     """Hand-made orders with split backwards, the one that holds least (naive) first."""
+    p = conditions.num_ranks
     one = [p - 1 - d for d in range(p)]
     two = [2 * warmup for warmup in one]
     for warmups, delay in (([0] * p, 0), (one, 0), (two, 0), ([m] * p, 0), (one, 1), (two, 2)):
-        yield delayed_weights(m, warmups, delay=delay)
+        timed = _Timed(conditions, m)
+        for rank, action, _ in walk(_schedule("zb-auto", m, warmups, delay=delay)):
+            timed.put(action.op, rank)
+        yield timed
 
 
 class _Timed:
@@ -199,15 +198,6 @@ class _Timed:
         self.fits = self.fits and self._held[d] <= self._conditions.caps[d] * (1 + _NEAR)
         self._count[op][d] += 1
         self.orders[d].append(Action(d, op, b))
-
-
-def _replayed(conditions: Conditions, m: int, orders: Orders) -> _Timed:
-    """Orders that are given."""
-    timed = _Timed(conditions, m)
-    placement = Placement.loop(conditions.num_ranks)
-    for rank, action, _ in walk(Schedule(name="zb-auto", num_microbatches=m, placement=placement, orders=orders)):
-        timed.put(action.op, rank)
-    return timed
 
 
 class _Greedy(_Timed):

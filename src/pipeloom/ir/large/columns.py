@@ -161,14 +161,8 @@ def prove(schedule: Schedule) -> Proof | None:
     walked = walk_columns(columns.first, remote, partner)
     if walked is None:
         return None
-    return Proof(
-        columns=columns,
-        remote=remote,
-        remote_of_partner=partner,
-        sequence=walked[0],
-        rounds=walked[1],
-        live=_live(schedule, columns),
-    )
+    live, (sequence, rounds) = _live(schedule, columns), walked
+    return Proof(columns=columns, remote=remote, remote_of_partner=partner, sequence=sequence, rounds=rounds, live=live)
 
 
 def _fits(schedule: Schedule, columns: Columns) -> bool:
