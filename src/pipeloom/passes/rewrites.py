@@ -139,12 +139,9 @@ def stretch(schedule: Schedule, num_microbatches: int) -> Schedule:
         return schedule
     period = schedule.update_period
     if num_microbatches < 1 or num_microbatches % period:
-        raise ScheduleError(
-            f"num_microbatches={num_microbatches}: a stream must end with an update of every stage. "
-            f"Use a multiple of {period}."
-        )
-    more = max(0, num_microbatches - schedule.num_microbatches) // period
-    orders = schedule.orders
+        seen = f"num_microbatches={num_microbatches}: a stream must end with an update of every stage."
+        raise ScheduleError(f"{seen} Use a multiple of {period}.")
+    orders, more = schedule.orders, max(0, num_microbatches - schedule.num_microbatches) // period
     if more:
         orders = tuple(_longer(schedule, rank, period, more) for rank in range(schedule.num_ranks))
     return replace(

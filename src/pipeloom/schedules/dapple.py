@@ -19,7 +19,6 @@ from pipeloom.schedules.table import family
 @family(
     "dapple-pb",
     paper="DAPPLE policy PB, arXiv:2007.01045",
-    constraints="any p >= 1, m >= 1",
     bubble="(p-1)/(m+p-1)",
     peak="min(2*(p-d)-1, m)",
 )

@@ -36,7 +36,6 @@ from pipeloom.schedules.table import family
 @family(
     "naive",
     paper="naive model parallelism",
-    constraints="any p >= 1, m >= 1",
     bubble="(p-1)/p",
     peak="1",
 )
@@ -48,7 +47,6 @@ def naive(*, num_ranks: int, num_microbatches: int) -> Schedule:
 @family(
     "gpipe",
     paper="GPipe, arXiv:1811.06965",
-    constraints="any p >= 1, m >= 1",
     bubble="(p-1)/(m+p-1)",
     peak="m",
 )
@@ -60,7 +58,6 @@ def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
 @family(
     "1f1b",
     paper="PipeDream-Flush, arXiv:2006.09503",
-    constraints="any p >= 1, m >= 1",
     bubble="(p-1)/(m+p-1)",
     peak="min(p-d, m)",
 )

@@ -176,7 +176,7 @@ class Family:
 
     name: str
     paper: str
-    constraints: str
+    constraints: str = "any p >= 1, m >= 1"
     bubble: str
     peak: str
     build: Callable[..., Schedule]
