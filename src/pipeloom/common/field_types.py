@@ -64,7 +64,8 @@ def _fault(value: Any, hint: Any, place: str) -> tuple[str, Any, Any] | None:
                 return None
             faults = (_fault(item, of, f"{place}[{key}]") for key, item, of in _members(value, wanted))
             return next((fault for fault in faults if fault is not None), None)
-        if kind is None and _is(value, choice):
+        is_bool = isinstance(value, bool) == (choice is bool)
+        if choice is Any or (kind is None and isinstance(value, _KINDS.get(choice, choice)) and is_bool):
             return None
         if kind is Literal and value in wanted:
             return None
@@ -89,12 +90,6 @@ def _members(value: Any, wanted: tuple[Any, ...]) -> Iterator[tuple[Any, Any, An
         yield from ((number, item, wanted[0] if same else wanted[number]) for number, item in enumerate(value))
 
 
-def _is(value: Any, kind: Any) -> bool:
-    if kind is Any:
-        return True
-    return isinstance(value, _KINDS.get(kind, kind)) and isinstance(value, bool) == (kind is bool)
-
-
 def _named(hint: Any, *, several: bool = False) -> str:
     """``a number, or a tuple of numbers``."""
     return ", or ".join(dict.fromkeys(_named_one(choice, several=several) for choice, *_ in _choices(hint)))
@@ -113,7 +108,7 @@ def _named_one(hint: Any, *, several: bool) -> str:
         return f"{name}s" if several else f"an {name}" if name[0] in "AEIOU" else f"a {name}"
     container = {tuple: "tuple", frozenset: "frozenset"}.get(kind, kind.__name__.lower())
     if kind is tuple and inside[-1] is not ...:
-        of = " and ".join(_named(each) for each in inside)
+        of = " and ".join(map(_named, inside))
     else:
         of = _named(inside[1] if issubclass(kind, Mapping) else inside[0], several=True)
     return f"{container}s of {of}" if several else f"a {container} of {of}"

@@ -10,8 +10,8 @@ Shapes: B batch, S tokens of the sequence or slice, W width, H heads, D = W / H,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ from pipeloom.errors import InputError
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.slicing import causal_attention, current_slice, dropout
 
-# Prefixes that torch.compile and activation checkpointing add to names; they are ignored.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes of torch.compile and checkpointing, ignored
 _STD = 0.02  # GPT-2's
 
 
@@ -66,7 +65,7 @@ class Rotary(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.shape = (config.sequence_length, config.head_width)
+        self.shape = (config.sequence_length, config.width // config.heads)
         for name, table in zip(("cos", "sin"), self._tables(None), strict=True):
             self.register_buffer(name, table, persistent=False)
 
@@ -76,9 +75,8 @@ class Rotary(nn.Module):
         angle = torch.outer(torch.arange(length, dtype=torch.float64, device=device), 10000.0 ** (-2.0 * half / width))
         cos, sin = angle.cos(), angle.sin()
         rotated_cos, rotated_sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-        one, zero = torch.ones_like(rotated_cos), torch.zeros_like(rotated_sin)
-        cos_S31D = torch.stack([rotated_cos, rotated_cos, one], 1).unsqueeze(2)
-        sin_S31D = torch.stack([rotated_sin, rotated_sin, zero], 1).unsqueeze(2)
+        cos_S31D = torch.stack([rotated_cos, rotated_cos, torch.ones_like(rotated_cos)], 1).unsqueeze(2)
+        sin_S31D = torch.stack([rotated_sin, rotated_sin, torch.zeros_like(rotated_sin)], 1).unsqueeze(2)
         return cos_S31D.to(torch.get_default_dtype()), sin_S31D.to(torch.get_default_dtype())
 
     def reset_buffers(self) -> None:
@@ -87,8 +85,7 @@ class Rotary(nn.Module):
             buffer.copy_(table)
 
     def forward(self, qkv_BS3HD: Tensor) -> Tensor:
-        cos, sin = self.cos, self.sin
-        piece = current_slice()
+        cos, sin, piece = self.cos, self.sin, current_slice()
         start, length = piece.start if piece else 0, qkv_BS3HD.shape[1]
         if length != self.shape[0]:
             cos, sin = cos[start : start + length], sin[start : start + length]
@@ -174,11 +171,7 @@ def init_parameters(module: nn.Module, *, seed: int) -> None:
     """
     canonical: dict[str, str] = getattr(module, "canonical_names", {})
     parents = dict(module.named_modules())
-    done: set[int] = set()
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in done:
-            continue
-        done.add(id(parameter))
+    for name, parameter in module.named_parameters():
         path, _, last = name.rpartition(".")
         parent, _, child = path.rpartition(".")
         stds: dict[str, float] = getattr(parents.get(parent), "init_std", {})
@@ -208,16 +201,16 @@ def materialize(module: nn.Module, seed: int, device: torch.device | str = "cpu"
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 if id(parameter) not in new:
-                    empty = torch.empty_like(parameter, device=device)
-                    new[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    new[id(parameter)] = nn.Parameter(
+                        torch.empty_like(parameter, device=device), parameter.requires_grad
+                    )
                 part._parameters[name] = new[id(parameter)]
-        buffers = {name: buffer for name, buffer in part._buffers.items() if buffer is not None}
-        lost = [name for name, buffer in buffers.items() if buffer.is_meta]
-        for name, buffer in buffers.items():
-            part._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        lost = [name for name, buffer in part._buffers.items() if buffer is not None and buffer.is_meta]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
         if lost:
-            reset: Callable[[], None] | None = getattr(part, "reset_buffers", None)
-            reset = reset or getattr(part, "reset_running_stats", None)
+            reset: Any = getattr(part, "reset_buffers", None) or getattr(part, "reset_running_stats", None)
             if reset is None:
                 raise InputError(
                     f"buffer {f'{path}.{lost[0]}'.lstrip('.')!r} is on the meta device and has no values. "

@@ -44,8 +44,8 @@ class GPTConfig:
             if getattr(self, name) < 1:
                 raise InputError(f"model {name}={getattr(self, name)}: must be at least 1.")
         if self.width % self.heads:
-            near = [h for h in range(1, self.width + 1) if self.width % h == 0]
-            fix = min(near, key=lambda h: (abs(h - self.heads), h))
+            divisors = (h for h in range(1, self.width + 1) if self.width % h == 0)
+            fix = min(divisors, key=lambda h: (abs(h - self.heads), h))
             raise InputError(f"model width={self.width} is not a multiple of heads={self.heads}. Use heads={fix}.")
         if self.positions == "rotary" and self.width // self.heads % 2:
             raise InputError(
@@ -54,10 +54,6 @@ class GPTConfig:
             )
         if not 0 <= self.dropout < 1:
             raise InputError(f"model dropout={self.dropout}: must be a probability >= 0 and < 1.")
-
-    @property
-    def head_width(self) -> int:
-        return self.width // self.heads
 
     @property
     def num_parameters(self) -> int:

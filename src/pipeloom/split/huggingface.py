@@ -67,14 +67,13 @@ def find_decoder(model: nn.Module, num_stages: int) -> Decoder | None:
         return None
     config: Any = getattr(model, "config", None)
     decoder = DECODERS.get(getattr(config, "model_type", ""))
-    top = {name.partition(".")[0] for name in decoder.layers} if decoder else set()
-    if decoder is None or {name for name, _ in model.named_children()} != top:
+    if decoder is None or dict(model.named_children()).keys() != {name.partition(".")[0] for name in decoder.layers}:
         if num_stages == 1:
             return None
-        kind = getattr(config, "model_type", None)
         raise SplitError(
-            f"{type(model).__name__} with model_type={kind!r} cannot be split automatically: supported are causal "
-            f"language models of type {', '.join(DECODERS)}. Use one of these, or pass layers=."
+            f"{type(model).__name__} with model_type={getattr(config, 'model_type', None)!r} cannot be split "
+            f"automatically: supported are causal language models of type {', '.join(DECODERS)}. Use one of these, or "
+            "pass layers=."
         )
     if getattr(config, "add_cross_attention", False):
         raise SplitError(
@@ -95,10 +94,8 @@ class DecoderStage(StageModule):
         self._config: Any = model.config
         self._decoder = decoder
         self._names = [name for name, _ in layers]
-        blocks = [pattern.removesuffix("*") for pattern in decoder.layers if pattern.endswith("*")]
-        self._block_numbers = [
-            int(name.rpartition(".")[2]) if name.startswith(tuple(blocks)) else None for name in self._names
-        ]
+        blocks = tuple(pattern.removesuffix("*") for pattern in decoder.layers if pattern.endswith("*"))
+        self._block_numbers = [int(n.rpartition(".")[2]) if n.startswith(blocks) else None for n in self._names]
         self._rotary: tuple[dict[str, nn.Module | None], str] | None = None
         if any(number is not None for number in self._block_numbers):
             for name in decoder.shared:
@@ -128,8 +125,7 @@ class DecoderStage(StageModule):
                 if shared is None:
                     shared = {"position_ids": positions}
                     if self._rotary is not None:
-                        holders, holder = self._rotary
-                        rotary: Any = holders[holder]
+                        rotary: Any = self._rotary[0][self._rotary[1]]
                         shared["position_embeddings"] = rotary(x, position_ids=positions)
                     masks = self._masks(x, extras.get("attention_mask"), positions, piece)
                 mask = masks[self._attention_type(number)] if isinstance(masks, dict) else masks
@@ -175,8 +171,7 @@ class DecoderStage(StageModule):
         kinds = getattr(self._config, "layer_types", None)
         if kinds is not None:
             return str(kinds[number])
-        windowed = getattr(self._config, "sliding_window", None) is not None
-        return "sliding_attention" if windowed else "full_attention"
+        return "full_attention" if getattr(self._config, "sliding_window", None) is None else "sliding_attention"
 
     def _masks(self, x: Tensor, padding: Tensor | None, positions: Tensor, piece: Slice | None) -> Any:
         """The attention masks by attention type, or a single mask for all blocks."""
@@ -217,14 +212,12 @@ class DecoderStage(StageModule):
         """
         from pipeloom.split import huggingface_attention
 
-        config = self._config
-        kinds = self._attention_types()
+        config, replacements = self._config, huggingface_attention.NAMES
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         upcast = getattr(config, "reorder_and_upcast_attn", False)
-        replacements = huggingface_attention.NAMES
         for seen, known, fix in (
             ({config._attn_implementation}, set(replacements), "Load the model with attn_implementation='sdpa'"),
-            (kinds, {"full_attention", "sliding_attention"}, "Train without slices"),
+            (self._attention_types(), {"full_attention", "sliding_attention"}, "Train without slices"),
             ({rope} & {"dynamic", "longrope"}, set(), "Train without slices, or with rope_type 'default' or 'yarn'"),
             ({"reorder_and_upcast_attn"} if upcast else set(), set(), "Use reorder_and_upcast_attn=False"),
         ):

@@ -91,9 +91,9 @@ def partition(weights: Sequence[float], num_stages: int, ties: Sequence[Tie] = (
             f"num_stages={num_stages}: each stage needs at least one of the {num_layers} layers. "
             f"Use num_stages={num_layers} or fewer."
         )
-    bad = next((w for w in weights if not (isfinite(w) and w >= 0)), None)
-    if bad is not None:
-        raise SplitError(f"layer weight {bad}: must be finite and >= 0.")
+    for weight in weights:
+        if not (isfinite(weight) and weight >= 0):
+            raise SplitError(f"layer weight {weight}: must be finite and >= 0.")
     exact, shared = [Fraction(w) for w in weights], [Fraction(tie.size) for tie in ties]
     scale = lcm(*(w.denominator for w in (*exact, *shared)))
     whole = [int(w * scale) for w in exact]

@@ -81,16 +81,15 @@ def _expand(model: nn.Module, pattern: str) -> list[ChainLayer]:
             dot = f"{prefix}." if prefix else ""
             if part == "*":
                 found += [(dot + name, child) for name, child in _children(parent)]
-                continue
-            child = parent._modules.get(part)
-            if child is None:
+            elif (child := parent._modules.get(part)) is not None:
+                found.append((dot + part, child))
+            else:
                 names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
                 near = get_close_matches(pattern, names + [f"{name}.*" for name in names], n=1, cutoff=0.4)
                 raise SplitError(
                     f"layer {pattern!r}: {type(model).__name__} has no module {dot + part!r}. "
                     + (f"Did you mean {near[0]!r}?" if near else f"Its modules are {[n for n, _ in _children(model)]}.")
                 )
-            found.append((dot + part, child))
         matches = found
     if not matches:
         raise SplitError(f"layer {pattern!r} matches an empty list of modules. Remove it from layers.")
@@ -114,8 +113,7 @@ def _check_layers(model: nn.Module, patterns: Sequence[str], layers: list[ChainL
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             kind = type(module).__name__
             raise SplitError(f"layer {name!r} is a {kind}, which has no forward. List its members: '{name}.*'.")
-        parts = name.split(".")
-        outer = next((p for p in (".".join(parts[:i]) for i in range(1, len(parts))) if p in names), None)
+        outer = next((other for other in sorted(names) if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise SplitError(
                 f"layer {name!r} is inside layer {outer!r} and would run twice. Remove {name!r} or {outer!r}."
@@ -139,9 +137,8 @@ def check_complete(model: nn.Module, layers: Sequence[ChainLayer], replicated: S
     if missing:
         homes = sorted({name.rpartition(".")[0] for name in missing})
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        of_model = [name for name in missing if "." not in name]
         fixes = [f"Add {[home for home in homes if home]} to layers"] if homes != [""] else []
-        if of_model:
+        if of_model := [name for name in missing if "." not in name]:
             move = "and move" if fixes else "Move"
             fixes.append(f"{move} {', '.join(map(repr, of_model))} into a submodule that is in layers")
         raise SplitError(
@@ -155,12 +152,13 @@ def check_complete(model: nn.Module, layers: Sequence[ChainLayer], replicated: S
 
 def _saved_tensors(module: nn.Module) -> list[tuple[str, Any]]:
     """Parameters and persistent buffers with their names."""
-    named: list[tuple[str, Any]] = list(module.named_parameters())
-    for prefix, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                named.append((f"{prefix}.{name}" if prefix else name, buffer))
-    return named
+    buffers = [
+        (f"{prefix}.{name}" if prefix else name, buffer)
+        for prefix, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    ]
+    return [*module.named_parameters(), *buffers]
 
 
 def count_layers(

@@ -48,8 +48,8 @@ class StageModule(nn.Module):
         self.canonical_names = {}
         # Layers are looked up by name in each forward, so that a replacement takes effect.
         self._chain = tuple(self.place(name, module) for name, module in layers)
-        names = set(blocks) if blocks is not None else {name for name, _ in layers}
-        self._is_block = tuple(name in names for name, _ in layers)
+        names = None if blocks is None else set(blocks)
+        self._is_block = tuple(names is None or name in names for name, _ in layers)
 
     def place(self, name: str, module: nn.Module) -> tuple[dict[str, nn.Module | None], str]:
         """Register `module` under its fully qualified name; returns the ``_modules`` dictionary and the key in it."""
@@ -93,8 +93,7 @@ def run_blocks(layers: Sequence[Any], is_block: Sequence[bool], value: Any, run:
         if repeats and not layer._modules:
             leaves.append(layer)
             continue
-        value = _run_leaves(leaves, value, run)
-        leaves = []
+        value, leaves = _run_leaves(leaves, value, run), []
         value = run([layer], layer, value) if repeats else layer(value)
     return _run_leaves(leaves, value, run)
 

@@ -61,13 +61,12 @@ def profile_layers(
     Raises:
         SplitError: a layer is on the meta device.
     """
-    inputs, targets = sample if loss_fn is not None else (sample, None)
+    value, targets = sample if loss_fn is not None else (sample, None)
     modules = [module for _, module in layers]
-    clock = Clock(modules, inputs, timer)
+    clock = Clock(modules, value, timer)
     loss = None if loss_fn is None else lambda output: loss_fn(output, targets)
     times: list[LayerTime] = []
     with untouched(modules, clock.cuda):
-        value = inputs
         for name, module in layers:
             tail = loss if len(times) == len(layers) - 1 else None
             rounds = [time_once(module, value, clock, loss=tail) for _ in range(num_warmups + num_rounds)]
@@ -98,9 +97,8 @@ class Clock:
         tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())] + tree_leaves(value)
         devices = {t.device for t in tensors if isinstance(t, Tensor)}
         if any(device.type == "meta" for device in devices):
-            raise SplitError(
-                "a layer on the meta device cannot be measured. Materialize the model, or use cut='layers'."
-            )
+            fix = "Materialize the model, or use cut='layers'."
+            raise SplitError(f"a layer on the meta device cannot be measured. {fix}")
         self.cuda = sorted(device.index or 0 for device in devices if device.type == "cuda")
         self._timer = timer
 
@@ -113,21 +111,16 @@ class Clock:
 @contextmanager
 def untouched(modules: Iterable[nn.Module], cuda: Sequence[int]) -> Iterator[None]:
     """Enable gradients, and restore the buffers of `modules` and the random state at the end."""
-    saved = [
-        (part, name, buffer, buffer.detach().clone())
-        for module in modules
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
+    parts = [part for module in modules for part in module.modules()]
+    buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items() if buffer is not None]
+    values = [buffer.detach().clone() for *_, buffer in buffers]
     try:
         with torch.random.fork_rng(devices=cuda), torch.enable_grad():
             yield
     finally:
         with torch.no_grad():
-            for part, name, buffer, values in saved:
-                buffer.copy_(values)
-                part._buffers[name] = buffer  # the tensor object itself, not only its values
+            for (part, name, buffer), before in zip(buffers, values, strict=True):
+                part._buffers[name] = buffer.copy_(before)  # the tensor object itself, not only its values
 
 
 @contextmanager
@@ -165,17 +158,16 @@ def time_once(
     """
     value = tree_map(_fresh, value)
     sources = [t for t in (*tree_leaves(value), *module.parameters()) if isinstance(t, Tensor) and t.requires_grad]
-    given = value
     if may_change_input(module):
-        given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+        value = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
     start = clock()
-    output = module(given)
+    output = module(value)
     result = output if loss is None else loss(output)
     forwarded = clock()
     roots = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
     backward = 0.0
     if roots and sources:
-        seeds = [torch.ones_like(root) for root in roots]
+        seeds = list(map(torch.ones_like, roots))
         with around_backward():
             begun = clock()
             torch.autograd.grad(roots, sources, seeds, allow_unused=True)

@@ -189,10 +189,8 @@ def _check_not_class(name: str, given: Any) -> None:
 def _describe(modules: list[nn.Module], layers: list[tuple[str, ...]], named: list[tuple[str, nn.Parameter]]) -> Stages:
     """Assemble `Stages`, with the tied parameters: the same object under several names or in several stages."""
     aliases: dict[int, list[str]] = {}
-    for name, parameter in named:
-        names = aliases.setdefault(id(parameter), [])
-        if name not in names:
-            names.append(name)
+    for name, parameter in dict.fromkeys(named):
+        aliases.setdefault(id(parameter), []).append(name)
     homes: dict[int, list[int]] = {key: [] for key in aliases}
     for stage, module in enumerate(modules):
         for parameter in module.parameters():
