@@ -69,9 +69,7 @@ def main(argv: list[str]) -> int:
 def examine() -> list[Check]:
     """Every finding about this machine, in the order of the report."""
     python = f"{platform.python_version()}, {platform.platform()}"
-    checks = [
-        Check("python", sys.version_info >= (3, 11), python, True, "install Python 3.11"),
-    ]
+    checks = [Check("python", sys.version_info >= (3, 11), python, True, "install Python 3.11")]
     for module, least in _REQUIRED.items():
         version, name = _version(module), _DISTRIBUTION.get(module, module)
         ok = version is not None and _numbers(version) >= _numbers(least)
@@ -118,13 +116,11 @@ def _torch_parts() -> list[Check]:
     devices = [torch.cuda.get_device_properties(index) for index in range(num_devices)]
     names = "; ".join(f"{device.name}, {bytes_text(device.total_memory)}" for device in devices)
 
-    def backend(name: str, found: str, required: bool = False, fix: str | None = None) -> Check:
-        return Check(name, dist.is_available() and dist.is_backend_available(name), found, required, fix)
-
+    gloo, nccl, mpi = (dist.is_available() and dist.is_backend_available(name) for name in ("gloo", "nccl", "mpi"))
     return [
-        backend("gloo", "CPU collectives", True, "install a torch that is built with torch.distributed"),
-        backend("nccl", "CUDA collectives", num_devices > 0, "install a CUDA build of torch"),
-        backend("mpi", "not used by pipeloom"),
+        Check("gloo", gloo, "CPU collectives", True, "install a torch that is built with torch.distributed"),
+        Check("nccl", nccl, "CUDA collectives", num_devices > 0, "install a CUDA build of torch"),
+        Check("mpi", mpi, "not used by pipeloom"),
         Check(
             "cuda", num_devices > 0, names or "no device: ranks compute on the CPU", fix="pytorch.org has CUDA builds"
         ),

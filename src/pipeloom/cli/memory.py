@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.cli.common.planning import train_command
-from pipeloom.cli.common.train_options import difference, flat, make_parser, print_config, read_options, to_config
+from pipeloom.cli.common.train_options import difference, make_parser, print_config, read_options, to_config
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import bytes_text, table_lines
@@ -21,7 +21,7 @@ from pipeloom.sim import parse_costs
 from pipeloom.train.config.memory import chosen_words, planned_memory, under_cap
 from pipeloom.train.config.schedule import make_schedule, resolve_data_degree
 from pipeloom.train.config.sections import ModelConfig
-from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.config.train_config import TrainConfig, flat
 
 _DESCRIPTION = """\
 Peak memory per rank and kind from closed forms, without building the model. The options are those of `pipeloom train`,
@@ -136,14 +136,10 @@ def _print_prediction(config: TrainConfig, vocabulary: int, choice: Choice | Non
 
 def _print_run(rows: Sequence[MemoryRow], *, as_json: bool) -> None:
     if as_json:
-        keys = {
-            "process": "process",
-            "copy": "replica",
-            "rank": "rank",
-            "predicted": "predicted",
-            "measured": "measured",
-        }
-        processes = [{key: getattr(row, name) for key, name in keys.items()} for row in rows]
+        processes = [
+            {"process": r.process, "copy": r.replica, "rank": r.rank, "predicted": r.predicted, "measured": r.measured}
+            for r in rows
+        ]
         print(json.dumps({"processes": processes}, allow_nan=False))
         return
     table = []

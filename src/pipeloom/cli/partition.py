@@ -51,40 +51,23 @@ def _parser() -> Parser:
             pipeloom partition --ranks 2 --bandwidth 1e9 --out plan.json
         """,
     )
-    parser.add_argument(
-        "--profile", type=str, metavar="FILE", help="JSON file with layer times (default: measure a GPT)"
-    )
-    parser.add_argument("--ranks", type=int | None, help="number of ranks that share the model")
-    parser.add_argument("--bandwidth", type=BytesPerSecond | None, help="bandwidth per rank in bytes per second")
-    parser.add_argument(
-        "--levels",
-        type=str,
-        metavar="N@RATE,..",
-        help="hierarchical cluster: components@bandwidth per level, innermost first",
-    )
-    parser.add_argument(
-        "--form", type=Form, default="summed", help="compute + sync per stage; published: their maximum"
-    )
-    parser.add_argument("--memory-cap", type=Bytes | None, help="limit of peak memory per rank")
-    parser.add_argument(
-        "--state-copies",
-        type=float,
-        default=0.0,
-        help="gradients and optimizer states, in multiples of the weights (AdamW: 3)",
-    )
-    parser.add_argument(
-        "--schedule",
-        type=Literal["pipedream", "dapple"],
-        default="pipedream",
-        help="pipedream: asynchronous; dapple: synchronous 1F1B",
-    )
-    parser.add_argument("--microbatches", type=int | None, help="micro-batches per step, for --schedule dapple")
-    parser.add_argument("--batch", type=int | None, help="sequences per measured micro-batch (default: 1)")
-    parser.add_argument(
-        "--write-profile", type=str, metavar="FILE", help="JSON file to write with layer times, for --profile"
-    )
-    parser.add_argument("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
-    parser.add_argument("--json", action="store_true", help="output as one JSON object")
+    option = parser.add_argument
+    option("--profile", type=str, metavar="FILE", help="JSON file with layer times (default: measure a GPT)")
+    option("--ranks", type=int | None, help="number of ranks that share the model")
+    option("--bandwidth", type=BytesPerSecond | None, help="bandwidth per rank in bytes per second")
+    levels = "hierarchical cluster: components@bandwidth per level, innermost first"
+    option("--levels", type=str, metavar="N@RATE,..", help=levels)
+    option("--form", type=Form, default="summed", help="compute + sync per stage; published: their maximum")
+    option("--memory-cap", type=Bytes | None, help="limit of peak memory per rank")
+    states = "gradients and optimizer states, in multiples of the weights (AdamW: 3)"
+    option("--state-copies", type=float, default=0.0, help=states)
+    kinds = Literal["pipedream", "dapple"]
+    option("--schedule", type=kinds, default="pipedream", help="pipedream: asynchronous; dapple: synchronous 1F1B")
+    option("--microbatches", type=int | None, help="micro-batches per step, for --schedule dapple")
+    option("--batch", type=int | None, help="sequences per measured micro-batch (default: 1)")
+    option("--write-profile", type=str, metavar="FILE", help="JSON file to write with layer times, for --profile")
+    option("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
+    option("--json", action="store_true", help="output as one JSON object")
     add_model_options(parser)
     return parser
 

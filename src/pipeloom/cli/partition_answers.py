@@ -152,9 +152,8 @@ class StreamAnswer:
         times = {"compute": stage.compute_seconds, "sync": stage.sync_seconds}
         longer = times.pop(found.bottleneck.kind)
         [(other, seconds)] = times.items()
-        more = (
-            f" ({'plus' if self._form == 'summed' else 'overlaps'} {other} {seconds_text(seconds)})" if seconds else ""
-        )
+        joined = "plus" if self._form == "summed" else "overlaps"
+        more = f" ({joined} {other} {seconds_text(seconds)})" if seconds else ""
         return f"bottleneck: {found.bottleneck.kind} of stage {number}, {seconds_text(longer)}{more}"
 
 
@@ -192,8 +191,7 @@ class SynchronousAnswer:
     def plan(self) -> Plan:
         """The partition as a plan under the faster policy. Raises InputError if numbers of replicas differ."""
         times = self._simulated or {_POLICIES[0]: self._found.step_seconds}
-        name = min(times, key=times.__getitem__)
-        size = self._options.get("batch.size")
+        name, size = min(times, key=times.__getitem__), self._options.get("batch.size")
         return synchronous_plan(
             self._profile, self._found, schedule=name, seconds=times[name], batch_size=size, why=self._why
         )

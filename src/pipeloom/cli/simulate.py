@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     names = _names(options)
     inputs = Inputs(options)
     made = [_simulate(name, inputs) for name in names]
-    timelines, answers = [each.timeline for each in made], [each.answer for each in made]
+    answers = [each.answer for each in made]
     written = [(kind, path) for kind in _FILES if (path := getattr(options, kind)) is not None]
     for kind, path in written:
         write_named(f"--{kind}", path, _content(kind, made, inputs))
@@ -55,9 +55,9 @@ def main(argv: Sequence[str]) -> int:
     from pipeloom.report.terminal import print_comparison, print_timeline
 
     if options.names[0] == _COMPARE:
-        print_comparison(timelines)
+        print_comparison([each.timeline for each in made])
     else:
-        print_timeline(timelines[0])
+        print_timeline(made[0].timeline)
     for answer in answers:
         _print_notes(answer)
     for _, path in written:
@@ -209,14 +209,9 @@ def _parser() -> Parser:
         "a forward, B a full backward, I a backward for inputs, W a backward for weights; B takes I + W.",
         examples=_EXAMPLES,
     )
-    names = ", ".join(schedules.FAMILIES)
-    parser.add_argument(
-        "names",
-        type=str,
-        nargs="+",
-        help=f"schedule, or `compare` and several: {names}; or a file: .csv, .json, .py:function",
-    )
+    names = f"schedule, or `compare` and several: {', '.join(schedules.FAMILIES)}"
     option = parser.add_argument
+    option("names", type=str, nargs="+", help=f"{names}; or a file: .csv, .json, .py:function")
     option("--ranks", type=int, required=True, help="pipeline-parallel degree")
     option("--microbatches", type=int, required=True, help="micro-batches per step; asynchronous schedules: in total")
     option("--chunks", type=int, help="virtual stages (chunks) per rank (default: the schedule's own)")
@@ -278,14 +273,10 @@ def _content(kind: str, made: Sequence[_Simulated], inputs: Inputs) -> str | byt
         return _plan_json(made[0], inputs) + "\n"
     if kind == "csv":
         return to_csv(made[0].schedule)
+    from pipeloom import report
+
     if kind == "trace":
-        from pipeloom.report.perfetto import trace_bytes
-
-        return trace_bytes(timelines[0], compressed=inputs.options.trace.endswith(".gz"))
+        return report.trace_bytes(timelines[0], compressed=inputs.options.trace.endswith(".gz"))
     if kind == "svg":
-        from pipeloom.report.svg import timeline_svg
-
-        return timeline_svg(timelines, standalone=True, critical=critical) + "\n"
-    from pipeloom.report.html import simulation_html
-
-    return simulation_html(timelines, critical=critical)
+        return report.timeline_svg(timelines, standalone=True, critical=critical) + "\n"
+    return report.simulation_html(timelines, critical=critical)

@@ -9,13 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from pipeloom.cli.common.parser import Parser
-from pipeloom.cli.common.planning import (
-    add_model_options,
-    check_file_alone,
-    given_model,
-    measured_model,
-    train_command,
-)
+from pipeloom.cli.common.planning import add_model_options, check_file_alone, given_model, measured_model, train_command
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import counted, seconds_text
@@ -79,18 +73,17 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(costs: SliceCosts, found: Slicing, whole: Slicing, *, schedule: str, sizes: dict[str, Any]) -> Plan:
     """The slicing as a plan. A run cuts all micro-batches alike; if `found` does not, another slicing is found."""
-    why, lengths = [], found.slices[0]
+    why = []
     if len({*found.slices}) > 1 or [*found.batch] != even_parts(sizes["batch"], len(found.batch)):
         unequal = seconds_text(found.predicted_seconds)
         why = [f"All micro-batches are cut alike, as a run needs; different cuts would take {unequal}."]
         found = slice_for_schedule(costs, schedule=schedule, **sizes)
-        lengths = found.slices[0]
     return Plan(
         schedule=schedule,
         pipeline=found.num_ranks,
         microbatches=len(found.batch),
         batch_size=sizes["batch"],
-        slices=lengths if len(lengths) > 1 else None,
+        slices=found.slices[0] if len(found.slices[0]) > 1 else None,
         predicted_step_seconds=found.predicted_seconds,
         why=(_gain(found, whole, schedule), *why),
     )
@@ -173,8 +166,7 @@ def _show(found: Slicing, whole: Slicing, costs: SliceCosts, errors: tuple[float
     else:
         print(f"no timeline: {actions:,} spans are too many to show")
     for (size, lengths), group in groupby(zip(found.batch, found.slices, strict=True)):
-        samples = counted(size, "sequence")
-        print(f"{len(list(group))} x {samples}: slices {' '.join(map(str, lengths))}")
+        print(f"{len(list(group))} x {counted(size, 'sequence')}: slices {' '.join(map(str, lengths))}")
     print(
         f"{_gain(found, whole, schedule)}; the longest slice takes {seconds_text(found.max_slice_seconds)}; at most "
         f"{found.peak_tokens:,} tokens per rank"

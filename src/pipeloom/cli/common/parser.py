@@ -62,8 +62,7 @@ class _HelpFormatter(DefaultHelpFormatter):
         return choices if 0 < len(choices) <= _MOST_LETTERS else metavar_of(getattr(action, "_typehint", None))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = ", ".join(action.option_strings)
-        return f"{names} {self._value_of(action)}".strip()
+        return f"{', '.join(action.option_strings)} {self._value_of(action)}".strip()
 
     def _get_help_string(self, action: argparse.Action) -> str:
         shown = action.help or ""
@@ -137,10 +136,8 @@ class Parser(ArgumentParser):
 
     def _explain_value(self, key: str, value: str) -> str:
         action = next(each for each in self._actions if each.dest == key)
-        kind, name = (
-            _without_none(getattr(action, "_typehint", None)),
-            key if self.place else "/".join(action.option_strings) or key,
-        )
+        kind = _without_none(getattr(action, "_typehint", None))
+        name = key if self.place else "/".join(action.option_strings) or key
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         rule = f"must be one of {', '.join(map(str, choices))}" if choices else _RULES.get(kind, "is of the wrong type")
         try:  # 1e3 is a float in YAML

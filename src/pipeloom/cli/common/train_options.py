@@ -9,7 +9,7 @@ that names the place.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import yaml
@@ -17,7 +17,7 @@ from jsonargparse import Namespace
 
 from pipeloom.cli.common.parser import Parser, did_you_mean, metavar_of
 from pipeloom.errors import InputError, unwrapped
-from pipeloom.train.config.train_config import Option, TrainConfig, as_utf8, options
+from pipeloom.train.config.train_config import Option, TrainConfig, as_utf8, flat, options
 
 ENV_PREFIX = "PIPELOOM_"
 ENV_RULE = """\
@@ -168,9 +168,8 @@ def _take_config_files(parser: Parser, argv: Sequence[str]) -> tuple[list[str], 
             files.append(word.partition("=")[2])
         else:
             flags.append(word)
-    if not files and f"{ENV_PREFIX}CONFIG" in os.environ:
-        files = [os.environ[f"{ENV_PREFIX}CONFIG"]]
-    return files, flags
+    variable = os.environ.get(f"{ENV_PREFIX}CONFIG")
+    return [variable] if variable is not None and not files else files, flags
 
 
 def _read_file(file: str) -> dict[str, Any]:
@@ -208,15 +207,6 @@ def _read_file(file: str) -> dict[str, Any]:
             continue
         raise InputError(f"--config={file}: {problem}")
     return dict(rows)
-
-
-def flat(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of every leaf of a nested mapping."""
-    for name, value in content.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -74,7 +74,7 @@ def validate_settings(config: TrainConfig) -> None:
 
 def check_sizes(config: TrainConfig) -> None:
     """Validate numbers, and that the model and the batch can be divided as configured."""
-    values = flat(dataclasses.asdict(config)) | {"batch.microbatches": config.num_microbatches}
+    values = dict(flat(dataclasses.asdict(config))) | {"batch.microbatches": config.num_microbatches}
     for keys, fits, rule in _RANGES:
         for key in keys:
             unset = values[key] is None or (key, values[key]) == ("parallel.data", -1)
@@ -231,7 +231,7 @@ def check_unused(config: TrainConfig) -> None:
     Raises:
         InputError: the first of them.
     """
-    values, defaults = flat(dataclasses.asdict(config)), flat(dataclasses.asdict(TrainConfig()))
+    values, defaults = (dict(flat(dataclasses.asdict(each))) for each in (config, TrainConfig()))
     for key, where, fix in _unused(config):
         if values[key] != defaults[key]:
             raise InputError(f"{key}={_word(values[key])}: has no effect {where}. Remove it, or {fix}.")

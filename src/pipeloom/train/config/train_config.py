@@ -188,16 +188,13 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts)) if all(part.isdecimal() and len(part) < 20 for part in parts) else (0,)
 
 
-def flat(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value of nested sections: ``{"steps": 9, "model.layers": 6}``."""
-    found: dict[str, Any] = {}
+def flat(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every leaf of a nested mapping: ``("steps", 9)``, ``("model.layers", 6)``."""
     for name, value in mapping.items():
-        found |= (
-            {f"{name}.{key}": each for key, each in flat(value).items()}
-            if isinstance(value, Mapping)
-            else {name: value}
-        )
-    return found
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def as_utf8(text: str) -> str:

@@ -132,7 +132,7 @@ def resume_notices(
     config: TrainConfig, saved: Mapping[str, Any], checkpoint: Path, step: int, *, other_text: bool
 ) -> list[str]:
     """What differs from the run that wrote `checkpoint`, and whether no step is left to train."""
-    before, now = flat(saved), flat(config.to_mapping())
+    before, now = dict(flat(saved)), dict(flat(config.to_mapping()))
     streams = is_stream(config.schedule) or is_stream(str(before.get("schedule")))
     changed = [
         f"{key} {_shown(key, before[key])} -> {_shown(key, value)}"
