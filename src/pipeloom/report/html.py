@@ -36,11 +36,10 @@ def simulation_html(timelines: Sequence[Timeline], *, title: str | None = None, 
     """
     from markupsafe import Markup
 
-    first = timelines[0]
     return _render(
         "simulation.html.j2",
         title=title or " and ".join(dict.fromkeys(timeline.name for timeline in timelines)),
-        lead=f"{first.num_ranks} ranks, {first.num_microbatches} micro-batches",
+        lead=f"{timelines[0].num_ranks} ranks, {timelines[0].num_microbatches} micro-batches",
         timelines=timelines,
         picture=Markup(timeline_svg(timelines, critical=critical)),
     )
@@ -80,12 +79,9 @@ def _render(template: str, **values: Any) -> str:
     """Render a template of this directory. Text is escaped unless it is `Markup`."""
     import jinja2
 
+    loader, strict = jinja2.FileSystemLoader(Path(__file__).parent), jinja2.StrictUndefined
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True
     )
     texts = {"seconds": seconds_text, "number": number_text, "bytes": bytes_text, "percent": percent_text}
     environment.globals.update(texts, version=__version__)
@@ -97,11 +93,11 @@ def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) ->
 
     lead = f"Training run, steps {metrics.steps[0]['step']} to {metrics.steps[-1]['step']}"
     shown = [timelines[kind] for kind in ("measured", "predicted") if kind in timelines]
-    titles = []
-    for timeline in shown:
-        kind = "measured" if timeline.kind == "measured" else "predicted"
-        bubble = percent_text(timeline.bubble_fraction)
-        titles.append(f"{kind}: {seconds_text(timeline.makespan)}, bubble {bubble}")
+    titles = [
+        f"{'measured' if timeline.kind == 'measured' else 'predicted'}: {seconds_text(timeline.makespan)}, bubble "
+        f"{percent_text(timeline.bubble_fraction)}"
+        for timeline in shown
+    ]
     if shown:
         lead += f"; schedule {shown[0].name} on {counted(shown[0].num_ranks, 'rank')}, "
         lead += f"{counted(shown[0].num_microbatches, 'micro-batch')} per step"
@@ -130,9 +126,8 @@ def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) ->
 def _warnings(metrics: Metrics) -> list[str]:
     found, skipped = [], metrics.skipped
     for key, name in (("loss", "training loss"), ("eval_loss", "validation loss"), ("grad_norm", "gradient norm")):
-        bad = [int(step) for step, value in metrics.series(key) if not math.isfinite(value)]
-        if key == "grad_norm":
-            bad = [step for step in bad if step not in skipped]
+        expected = skipped if key == "grad_norm" else ()
+        bad = [int(at) for at, value in metrics.series(key) if not math.isfinite(value) and int(at) not in expected]
         if bad:
             steps = ", ".join(map(str, bad[:12])) + (f" and {len(bad) - 12} more" if len(bad) > 12 else "")
             found.append(f"The {name} was not finite at {plural('step', len(bad))} {steps} (red crosses below).")

@@ -13,21 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.common.atomic_file import write_whole
-from pipeloom.ir.action import Action, Op
+from pipeloom.ir.action import COMPUTE_OPS, Action, Op
 from pipeloom.ir.schedule import Uses, dependencies
 from pipeloom.report.drawing import described
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.timeline import Span, Timeline
 
 # Reserved colour names of chrome://tracing; Perfetto derives the colour from the name of a slice instead.
-_CNAMES = {
-    Op.F: "rail_response",
-    Op.B: "rail_animation",
-    Op.I: "good",
-    Op.W: "rail_idle",
-    Op.RECV_F: "grey",
-    Op.RECV_B: "grey",
-}
+_CNAMES = {Op.F: "rail_response", Op.B: "rail_animation", Op.I: "good", Op.W: "rail_idle"}
+_CNAMES |= {Op.RECV_F: "grey", Op.RECV_B: "grey"}
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
@@ -83,7 +77,7 @@ def _slice(rank: int, span: Span, versions: Uses) -> dict[str, Any]:
     event: dict[str, Any] = {
         "ph": "X",
         "name": op.value if microbatch is None else f"{op.value} {microbatch}",
-        "cat": "compute" if op in (Op.F, Op.B, Op.I, Op.W) else "other",
+        "cat": "compute" if op in COMPUTE_OPS else "other",
         "pid": rank,
         "tid": 0,
         "ts": _nanoseconds(start) / 1e3,
@@ -97,9 +91,8 @@ def _slice(rank: int, span: Span, versions: Uses) -> dict[str, Any]:
 
 def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Start and end of an arrow for each activation or gradient sent between ranks."""
-    found: dict[Action, tuple[int, Span]] = {
-        span.action: (rank, span) for rank, row in enumerate(timeline.compute_spans) for span in row
-    }
+    rows = enumerate(timeline.compute_spans)
+    found: dict[Action, tuple[int, Span]] = {span.action: (rank, span) for rank, row in rows for span in row}
     number = 0
     for action, (rank, span) in found.items():
         for need in dependencies(action, timeline.schedule):

@@ -41,10 +41,8 @@ def line_chart(series: Sequence[Series], *, width: float = 520.0, height: float 
     plot_width, plot_height = width - _LEFT - _RIGHT, height - _TOP - _BOTTOM
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return (
-            _LEFT + (x - x_low) / (x_high - x_low) * plot_width,
-            _TOP + (y_high - y) / (y_high - y_low) * plot_height,
-        )
+        across, down = (x - x_low) / (x_high - x_low), (y_high - y) / (y_high - y_low)
+        return _LEFT + across * plot_width, _TOP + down * plot_height
 
     parts = []
     for tick in ticks(y_low, y_high, max(3, int(plot_height / 32))):

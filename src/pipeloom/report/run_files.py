@@ -52,10 +52,7 @@ class Metrics:
         """The maximum per rank of a metric with one value per rank; empty if no step has it."""
         lists = [row[key] for row in self.steps if isinstance(row.get(key), list)]
         ranks = max(map(len, lists), default=0)
-        return [
-            max((as_number(values[rank]) for values in lists if rank < len(values)), default=math.nan)
-            for rank in range(ranks)
-        ]
+        return [max(as_number(values[rank]) for values in lists if rank < len(values)) for rank in range(ranks)]
 
 
 def as_number(value: Any) -> float:
@@ -99,11 +96,8 @@ def read_metrics(path: Path) -> Metrics:
         (evaluations if "eval_loss" in row else steps)[step] = row
     if not steps:
         raise InputError(f"{path} has no training steps. Run at least one step before a report.")
-    return Metrics(
-        steps=[steps[step] for step in sorted(steps)],
-        evaluations=[evaluations[step] for step in sorted(evaluations)],
-        truncated=truncated,
-    )
+    in_order, evaluated = ([rows[step] for step in sorted(rows)] for rows in (steps, evaluations))
+    return Metrics(steps=in_order, evaluations=evaluated, truncated=truncated)
 
 
 def read_timelines(path: Path) -> dict[str, Timeline]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from pipeloom.common.quantities import number_text, percent_text, seconds_text
-from pipeloom.ir.action import COMPUTE_OPS, Op
+from pipeloom.ir import COMPUTE_OPS, Op
 from pipeloom.report.drawing import COLOURS, OP_NAMES, described, label, op_shares, ops_in, ticks
 from pipeloom.sim import Span, Timeline, critical_path
 from pipeloom.sim.background import LINKS
@@ -64,11 +64,10 @@ def timeline_svg(
         for rank, row in enumerate(timeline.spans):
             drawn = len(row) <= timeline.makespan * scale / 2  # its spans are wide enough
             own = [span for at, span in path if at == rank and drawn]
-            peak = timeline.peak_activations[rank]
             parts.append(f'<text x="0" y="{y + 15:.0f}">rank {rank}</text>')
             parts.append(f'<text class="soft" x="{width - _RIGHT + 6:.0f}" y="{y + _BAR + 11:.0f}">')
             tip = "<title>peak live activations; one micro-batch on one rank is 1</title>"
-            parts.append(f"{tip}{number_text(peak)}</text>")
+            parts.append(f"{tip}{number_text(timeline.peak_activations[rank])}</text>")
             parts += _bars(timeline, rank, row, y, scale, tooltips)
             parts += [_underline(span, y, scale) for span in own if span.action.op not in LINKS]
             for link in timeline.links:
@@ -80,9 +79,8 @@ def timeline_svg(
         y += 8
     parts[:0] = _grid(seconds, scale, y)
     parts += _legend(timelines, y + 30, critical)
-    height = y + 42
     pad = 14 if standalone else 0
-    box = f"{-pad} {-pad} {width + 2 * pad:.0f} {height + 2 * pad:.0f}"
+    box = f"{-pad} {-pad} {width + 2 * pad:.0f} {y + 42 + 2 * pad:.0f}"
     style = _STYLE + (_CRITICAL_STYLE if critical else "")
     style += _LINK_STYLE if any(timeline.links for timeline in timelines) else ""
     style += _UPDATE_STYLE if any(timeline.is_stream for timeline in timelines) else ""
@@ -110,9 +108,7 @@ def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: f
     stages = timeline.placement.stages_of[rank]
     boxes: dict[str, list[str]] = {}
     partners, ends = dict(timeline.overlapped), {span.action: span.end for span in row}
-    versions = timeline.versions_used if tooltips else {}
-    parts = []
-    numbers = []
+    parts, numbers = [], []
     for span in row:
         (stage, op, _, _), start, end = span
         x, w = _LEFT + start * scale, (end - start) * scale
@@ -129,7 +125,7 @@ def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: f
         kind = f"{op.value} odd" if stage in stages and stages.index(stage) % 2 else op.value
         if tooltips:
             text = f"{span.action} on rank {rank}: {seconds_text(start)} to {seconds_text(end)}"
-            version = described(span, versions).get("version")
+            version = described(span, timeline.versions_used).get("version")
             text += "" if version is None else f", version {version}"
             parts.append(f'<rect class="{kind}" x="{x:.2f}" y="{y:.1f}" width="{drawn:.2f}" height="{_BAR:.0f}">')
             parts.append(f"<title>{text}</title></rect>")
@@ -199,10 +195,9 @@ def _memory(points: Sequence[tuple[float, float]], makespan: float, base: float,
 def _grid(seconds: float, scale: float, bottom: float) -> list[str]:
     parts = []
     for tick in ticks(0.0, seconds, 8):
-        x = _LEFT + tick * scale
-        parts.append(f'<path class="grid" d="M{x:.1f} 26V{bottom:.0f}"/>')
-        place = f'x="{x:.1f}" y="{bottom + 11:.0f}"'
-        parts.append(f'<text class="soft" {place} text-anchor="middle">{seconds_text(tick)}</text>')
+        x, y = f"{_LEFT + tick * scale:.1f}", f"{bottom + 11:.0f}"
+        parts.append(f'<path class="grid" d="M{x} 26V{bottom:.0f}"/>')
+        parts.append(f'<text class="soft" x="{x}" y="{y}" text-anchor="middle">{seconds_text(tick)}</text>')
     return parts
 
 

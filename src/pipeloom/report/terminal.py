@@ -84,8 +84,15 @@ def _print_picture(timeline: Timeline, console: Console, others: Sequence[Timeli
             if not coloured:
                 line.rstrip()
             console.print(line, soft_wrap=True)
-    if legend:
-        _print_legend((timeline, *others), console, coloured, numbered)
+    if not legend:
+        return
+    line = Text()
+    for op in ops_in((timeline, *others)):
+        line.append(f" {_LETTERS.get(op, op.value[0])} ", style=f"black on {COLOURS[op]}" if coloured else None)
+        line.append(f" {OP_NAMES[op]}  ")
+    dense = "too many actions for numbers: each character is the op that fills most of its time, '.' is idle"
+    line.append("numbers are micro-batches" if numbered else dense)
+    console.print(line, soft_wrap=True)
 
 
 def shown_ranks(num_ranks: int) -> list[int | None]:
@@ -187,21 +194,6 @@ def _dominant(row: Sequence[Span], seconds: float, columns: int) -> list[Cell]:
     return cells
 
 
-def _print_legend(timelines: Sequence[Timeline], console: Console, coloured: bool, numbered: bool) -> None:
-    from rich.text import Text
-
-    legend = Text()
-    for op in ops_in(timelines):
-        legend.append(f" {_LETTERS.get(op, op.value[0])} ", style=f"black on {COLOURS[op]}" if coloured else None)
-        legend.append(f" {OP_NAMES[op]}  ")
-    legend.append(
-        "numbers are micro-batches"
-        if numbered
-        else "too many actions for numbers: each character is the op that fills most of its time, '.' is idle"
-    )
-    console.print(legend, soft_wrap=True)
-
-
 def _print_table(timeline: Timeline, console: Console) -> None:
     from rich import box
     from rich.table import Table
@@ -214,11 +206,10 @@ def _print_table(timeline: Timeline, console: Console) -> None:
         soft_wrap=True,
     )
     summary = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
-    filled = ", including warm-up and cool-down" if timeline.is_stream else ""
-    bubble = f"bubble {_percent(timeline.bubble_fraction)}{filled}"
+    bubble, bubble_span = (f"bubble {_percent(b)}" for b in (timeline.bubble_fraction, timeline.bubble_fraction_span))
+    bubble += ", including warm-up and cool-down" if timeline.is_stream else ""
     summary.add_row("makespan", seconds_text(timeline.makespan), bubble)
-    bubble = f"bubble {_percent(timeline.bubble_fraction_span)}"
-    summary.add_row("longest rank", seconds_text(timeline.span_seconds), bubble)
+    summary.add_row("longest rank", seconds_text(timeline.span_seconds), bubble_span)
     summary.add_row("without bubbles", seconds_text(timeline.ideal_seconds), "")
     if timeline.is_stream:
         ideal = f"per micro-batch, ideal {seconds_text(timeline.ideal_period_seconds)}"
