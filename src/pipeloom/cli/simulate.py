@@ -273,10 +273,11 @@ def _content(kind: str, made: Sequence[_Simulated], inputs: Inputs) -> str | byt
         return _plan_json(made[0], inputs) + "\n"
     if kind == "csv":
         return to_csv(made[0].schedule)
-    from pipeloom import report
+    from pipeloom.report import simulation_html, timeline_svg
+    from pipeloom.report.perfetto import trace_bytes
 
     if kind == "trace":
-        return report.trace_bytes(timelines[0], compressed=inputs.options.trace.endswith(".gz"))
+        return trace_bytes(timelines[0], compressed=inputs.options.trace.endswith(".gz"))
     if kind == "svg":
-        return report.timeline_svg(timelines, standalone=True, critical=critical) + "\n"
-    return report.simulation_html(timelines, critical=critical)
+        return timeline_svg(timelines, standalone=True, critical=critical) + "\n"
+    return simulation_html(timelines, critical=critical)

@@ -1,8 +1,8 @@
 """Renders timelines and training runs: terminal picture, SVG, offline HTML, Perfetto trace. Needs no torch."""
 
 from pipeloom.report.html import simulation_html, write_report
-from pipeloom.report.perfetto import trace, trace_bytes, write_trace
+from pipeloom.report.perfetto import trace, write_trace
 from pipeloom.report.svg import timeline_svg
 from pipeloom.report.terminal import print_timeline
 
-__all__ = ["print_timeline", "simulation_html", "timeline_svg", "trace", "trace_bytes", "write_report", "write_trace"]
+__all__ = ["print_timeline", "simulation_html", "timeline_svg", "trace", "write_report", "write_trace"]
