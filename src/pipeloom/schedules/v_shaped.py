@@ -70,8 +70,7 @@ def zb_v(*, num_ranks: int, num_microbatches: int) -> Schedule:
         for stage in (up, down):
             lane.repeat(m - lane.done(stage, Op.W), (stage, Op.W))
         orders.append(lane.order(num_microbatches if num_microbatches < m else None))
-    placement = Placement.v(p)
-    return Schedule(name="zb-v", num_microbatches=num_microbatches, placement=placement, orders=tuple(orders))
+    return Schedule(name="zb-v", num_microbatches=num_microbatches, placement=Placement.v(p), orders=tuple(orders))
 
 
 _PERIOD = 6  # F, I and W of two chunks

@@ -69,8 +69,7 @@ def bound_alone(work: Work, rank: int, makespan: float, least: float, width: int
             if stage == len(stages) - 1:
                 forward = alone.number[Action(stage, Op.F, b)]
                 alone.before[n], alone.after[forward] = forward, n
-    exact = _Exact(alone, width, [heads[n] for n in theirs], [tails[n] for n in theirs])
-    return exact.run(makespan, least)[2]
+    return _Exact(alone, width, [heads[n] for n in theirs], [tails[n] for n in theirs]).run(makespan, least)[2]
 
 
 class _Exact:

@@ -64,8 +64,7 @@ class Shop:
                 mine = range(replicas.index(rank), m, len(replicas))
                 self.microbatch[rank, chunk, : len(mine)] = mine
                 for letter, op in ((chunk, Op.F), (c + chunk, Op.I), (2 * c + chunk, Op.W)):
-                    numbers = [work.number[Action(stage, op, b)] for b in mine]
-                    self._fill(rank, letter, numbers, zero)
+                    self._fill(rank, letter, [work.number[Action(stage, op, b)] for b in mine], zero)
         self.source_lag = self.lag[:, : 2 * c, :1]
         self.neighbours = self._neighbours()
         self.sizes = (self.number != never).sum(axis=2)[:, :, None]
@@ -116,8 +115,7 @@ class Shop:
             if rounds % _CHECK:
                 continue
             left = play.left()
-            over = left == 0.0
-            done = over.all(axis=0)
+            done = (left == 0.0).all(axis=0)
             spans[play.rule[done]] = play.free.max(axis=0)[done]
             orders[play.rule[done]] = play.orders[done]
             keep = ~done & ((play.free + left).max(axis=0) <= limit)
