@@ -76,8 +76,11 @@ class ReplicaGroup:
         """The sum over replicas, in place: the same bits on every replica."""
         return self._start(partial(dist.all_reduce, values, async_op=True), Op.REDUCE_GRAD)
 
-    def all_gather(self, values: Tensor, own: Tensor, op: Op | None = Op.UNSHARD) -> Wait:
+    def all_gather(self, values: Tensor, own: Tensor) -> Wait:
         """Every replica's `own`, in order, into `values`; `own` may be a view of its place there."""
+        return self._all_gather(values, own, Op.UNSHARD)
+
+    def _all_gather(self, values: Tensor, own: Tensor, op: Op | None) -> Wait:
         if values.device.type != "cpu":
             return self._start(partial(_ALL_GATHER, values, own, async_op=True), op)
         pieces = values.view(self.degree, own.numel())
@@ -114,7 +117,7 @@ class ReplicaGroup:
             return [values]
         rows = torch.empty((self.degree, *values.shape), dtype=values.dtype, device=self._small)
         rows[self.index] = values
-        self.all_gather(rows.view(-1), rows[self.index].reshape(-1), None)()
+        self._all_gather(rows.view(-1), rows[self.index].reshape(-1), None)()
         return list(rows)
 
     def any(self, flags: list[bool]) -> list[bool]:

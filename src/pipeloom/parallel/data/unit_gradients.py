@@ -42,7 +42,8 @@ class UnitGradients:
     _replicas: ReplicaGroup
 
     def __post_init__(self) -> None:
-        self._order = self._layout.in_order()
+        offsets, sizes = self._layout.offsets, self._layout.sizes
+        self._order = sorted(range(len(sizes)), key=lambda index: (offsets[index], sizes[index]))
         self._own_sum: Tensor | None = None  # of this replica's segment
         self._sums: list[Tensor | None] = [None] * len(self.parameters)  # instead, where there is one replica
         self._reducing: deque[tuple[Wait, Tensor, Tensor]] = deque()  # with this replica's segment, and all segments

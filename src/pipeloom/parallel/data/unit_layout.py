@@ -202,10 +202,6 @@ class FlatLayout:
             for segment in range(self.num_segments)
         )
 
-    def in_order(self) -> list[int]:
-        """The numbers of the parameters in the order of their offsets."""
-        return sorted(range(len(self.sizes)), key=lambda index: (self.offsets[index], self.sizes[index]))
-
     def segment(self, index: int) -> slice:
         """The elements of a segment."""
         return slice(index * self.segment_elements, (index + 1) * self.segment_elements)

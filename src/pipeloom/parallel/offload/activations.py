@@ -39,10 +39,6 @@ class _Piece:
     num_bytes: int
     device: torch.device
 
-    def as_bytes(self) -> Tensor:
-        assert self.storage is not None
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
-
 
 class _Watched:
     """A saved tensor that must not change in place: with hooks, autograd leaves this check to them."""
@@ -144,9 +140,8 @@ class OffloadedActivations(ActivationMover):
             yield
 
     def _pack(self, entry: _Entry, tensor: Tensor) -> _Noted | _Left:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return _Left(tensor)
-        if tensor.is_conj() or tensor.is_neg() or tensor.untyped_storage().nbytes() < self._least_bytes:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if not plain or tensor.is_conj() or tensor.is_neg() or tensor.untyped_storage().nbytes() < self._least_bytes:
             return _Left(tensor)
         return self._note(entry, tensor)
 
@@ -192,7 +187,8 @@ class OffloadedActivations(ActivationMover):
         ended = self.times.started(action)
         ready()
         for piece, region in entry.placed:
-            self._mover.store.write(region, piece.as_bytes())
+            assert piece.storage is not None
+            self._mover.store.write(region, torch.empty(0, dtype=torch.uint8, device=piece.device).set_(piece.storage))
             piece.storage = None
         ended()
 
