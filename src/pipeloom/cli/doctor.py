@@ -74,14 +74,13 @@ def examine() -> list[Check]:
         version, name = _version(module), _DISTRIBUTION.get(module, module)
         ok = version is not None and _numbers(version) >= _numbers(least)
         checks.append(Check(name, ok, version or "not installed", True, f"pip install '{name}>={least}'"))
+    allow = "allow TCP on 127.0.0.1: the ranks meet there"
     checks += [
         *_torch_parts(),
         Check("cpu", True, _cores()),
         Check("memory", True, _memory()),
         Check("disk", True, f"{bytes_text(shutil.disk_usage(Path.cwd()).free)} free in the current directory"),
-        _tried(
-            "loopback port", _try_loopback, "bound and reached", True, "allow TCP on 127.0.0.1: the ranks meet there"
-        ),
+        _tried("loopback port", _try_loopback, "bound and reached", True, allow),
         _tried("shared memory", _try_shared_memory, "memfd, abstract sockets", fix="messages will go by gloo"),
     ]
     for module, (use, package) in _EXTRAS.items():

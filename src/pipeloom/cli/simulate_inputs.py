@@ -231,11 +231,9 @@ class Inputs:
             replicated = any(len(ranks) > 1 for ranks in schedule.placement.replicas)
             return lower(schedule) if stream and (replicated or not schedule.large) else schedule
         if options.data is not None:
-            data = DataAxis(
-                degree=options.data,
-                strategy=DataStrategy(options.data_strategy or DataStrategy.DDP),
-                granularity=Granularity(options.data_granularity or Granularity.STEP),
-            )
+            strategy = DataStrategy(options.data_strategy or DataStrategy.DDP)
+            granularity = Granularity(options.data_granularity or Granularity.STEP)
+            data = DataAxis(degree=options.data, strategy=strategy, granularity=granularity)
         program = lower(schedule, data=data)
         return program if options.offload is None else insert_offload(program, options.offload)
 

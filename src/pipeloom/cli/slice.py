@@ -116,22 +116,23 @@ def _parser() -> Parser:
             pipeloom slice --sequence 1024 --ranks 2 --batch 4 --schedule seq1f1b --out plan.json
         """,
     )
-    parser.add_argument("--sequence", type=int, required=True, help="sequence length in tokens")
-    parser.add_argument("--ranks", type=int, required=True, help="pipeline-parallel degree")
-    parser.add_argument("--batch", type=int, required=True, help="batch size in sequences")
-    parser.add_argument("--costs", type=str, metavar="FILE", help="JSON file with slice times (default: measure a GPT)")
+    option = parser.add_argument
+    option("--sequence", type=int, required=True, help="sequence length in tokens")
+    option("--ranks", type=int, required=True, help="pipeline-parallel degree")
+    option("--batch", type=int, required=True, help="batch size in sequences")
+    option("--costs", type=str, metavar="FILE", help="JSON file with slice times (default: measure a GPT)")
     parser.add_argument(
         "--write-costs", type=str, metavar="FILE", help="JSON file to write with slice times, for --costs"
     )
-    parser.add_argument("--grid", type=int, help="slice lengths are multiples of N tokens (default: 8)")
+    option("--grid", type=int, help="slice lengths are multiples of N tokens (default: 8)")
     parser.add_argument(
         "--schedule",
         choices=[each.name for each in FAMILIES.values() if each.sliced and each.chunks is not None],
         help="schedule (default: terapipe, or seq1f1b if only that fits --memory-limit)",
     )
-    parser.add_argument("--memory-limit", type=int, help="limit of tokens per rank whose activations are kept")
-    parser.add_argument("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
-    parser.add_argument("--json", action="store_true", help="output as one JSON object")
+    option("--memory-limit", type=int, help="limit of tokens per rank whose activations are kept")
+    option("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
+    option("--json", action="store_true", help="output as one JSON object")
     add_model_options(parser, but=("sequence_length",))
     return parser
 

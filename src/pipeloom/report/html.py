@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.quantities import bytes_text, counted, number_text, percent_text, plural, seconds_text
 from pipeloom.errors import InputError
+from pipeloom.report.drawing import Series, line_chart
 from pipeloom.report.perfetto import write_trace
-from pipeloom.report.plots import Series, line_chart
 from pipeloom.report.run_files import Metrics, read_configuration, read_environment, read_metrics, read_timelines
 from pipeloom.report.svg import timeline_svg
 from pipeloom.sim.timeline import Timeline
@@ -34,8 +36,6 @@ def simulation_html(timelines: Sequence[Timeline], *, title: str | None = None, 
         title: the heading; defaults to the names of the timelines.
         critical: whether to mark the critical path.
     """
-    from markupsafe import Markup
-
     return _render(
         "simulation.html.j2",
         title=title or " and ".join(dict.fromkeys(timeline.name for timeline in timelines)),
@@ -89,8 +89,6 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) -> str:
-    from markupsafe import Markup
-
     lead = f"Training run, steps {metrics.steps[0]['step']} to {metrics.steps[-1]['step']}"
     shown = [timelines[kind] for kind in ("measured", "predicted") if kind in timelines]
     titles = [
@@ -182,8 +180,6 @@ def _ranks(metrics: Metrics) -> list[dict[str, str]]:
 
 
 def _charts(metrics: Metrics) -> list[dict[str, Any]]:
-    from markupsafe import Markup
-
     charts = []
     for title, key in _CHARTS:
         series, keys = [Series(label=title, points=metrics.series(key))], []

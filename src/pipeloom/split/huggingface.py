@@ -14,6 +14,7 @@ run, including recomputation.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError, SplitError
-from pipeloom.slicing import Slice, current_slice
+from pipeloom.slicing import Slice, causal_attention, current_slice
 from pipeloom.split.module import BlockRunner, StageModule
 
 
@@ -54,6 +55,7 @@ DECODERS = {
         _LLAMA,
     ),
 }
+_SLICED = {"sdpa": "pipeloom_sdpa", "eager": "pipeloom_eager"}  # attention of a model -> its replacement for slices
 _FIELDS = ("attention_mask", "position_ids")  # optional inputs, sent along with token ids and hidden states
 
 
@@ -210,13 +212,13 @@ class DecoderStage(StageModule):
         Raises:
             InputError: an attention implementation, attention type or rotary embedding that does not support slices.
         """
-        from pipeloom.split import huggingface_attention
+        from transformers import AttentionInterface
 
-        config, replacements = self._config, huggingface_attention.NAMES
+        config = self._config
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         upcast = getattr(config, "reorder_and_upcast_attn", False)
         for seen, known, fix in (
-            ({config._attn_implementation}, set(replacements), "Load the model with attn_implementation='sdpa'"),
+            ({config._attn_implementation}, set(_SLICED), "Load the model with attn_implementation='sdpa'"),
             (self._attention_types(), {"full_attention", "sliding_attention"}, "Train without slices"),
             ({rope} & {"dynamic", "longrope"}, set(), "Train without slices, or with rope_type 'default' or 'yarn'"),
             ({"reorder_and_upcast_attn"} if upcast else set(), set(), "Use reorder_and_upcast_attn=False"),
@@ -227,10 +229,52 @@ class DecoderStage(StageModule):
                     f"which does not support slices. {fix}."
                 )
         sliced_config = copy.copy(config)
-        sliced_config._attn_implementation = replacements[config._attn_implementation]
+        sliced_config._attn_implementation = _SLICED[config._attn_implementation]
+        AttentionInterface.register(_SLICED["sdpa"], _sdpa)
+        AttentionInterface.register(_SLICED["eager"], _eager)
         homes = (f"transformers.models.{config.model_type}.", "transformers.activations", "transformers.pytorch_utils")
         for part in self.modules():
             if type(part).__module__.startswith(homes):
                 part.sliceable = True  # type: ignore[assignment]
                 if getattr(part, "config", None) is config:
                     part.config = sliced_config
+
+
+# Attention for slices, registered with transformers; outside of slices, it is what the model was loaded with. Shapes:
+# queries [batch, heads, tokens, width], keys and values with the same or fewer heads, result [batch, tokens, heads,
+# width].
+def _sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As ``sdpa`` outside of slices."""
+    if current_slice() is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
+        )
+    attended = causal_attention(query, key, value, module, dropout_p=dropout, scale=scaling, mask=attention_mask)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def _eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Calls `eager_attention_forward` of the model's module, with the keys and values of earlier slices."""
+    own = sys.modules[type(module).__module__].eager_attention_forward
+    piece = current_slice()
+    if piece is not None:
+        if settings.get("dropout"):
+            raise InputError(
+                f"{type(module).__name__} with attn_implementation='eager' and attention dropout: dropout masks would "
+                "depend on the slices. Use attn_implementation='sdpa'."
+            )
+        key, value = piece.extend((module, "keys"), key), piece.extend((module, "values"), value)
+    return own(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]

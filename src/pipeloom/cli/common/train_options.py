@@ -64,13 +64,11 @@ def make_parser(prog: str, description: str, examples: str) -> Parser:
 
 def add_option(group: Any, option: Option) -> None:
     """Add an option of `pipeloom train` to a group of a parser."""
-    action = group.add_argument(
-        f"--{option.key}",
-        type=option.kind,
-        default=option.default,
-        help=f"{option.help_with_choices} (default: {option.default_text})",
-        metavar=option.value or metavar_of(option.kind),
+    text, shown = (
+        f"{option.help_with_choices} (default: {option.default_text})",
+        option.value or metavar_of(option.kind),
     )
+    action = group.add_argument(f"--{option.key}", type=option.kind, default=option.default, help=text, metavar=shown)
     if bool in (option.kind, *get_args(option.kind)):  # `--local` alone means true
         action.nargs, action.const = "?", True
 
