@@ -121,15 +121,11 @@ def _parser() -> Parser:
     option("--ranks", type=int, required=True, help="pipeline-parallel degree")
     option("--batch", type=int, required=True, help="batch size in sequences")
     option("--costs", type=str, metavar="FILE", help="JSON file with slice times (default: measure a GPT)")
-    parser.add_argument(
-        "--write-costs", type=str, metavar="FILE", help="JSON file to write with slice times, for --costs"
-    )
+    option("--write-costs", type=str, metavar="FILE", help="JSON file to write with slice times, for --costs")
     option("--grid", type=int, help="slice lengths are multiples of N tokens (default: 8)")
-    parser.add_argument(
-        "--schedule",
-        choices=[each.name for each in FAMILIES.values() if each.sliced and each.chunks is not None],
-        help="schedule (default: terapipe, or seq1f1b if only that fits --memory-limit)",
-    )
+    sliced = [each.name for each in FAMILIES.values() if each.sliced and each.chunks is not None]
+    chosen = "schedule (default: terapipe, or seq1f1b if only that fits --memory-limit)"
+    option("--schedule", choices=sliced, help=chosen)
     option("--memory-limit", type=int, help="limit of tokens per rank whose activations are kept")
     option("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
     option("--json", action="store_true", help="output as one JSON object")

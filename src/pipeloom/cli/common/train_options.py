@@ -51,23 +51,16 @@ def make_parser(prog: str, description: str, examples: str) -> Parser:
         add_option(groups["most used" if key in MOST_USED else known[key].group], known[key])
     group = parser.add_argument_group("configuration")
     group.add_argument("--config", action="config", metavar="FILE", help="YAML file with options")
-    group.add_argument(
-        "--print_config",
-        nargs="?",
-        const="all",
-        choices=("all", "skip_default"),
-        help="print the configuration as YAML and exit; skip_default: changes only",
-    )
+    printed = "print the configuration as YAML and exit; skip_default: changes only"
+    group.add_argument("--print_config", nargs="?", const="all", choices=("all", "skip_default"), help=printed)
     group.add_argument("-h", "--help", action="help", help="show this help and exit")
     return parser
 
 
 def add_option(group: Any, option: Option) -> None:
     """Add an option of `pipeloom train` to a group of a parser."""
-    text, shown = (
-        f"{option.help_with_choices} (default: {option.default_text})",
-        option.value or metavar_of(option.kind),
-    )
+    text = f"{option.help_with_choices} (default: {option.default_text})"
+    shown = option.value or metavar_of(option.kind)
     action = group.add_argument(f"--{option.key}", type=option.kind, default=option.default, help=text, metavar=shown)
     if bool in (option.kind, *get_args(option.kind)):  # `--local` alone means true
         action.nargs, action.const = "?", True
