@@ -48,10 +48,6 @@ def check_values(given: Mapping[str, Any]) -> None:
             rule = f"{counted(stages, 'stage')}, but pipeline={given['pipeline']}."
             fix = "With replicas, `pipeline` is the number of stages. Make both agree."
             raise _refusal(given, "replicas", f"{rule} {fix}")
-    _check_offload(given)
-
-
-def _check_offload(given: Mapping[str, Any]) -> None:
     offloaded = [name for name in _OFFLOADED if name in given]
     shards, gathering = given.get("data_strategy", "ddp"), [known for known in DataStrategy if known.shards_parameters]
     if "offload_parameters" in given and shards not in gathering and given.get("precision", "fp32") == "fp32":

@@ -101,7 +101,7 @@ class _Back:
 
     def _awaited(self, rank: int, span: Span) -> Span | None:
         """The background transfer that ended when a computation, or the unit that it starts, could start."""
-        members = [span.action, *filter(None, (self.schedule.partners.get(span.action),))]
+        members = (span.action, self.schedule.partners.get(span.action, span.action))
         ended = (each for each in self.background[rank] if each.end == span.start)
         return next((each for each in ended if any(_needs(member, each.action) for member in members)), None)
 

@@ -72,9 +72,8 @@ def causal_attention(
         mask = mask.repeat_interleave(K, 0)
     if dropped is not None:
         dropped = dropped.reshape(B * K, H // K, S, -1)
-    return attention_core(piece, q_BHSD.reshape(B * K, H // K, S, D), k, v, scale, mask, dropped, dropout_p).reshape(
-        B, H, S, -1
-    )
+    q = q_BHSD.reshape(B * K, H // K, S, D)
+    return attention_core(piece, q, k, v, scale, mask, dropped, dropout_p).reshape(B, H, S, -1)
 
 
 def attention_core(

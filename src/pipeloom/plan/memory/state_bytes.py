@@ -56,11 +56,7 @@ class NumberBytes:
 
 
 def state_elements(optimizer: str, shape: Sequence[int], *, in_block: bool) -> float:
-    """Float32 numbers of optimizer state for a full parameter.
-
-    Raises:
-        InputError: an unknown optimizer.
-    """
+    """Float32 numbers of optimizer state for a full parameter. Raises InputError for an unknown optimizer."""
     if optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer={optimizer!r}: unknown optimizer. Use one of {', '.join(OPTIMIZERS)}.")
     count = math.prod(shape)

@@ -117,12 +117,7 @@ def _floor(tables: Tables) -> Array:
 
 
 def _search(
-    tables: Tables,
-    widths: Sequence[float],
-    tolerance: float,
-    *,
-    measured_by: Tables,
-    known: Answer,
+    tables: Tables, widths: Sequence[float], tolerance: float, *, measured_by: Tables, known: Answer
 ) -> tuple[Answer, float]:
     """The best answer by the largest values of `measured_by`, and a lower bound of all objectives by `tables`, up to
     buckets. The search starts from the answer `known`.

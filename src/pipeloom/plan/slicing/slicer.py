@@ -142,11 +142,7 @@ def check_sizes(*, sequence: int, num_ranks: int, batch: int, grid: int) -> None
 
 
 def stages_of(costs: SliceTime | Sequence[SliceTime], num_ranks: int) -> list[SliceTime]:
-    """The costs of every rank.
-
-    Raises:
-        InputError: the number of costs is not the number of ranks, or one is not callable.
-    """
+    """The costs of every rank. Raises InputError for another number of costs, or one that is not callable."""
     stages = [costs] * num_ranks if callable(costs) else list(costs) if isinstance(costs, Sequence) else [costs]
     wrong = next((stage for stage in stages if not callable(stage)), None)
     if wrong is not None:
@@ -191,11 +187,7 @@ def _tables(
 
 
 def _evaluate(stage: SliceTime, most: int, length: Cells, context: Cells) -> Array:
-    """Seconds of one rank, shape (directions, pieces, slices).
-
-    Raises:
-        InputError: a time is negative or infinite.
-    """
+    """Seconds of one rank, shape (directions, pieces, slices). Raises InputError for a negative or infinite time."""
     if getattr(stage, "takes_arrays", False):
         seconds = np.array([ask(stage, size, length, context) for size in range(1, most + 1)])
     else:
