@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeloom.autograd.split_backward import backward_input
 from pipeloom.errors import InputError, RunError
 from pipeloom.models import GPT, GPTConfig, init_parameters
-from pipeloom.slicing import SliceContext, causal_attention, current_slice, dropout, make_sliceable
+from pipeloom.slicing import Slice, SliceContext, causal_attention, current_slice, dropout, make_sliceable
 
 LENGTH = 70  # longer than a block of random numbers
 CUTS = {1: [0, 70], 2: [0, 41, 70], 3: [0, 1, 33, 70], 5: [0, 30, 32, 33, 64, 70], 7: [0, 20, 31, 41, 50, 58, 65, 70]}
@@ -235,6 +235,13 @@ def test_nothing_lives_on_after_the_last_backward():
     gc.collect()
     assert sum(issubclass(type(o), Tensor) for o in gc.get_objects()) <= before
     assert current_slice() is None
+
+
+def test_a_slice_is_made_of_its_context_and_range():
+    piece = Slice(SliceContext(), 1, 4, 6, 8, first_time=False)
+    assert (piece.index, piece.start, piece.end, piece.length, piece.cache) == (1, 4, 6, 8, {})
+    with pytest.raises(AttributeError, match="begin"):
+        piece.begin = 4
 
 
 def test_misuse_is_named():

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -112,7 +111,6 @@ class _Extend(torch.autograd.Function):
         return own, None, None, None
 
 
-@dataclass(slots=True, eq=False)
 class Slice:
     """The slice that is running.
 
@@ -123,14 +121,15 @@ class Slice:
         cache: tensors that modules compute once per slice, such as masks.
     """
 
-    index: int
-    start: int
-    end: int
-    length: int
-    _context: SliceContext
-    _first_time: bool
-    cache: dict[Hashable, Tensor] = field(default_factory=dict)
-    _calls: dict[Hashable, int] = field(default_factory=dict)
+    __slots__ = ("_calls", "_context", "_first_time", "cache", "end", "index", "length", "start")
+
+    def __init__(
+        self, context: SliceContext, index: int, start: int, end: int, length: int, *, first_time: bool
+    ) -> None:
+        self.index, self.start, self.end, self.length = index, start, end, length
+        self.cache: dict[Hashable, Tensor] = {}
+        self._context, self._first_time = context, first_time
+        self._calls: dict[Hashable, int] = {}
 
     def extend(self, owner: Hashable, new: Tensor, dim: int = -2) -> Tensor:
         """Append `new` to the tensor that earlier slices extended under `owner`.
@@ -222,7 +221,7 @@ class SliceContext:
                 f"slice {index} from token {start} to {end} of {length}: must have at least one token and be inside "
                 "the sequence."
             )
-        piece, before = Slice(index, start, end, length, self, index not in self._begun), current_slice()
+        piece, before = Slice(self, index, start, end, length, first_time=index not in self._begun), current_slice()
         torch._C._stash_obj_in_tls(_KEY, piece)
         try:
             yield piece
