@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
@@ -13,7 +13,7 @@ from pipeloom.ir.check.checker import explained
 from pipeloom.ir.schedule import Program, Schedule, schedule_of
 from pipeloom.ir.walk import in_background, proof_of
 from pipeloom.sim.costs import Costs
-from pipeloom.sim.events import spans_by_events
+from pipeloom.sim.events import Transfer, spans_by_events
 from pipeloom.sim.network import Network
 from pipeloom.sim.rows import Span
 from pipeloom.sim.timeline import Timeline, of_schedule
@@ -94,30 +94,37 @@ def build_timeline(
     schedule: Schedule,
     spans: Sequence[Sequence[Span]],
     *,
+    name: str,
+    kind: Literal["simulated", "measured"],
     background: Sequence[Sequence[Span]] = (),
     waits: Sequence[float] = (),
     keeps: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
-    **more: Any,
+    transfers: tuple[Transfer, ...] = (),
+    latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0,
+    weight_version_bytes: tuple[float, ...] | None = None,
 ) -> Timeline:
     """A timeline from the spans of a run of `schedule`; memory and ideal time follow from them.
 
     `background` has overlapped transfers and `waits` the seconds that computations waited inside, both per rank.
-    `keeps` has, per stage, the bytes of one action from F on, and the bytes that are left after I. `more` has the name,
-    the kind and further attributes of the timeline.
+    `keeps` has, per stage, the bytes of one action from F on, and the bytes that are left after I.
     """
     beside = tuple(map(tuple, background)) if any(background) else ()
     both = [(*row, *more) for row, more in zip(spans, beside, strict=True)] if beside else spans
     busy = math.fsum(end - start for row in spans for (_, op, _, _), start, end in row if op in COMPUTE_OPS)
     ones, share = (1,) * schedule.num_stages, schedule.stage_share / schedule.num_slices
     return Timeline(
+        name=name,
+        kind=kind,
         spans=tuple(map(tuple, spans)),
         background=beside,
         memory=tuple(_curve(schedule, row, ones, ones, share) for row in both),
         waits=tuple(waits) if any(waits) else (),
         ideal_seconds=(busy - math.fsum(waits)) / schedule.num_ranks,
         memory_bytes=None if keeps is None else tuple(_curve(schedule, row, *keeps) for row in both),
+        transfers=transfers,
+        latency_seconds=latency_seconds,
+        weight_version_bytes=weight_version_bytes,
         **of_schedule(schedule),
-        **more,
     )
 
 
