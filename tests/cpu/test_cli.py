@@ -273,10 +273,10 @@ def test_an_unknown_environment_variable_is_refused(refused: Refused, monkeypatc
 def test_a_group_of_another_size_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    assert "rank 0: parallel.pipeline=2: 2 ranks are as many processes, not 3" in refused()
+    assert "rank 0: 3 processes for 2 pipeline ranks: each process runs one rank. Start torchrun with 2" in refused()
     assert "parallel.data=2: 2 replicas of 2 ranks are 4 processes, not 3" in refused("--parallel.data", "2")
     assert "a multiple of 2. Start 4" in refused("--parallel.data", "-1")
-    assert "--local: is one process, not 3" in refused("--local")
+    assert "--local runs all ranks in one process, but torchrun started 3" in refused("--local")
 
 
 @pytest.mark.parametrize(

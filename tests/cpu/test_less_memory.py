@@ -205,7 +205,10 @@ def test_a_disk_without_room_is_told_before_the_first_step(
             "memory.offload_activations=2: no offload target is configured. Add --memory.offload",
         ),
         (["--memory.offload_parameters=true"], "memory.offload_parameters=true: no offload target is configured. Add"),
-        (["--memory.offload_parameters=true", "--memory.offload=cpu"], "with ddp in fp32: forwards read"),
+        (
+            ["--memory.offload_parameters=true", "--memory.offload=cpu"],
+            "memory.offload_parameters=true: with ddp in fp32, every forward reads the parameters",
+        ),
         (
             ["--memory.offload=cpu", *PARAMETERS, "--memory.offload_states=false", "--optimizer.barrier=false"],
             "nor offloaded parameters. Remove optimizer.barrier, or memory.offload_parameters",

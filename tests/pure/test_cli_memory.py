@@ -158,7 +158,10 @@ def test_a_run_shows_predicted_beside_measured(capsys, tmp_path):
     assert predicted.split()[-7:] == ["predicted", "1", "KiB", "2", "KiB", "3", "KiB"]
     assert measured.split() == ["measured", "1", "KiB", "1", "KiB", "-"]
     assert main(["memory", "--run", str(tmp_path / "none")]) == 2
-    assert "has no memory.json, which `pipeloom train` writes. Pass the output directory" in capsys.readouterr().err
+    assert (
+        "has no memory.json: `pipeloom train` writes it when a run ends. Pass the output directory"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,10 @@ def test_weights_that_stages_share_are_named_and_those_of_one_stage_count_once(c
         ([{"bytes": 1, "layers": [1, 0]}], "ties[0].layers=[1, 0]: must be two or more"),
         ([{"bytes": 1, "layers": [0, 4]}], "ties[0].layers=[0, 4]: must be two or more"),
         ([{"bytes": 1, "layers": [0, "b"]}], "the profile: ties[0].layers[1]='b': must be an integer"),
-        ([{"bytes": 6, "layers": [0, 1]}] * 2, "layers[0].parameter_bytes=10: must include the 12 bytes"),
+        (
+            [{"bytes": 6, "layers": [0, 1]}] * 2,
+            "layers[0].parameter_bytes=10: must be at least 12, the bytes of the tied weights",
+        ),
     ],
 )
 def test_ties_that_cannot_be_are_refused(capsys, tmp_path, ties, said):
@@ -281,7 +284,7 @@ def test_sizes_and_bandwidths_take_units(capsys, profile):
         (["--levels", "2@1e9"], "--bandwidth: does not work with --levels"),
         (["--schedule", "dapple"], "--schedule dapple needs the number of micro-batches per step. Add --microbatches"),
         (["--microbatches", "4"], "--microbatches works only with --schedule dapple"),
-        (["--schedule", "dapple", "--microbatches", "0"], "microbatches=0: must be from 1"),
+        (["--schedule", "dapple", "--microbatches", "0"], "num_microbatches=0: must be at least 1"),
         (["--schedule", "dapple", "--microbatches", "1" + "0" * 200], "microbatches=1000"),
         (
             ["--schedule", "dapple", "--microbatches", "4", "--memory-cap", "9"],

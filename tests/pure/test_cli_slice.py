@@ -116,7 +116,7 @@ def test_the_picture(capsys, costs):
         (["--batch", "-1"], "batch=-1: must be at least 1"),
         (["--grid", "0"], "grid=0: must be at least 1"),
         (["--grid", "257"], "grid=257: must be at most the sequence, 256 tokens"),
-        (["--memory-limit", "255"], "Raise it to 280"),
+        (["--memory-limit", "255"], "Raise memory_limit to 280"),
         (["--ranks", "two"], "ranks"),
         (["--costs", "no/such/file"], "no/such/file"),
         (["--costs", "."], "--costs ."),

@@ -231,8 +231,8 @@ def test_many_cells_make_no_worse_answer_than_even_ones():
         ({"grid": 0}, "grid=0: must be at least 1"),
         ({"grid": 65}, "grid=65: must be at most the sequence, 64 tokens"),
         ({"sequence": 10**6, "grid": 1}, "Use 489 or more"),
-        ({"memory_limit": 5, "batch": 9}, "Raise it to 112"),
-        ({"memory_limit": -1, "batch": 1}, "Raise it to 64"),
+        ({"memory_limit": 5, "batch": 9}, "Raise memory_limit to 112"),
+        ({"memory_limit": -1, "batch": 1}, "Raise memory_limit to 64"),
     ],
 )
 def test_refused_sizes(sizes, message):
@@ -476,12 +476,12 @@ def test_slices_for_a_schedule_fit_into_memory():
     tight = slice_for_schedule(costs, schedule="seq1f1b", **sizes, memory_limit=90)
     assert tight.peak_tokens <= 90
     assert tight.predicted_seconds >= free.predicted_seconds
-    with pytest.raises(InputError, match=r"Raise it to 7[0-9]"):
+    with pytest.raises(InputError, match=r"Raise memory_limit to 7[0-9]"):
         slice_for_schedule(costs, schedule="seq1f1b", **sizes, memory_limit=10)
-    with pytest.raises(InputError, match="Raise it to 256"):
+    with pytest.raises(InputError, match="Raise memory_limit to 256"):
         slice_for_schedule(costs, schedule="terapipe", **sizes, memory_limit=255)
     assert slice_for_schedule(costs, schedule="seq1f1b", **sizes, sliced=False).slices[0] == (64,)
-    with pytest.raises(InputError, match="needs equal pieces with the same cut"):
+    with pytest.raises(InputError, match="needs the same number of sequences and the same slice lengths"):
         scheduled_timeline(costs, replace(free, slices=((64,), (32, 32)), batch=(2, 2)), schedule="seq1f1b", name="")
 
 

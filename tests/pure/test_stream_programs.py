@@ -200,7 +200,11 @@ def test_every_stream_is_legal_is_lowered_and_simulates(schedule, data):
             r"replicas=.*: schedule '1f1b' does not take it. .* use pipedream, pipedream-2bw\.$",
         ),
         ("search", {"in_flight": 4}, "schedule 'search' does not take it"),
-        ("mine.csv", {"weights": "stash"}, "weights with schedule 'mine.csv': the file defines it"),
+        (
+            "mine.csv",
+            {"weights": "stash"},
+            "weights='stash': schedule 'mine.csv' is a file, which defines weights itself",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused_in_one_line(name, options, message):

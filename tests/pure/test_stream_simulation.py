@@ -284,7 +284,10 @@ def test_pages_and_pictures_of_streams_are_written(capsys, tmp_path):
             "too few for the in-flight micro-batches on replicas [1, 1, 1, 1]. Use 3",
         ),
         (["pipedream", "--microbatches-per-update", "3"], "Use a multiple of 3"),
-        (["mine.csv", "--weights", "stash"], "weights with schedule 'mine.csv': the file defines it"),
+        (
+            ["mine.csv", "--weights", "stash"],
+            "weights='stash': schedule 'mine.csv' is a file, which defines weights itself",
+        ),
         (["pipedream", "--slices", "2"], "does not slice sequences"),
         (["search", "--slices", "2"], "does not slice sequences"),
         (["pipedream", "--chunks", "2"], "has 1 stage per rank"),

@@ -182,7 +182,7 @@ def test_what_plans_look_like():
     plan = partition_synchronous(heavy, ranks=4, bandwidth=1.0, num_microbatches=32)
     assert plan.stages == ((0, 1, 1), (2, 3, 1), (4, 5, 1), (6, 7, 1))
     assert plan.step_seconds == pytest.approx(plan.simulate(one_f_one_b)) == pytest.approx(35 * 6.0)
-    with pytest.raises(InputError, match="microbatches=0: must be from 1"):
+    with pytest.raises(InputError, match="num_microbatches=0: must be at least 1"):
         partition_synchronous(heavy, ranks=4, bandwidth=1.0, num_microbatches=0)
 
 

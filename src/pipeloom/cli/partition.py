@@ -111,7 +111,9 @@ def _check_schedule(given: dict[str, Any]) -> None:
     for name, default in (("levels", None), ("memory_cap", None), ("state_copies", 0.0)):
         if given[name] != default:
             option = "--" + name.replace("_", "-")
-            raise InputError(f"{option} does not work with --schedule dapple. Remove {option}.")
+            fix = "Use --ranks and --bandwidth instead" if name == "levels" else f"Remove {option}"
+            rule = "assumes equal links" if name == "levels" else "does not limit memory"
+            raise InputError(f"{option} does not work with --schedule dapple, which {rule}. {fix}.")
 
 
 def _profile(given: dict[str, Any], num_ranks: int) -> tuple[Profile, dict[str, Any]]:

@@ -176,7 +176,10 @@ class ModelState:
             for name, mine in module.state_dict().items():
                 canonical = self.ties.get(name, name)
                 if canonical not in values:
-                    raise InputError(f"the state has no {name!r}: this process holds it. Pass this model's state.")
+                    raise InputError(
+                        f"the state dict has no {name!r}, which a stage of this process needs. Pass the state dict of "
+                        "the whole model, with the names of model.state_dict()."
+                    )
                 value = loaded[name] = values[canonical]
                 shape = getattr(value, "shape", None)
                 if isinstance(mine, Tensor) and shape != mine.shape:

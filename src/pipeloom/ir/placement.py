@@ -66,7 +66,8 @@ class Placement:
         _check_count(num_ranks)
         if num_ranks % 2:
             raise ScheduleError(
-                f"num_ranks={num_ranks}: a bidirectional placement needs an even number of ranks. Add a rank."
+                f"num_ranks={num_ranks}: a bidirectional placement needs an even number of ranks. Use "
+                f"{even_near(num_ranks)}."
             )
         return cls(tuple((s, num_ranks - 1 - s) for s in range(num_ranks)))
 
@@ -110,10 +111,16 @@ class Placement:
         return ranks[microbatch % len(ranks)]
 
 
+def even_near(odd: int) -> str:
+    """The even numbers next to an odd number of ranks, for a message."""
+    return "2" if odd < 3 else f"{odd - 1} or {odd + 1}"
+
+
 def _check_count(num_ranks: int, num_chunks: int = 1) -> None:
     """Validate the number of stages before a placement takes memory."""
     stages = whole_number(num_ranks, "the number of ranks") * whole_number(num_chunks, "the number of chunks")
     if num_ranks < 1 or not 0 < stages <= MOST_STAGES:
         raise ScheduleError(
-            f"num_ranks={num_ranks}, num_chunks={num_chunks}: a placement must have 1 to {MOST_STAGES:,} stages."
+            f"num_ranks={num_ranks}, num_chunks={num_chunks}: both must be at least 1, and their product, the number "
+            f"of stages, at most {MOST_STAGES:,}."
         )

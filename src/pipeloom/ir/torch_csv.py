@@ -60,7 +60,8 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
         rows = list(csv.reader(io.StringIO(of_type(text, str, "the text of a CSV").rstrip(), newline="")))
     except csv.Error as error:
         raise ScheduleError(
-            f"not the CSV of a schedule ({error}): it must have one row per rank and one cell per action, such as 0F0."
+            f"not the CSV of a schedule ({error}). Use one row per rank and one cell per action, such as 0F0: stage 0, "
+            "forward, micro-batch 0."
         ) from error
     for row in rows:
         order: list[Action] = []

@@ -92,7 +92,7 @@ class Mesh:
         if axis in self._groups:
             return self._groups[axis]
         if self._is_closed:
-            raise InputError(f"mesh {self} is closed: its groups are gone. Close it last.")
+            raise InputError(f"mesh {self} is closed: its groups are gone. Make a new Mesh, or close it last.")
         if axis in self.shape.axes and self.degree(axis) > 1:
             raise InputError(
                 f"mesh {self} has no group along {axis}: a pipeline on it failed. Make a new mesh and new pipelines."

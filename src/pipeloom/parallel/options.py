@@ -174,7 +174,7 @@ def axis_of(data: DataParallel, precision: Precision, degree: int) -> DataAxis |
     if data.offload is not None and not data.kind.shards_parameters and not precision.has_masters:
         raise InputError(
             f"offload={data.offload!r} with {data.strategy} in {precision.dtype}: forwards read the parameters that "
-            "the optimizer updates, so they cannot be offloaded. Use zero3, or bf16 or fp16, or remove it."
+            "the optimizer updates, so they cannot be offloaded. Use zero3, bf16 or fp16, or remove offload."
         )
     if degree == 1 and not data.kind.shards_optimizer and not precision.has_masters:
         return None

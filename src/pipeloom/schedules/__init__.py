@@ -99,9 +99,12 @@ def build(
     if not isinstance(name, str):
         raise ScheduleError(f"schedule={folded(name)}: must be a str, such as '1f1b'.")
     if is_file(name):
-        given = next((what for what, value in stream.items() if value is not None), None)
-        if given is not None:
-            raise ScheduleError(f"{given} with schedule {name!r}: the file defines it. Remove `{given}`.")
+        for option, value in stream.items():
+            if value is not None:
+                raise ScheduleError(
+                    f"{option}={folded(value)}: schedule {name!r} is a file, which defines {option} itself. Remove "
+                    f"`{option}`."
+                )
         return from_file(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     return find(name)(
         num_ranks=num_ranks,

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
-from pipeloom.ir.placement import Placement
+from pipeloom.ir.placement import Placement, even_near
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.table import family
 
@@ -49,7 +49,7 @@ def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     p, m = num_ranks, num_microbatches
     if p % 2:
         raise ScheduleError(
-            f"num_ranks={p}: schedule 'dualpipe' needs an even number of ranks. Add a rank, or use dualpipev."
+            f"num_ranks={p}: schedule 'dualpipe' needs an even number of ranks. Use {even_near(p)}, or use dualpipev."
         )
     if m % 2 or m < 2 * p:
         raise ScheduleError(

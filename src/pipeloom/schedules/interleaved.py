@@ -21,6 +21,7 @@ weights are gathered once per pass and its gradients reduced once, overlapped wi
 
 from __future__ import annotations
 
+from pipeloom.common.quantities import counted
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import STAGE_STEP, Action, Op, Order, encode
 from pipeloom.ir.placement import Placement
@@ -54,7 +55,7 @@ def interleaved(
     p, m, v = num_ranks, num_microbatches, num_chunks
     n = p if group_size is None else group_size
     if v > 1:
-        _check_groups(p, m, n)
+        _check_groups(p, m, group_size)
     table = [(b, chunk) for first in range(0, m, n) for chunk in range(v) for b in range(first, min(first + n, m))]
     forwards = [encode(Action(chunk * p, Op.F, b)) for b, chunk in table]  # of rank 0
     backwards = [encode(Action((v - 1 - chunk) * p, Op.B, b)) for b, chunk in table]
@@ -69,14 +70,22 @@ def interleaved(
     return Schedule(name="interleaved", num_microbatches=m, placement=Placement.loop(p, v), orders=tuple(orders))
 
 
-def _check_groups(p: int, m: int, n: int) -> None:
+def _check_groups(p: int, m: int, group_size: int | None) -> None:
+    if group_size is None:
+        if m < p or m % p:
+            fix = f"{p}" if m < p else f"{m - m % p} or {m - m % p + p}"
+            raise ScheduleError(
+                f"num_microbatches={m}: schedule 'interleaved' needs a multiple of num_ranks={p}. Use {fix}."
+            )
+        return
+    n = group_size
     what = f"interleaved with {p} ranks, {m} micro-batches and groups of {n}"
     if not p <= n <= m:
         fix = f"Use {p} micro-batches or more" if m < p else f"Use groups of {p}"
         raise ScheduleError(f"{what}: a group must have at least one micro-batch per rank, and at most all. {fix}.")
     if 0 < m % n < p:
         raise ScheduleError(
-            f"{what}: the last group has {m % n} micro-batches but needs at least {p}. Use {m - m % n} or "
+            f"{what}: the last group has {counted(m % n, 'micro-batch')} but needs at least {p}. Use {m - m % n} or "
             f"{m - m % n + p} micro-batches."
         )
 

@@ -42,8 +42,8 @@ def from_orders(orders: Rows, *, name: str = "own", overlapped: Iterable[tuple[A
         parsed = tuple(tuple(map(_action, row.split() if isinstance(row, str) else row)) for row in rows)
     except TypeError as error:
         raise ScheduleError(
-            f"the orders of schedule {name!r} are not rows of actions ({error}): must have one row per rank, such as "
-            "'0F0 0B0'."
+            f"the orders of schedule {name!r} are not rows of actions ({error}). Use one row per rank, such as "
+            "'0F0 0B0': 0F0 is stage 0, forward, micro-batch 0."
         ) from error
     schedule = schedule_from_orders(parsed, name=name, overlapped=as_pairs(overlapped, f"schedule {name!r}"))
     check(schedule)

@@ -37,7 +37,7 @@ from typing import Any
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.check.checker import live_activations
-from pipeloom.ir.placement import Placement
+from pipeloom.ir.placement import Placement, even_near
 from pipeloom.ir.schedule import Schedule, dependencies
 from pipeloom.schedules.phases import Phases
 from pipeloom.schedules.table import family
@@ -60,7 +60,7 @@ def chimera(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """
     p, m = num_ranks, num_microbatches
     if p % 2:
-        raise ScheduleError(f"num_ranks={p}: schedule 'chimera' needs an even number of ranks. Add a rank.")
+        raise ScheduleError(f"num_ranks={p}: schedule 'chimera' needs an even number of ranks. Use {even_near(p)}.")
     streams = [
         [Phases(first=b, stride=2).alternate(s, m, p - 1 - s).order() for b, s in enumerate((d, p - 1 - d))]
         for d in range(p)

@@ -29,6 +29,13 @@ _REASONS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer), "attends to the whole sequence"),
     ((nn.RNNBase,), "would restart in every slice"),
 )
+_DIFFERS = "so its result on slices would differ"
+_WITHOUT = "Train without slices."
+_REPLACE = "Replace it, or train without slices."
+_DECLARE = (
+    "If it processes each token independently or uses pipeloom.slicing.causal_attention, set `sliceable = True` on it. "
+    "Otherwise train without slices."
+)
 
 
 def make_sliceable(module: nn.Module) -> None:
@@ -49,13 +56,10 @@ def make_sliceable(module: nn.Module) -> None:
         if callable(prepare):
             prepare()
     for name, part in module.named_modules():
-        reason = _refusal(part)
-        if reason:
-            raise InputError(
-                f"module {name or 'model'!r} ({type(part).__name__}) {reason}: slices need modules that process tokens "
-                "independently, or use causal_attention. Train without slices, or set sliceable = True in the module "
-                "if it does."
-            )
+        refusal = _refusal(part)
+        if refusal is not None:
+            reason, fix = refusal
+            raise InputError(f"module {name or 'model'!r} ({type(part).__name__}) {reason}. {fix}")
     replaced: dict[int, nn.Module] = {}
     for part in list(module.modules()):
         for name, child in part._modules.items():
@@ -65,39 +69,42 @@ def make_sliceable(module: nn.Module) -> None:
                 part._modules[name] = replaced[id(child)]
 
 
-def _refusal(module: nn.Module) -> str:
-    """Why a module does not support slices, as the predicate of a sentence; empty if it does."""
+def _refusal(module: nn.Module) -> tuple[str, str] | None:
+    """Why a module does not support slices, as the predicate of a sentence, and the fix; None if it does."""
     if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-        return "is compiled, which does not support slices"
+        return (
+            "is compiled, which slices do not support",
+            "Pass the module without torch.compile, or train without slices.",
+        )
     declared: Any = getattr(module, "sliceable", None)
     if isinstance(declared, str) or (declared is not None and not declared):
-        return declared or "declares sliceable = False"
+        return declared or "declares sliceable = False", _WITHOUT
     # Set on the module, or by the class that defines its forward or a subclass of that.
     classes = (names for names in map(vars, type(module).__mro__) if {"sliceable", "forward"} & names.keys())
     if declared and ("sliceable" in vars(module) or "sliceable" in next(classes, {})):
-        return ""
+        return None
     if "forward" in vars(module):
-        return "has a forward set on the instance"
+        return "has a forward set on the instance", _DECLARE
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         # Weight reparametrizations of torch (spectral_norm, prune) and observers of transformers mix none.
         if not (getattr(hook, "__module__", None) or "").startswith(("torch.nn.utils.", "transformers.")):
-            return "has forward hooks, which may mix tokens"
+            return "has forward hooks, which may mix tokens", _DECLARE
     forward: Any = type(module).forward
     kinds: tuple[Any, ...] = (*_PER_TOKEN, *_CONTAINERS)
     if any(isinstance(module, kind) and forward is kind.forward for kind in kinds):
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) > 1:
-            return f"normalises over {len(module.normalized_shape)} dimensions"
+            return f"normalises over {len(module.normalized_shape)} dimensions, {_DIFFERS}", _REPLACE
         if isinstance(module, nn.Softmax) and module.dim != -1:
-            return f"normalises over dimension {module.dim}"
+            return f"normalises over dimension {module.dim}, {_DIFFERS}", _REPLACE
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
-            return "changes its weight in every forward"
-        return ""
+            return "changes its weight in every forward (max_norm)", "Use max_norm=None, or train without slices."
+        return None
     for refused, reason in _REASONS:
         if isinstance(module, refused):
-            return reason
+            return f"{reason}, {_DIFFERS}", _REPLACE
     if declared:
-        return "overrides the forward of the class that declares sliceable"
-    return "is not known to process tokens independently"
+        return "overrides the forward of the class that declares sliceable", _DECLARE
+    return "is not known to process tokens independently", _DECLARE
 
 
 class RefuseRawAttention(TorchFunctionMode):

@@ -163,8 +163,8 @@ class DecoderStage(StageModule):
             raise InputError(f"inputs are a dict of {', '.join(map(repr, value))}: keys must be {known}. {fix}")
         if "position_ids" in value and current_slice() is not None:
             raise InputError(
-                "inputs have 'position_ids': does not work with slices, where positions are 0, 1, 2, ... of the whole "
-                "sequence. Remove 'position_ids', or train without slices."
+                "inputs have 'position_ids', which slices do not support: positions are always 0, 1, 2, ... of the "
+                "whole sequence. Remove 'position_ids', or train without slices."
             )
         return value[main], {name: value[name] for name in _FIELDS if value.get(name) is not None}
 

@@ -132,7 +132,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters that have a gradient."""
         if self._mover.closed:
-            raise InputError("OffloadedOptimizer.step() after close(): the states are deleted. Close it last.")
+            raise InputError("OffloadedOptimizer.step() after close(): the states are deleted. Call close() last.")
         loss = None
         if closure is not None:
             with torch.enable_grad():

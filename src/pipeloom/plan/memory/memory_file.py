@@ -63,7 +63,8 @@ def read_memory(directory: Path) -> list[MemoryRow]:
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, FileNotFoundError):
             raise InputError(
-                f"{directory} has no {FILE}, which `pipeloom train` writes. Pass the output directory of a run."
+                f"{directory} has no {FILE}: `pipeloom train` writes it when a run ends. Pass the output directory of "
+                "a finished run."
             ) from error
         reason = error.strerror or error if isinstance(error, OSError) else "not a text file"
         raise InputError(f"{path} cannot be read ({reason}). Check the file.") from error

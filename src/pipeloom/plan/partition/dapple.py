@@ -168,7 +168,8 @@ def partition_synchronous(
         InputError: a number out of range.
     """
     if not 1 <= num_microbatches <= MOST:
-        raise InputError(f"microbatches={folded(num_microbatches)}: must be from 1 to {MOST:g}. Use 1 or more.")
+        rule = f"at most {MOST:g}" if num_microbatches > MOST else "at least 1"
+        raise InputError(f"num_microbatches={folded(num_microbatches)}: must be {rule}.")
     times = _Times(profile, ranks, bandwidth)
     judge = partial(pivot_seconds, num_microbatches=num_microbatches, published=published)
     num_layers = len(profile.layers)

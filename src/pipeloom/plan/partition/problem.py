@@ -105,7 +105,10 @@ class Problem:
         if memory_cap is not None and not (math.isfinite(memory_cap) and memory_cap > 0):
             raise InputError(f"memory_cap={memory_cap}: must be above 0 and finite, in bytes. Raise it.")
         if not 0 <= state_copies <= MOST:
-            raise InputError(f"state_copies={state_copies}: must be from 0 to {MOST:g}. Use 3 for AdamW.")
+            raise InputError(
+                f"state_copies={state_copies}: must be from 0 to {MOST:g}: the memory of gradients and optimizer "
+                "states, in multiples of the weights. Use 0 for none, or 3 for AdamW."
+            )
         self.profile, self.form, self.memory_cap, self.state_copies = profile, form, memory_cap, state_copies
         self.num_layers = len(profile.layers)
         # A level of one component changes nothing.

@@ -91,8 +91,9 @@ class Profile:
         for number, (layer, size) in enumerate(zip(self.layers, shared, strict=True)):
             if size > layer.parameter_bytes * (1 + 1e-9):  # sums of floats
                 raise InputError(
-                    f"the profile: layers[{number}].parameter_bytes={layer.parameter_bytes:.15g}: must include the "
-                    f"{size:.15g} bytes of its ties. Raise it, or lower the ties."
+                    f"the profile: layers[{number}].parameter_bytes={layer.parameter_bytes:.15g}: must be at least "
+                    f"{size:.15g}, the bytes of the tied weights that list this layer. Raise parameter_bytes, or lower "
+                    "`bytes` in ties."
                 )
 
     @classmethod

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from pipeloom import schedules
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, folded
 from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.plan.slicing.slice_costs import Array, SliceTime, ask
 from pipeloom.plan.slicing.slicer import Slicing, check_sizes, slice_batch, stages_of, uniform
@@ -108,7 +108,7 @@ def slice_for_schedule(
     if best is None:
         raise InputError(
             f"memory_limit={memory_limit}: the slices tried for {schedule} hold at least {least} tokens per rank. "
-            f"Raise it to {least}."
+            f"Raise memory_limit to {least}."
         )
     return best
 
@@ -121,7 +121,8 @@ def scheduled_timeline(costs: SliceTime, slicing: Slicing, *, schedule: str, nam
     """
     if len({*slicing.slices}) > 1 or len({*slicing.batch}) > 1:
         raise InputError(
-            f"batch={slicing.batch}: a schedule needs equal pieces with the same cut. Use slice_for_schedule."
+            f"batch={folded(slicing.batch)}, slices={folded(slicing.slices)}: schedule {schedule!r} needs the same "
+            "number of sequences and the same slice lengths in every micro-batch. Use slice_for_schedule."
         )
     [costs, *_] = stages_of(costs, slicing.num_ranks)
     times = _times(_Together(costs, slicing.batch[0]), slicing.slices[0])

@@ -95,9 +95,11 @@ def slice_batch(
     best = min((answer for answer in found if answer is not None), key=lambda answer: answer.objective, default=None)
     if best is None:
         least = min(batch * sequence, sequence + (num_ranks - 1) * int(np.diff(ends, prepend=0).max()))
+        cut = f"slices of multiples of {grid} tokens" if sliced else "whole sequences"
+        smaller = ", or use a smaller grid" if sliced and grid > 1 else ""
         raise InputError(
-            f"memory_limit={memory_limit}: slices on a grid of {grid} hold at least {least} tokens per rank. Raise it "
-            f"to {least}."
+            f"memory_limit={memory_limit}: with {cut}, a rank holds at least {least} tokens. Raise memory_limit to "
+            f"{least}{smaller}."
         )
     slices = tuple(tuple(int(n) for n in np.diff(ends[np.array(cuts) - 1], prepend=0)) for _, cuts in best.pieces)
     sizes = tuple(tables.sizes[kind] for kind, _ in best.pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import secrets
@@ -98,9 +99,11 @@ def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
         os.rename(partial, out)
         fsync_directory(out.parent)
     except OSError as error:
-        raise InputError(
-            f"{out} cannot be written ({error.strerror}). Free disk space, or choose another name."
-        ) from error
+        source = Path(error.filename or out)
+        if source.is_relative_to(checkpoint):
+            raise InputError(f"{source} cannot be read ({error.strerror}). Check the file.") from error
+        fix = "Free disk space" if error.errno == errno.ENOSPC else "Check its permissions"
+        raise InputError(f"{out} cannot be written ({error.strerror}). {fix}, or choose another directory.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return sorted(out.iterdir())

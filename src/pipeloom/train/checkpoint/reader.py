@@ -185,7 +185,9 @@ class Checkpoint:
             saved = options_of.get(self._stored_name(name))
             if saved is None:
                 raise CheckpointError(
-                    f"the checkpoint has no optimizer state of {name}. It was saved from a different model."
+                    f"the checkpoint has no optimizer state of {name}: it was saved from a different model, or the "
+                    "optimizer did not have this parameter. Load only the model, or use a checkpoint with the same "
+                    "trainable parameters."
                 )
             first = first or saved
             if saved != first:

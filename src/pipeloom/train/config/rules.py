@@ -14,7 +14,7 @@ from typing import Any
 from pipeloom.errors import InputError
 from pipeloom.ir import DataStrategy, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
-from pipeloom.parallel.options import OffloadTarget, axis_of
+from pipeloom.parallel.options import OffloadTarget
 from pipeloom.passes import lower
 from pipeloom.train.config.memory import activation_offload
 from pipeloom.train.config.schedule import make_schedule, parse_cut, unused_data_options
@@ -211,7 +211,13 @@ def _check_memory(config: TrainConfig, schedule: Schedule) -> None:
         return
     OffloadTarget.parse(memory.offload)
     if memory.offload_parameters:
-        axis_of(replace(config.data_parallel, offload=memory.offload), config.number_format, config.data_degree)
+        data = replace(config.data_parallel, offload=memory.offload)
+        if not data.kind.shards_parameters and not config.number_format.has_masters:
+            raise InputError(
+                f"memory.offload_parameters=true: with {data.strategy} in fp32, every forward reads the parameters. "
+                "Use --parallel.data_strategy zero3, or --precision.dtype bf16 or fp16, or remove "
+                "memory.offload_parameters."
+            )
     if memory.offload_states and not config.optimizer.barrier:
         raise InputError(
             "optimizer.barrier=false: does not work with offloaded optimizer states, which an update may have to "

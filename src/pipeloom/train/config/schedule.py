@@ -71,9 +71,18 @@ def make_schedule(config: TrainConfig) -> Schedule:
     if schedule.num_stages > config.model.layers:
         raise InputError(
             f"model.layers={config.model.layers}: schedule {name!r} has {schedule.num_stages} stages, and each needs a "
-            "block. Raise model.layers, or lower parallel.pipeline or parallel.chunks."
+            f"block. Use --model.layers {schedule.num_stages} or more{_fewer_stages(schedule)}."
         )
     return schedule
+
+
+def _fewer_stages(schedule: Schedule) -> str:
+    """The end of a fix: the options that lower the number of stages; empty if the schedule is a file."""
+    family = FAMILIES.get(schedule.name)
+    if family is None:
+        return ""
+    chunks = family.chunks is None and schedule.placement.num_chunks > 1
+    return f", or lower parallel.pipeline{' or parallel.chunks' if chunks else ''}"
 
 
 def parse_cut(config: TrainConfig, num_stages: int) -> str | list[int]:

@@ -17,7 +17,7 @@ from pipeloom.train.checkpoint.directory import in_use, resume_path
 from pipeloom.train.checkpoint.manifest import Manifest, verify
 from pipeloom.train.config.memory import under_cap
 from pipeloom.train.config.rules import check_sizes, needs_samples, validate_settings
-from pipeloom.train.config.schedule import AUTO, make_schedule
+from pipeloom.train.config.schedule import AUTO, is_stream, make_schedule, schedule_name
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import Corpus, open_corpus
 from pipeloom.train.data.text import load_tokenizer
@@ -73,18 +73,31 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
 def _check_processes(config: TrainConfig, world_size: int | None) -> None:
     ranks, degree = config.num_ranks, config.data_degree
     if config.local and world_size not in (None, 1):
-        raise InputError(f"--local: is one process, not {world_size}. Start it without torchrun.")
+        raise InputError(
+            f"--local runs all ranks in one process, but torchrun started {world_size}. Run `pipeloom train --local` "
+            "without torchrun, or remove --local."
+        )
     if config.local or world_size in (None, ranks * degree):
         return
     if degree > 1:
         raise InputError(
             f"parallel.data={degree}: {degree} replicas of {ranks} ranks are {degree * ranks} processes, not "
-            f"{world_size}. Start {ranks * degree}, or use --parallel.data -1 for all remaining processes."
+            f"{world_size}. Start torchrun with {ranks * degree} processes{_replicas(config, world_size)}."
         )
+    if config.parallel.replicas is None:
+        fix = f"use --parallel.pipeline {world_size}{_replicas(config, world_size)}"
+    else:
+        fix = f"change --parallel.replicas so that its numbers add up to {world_size}"
     raise InputError(
-        f"parallel.pipeline={config.parallel.pipeline}: {ranks} ranks are as many processes, not {world_size}. Start "
-        f"{ranks}, or use --parallel.pipeline {world_size}, or --parallel.data -1 for data-parallel replicas."
+        f"{world_size} processes for {ranks} pipeline ranks: each process runs one rank. Start torchrun with {ranks} "
+        f"processes, or {fix}."
     )
+
+
+def _replicas(config: TrainConfig, world_size: int | None) -> str:
+    """The end of a fix: the data-parallel degree that uses all processes; empty if there is none."""
+    degree, rest = divmod(world_size or 0, config.num_ranks)
+    return "" if rest or not degree or is_stream(schedule_name(config)) else f", or use --parallel.data {degree}"
 
 
 def _check_data(config: TrainConfig, corpus: Corpus) -> None:

@@ -172,7 +172,10 @@ def prepare_corpus(
             write_whole(about, json.dumps(facts))
         tokens = np.asarray(np.memmap(stream, encoder.dtype, "r", shape=(facts["num_tokens"],)))
     except OSError as error:
-        raise DataError(f"{error.filename or directory}: {error.strerror}. Choose a writable directory.") from None
+        raise DataError(
+            f"the token cache {error.filename or directory} cannot be written ({error.strerror}). Free disk space, or "
+            "set output_dir to a writable directory."
+        ) from None
     return Corpus(
         train=tokens[: facts["num_train_tokens"]],
         validation=tokens[facts["num_train_tokens"] :],
