@@ -244,6 +244,13 @@ def test_a_slice_is_made_of_its_context_and_range():
         piece.begin = 4
 
 
+def test_public_names_of_contexts_and_models():
+    assert SliceContext(seed=(1, 2)).random_seed() == SliceContext(seed=[1, 2]).random_seed()
+    unseeded = SliceContext()
+    assert unseeded.random_seed() == unseeded.random_seed()
+    assert GPTConfig(vocabulary_size=19, layers=3, width=16, heads=2, sequence_length=8).head_width == 8
+
+
 def test_misuse_is_named():
     x, model = tokens(1), build()
     context = SliceContext()

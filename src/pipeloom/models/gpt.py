@@ -65,7 +65,7 @@ class Rotary(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.shape = (config.sequence_length, config.width // config.heads)
+        self.shape = (config.sequence_length, config.head_width)
         for name, table in zip(("cos", "sin"), self._tables(None), strict=True):
             self.register_buffer(name, table, persistent=False)
 

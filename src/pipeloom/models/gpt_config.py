@@ -47,13 +47,17 @@ class GPTConfig:
             divisors = (h for h in range(1, self.width + 1) if self.width % h == 0)
             fix = min(divisors, key=lambda h: (abs(h - self.heads), h))
             raise InputError(f"model width={self.width} is not a multiple of heads={self.heads}. Use heads={fix}.")
-        if self.positions == "rotary" and self.width // self.heads % 2:
+        if self.positions == "rotary" and self.head_width % 2:
             raise InputError(
-                f"model width={self.width} and heads={self.heads} give a head width of {self.width // self.heads}: "
+                f"model width={self.width} and heads={self.heads} give a head width of {self.head_width}: "
                 "rotary positions need an even one. Change heads, or use positions='learned'."
             )
         if not 0 <= self.dropout < 1:
             raise InputError(f"model dropout={self.dropout}: must be a probability >= 0 and < 1.")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
 
     @property
     def num_parameters(self) -> int:

@@ -164,10 +164,8 @@ class Slice:
     def seed(self, call_key: Hashable, block: int) -> int:
         """The random seed of a block of tokens of one call; the same in every slice and in recomputation."""
         context = self._context
-        if context.seed is None:
-            context.seed = (int(torch.randint(2**63 - 1, ())),)
         slot = context.slots.setdefault(call_key, len(context.slots))
-        return _hash(_hash(*context.seed), slot, block)
+        return _hash(context.random_seed(), slot, block)
 
     def call_key(self, owner: Hashable) -> Hashable:
         """`owner`, and the number of its calls in this slice so far.
@@ -228,6 +226,12 @@ class SliceContext:
             self._begun.add(index)  # only after success: a failed forward may be repeated
         finally:
             torch._C._stash_obj_in_tls(_KEY, before)
+
+    def random_seed(self) -> int:
+        """The seed of all random streams of this context."""
+        if self.seed is None:
+            self.seed = (int(torch.randint(2**63 - 1, ())),)
+        return _hash(*self.seed)
 
     def close(self) -> None:
         """Release all tensors, except those that autograd graphs still reference."""
