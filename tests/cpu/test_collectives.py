@@ -210,11 +210,13 @@ def test_a_batch_that_one_copy_refuses_is_refused_by_all() -> None:
         " replica 1 could not use its batch. All replicas take a step together; see that replica's error."
     ] * 3
     assert [
-        part for part, text in zip(["inputs=None", "1 samples", "hold a set"], bad, strict=True) if part in text
+        part
+        for part, text in zip(["inputs=None", "1 samples", "hold a value of type set"], bad, strict=True)
+        if part in text
     ] == [
         "inputs=None",
         "1 samples",
-        "hold a set",
+        "hold a value of type set",
     ]
     assert loss == other > 0
 
