@@ -21,9 +21,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.data_axis import DataAxis, Granularity
-from pipeloom.ir.schedule import Program
+from pipeloom.ir import Action, DataAxis, Granularity, Op, Program
 from pipeloom.passes.communication import ComputeBlock, blocks_of, woven
 
 _BACKWARDS = frozenset({Op.B, Op.W})  # those that add to gradients

@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.schedule import Program
+from pipeloom.ir import Action, Op, Program
 from pipeloom.passes.communication import ComputeBlock, blocks_of, woven
 
 _SLACK = 1 + 1e-9  # rounding of sums of sizes

@@ -31,8 +31,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.schedule import Schedule, WeightPolicy
+from pipeloom.ir import Action, Op, Schedule, WeightPolicy
 
 
 def merge_backwards(schedule: Schedule) -> Schedule:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import COMPUTE_OPS, Action, Op
-from pipeloom.ir.schedule import Program
+from pipeloom.ir import COMPUTE_OPS, Action, Op, Program
 from pipeloom.ir.versions import with_updates
 
 

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import Op
-from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir import Op, Placement, Schedule
 
 PER_STAGE = ("forward", "backward_input", "backward_weight", "activation", "weight_gradient")
 

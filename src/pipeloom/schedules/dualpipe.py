@@ -26,9 +26,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.placement import Placement, even_near
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir import Action, Op, Placement, Schedule
+from pipeloom.ir.placement import even_near
 from pipeloom.schedules.table import family
 
 

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 from pipeloom.common.quantities import counted
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import STAGE_STEP, Action, Op, Order, encode
-from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir import Action, Op, Placement, Schedule
+from pipeloom.ir.action import STAGE_STEP, Order, encode
 from pipeloom.schedules.phases import Phases
 from pipeloom.schedules.table import family
 

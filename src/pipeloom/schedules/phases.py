@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
-from pipeloom.ir.action import MICROBATCH_MASK, MICROBATCH_SHIFT, MICROBATCH_STEP, Action, Op, Order, encode
-from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir import Action, Op, Placement, Schedule
+from pipeloom.ir.action import MICROBATCH_MASK, MICROBATCH_SHIFT, MICROBATCH_STEP, Order, encode
 
 
 class Phases:

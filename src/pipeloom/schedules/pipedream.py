@@ -24,9 +24,8 @@ from math import lcm
 from typing import Literal
 
 from pipeloom.errors import ScheduleError
+from pipeloom.ir import Placement, Schedule, WeightPolicy
 from pipeloom.ir.check.schedule_rules import UPDATE_RULES
-from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Schedule, WeightPolicy
 from pipeloom.schedules.phases import Phases
 from pipeloom.schedules.table import check_size, family
 

@@ -30,9 +30,7 @@ forwards: the warm-up is k - 1 units longer than 1F1B's. Equal slices: makespan 
 from __future__ import annotations
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.schedules.table import family
 
 

@@ -36,9 +36,7 @@ from collections import deque
 from itertools import accumulate, islice
 from math import inf
 
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Orders, Schedule
+from pipeloom.ir import Action, Op, Orders, Placement, Schedule
 from pipeloom.schedules.phases import Phases
 from pipeloom.schedules.table import check_sizes, family
 

@@ -35,10 +35,8 @@ from dataclasses import replace
 from typing import Any
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.check.checker import live_activations
-from pipeloom.ir.placement import Placement, even_near
-from pipeloom.ir.schedule import Schedule, dependencies
+from pipeloom.ir import Action, Op, Placement, Schedule, dependencies, live_activations
+from pipeloom.ir.placement import even_near
 from pipeloom.schedules.phases import Phases
 from pipeloom.schedules.table import family
 

@@ -38,9 +38,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.ir.walk import walk
 from pipeloom.schedules.conditions import Conditions
 from pipeloom.schedules.phases import Phases

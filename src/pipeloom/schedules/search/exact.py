@@ -12,8 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.placement import Placement
+from pipeloom.ir import Action, Op, Placement
 from pipeloom.schedules.conditions import PER_STAGE, Conditions
 from pipeloom.schedules.search.bounds import away, heads_and_tails
 from pipeloom.schedules.search.operations import IntOrders, Work

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Schedule, dependencies
+from pipeloom.ir import Action, Op, Placement, Schedule, dependencies
 from pipeloom.ir.walk import walk
 from pipeloom.schedules.conditions import Conditions
 

@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir import Placement, Schedule
 from pipeloom.schedules.conditions import Conditions
 from pipeloom.schedules.search.bounds import lower_bound
 from pipeloom.schedules.search.exact import bound_alone, shortest
