@@ -17,7 +17,7 @@ from pipeloom.passes import insert_offload, lower
 from pipeloom.plan.cluster import data_links, parse_cluster
 from pipeloom.schedules import Conditions, Found, StreamOptions
 from pipeloom.schedules.conditions import peak_held
-from pipeloom.schedules.table import check_sizes
+from pipeloom.schedules.sizes import check_sizes
 from pipeloom.sim import Costs, CostsFile, Network, Timeline, parse_costs, simulate
 from pipeloom.sim.costs import MOST_UNITS
 

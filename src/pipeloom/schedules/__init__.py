@@ -1,4 +1,4 @@
-"""The families of schedules, relatives in one file, and the table that lists them.
+"""One file per family of schedules, and the table that lists them.
 
 To add a schedule: write a pure function that returns a `Schedule`, decorate it with `family` of `table.py`, and import
 it here. The checker, the simulator, the executor, the pictures, the search and the command line take it from there.
@@ -12,20 +12,28 @@ from typing import Unpack
 from pipeloom.errors import ScheduleError, folded
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.conditions import Conditions
-from pipeloom.schedules.table import FAMILIES, Family, StreamOptions, keyword_checked
+from pipeloom.schedules.sizes import keyword_checked
+from pipeloom.schedules.table import FAMILIES, Family, StreamOptions
 from pipeloom.schedules.user_defined import from_file, from_function, from_orders, is_file
 
-# Tables, gallery and search list the families in the order of these imports, and of each file.
+# Tables, gallery and search list the families in the order of these imports.
 # isort: off
-from pipeloom.schedules.one_f_one_b import gpipe, naive, one_f_one_b
+from pipeloom.schedules.naive import naive
+from pipeloom.schedules.gpipe import gpipe
+from pipeloom.schedules.one_f_one_b import one_f_one_b
 from pipeloom.schedules.pipedream import pipedream, pipedream_2bw, steady_length
 from pipeloom.schedules.dapple import dapple_pb
-from pipeloom.schedules.interleaved import breadth_first, interleaved
-from pipeloom.schedules.zero_bubble import zb_auto, zb_h1, zb_h2
-from pipeloom.schedules.v_shaped import v_half, v_min, zb_v
+from pipeloom.schedules.interleaved import interleaved
+from pipeloom.schedules.breadth_first import breadth_first
+from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
+from pipeloom.schedules.zb_auto import zb_auto
+from pipeloom.schedules.zb_v import zb_v
+from pipeloom.schedules.controllable_memory import v_half, v_min
 from pipeloom.schedules.dualpipe import dualpipe, dualpipev
-from pipeloom.schedules.weaver import chimera, hanayo
-from pipeloom.schedules.sliced import seq1f1b, seq1f1b_interleaved, terapipe
+from pipeloom.schedules.chimera import chimera
+from pipeloom.schedules.hanayo import hanayo
+from pipeloom.schedules.terapipe import terapipe
+from pipeloom.schedules.seq1f1b import seq1f1b, seq1f1b_interleaved
 from pipeloom.schedules.search.search import EFFORT, Found, search
 from pipeloom.schedules.search.constraint_program import prove
 

@@ -1,6 +1,4 @@
-"""Several chunks per rank in a loop: interleaved 1F1B and breadth-first.
-
-Megatron-LM's interleaved 1F1B (Narayanan et al., arXiv:2104.04473): V chunks per rank, a bubble V times smaller.
+"""Megatron-LM's interleaved 1F1B (Narayanan et al., arXiv:2104.04473): V chunks per rank, a bubble V times smaller.
 
     rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 ... 2B2 ... 2B3 0B2 0B3
     rank 1  ... 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 ...
@@ -9,14 +7,6 @@ Micro-batches go through a chunk in groups of N (`group_size`, by default p): N 
 so on. Makespan ``(m*v + p - 1) * (tF + tB) / v``; peak on rank d ``min((v-1)*N + 2*(p-1-d) + 1, m*v)`` chunks.
 
 With N = p, a latency c of at most min(tF, tB) / v adds ``2 * (p*v - 1) * c`` to the makespan.
-
-Looped breadth-first (Lamy-Poirier, arXiv:2211.05953): all micro-batches through a chunk before the next chunk.
-
-    rank 0  0F0 0F1 0F2 2F0 2F1 2F2 ... ... 2B0 2B1 2B2 0B0 0B1 0B2
-    rank 1  ... 1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2 ...
-
-The makespan of interleaved 1F1B for ``m >= p`` with GPipe's memory (``m`` rank-shares). The benefit: every chunk's
-weights are gathered once per pass and its gradients reduced once, overlapped with other chunks' computation (ZeRO-2/3).
 """
 
 from __future__ import annotations
@@ -25,7 +15,6 @@ from pipeloom.common.quantities import counted
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.ir.action import STAGE_STEP, Order, encode
-from pipeloom.schedules.phases import Phases
 from pipeloom.schedules.table import family
 
 
@@ -87,23 +76,3 @@ def _check_groups(p: int, m: int, group_size: int | None) -> None:
             f"{what}: the last group has {counted(m % n, 'micro-batch')} but needs at least {p}. Use {m - m % n} or "
             f"{m - m % n + p} micro-batches."
         )
-
-
-@family(
-    "bfs",
-    paper="breadth-first, arXiv:2211.05953",
-    constraints="any p >= 1, m >= 1, v >= 1; bubble for m >= p",
-    bubble="(p-1)/(m*v+p-1)",
-    peak="m",
-    chunks=None,
-)
-def breadth_first(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """Chunk after chunk forwards, then chunk after chunk backwards."""
-    orders = []
-    for d in range(num_ranks):
-        lane, stages = Phases(), range(d, num_ranks * num_chunks, num_ranks)
-        for stage, op in (*((stage, Op.F) for stage in stages), *((stage, Op.B) for stage in reversed(stages))):
-            lane.repeat(num_microbatches, (stage, op))
-        orders.append(lane.order())
-    placement = Placement.loop(num_ranks, num_chunks)
-    return Schedule(name="bfs", num_microbatches=num_microbatches, placement=placement, orders=tuple(orders))

@@ -27,7 +27,8 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir import Placement, Schedule, WeightPolicy
 from pipeloom.ir.check.schedule_rules import UPDATE_RULES
 from pipeloom.schedules.phases import Phases
-from pipeloom.schedules.table import check_size, family
+from pipeloom.schedules.sizes import check_size
+from pipeloom.schedules.table import family
 
 
 @family(

@@ -20,7 +20,7 @@ from pipeloom.ir import Action, Schedule, check
 from pipeloom.ir.check.input_types import as_pairs
 from pipeloom.ir.text import from_json, parse_action, schedule_from_orders
 from pipeloom.ir.torch_csv import from_csv
-from pipeloom.schedules.table import check_sizes
+from pipeloom.schedules.sizes import check_sizes
 
 Rows = str | Iterable[str | Iterable[Action | str]]
 
