@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from statistics import fmean, median
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
@@ -54,19 +54,29 @@ class ReplicaGroup:
 
     def gather_full(self, strategy: DataStrategy, full: Tensor, own: Tensor) -> Wait:
         """Fill `full` parameters with the segments of the replicas that update them; `own` is this replica's."""
-        if strategy is DataStrategy.DDP:
-            return no_wait
-        return self.broadcast(full) if strategy.has_server else self.all_gather(full, own)
+        match strategy:
+            case DataStrategy.DDP:
+                return no_wait
+            case DataStrategy.PARAMETER_SERVER:
+                return self.broadcast(full)
+            case DataStrategy.ZERO1 | DataStrategy.ZERO2 | DataStrategy.ZERO3:
+                return self.all_gather(full, own)
+            case _:
+                assert_never(strategy)
 
     def reduce_full(self, strategy: DataStrategy, full: Tensor) -> tuple[Wait, Tensor]:
         """Sum `full` gradients over replicas; returns the `Wait`, and the memory of this replica's segment."""
-        if strategy is DataStrategy.DDP:
-            return self.all_reduce(full), full
-        if strategy.has_server:
-            wait = self._start(partial(dist.reduce, full, group_dst=0, async_op=True), Op.REDUCE_GRAD)
-            return wait, full if self.index == 0 else full[:0].clone()
-        own = full.new_empty(full.numel() // self.degree)
-        return self.reduce_scatter(full, own), own
+        match strategy:
+            case DataStrategy.DDP:
+                return self.all_reduce(full), full
+            case DataStrategy.PARAMETER_SERVER:
+                wait = self._start(partial(dist.reduce, full, group_dst=0, async_op=True), Op.REDUCE_GRAD)
+                return wait, full if self.index == 0 else full[:0].clone()
+            case DataStrategy.ZERO1 | DataStrategy.ZERO2 | DataStrategy.ZERO3:
+                own = full.new_empty(full.numel() // self.degree)
+                return self.reduce_scatter(full, own), own
+            case _:
+                assert_never(strategy)
 
     def broadcast(self, values: Tensor) -> Wait:
         """Broadcast the values of replica 0, in place."""

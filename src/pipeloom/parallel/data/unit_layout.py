@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from pipeloom.ir import DataAxis, DataStrategy, Granularity
 
@@ -130,9 +130,15 @@ def units_by_layer(units: Sequence[Sequence[ParameterUse]], num_layers: int) -> 
 
 def own_segment(strategy: DataStrategy, replica: int) -> int | None:
     """The segment that a replica updates; None: it updates nothing."""
-    if strategy.has_server:
-        return 0 if replica == 0 else None
-    return replica if strategy.shards_optimizer else 0
+    match strategy:
+        case DataStrategy.DDP:
+            return 0
+        case DataStrategy.PARAMETER_SERVER:
+            return 0 if replica == 0 else None
+        case DataStrategy.ZERO1 | DataStrategy.ZERO2 | DataStrategy.ZERO3:
+            return replica
+        case _:
+            assert_never(strategy)
 
 
 @dataclass(frozen=True)
