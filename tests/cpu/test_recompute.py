@@ -220,7 +220,7 @@ def test_hugging_face_decoders() -> None:
     ("recompute", "words"),
     [
         ("some", "none, selective, full"),
-        (["full"], r"recompute=\['full'\]: has 1 value for 2 stages"),
+        (["full"], r"recompute=\['full'\]: a list needs one value per stage, and there are 2"),
         ("full,none,full", "has 3 values for 2 stages"),
         (3, "recompute=3: must be none"),
     ],
