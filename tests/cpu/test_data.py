@@ -312,7 +312,7 @@ def test_refusals_say_what_is_wrong_in_one_line(texts: Path, tmp_path: Path):
     assert "has no files" in refusal(str(tmp_path / "nothing"), None, cache)
     assert "not UTF-8 text" in refusal(str(texts / "image.bin"), None, cache)
     assert "all empty" in refusal(str(texts / "empty.txt"), None, cache)
-    assert "plain: File exists" in refusal(str(texts), None, tmp_path / "plain")
+    assert "plain cannot be read or written (File exists)" in refusal(str(texts), None, tmp_path / "plain")
     assert "Not a directory" in refusal(str(texts), None, tmp_path / "plain" / "cache")
     assert "validation_fraction=1" in refusal(str(texts), None, cache, validation_fraction=1)
     assert list(cache.glob("*")) == []

@@ -468,7 +468,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         for options, text in (
             ({"max_norm": 0.0}, "max_norm=0.0"),
             ({"discount": "some"}, "discount='some'"),
-            ({"discount": "pipemare"}, "'pipemare' needs an integer >= 1"),
+            ({"discount": "pipemare"}, "discount_updates=None: must be an integer >= 1"),
             ({"discount": "inverse", "discount_updates": 3}, "other discounts do not use it"),
         ):
             with pytest.raises(InputError, match=text):

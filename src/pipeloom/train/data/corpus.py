@@ -173,8 +173,8 @@ def prepare_corpus(
         tokens = np.asarray(np.memmap(stream, encoder.dtype, "r", shape=(facts["num_tokens"],)))
     except OSError as error:
         raise DataError(
-            f"the token cache {error.filename or directory} cannot be written ({error.strerror}). Free disk space, or "
-            "set output_dir to a writable directory."
+            f"the token cache {error.filename or directory} cannot be read or written ({error.strerror}). "
+            "Free disk space, or set output_dir to a writable directory."
         ) from None
     return Corpus(
         train=tokens[: facts["num_train_tokens"]],
