@@ -22,9 +22,9 @@ from pipeloom.cli import main
 from pipeloom.common.quantities import counted
 from pipeloom.sim import Timeline
 from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.optimizers import make_optimizer
 from pipeloom.train.output.display import display
 from pipeloom.train.process_group import join
-from pipeloom.train.run_parts import make_optimizer
 from pipeloom.train.trainer import Trainer
 
 from . import stream_reference

@@ -24,7 +24,7 @@ from pipeloom.transport import (
     shared_memory,
     torch_distributed,
 )
-from pipeloom.transport.interface import LoopbackTransport
+from pipeloom.transport.loopback import LoopbackTransport
 from pipeloom.transport.shared_memory import SharedMemoryTransport
 from pipeloom.transport.torch_distributed import TorchDistributedTransport, _wire_form
 from pipeloom.transport.values import decode, flatten, join_batch, split_batch, unflatten

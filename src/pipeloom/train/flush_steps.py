@@ -19,6 +19,7 @@ from pipeloom.plan.memory import write_memory
 from pipeloom.sim import Timeline, measured_timeline
 from pipeloom.train.config.memory import memory_rows
 from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.optimizers import learning_rate, learning_rates, set_learning_rates
 from pipeloom.train.output.directory import writing
 from pipeloom.train.output.step_metrics import (
     Records,
@@ -29,15 +30,7 @@ from pipeloom.train.output.step_metrics import (
     gathered_waits,
     read_cost,
 )
-from pipeloom.train.run_parts import (
-    Batches,
-    Live,
-    RunParts,
-    blocks_of,
-    learning_rate,
-    learning_rates,
-    set_learning_rates,
-)
+from pipeloom.train.run_parts import Batches, Live, RunParts, blocks_of
 from pipeloom.training import BarrierStep, OptimizerStep, Pipeline, PostValidatedStep, Update
 
 _LEAST_LOSS_SCALE = 2.0**-10  # gradients that overflow below it overflow at any scale

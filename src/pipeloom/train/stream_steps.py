@@ -15,8 +15,9 @@ from pipeloom.ir import COMPUTE_OPS, Action, Op, Schedule
 from pipeloom.passes import lower, stretch
 from pipeloom.sim import Timeline, measured_timeline
 from pipeloom.train.config.rules import staleness
+from pipeloom.train.optimizers import learning_rate, learning_rates
 from pipeloom.train.output.step_metrics import Records, cost_metrics, cost_numbers, gathered_records, read_cost
-from pipeloom.train.run_parts import Batches, Live, RunParts, learning_rate, learning_rates
+from pipeloom.train.run_parts import Batches, Live, RunParts
 from pipeloom.training import Stream
 from pipeloom.training.stream.update_options import Discount
 

@@ -1,25 +1,19 @@
 """Messages between ranks: one interface, and transports for one process, one host and several hosts.
 
-interface           `Transport`, `Channel` and its two ends; all ranks in one process; numbers of calls
+interface           `Transport`, `Channel` and its two ends; numbers of calls
 values              tensors and nested containers as messages; batches cut into micro-batches
-connect             chooses the transport of a run and connects its ranks; `HybridTransport` combines two transports
+connect             chooses the transport of a run and connects its ranks
+loopback            ranks that share one process
 shared_memory       ranks that are processes of one host, one copy per message; its channels are in shared_channel
 torch_distributed   ranks that torch.distributed connects, over gloo or NCCL
+hybrid              shared memory within a host and torch.distributed between hosts
 """
 
 from __future__ import annotations
 
-from pipeloom.transport.connect import HybridTransport
-from pipeloom.transport.interface import (
-    Channel,
-    Incoming,
-    Lane,
-    LoopbackTransport,
-    Message,
-    OneProcessTransport,
-    Outgoing,
-    Transport,
-)
+from pipeloom.transport.hybrid import HybridTransport
+from pipeloom.transport.interface import Channel, Incoming, Lane, Message, OneProcessTransport, Outgoing, Transport
+from pipeloom.transport.loopback import LoopbackTransport
 from pipeloom.transport.shared_memory import SharedMemoryTransport
 from pipeloom.transport.torch_distributed import TorchDistributedTransport
 from pipeloom.transport.values import Layout

@@ -1,8 +1,8 @@
-"""Chooses the transport between the ranks of a pipeline, and prepares it. `HybridTransport` combines two."""
+"""Chooses the transport between the ranks of a pipeline, and prepares it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,9 @@ from pipeloom.errors import InputError
 from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.collectives import all_gather_bytes, all_reduce, cpu_group, destroy_groups
 from pipeloom.transport import shared_memory
-from pipeloom.transport.interface import Channel, Incoming, LoopbackTransport, OneProcessTransport, Outgoing, Transport
+from pipeloom.transport.hybrid import HybridTransport
+from pipeloom.transport.interface import OneProcessTransport, Transport
+from pipeloom.transport.loopback import LoopbackTransport
 from pipeloom.transport.torch_distributed import TorchDistributedTransport
 
 TRANSPORTS = ("auto", "loopback", "threads", "shared-memory", "torch")
@@ -158,38 +160,3 @@ def _between_processes(
         return local
     remote_transport = make_remote(idle=local.flush)
     return HybridTransport(local, remote_transport, lambda channel: local.reaches(channel.source, of=channel.target))
-
-
-class HybridTransport(Transport):
-    """Routes each channel to one of two transports, such as shared memory within a host and torch.distributed between.
-
-    Args:
-        local: carries the channels for which `is_local` returns True.
-        remote: carries the others.
-        is_local: whether both ranks of a channel are on one host; must return the same on every rank.
-    """
-
-    def __init__(self, local: Transport, remote: Transport, is_local: Callable[[Channel], bool]) -> None:
-        self._local, self._remote, self._is_local = local, remote, is_local
-
-    def _route(self, channel: Channel) -> Transport:
-        return self._local if self._is_local(channel) else self._remote
-
-    def open(self, channels: Iterable[Channel]) -> None:
-        channels = list(channels)
-        for transport in (self._remote, self._local):
-            transport.open([channel for channel in channels if self._route(channel) is transport])
-
-    def outgoing(self, channel: Channel) -> Outgoing:
-        return self._route(channel).outgoing(channel)
-
-    def incoming(self, channel: Channel) -> Incoming:
-        return self._route(channel).incoming(channel)
-
-    def end_step(self) -> None:
-        self._local.end_step()
-        self._remote.end_step()
-
-    def close(self) -> None:
-        self._local.close()
-        self._remote.close()
