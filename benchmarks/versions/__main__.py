@@ -84,7 +84,7 @@ def main() -> None:
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     ratios: dict[str, Spread] = {what: ratio(times["this"][what], times["other"][what]) for what in times["this"]}
     rows = [
-        (what, *(spread(times[name][what]).show("{:.2f}", 1e3) for name in checkouts), ratios[what].show("{:.3f}"))
+        (what, *(spread(times[name][what]).show("{:.4g}", 1e3) for name in checkouts), ratios[what].show("{:.3f}"))
         for what in times["this"]
     ]
     parts = [table(("median (quartiles)", "this, ms", "other, ms", "this / other"), rows)]

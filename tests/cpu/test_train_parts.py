@@ -32,17 +32,12 @@ from pipeloom.train.config.sections import BatchConfig, ModelConfig, OptimizerCo
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.text import ByteTokenizer
 from pipeloom.train.link_costs import DataCosts, slowdown_of_host
+from pipeloom.train.optimizers import learning_rate, learning_rates, make_optimizer, set_learning_rates
 from pipeloom.train.output.directory import Journal, prepare_output, writing
 from pipeloom.train.output.display import describe, display, resume_notices, skipped_notice
 from pipeloom.train.output.step_metrics import Predictor, StepCost, cost_numbers, message_times, read_cost
 from pipeloom.train.process_group import Group
 from pipeloom.train.resume import agreed_checkpoint
-from pipeloom.train.run_parts import (
-    learning_rate,
-    learning_rates,
-    make_optimizer,
-    set_learning_rates,
-)
 from pipeloom.train.trainer import generate
 from pipeloom.training import LossScaler, Pipeline
 
