@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.ir.action import OPS
-from pipeloom.ir.large.columns import B, F, I, Ints, Proof
+from pipeloom.ir.large.columns import B, F, I, Ints, Proof, W
 from pipeloom.ir.schedule import Schedule
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.network import Network
@@ -101,19 +101,30 @@ def _singly(proof: Proof, seconds: Floats, waits: Waits, later: Floats | None) -
     return np.array(starts), np.array(ends)
 
 
-def kept_curves(
+def live_curves(schedule: Schedule, proof: Proof, rows: tuple[SpanRow, ...]) -> tuple[Curve, ...]:
+    """Change points of each rank's live activations: up at the start of F, down at the end of B or W."""
+    share = schedule.stage_share / schedule.num_slices
+    curves = []
+    for op, row in zip(_by_rank(proof, proof.columns.op), rows, strict=True):
+        change = (op == F).astype(np.int8) - ((op == B) | (op == W))
+        at = np.flatnonzero(change)
+        times = np.where(change[at] > 0, row.starts[at], row.ends[at])
+        values = np.cumsum(change[at]) * share
+        if schedule.forward_only:
+            times, values = np.stack((row.starts, row.ends), axis=1).ravel(), np.tile((share, 0.0), len(row))
+        curves.append(Curve(times, values))
+    return tuple(curves)
+
+
+def byte_curves(
     schedule: Schedule,
     proof: Proof,
     rows: tuple[SpanRow, ...],
     activation: tuple[float, ...],
     left: tuple[float, ...],
-    unit: float = 1.0,
 ) -> tuple[Curve, ...]:
-    """Change points of what each rank keeps of the stages' activations, in multiples of `unit`.
-
-    F takes all at its start, I gives all but `left` back at its end, W or B the rest.
-    """
-    whole, part = np.array(activation, np.float64), np.array(left, np.float64)
+    """Change points of each rank's bytes: F takes all at its start, I gives all but `left` back, W or B the rest."""
+    whole, part = np.array(activation), np.array(left)
     curves = []
     columns = (_by_rank(proof, proof.columns.op), _by_rank(proof, proof.columns.stage), rows)
     for op, stage, row in zip(*columns, strict=True):
@@ -126,7 +137,7 @@ def kept_curves(
             moved = np.stack((np.ones(len(row), bool), change != 0), axis=1).ravel()
             times = np.stack((row.starts, row.ends), axis=1).ravel()[moved]
             changes = np.stack((change, -change), axis=1).ravel()[moved]
-        curves.append(Curve(times, np.cumsum(changes) * unit))
+        curves.append(Curve(times, np.cumsum(changes)))
     return tuple(curves)
 
 

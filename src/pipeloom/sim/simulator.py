@@ -73,17 +73,17 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
 
 
 def _timed_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Network) -> Timeline:
-    from pipeloom.sim.levels import kept_curves, spans_by_rounds
+    from pipeloom.sim.levels import byte_curves, live_curves, spans_by_rounds
 
     rows = spans_by_rounds(schedule, proof, costs, network)
-    keeps, ones = costs.bytes_kept(schedule), (1,) * schedule.num_stages
+    keeps = costs.bytes_kept(schedule)
     return Timeline(
         name=schedule.name,
         kind="simulated",
         spans=rows,
-        memory=kept_curves(schedule, proof, rows, ones, ones, schedule.stage_share / schedule.num_slices),
+        memory=live_curves(schedule, proof, rows),
         ideal_seconds=sum(row.busy for row in rows) / schedule.num_ranks,
-        memory_bytes=None if keeps is None else kept_curves(schedule, proof, rows, *keeps),
+        memory_bytes=None if keeps is None else byte_curves(schedule, proof, rows, *keeps),
         latency_seconds=network.latency_seconds,
         weight_version_bytes=costs.version_bytes(schedule),
         **of_schedule(schedule),
