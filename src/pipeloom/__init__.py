@@ -3,8 +3,6 @@
 Importing this package imports no torch; what needs torch is loaded when it is first used.
 """
 
-from __future__ import annotations
-
 from pipeloom.common.lazy_exports import lazy_exports
 from pipeloom.errors import PipeloomError
 from pipeloom.version import __version__

@@ -1,7 +1,5 @@
 """``python -m pipeloom`` is ``pipeloom``."""
 
-from __future__ import annotations
-
 import sys
 
 from pipeloom.cli import main

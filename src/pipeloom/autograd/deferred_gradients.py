@@ -11,8 +11,6 @@ the nodes to which its edges lead (-1: none), and
 * for a leaf's node, whether the leaf is an input of the stage.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache

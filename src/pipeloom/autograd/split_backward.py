@@ -22,8 +22,6 @@ private features of torch are used: autograd's nodes show what they saved as ``_
 checkpointing returns every saved tensor once for each handle of its holder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """``python -m pipeloom.cli`` is ``pipeloom``."""
 
-from __future__ import annotations
-
 import sys
 
 from pipeloom.cli import main

@@ -1,7 +1,5 @@
 """`pipeloom checkpoint ls|verify|convert`: lists, verifies and converts checkpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from textwrap import indent

@@ -1,7 +1,5 @@
 """`pipeloom doctor`: checks whether this machine can train, by trying what a run needs."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """`pipeloom memory`: predicted peak memory per rank and kind, or predicted and measured memory of a run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

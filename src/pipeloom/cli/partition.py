@@ -1,7 +1,5 @@
 """`pipeloom partition`: layers and ranks per stage, and the bottleneck."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

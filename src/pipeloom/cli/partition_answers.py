@@ -4,8 +4,6 @@ The arguments of both answers are the profile, (components, bandwidth) per level
 command, and options of a training run on the measured model, which are empty for a profile from a file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal

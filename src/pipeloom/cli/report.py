@@ -1,7 +1,5 @@
 """`pipeloom report`: writes the report of a run again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`pipeloom schedules`: every schedule with its paper, its constraints and its closed forms."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

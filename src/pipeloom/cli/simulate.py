@@ -1,7 +1,5 @@
 """`pipeloom simulate`: predicted makespan, bubble and memory of a schedule."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The inputs of `pipeloom simulate`: schedules, costs, links and memory from the options and the files they name."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """`pipeloom slice`: the best slices of sequences, and the time that they save."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

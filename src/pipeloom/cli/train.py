@@ -1,7 +1,5 @@
 """``pipeloom train``: read and validate a configuration, then train as one rank or launch the ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

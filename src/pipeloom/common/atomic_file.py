@@ -1,7 +1,5 @@
 """Atomic file writes: a file has its old or its new content, even if the process is killed while it writes."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import stat

@@ -1,7 +1,5 @@
 """`check_fields`: checks the fields of a dataclass against their type annotations."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """One program on one rank: worker, binders of actions, stores of parameters, and the driver of several ranks."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from pipeloom.common.lazy_exports import lazy_exports

@@ -3,8 +3,6 @@
 `Programs` are the checked programs of a pipeline: one for `step`, one for evaluation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """`ModelState`: the stages and parameters of one process, read and written. `MemoryUse`: the memory of its ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import reduce

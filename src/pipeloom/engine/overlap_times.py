@@ -1,7 +1,5 @@
 """What overlaps a rank's computations: `ActivationMover` moves activations, `OverlapTimes` records when it ran."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager

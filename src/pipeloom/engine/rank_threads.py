@@ -1,7 +1,5 @@
 """Runs the ranks of one process in one thread per rank."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping

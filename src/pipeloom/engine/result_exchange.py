@@ -1,7 +1,5 @@
 """Results of the last stage on the ranks that want them: losses on every rank, outputs on ranks with the last stage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor

@@ -4,8 +4,6 @@ A program is bound once: every action becomes a function without arguments, a cl
 the rank's stores (`pipeloom.engine.rank_state`). A step is then one loop over these functions, without look-ups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter

@@ -13,8 +13,6 @@ between and during steps:
 Sources: ZeRO, arXiv:1910.02054, sections 5 and 7; parameter server, OSDI'14 (Li et al.).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import assert_never

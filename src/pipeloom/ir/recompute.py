@@ -1,7 +1,5 @@
 """`Recompute`: activation recomputation (checkpointing) of a stage."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import StrEnum
 

@@ -9,8 +9,6 @@ checker, the simulator, the passes and the pictures all call it.
     stage 1      1F0 1B0 1F1 1B1                W(s, b) needs I(s, b)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum

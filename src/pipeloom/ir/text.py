@@ -4,8 +4,6 @@
 1F0 1B0 1F1 1B1
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

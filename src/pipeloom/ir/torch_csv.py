@@ -6,8 +6,6 @@
 torch's runtime also reads each rank's stages from the file. It supports any placement with one rank per stage.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

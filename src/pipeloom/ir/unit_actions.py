@@ -27,8 +27,6 @@ The executor runs these actions (`pipeloom.parallel.data.layer_hooks`), memory e
 (`pipeloom.plan.memory`), and the simulator times them for equal units (`pipeloom.sim.background`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -18,8 +18,6 @@ other. With replicas (2, 1, 1) and equal work on every rank, throughput would dr
 Sources: PipeDream (Narayanan et al., SOSP 2019, section 3.3) and PipeDream-2BW (arXiv:2006.09503, section 3.1).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate

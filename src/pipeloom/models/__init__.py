@@ -1,7 +1,5 @@
 """A small GPT for examples, tests and `pipeloom train`. Names that need torch are imported lazily."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from pipeloom.common.lazy_exports import lazy_exports

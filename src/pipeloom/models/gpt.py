@@ -8,8 +8,6 @@ The model supports slices of a sequence (see `pipeloom.slicing`).
 Shapes: B batch, S tokens of the sequence or slice, W width, H heads, D = W / H, V vocabulary, T = B * S.
 """
 
-from __future__ import annotations
-
 from hashlib import blake2b
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The configuration of the small GPT. Needs no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

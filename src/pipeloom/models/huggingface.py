@@ -1,7 +1,5 @@
 """The loss of Hugging Face's causal language models, in a form that supports micro-batches and slices."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

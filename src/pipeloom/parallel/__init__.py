@@ -9,8 +9,6 @@ offload             activations, optimizer states and main parameters in host me
 Degrees and options need no torch: names that do are imported on first use.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from pipeloom.common.lazy_exports import lazy_exports

@@ -1,7 +1,5 @@
 """Passes from `Schedule` to `Program`: merged backwards, communication, data parallelism, offload, updates."""
 
-from __future__ import annotations
-
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.check.checker import explained
 from pipeloom.ir.data_axis import DataAxis

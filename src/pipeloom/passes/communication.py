@@ -11,8 +11,6 @@ second anyway. An overlapped pair stays together: both receives, F and B, both s
 blocks again (`blocks_of`) and insert their actions around them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

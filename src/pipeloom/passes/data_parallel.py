@@ -15,8 +15,6 @@ REDUCE_GRAD of the data axis has the micro-batch of the last backward that it co
 micro-batch is the sum over ranks of the pipeline that hold the same parameters.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace

@@ -12,8 +12,6 @@ If a rank exceeds its cap, the activations that are used last are offloaded (Bel
 size this is the smallest number of transfers. arXiv:2503.01328 also offloads activations selectively.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence

@@ -25,8 +25,6 @@ starts, and B's message can arrive during F. No receive comes earlier than befor
     F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 B5 B6        7: two periods more
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 ... 1B3 1SEND_B3 1STEP3 1F5 ...      the last backward of an update, the send of its result, then the update
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

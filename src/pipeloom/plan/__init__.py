@@ -1,7 +1,5 @@
 """Planning before a run: plans, partitions, sequence slices, memory estimates and cluster files."""
 
-from __future__ import annotations
-
 from pipeloom.common.lazy_exports import lazy_exports
 
 TYPE_CHECKING = False

@@ -13,8 +13,6 @@ All rates are peak rates except `sum_bytes_per_second`, which is measured with c
 of the peak rates that programs reach; data sheets do not list it.
 """
 
-from __future__ import annotations
-
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The rules that the values of a `Plan` keep. Values that leave the choice to the run are not among those given."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The options of `pipeloom train` that a plan sets, and the plan of such options."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

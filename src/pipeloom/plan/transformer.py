@@ -8,8 +8,6 @@ The layers are GPT-3's as PyTorch runs them without fused kernels: matrices of 1
 their scores, dropout, tensor parallelism as in Megatron-LM (arXiv:1909.08053): two all-reduces per layer and direction.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 

@@ -6,8 +6,6 @@ collectives     the default process group: how processes meet (also after torchr
 host_memory     whether freed host memory stays in the process
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from pipeloom.common.lazy_exports import lazy_exports

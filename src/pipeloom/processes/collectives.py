@@ -14,8 +14,6 @@ every host counts for itself. So rank 0 draws a new number, and sends it to each
       │ waits for taken/generation/2 ◀──────────────────────│ has the generation
 """
 
-from __future__ import annotations
-
 import atexit
 import re
 import threading

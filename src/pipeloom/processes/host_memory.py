@@ -9,8 +9,6 @@ process with at most 435 MB of tensors had a heap of 784 MB. Where parameters ar
 therefore mapped one by one.
 """
 
-from __future__ import annotations
-
 import ctypes
 from contextlib import suppress
 

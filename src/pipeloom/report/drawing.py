@@ -1,7 +1,5 @@
 """Shared parts of all pictures: colours, labels, axis ticks, the share of each op in a column; and line charts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Offline HTML pages of simulations and training runs: single files without scripts or external resources."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

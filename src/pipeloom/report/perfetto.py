@@ -4,8 +4,6 @@ The trace has one process per rank, with a track of actions, a track per link (a
 offloading), a counter of live activations, and an arrow per activation or gradient sent between ranks.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

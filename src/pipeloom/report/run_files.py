@@ -1,7 +1,5 @@
 """Reads the files of a run: metrics, timelines, configuration and environment."""
 
-from __future__ import annotations
-
 import json
 import math
 import platform

@@ -1,7 +1,5 @@
 """Draws timelines as one SVG picture at the same scale, with micro-batches, seconds and live activations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 

@@ -4,8 +4,6 @@ To add a schedule: write a pure function that returns a `Schedule`, decorate it 
 it here. The checker, the simulator, the executor, the pictures, the search and the command line take it from there.
 """
 
-from __future__ import annotations
-
 import difflib
 from typing import Unpack
 

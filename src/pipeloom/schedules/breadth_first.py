@@ -7,8 +7,6 @@ The makespan of interleaved 1F1B for ``m >= p`` with GPipe's memory (``m`` rank-
 weights are gathered once per pass and its gradients reduced once, overlapped with other chunks' computation (ZeRO-2/3).
 """
 
-from __future__ import annotations
-
 from pipeloom.ir import Op, Placement, Schedule
 from pipeloom.schedules.phases import Phases
 from pipeloom.schedules.table import family

@@ -13,8 +13,6 @@ For even m >= p the makespan has ``(p-2) * tB`` of bubble at tB = tF and at tB =
 ``p/2 + 1 + min(d, p-1-d)`` activations, never more than p; weights are held twice.
 """
 
-from __future__ import annotations
-
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.ir.placement import even_near

@@ -20,8 +20,6 @@ In chunk times of F, I and W alike, for enough micro-batches (1F1B idles 6(p-1) 
     V-Min    idle at most 4(p-1)   peak floor((p+4)/3) rank-shares
 """
 
-from __future__ import annotations
-
 from collections import deque
 from itertools import accumulate, islice
 from math import inf

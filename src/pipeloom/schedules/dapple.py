@@ -9,8 +9,6 @@ latency c the makespan is GPipe's ``(m + p - 1) * (tF + tB) + 2*c*(p-1)`` as lon
 1F1B pays for the latency with every micro-batch.
 """
 
-from __future__ import annotations
-
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import alternating
 from pipeloom.schedules.table import family

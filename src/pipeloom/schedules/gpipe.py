@@ -8,8 +8,6 @@ Makespan ``(m + p - 1) * (tF + tB)``; every rank holds all ``m`` activations. Ba
 the order of plain accumulation.
 """
 
-from __future__ import annotations
-
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import alternating
 from pipeloom.schedules.table import family

@@ -11,8 +11,6 @@ several numbers of in-flight micro-batches; the shortest order within 1F1B's mem
 The paper gives an idle fraction of ``(2p-2) / (3*p*W + p - 1)`` for m = p and tB = 2*tF; ours is never above it.
 """
 
-from __future__ import annotations
-
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Action, Op, Placement, Schedule, live_activations
 from pipeloom.schedules.table import family

@@ -9,8 +9,6 @@ so on. Makespan ``(m*v + p - 1) * (tF + tB) / v``; peak on rank d ``min((v-1)*N 
 With N = p, a latency c of at most min(tF, tB) / v adds ``2 * (p*v - 1) * c`` to the makespan.
 """
 
-from __future__ import annotations
-
 from pipeloom.common.quantities import counted
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Action, Op, Placement, Schedule

@@ -7,8 +7,6 @@
 All ranks but one idle at any moment: makespan ``m * p * (tF + tB)``, one live activation per rank.
 """
 
-from __future__ import annotations
-
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import alternating
 from pipeloom.schedules.table import family

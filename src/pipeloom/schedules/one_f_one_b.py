@@ -7,8 +7,6 @@
 Makespan ``(m + p - 1) * (tF + tB)`` like GPipe, but rank ``d`` holds only ``min(p - d, m)`` activations.
 """
 
-from __future__ import annotations
-
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.phases import alternating
 from pipeloom.schedules.table import family

@@ -6,8 +6,6 @@ lane.repeat(2, (0, F), (0, B))       0F2 0B0 0F3 0B1
 lane.repeat(2, (0, B))               0B2 0B3
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Self
 

@@ -16,8 +16,6 @@ In steady state a micro-batch takes ``max_s (F_s + B_s) / r_s``: there is no bub
 ``lcm(m, r_s) / r_s``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, count
 from math import lcm

@@ -15,8 +15,6 @@ forwards: the warm-up is k - 1 units longer than 1F1B's. Equal slices: makespan 
 ``(m*k*v + p - 1) * (tF + tB) / (k*v)``, peak ``min((v-1)*p + 2*(p-1-d) + k, m*k*v)`` slices of a chunk.
 """
 
-from __future__ import annotations
-
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.schedules.table import family

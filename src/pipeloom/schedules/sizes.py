@@ -1,7 +1,5 @@
 """Validate the sizes and keywords of the functions that make schedules."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

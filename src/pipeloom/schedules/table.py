@@ -1,7 +1,5 @@
 """The table of schedules: `family` lists a function in it, with its paper, legal sizes and closed forms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypedDict, Unpack

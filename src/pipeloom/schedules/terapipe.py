@@ -9,8 +9,6 @@ all later slices, so backwards descend inside a micro-batch. Makespan ``(m*k + p
 slices, ``sum(tf + tb) + (p - 1) * (max tf + max tb)`` for any; every rank holds all slices.
 """
 
-from __future__ import annotations
-
 from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.schedules.table import family
 

@@ -7,8 +7,6 @@
 All are validated like built-in schedules.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable

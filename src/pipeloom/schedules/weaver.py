@@ -1,7 +1,5 @@
 """Merge several orders into one per rank, greedily in time, for Chimera and Hanayo."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -8,8 +8,6 @@ and m >= 2p-1 the span has no bubble and every rank peaks at exactly 2p chunks; 
 For m < 2p-1 the order is that of 2p-1 micro-batches without those that do not exist.
 """
 
-from __future__ import annotations
-
 from pipeloom.ir import Op, Placement, Schedule
 from pipeloom.schedules.phases import Phases
 from pipeloom.schedules.sizes import check_sizes

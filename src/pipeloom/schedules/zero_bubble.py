@@ -15,8 +15,6 @@ twice as deep, holds ``2p - 1`` activations on rank 0 and has span bubble ``(p-1
 Under a step barrier rank p-1 cannot start before ``(p-1) * tF``, so the makespan never has less bubble than that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pipeloom.ir import Op, Placement, Schedule

@@ -20,8 +20,6 @@ and the next unit's computation waits for that.
 `fit_data_link` estimates the link between replicas from a few timed collectives.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -22,8 +22,6 @@ addition to `parameter_bytes`, and `units`, the number of units in which they ar
 `memory_bytes_per_second` is the bandwidth to the offload target of activations.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The chain of computations and transfers that makes a step as long as it is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import NamedTuple

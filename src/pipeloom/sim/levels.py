@@ -4,8 +4,6 @@ An action starts when the action before it on its rank has ended and its message
 and a sum time a round.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

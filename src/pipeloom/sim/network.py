@@ -1,7 +1,5 @@
 """`Network`: latency, bandwidth and shared links between ranks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import chain, pairwise, product

@@ -9,8 +9,6 @@ Shapes: B batch, H query heads, K key and value heads (H is a multiple of K), S 
 start of the sequence to the end of the slice, D head width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable
 

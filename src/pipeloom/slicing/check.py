@@ -1,7 +1,5 @@
 """Checks that a model gives the same result on slices as on the full sequence."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from typing import Any

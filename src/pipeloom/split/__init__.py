@@ -1,7 +1,5 @@
 """Splits an nn.Module into pipeline stages: finds its layers, chooses the cuts, tracks tied parameters."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from pipeloom.common.lazy_exports import lazy_exports

@@ -11,8 +11,6 @@ Slices (see `pipeloom.slicing`): the attention function is registered with trans
 run, including recomputation.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Partitions a chain of weighted layers, which may share parameters, into contiguous stages. Exact."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate

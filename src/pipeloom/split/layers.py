@@ -1,7 +1,5 @@
 """Finds the layers of a model and assigns them to stages."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

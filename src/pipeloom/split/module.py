@@ -1,7 +1,5 @@
 """`StageModule`: a stage that runs consecutive layers of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 

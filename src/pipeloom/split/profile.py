@@ -1,7 +1,5 @@
 """Measures the time and memory of each layer of a chain."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """`split`: cuts a model into stages that together hold exactly its parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The steps of a synchronous schedule, one update after all micro-batches of a batch, and their measured memory."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

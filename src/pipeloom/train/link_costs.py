@@ -1,7 +1,5 @@
 """Bytes and times of the collectives between data-parallel replicas, measured before the first step."""
 
-from __future__ import annotations
-
 import os
 import platform
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """``--parallel.slices auto``: lengths of the sequence slices, found by measuring a block of the model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter

@@ -1,7 +1,5 @@
 """The optimizer over this process's parameters, and the learning rate of every step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

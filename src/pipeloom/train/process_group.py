@@ -1,7 +1,5 @@
 """The process group of a run, and its small collectives."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The checkpoints of a run: saved by all its processes, and loaded on any number of them."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import asdict
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """`RunParts`: one process's model, pipeline and optimizer, made from the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The steps of an asynchronous schedule: one stream from drain to drain."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

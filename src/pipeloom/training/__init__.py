@@ -1,7 +1,5 @@
 """The front door: `Pipeline` and `Stream` train a model, with optimizer steps and gradient clipping."""
 
-from __future__ import annotations
-
 from pipeloom.training.optimizer_step import (
     BarrierStep,
     LossScaler,

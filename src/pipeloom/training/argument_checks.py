@@ -1,7 +1,5 @@
 """Validates the arguments of `Pipeline`, before anything communicates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 every process:   check arguments -> split -> programs -> connect -> own stages -> executor
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple

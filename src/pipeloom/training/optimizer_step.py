@@ -6,8 +6,6 @@
 Both give bitwise the same weights, optimizer states and norms.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 A step cuts the batch, runs the program on every rank of this process, and has the loss on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self

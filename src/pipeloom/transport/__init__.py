@@ -9,8 +9,6 @@ torch_distributed   ranks that torch.distributed connects, over gloo or NCCL
 hybrid              shared memory within a host and torch.distributed between hosts
 """
 
-from __future__ import annotations
-
 from pipeloom.transport.hybrid import HybridTransport
 from pipeloom.transport.interface import Channel, Incoming, Lane, Message, OneProcessTransport, Outgoing, Transport
 from pipeloom.transport.loopback import LoopbackTransport

@@ -1,7 +1,5 @@
 """Chooses the transport between the ranks of a pipeline, and prepares it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

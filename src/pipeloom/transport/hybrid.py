@@ -1,7 +1,5 @@
 """`HybridTransport`: one transport for some channels, another for the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from pipeloom.transport.interface import Channel, Incoming, Outgoing, Transport

@@ -10,8 +10,6 @@ has the number of samples of the batch. A rank that reads neither inputs nor tar
 that has it, and passes it on.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import StrEnum

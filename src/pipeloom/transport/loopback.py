@@ -1,7 +1,5 @@
 """`LoopbackTransport`: messages between ranks that share one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from queue import Empty, SimpleQueue
 

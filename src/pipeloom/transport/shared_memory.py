@@ -14,8 +14,6 @@ A channel owns as many blocks as it had messages in flight in the last step; oth
 step. A full socket never blocks the sender: the message waits in a list until the next call.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -14,8 +14,6 @@ are posted early, which would need to know the sizes. The schedule bounds how fa
 asynchronous; their tensors are released as soon as they are done.
 """
 
-from __future__ import annotations
-
 import atexit
 import struct
 import threading

@@ -4,8 +4,6 @@ A value is flattened to its tensors and a `Layout`. The layout travels with ever
 structure may change from one micro-batch to the next. On the wire the layout is JSON; nothing is ever unpickled.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

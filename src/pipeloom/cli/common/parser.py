@@ -1,7 +1,5 @@
 """The argument parser of every command: errors are one line, with the nearest right name, and exit code 2."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import shutil

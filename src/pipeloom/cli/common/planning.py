@@ -1,7 +1,5 @@
 """What planning commands share: options of the model that they measure, and the command line that trains a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any

@@ -6,8 +6,6 @@ and a mistake in a file or a variable (a duplicate key, an unknown name, an empt
 that names the place.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args

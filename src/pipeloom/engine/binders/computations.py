@@ -4,8 +4,6 @@ F runs the stage, and passes its output to the next stage or to the loss. B is i
 two halves of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from torch import Tensor

@@ -9,8 +9,6 @@ A context belongs to one stage and micro-batch. It exists from the forward of sl
 comes last; in evaluation to the forward of the last slice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import accumulate

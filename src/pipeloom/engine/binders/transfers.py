@@ -10,8 +10,6 @@ RELOAD    starts to read them back
 B, I      wait until they are back
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

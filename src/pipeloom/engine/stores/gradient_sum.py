@@ -13,8 +13,6 @@ have the values of the rank that ran micro-batch 0. Only buffers that changed si
 left in ``.grad`` are set aside before and added back after, so several steps before one optimizer step add up exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 

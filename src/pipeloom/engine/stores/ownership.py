@@ -4,8 +4,6 @@ Ranks in different processes have separate models. Ranks in one process behave t
 modules and parameters that several ranks hold (tied parameters, replicas of a stage).
 """
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from collections.abc import Iterable

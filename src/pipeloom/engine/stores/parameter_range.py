@@ -1,7 +1,5 @@
 """`Range`: the elements of a parameter that a process updates. No torch here."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

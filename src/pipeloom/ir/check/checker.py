@@ -1,7 +1,5 @@
 """Prove that a schedule or a program is legal: all rules in their order, and that no actions wait in a circle."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager

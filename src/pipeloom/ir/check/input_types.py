@@ -1,7 +1,5 @@
 """Validate the types of hand-made actions, orders and numbers, on which the rules of legality rely."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from operator import index, itemgetter
 from typing import Any, TypeVar, cast

@@ -10,8 +10,6 @@
 Every rule relies on those before it. Rules of parameters, gradients and activations concern one rank's order each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import zip_longest
 

@@ -4,8 +4,6 @@ Every rule relies on those before it: a rule about micro-batches need not ask wh
 wait for each other in a circle is asked last, by `pipeloom.ir.walk`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ So every action waits for the one before it on its rank and for at most one othe
 The columns tell whether a schedule is legal. Why a schedule is illegal, `check` finds rule by rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

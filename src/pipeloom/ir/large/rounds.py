@@ -5,8 +5,6 @@ round 2   0F1 1F0             all of them at once: few steps for many ranks;
 round 3   0F2 1F1 2F0         a schedule that keeps few ranks busy is walked action by action instead
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

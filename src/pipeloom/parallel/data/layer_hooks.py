@@ -8,8 +8,6 @@ All replicas must start their collectives in the same order, also where some par
 samples. Where a backward also gathers units, these hooks therefore start its reductions, not the arrival of gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

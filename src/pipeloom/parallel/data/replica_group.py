@@ -1,7 +1,5 @@
 """`ReplicaGroup`: the processes that hold the same stages in all replicas, with the collectives of each strategy."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """`DataSharing`: how data-parallel replicas share parameters and gradients, and in which number formats."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

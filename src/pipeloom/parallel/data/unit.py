@@ -9,8 +9,6 @@ masters they are the module's parameters. Where they have memory of their own, t
 reads this replica's segment from the offload target, before the collective.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -6,8 +6,6 @@ sums over replicas    this replica's segment, kept until the run ends
 main gradients        ``.grad`` of main parameters: the sums, added to the gradients of earlier runs
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

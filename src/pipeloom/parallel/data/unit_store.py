@@ -1,7 +1,5 @@
 """`UnitStore`: the parameters of one rank in units, gathered, freed and reduced when the program says so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial

@@ -7,8 +7,6 @@ transfer. The leaf of the graph that is the stage's input stays, without its val
 A tensor may be unpacked several times, by a split backward and by autograd: each time it is made from its storage.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future

@@ -9,8 +9,6 @@ The shards of a unit's parameters are adjacent in the store, each on separate pa
 An offloaded main parameter reads as NaN, in its own shape, and takes gradients as usual.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from concurrent.futures import Future, wait

@@ -10,8 +10,6 @@ written (ZeRO-Infinity, arXiv:2104.07857, section 5.2: three buffers):
 Every update is the optimizer's own step on some of its parameters, so the results are those of the optimizer alone.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """An optimizer's states while they are offloaded: where they lie, the portions in which they move, and their values."""
 
-from __future__ import annotations
-
 import copy
 from collections import UserDict, defaultdict
 from collections.abc import Mapping, Sequence

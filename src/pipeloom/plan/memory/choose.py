@@ -4,8 +4,6 @@ Both trade memory for time: a finer granularity gathers and reduces more often, 
 The simulator estimates which is faster, for given times of computations and bandwidth between replicas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product

@@ -7,8 +7,6 @@
 Values are bytes; null or missing: not measured. "peak" is the peak memory of all kinds together.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ model: torch's fused attention, no biases, GELU from its input), in bytes:
 A tensor that several operations keep counts once. Dropout keeps another e T W behind the embedding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

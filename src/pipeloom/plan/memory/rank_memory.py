@@ -8,8 +8,6 @@ microbatch, units are gathered one ahead and reduced one by one (`pipeloom.ir.un
 Not counted: messages in flight, the workspace of single operations, and torch's own memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

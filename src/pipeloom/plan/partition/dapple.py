@@ -22,8 +22,6 @@ is good, but not always optimal. The paper's three placements of a stage on node
 the same links.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """PipeDream's partitioner: layers and ranks per stage, the bottleneck, and the period with limited minibatches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

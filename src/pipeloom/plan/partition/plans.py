@@ -1,7 +1,5 @@
 """Partitions as plans for `pipeloom train` and `pipeloom.Pipeline`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import chain

@@ -30,8 +30,6 @@ each (PipeDream's weight stashing) and the outputs of all its layers. `state_cop
 states (SGD with momentum: 1 more, AdamW: 2 more).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args

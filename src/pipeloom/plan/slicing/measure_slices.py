@@ -1,7 +1,5 @@
 """Measure the cost of slices on this machine: forward and backward of a stage, run as in a pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

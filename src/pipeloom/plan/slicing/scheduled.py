@@ -6,8 +6,6 @@ candidates are even slices, and the slicer's answers for more ranks, whose longe
 the schedule and simulated.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import suppress

@@ -7,8 +7,6 @@ interpolated between the measured lengths; the context part is fitted by least s
 terms are the message to the next rank; as in the paper, both ranks are busy during it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Cuts of sequences into slices and of a batch into pieces: the best (TeraPipe, arXiv:2102.07988), and even ones."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

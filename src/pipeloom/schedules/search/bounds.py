@@ -10,8 +10,6 @@ caps then imply additional precedences between actions.
   least time in which every action runs and every micro-batch is away for its minimum time.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

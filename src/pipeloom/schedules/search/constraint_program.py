@@ -5,8 +5,6 @@ memory. Seconds and bytes are rounded to integers such that every schedule stays
 for the step.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

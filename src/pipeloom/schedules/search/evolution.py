@@ -1,7 +1,5 @@
 """Evolutionary search over the rules of the greedy phase."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

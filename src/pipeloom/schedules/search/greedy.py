@@ -9,8 +9,6 @@ No rule can block: an F starts only if afterwards the oldest micro-batch can sti
 next, each W run at once (the banker's algorithm). If an F has no room because of a pending W, the W runs first.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -1,7 +1,5 @@
 """The search's representation of a step: numbered F, I and W with rank, time, memory and dependencies."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

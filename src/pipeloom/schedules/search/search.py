@@ -17,8 +17,6 @@ overlapped units, and several of the best orders; the shortest is returned. The 
 links, which `measure` can include.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

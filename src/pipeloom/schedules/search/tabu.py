@@ -6,8 +6,6 @@ shorten the step. The makespan after a move is estimated with the unchanged head
 and Vazacopoulos, 1998). The best move that is not tabu is made, even if the step gets longer.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from operator import itemgetter

@@ -20,8 +20,6 @@ a parameter passes its range of elements (`ranges`) to save and load. Nothing is
 `manifest`, `directory` and `convert` need no torch. Names that do are imported lazily.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from pipeloom.common.lazy_exports import lazy_exports

@@ -1,7 +1,5 @@
 """Converts the model of a checkpoint to Hugging Face safetensors files, with identical values. Needs no torch."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

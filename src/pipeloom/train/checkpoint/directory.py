@@ -9,8 +9,6 @@ A directory `checkpoint-N` is always complete, even if a process is killed. Oper
 A process holds a lock (flock) on its hidden directory. The kernel releases the lock when the process dies.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """The all-gather of small payloads that the ranks of a save need. Nothing is pickled."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

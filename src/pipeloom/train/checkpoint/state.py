@@ -1,7 +1,5 @@
 """Optimizer state by parameter name and the states of random generators, without pickle."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Reads full tensors or ranges of their elements from the files of a checkpoint."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`save`: every rank writes its files to a hidden directory, rank 0 writes the manifest and renames the directory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack

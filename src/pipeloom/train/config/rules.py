@@ -3,8 +3,6 @@
 Every message is ``option=value: rule. Fix.`` on one line.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator

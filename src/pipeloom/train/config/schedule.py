@@ -1,7 +1,5 @@
 """The schedule, the stages, the sequence slices and the data-parallel replicas of a run. No torch."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

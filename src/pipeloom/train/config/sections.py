@@ -1,7 +1,5 @@
 """The options of `pipeloom train` as dataclasses: name, type, default and one line of help of each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Validates a run against this machine and its files, before any process starts. No torch."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The text of a run: the files of its data path, without output of pipeloom runs, and the tokenizer that reads them."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re

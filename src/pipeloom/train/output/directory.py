@@ -1,7 +1,5 @@
 """The output directory of a run: locked, with outputs of earlier runs moved aside, and written atomically."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

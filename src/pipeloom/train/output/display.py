@@ -1,7 +1,5 @@
 """What a run shows: a progress bar on a terminal, plain lines elsewhere, and the notices before its first step."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

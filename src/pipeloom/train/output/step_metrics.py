@@ -1,7 +1,5 @@
 """Costs of a step: measured on every rank, summed in one collective, and compared with the simulator."""
 
-from __future__ import annotations
-
 import math
 import resource
 import statistics

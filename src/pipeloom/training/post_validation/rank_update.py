@@ -1,7 +1,5 @@
 """`RankUpdate`: an update that is made before all ranks have agreed on it, and that can be undone."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

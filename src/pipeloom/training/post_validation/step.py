@@ -15,8 +15,6 @@ it and make the right one, and all ranks begin the step again. At its first back
 the same values as with a barrier.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

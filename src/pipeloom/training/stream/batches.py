@@ -1,7 +1,5 @@
 """The batches of a stream, taken from the user's iterable when their first micro-batch is needed."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

@@ -11,8 +11,6 @@ Actions do more than in a step of a synchronous schedule:
     STEP             adds the sums of the other replicas, and makes the stage's next version
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping

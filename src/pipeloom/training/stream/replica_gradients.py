@@ -8,8 +8,6 @@ The learning rates that a function returned for the update travel with the gradi
 replicas.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

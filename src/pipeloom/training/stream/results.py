@@ -1,7 +1,5 @@
 """Losses and gradient norms of a stream's run: on every rank at its end; losses on rank 0 during the run too."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ During a step of an optimizer over several stages only the parameters of one sta
 skip the others. Learning rates are set before each update and restored after the run.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import threading

@@ -4,8 +4,6 @@ A run has a warm-up, a steady state in which every stage alternates F and B and 
 cool-down.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """`UpdateOptions`: how a stream clips gradients and sets learning rates; `StageUpdate`: one update of one stage."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

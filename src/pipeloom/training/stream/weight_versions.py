@@ -11,8 +11,6 @@ So there are as many versions as `pipeloom.ir.versions` predicts. Where a parame
 gradient), versions share its leaf. A version is freed after the last backward that uses it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import repeat
