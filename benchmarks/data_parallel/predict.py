@@ -20,7 +20,7 @@ from pipeloom.ir import DataAxis, DataStrategy, Schedule
 from pipeloom.parallel.data.replica_group import ReplicaGroup, time_collectives
 from pipeloom.passes import lower, merge_backwards, separate_units
 from pipeloom.sim import Timeline
-from pipeloom.sim.background import slowdown
+from pipeloom.sim.data_link import slowdown
 
 NUM_PROCESSES = 4
 _OPS = {pl.Op.UNSHARD: "gather", pl.Op.REDUCE_GRAD: "reduce"}

@@ -25,7 +25,7 @@ from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.passes import lower, merge_backwards
 from pipeloom.plan.memory import MemoryRow, write_memory
 from pipeloom.sim import Costs, Network, simulate
-from pipeloom.sim.background import DataLink
+from pipeloom.sim.data_link import DataLink
 from pipeloom.split import split
 from pipeloom.train.checkpoint.manifest import SEAL_NAME
 from pipeloom.train.config.sections import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig

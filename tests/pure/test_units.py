@@ -19,7 +19,7 @@ from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op
 from pipeloom.passes import forward_only, lower
 from pipeloom.plan.cluster import data_links, parse_cluster
 from pipeloom.sim import Costs, Network, Timeline, measured_timeline, parse_costs, simulate
-from pipeloom.sim.background import TimedCollective, fit_data_link, gather_seconds, reduce_seconds, slowdown
+from pipeloom.sim.data_link import TimedCollective, fit_data_link, gather_seconds, reduce_seconds, slowdown
 from tests.pure.test_data_axis import AXES
 from tests.pure.test_schedule_properties import schedules
 from tests.unit_program import unit_actions_of_rank

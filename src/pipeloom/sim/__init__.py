@@ -5,8 +5,8 @@ from pipeloom.sim.costs_file import CostsFile, parse_costs
 from pipeloom.sim.critical_path import critical_path
 from pipeloom.sim.events import Transfer
 from pipeloom.sim.network import Link, Network
-from pipeloom.sim.rows import Span
 from pipeloom.sim.simulator import measured_timeline, simulate
+from pipeloom.sim.spans import Span
 from pipeloom.sim.timeline import Timeline
 
 __all__ = [

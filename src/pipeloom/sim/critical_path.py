@@ -8,7 +8,7 @@ from pipeloom.ir.action import Action, Op
 from pipeloom.ir.schedule import awaited, message_after
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.events import Transfer
-from pipeloom.sim.rows import Span
+from pipeloom.sim.spans import Span
 from pipeloom.sim.timeline import Timeline
 
 

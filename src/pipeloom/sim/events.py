@@ -12,7 +12,7 @@ from pipeloom.ir.walk import in_background, meets, walk
 from pipeloom.sim.background import Background
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.network import Network, Pair
-from pipeloom.sim.rows import Span
+from pipeloom.sim.spans import Span
 
 SENDS, RECEIVES = (Op.SEND_F, Op.SEND_B), (Op.RECV_F, Op.RECV_B)
 OWN_LINK = -1

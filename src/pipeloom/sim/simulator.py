@@ -15,7 +15,7 @@ from pipeloom.ir.walk import in_background, proof_of
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.events import Transfer, spans_by_events
 from pipeloom.sim.network import Network
-from pipeloom.sim.rows import Span
+from pipeloom.sim.spans import Span
 from pipeloom.sim.timeline import Timeline, of_schedule
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
 
 
 def _timed_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Network) -> Timeline:
-    from pipeloom.sim.levels import byte_curves, live_curves, spans_by_rounds
+    from pipeloom.sim.large_schedules import byte_curves, live_curves, spans_by_rounds
 
     rows = spans_by_rounds(schedule, proof, costs, network)
     keeps = costs.bytes_kept(schedule)

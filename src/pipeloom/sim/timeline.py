@@ -18,8 +18,9 @@ from pipeloom.ir.text import parse_action
 from pipeloom.ir.versions import versions_used, weight_versions
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.events import Transfer
-from pipeloom.sim.rows import Curve, Point, SpanRow, steady_period
-from pipeloom.sim.rows import Span as Span  # re-exported with Timeline
+from pipeloom.sim.spans import Curve, Point, SpanRow
+from pipeloom.sim.spans import Span as Span  # re-exported with Timeline
+from pipeloom.sim.steady_state import steady_period
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from pipeloom.ir import DataAxis, Granularity, Op
 from pipeloom.parallel.data.replica_group import ReplicaGroup, time_collectives
 from pipeloom.sim import Costs, Network
-from pipeloom.sim.background import DataLink, TimedCollective, fit_data_link, gather_seconds, reduce_seconds, slowdown
+from pipeloom.sim.data_link import DataLink, TimedCollective, fit_data_link, gather_seconds, reduce_seconds, slowdown
 from pipeloom.train.process_group import Group
 from pipeloom.training import Pipeline
 

@@ -1,11 +1,12 @@
-"""Spans, and rows and curves of large timelines as arrays; the steady state of spans."""
+"""Spans of a timeline, and the rows of spans and the curves of large timelines as arrays."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, overload
 
-from pipeloom.ir import Action, Op, Schedule
+from pipeloom.ir import Action
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +30,19 @@ class _Columns(Sequence[T]):
     """A sequence in arrays, which equals the tuple of its members."""
 
     __slots__ = ()
+
+    @abstractmethod
+    def _member(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+        at = range(len(self))[index]
+        return self._member(at) if isinstance(at, int) else tuple(map(self._member, at))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and tuple(self) == tuple(other)
@@ -58,9 +72,7 @@ class SpanRow(_Columns[Span]):
     def __len__(self) -> int:
         return len(self.actions)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return tuple(map(Span, self.actions[index], self.starts[index].tolist(), self.ends[index].tolist()))
+    def _member(self, index: int) -> Span:
         return Span(self.actions[index], float(self.starts[index]), float(self.ends[index]))
 
     def __iter__(self) -> Iterator[Span]:
@@ -86,40 +98,9 @@ class Curve(_Columns[Point]):
     def __len__(self) -> int:
         return 1 + len(self.times)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return tuple(self)[index]
-        at = range(len(self))[index] - 1
-        return (0.0, 0.0) if at < 0 else (float(self.times[at]), float(self.values[at]))
+    def _member(self, index: int) -> Point:
+        return (float(self.times[index - 1]), float(self.values[index - 1])) if index else (0.0, 0.0)
 
     def __iter__(self) -> Iterator[Point]:
         yield (0.0, 0.0)
         yield from zip(self.times.tolist(), self.values.tolist(), strict=True)
-
-
-def steady_period(schedule: Schedule, compute_spans: Sequence[Sequence[Span]]) -> float | None:
-    """Seconds per micro-batch in the steady state of a stream; None where the stream is too short for one.
-
-    Warm-up and cool-down are left out. Of the backwards of the input stage that end before one of its ranks begins its
-    last forward, the later half is measured. That is an integer number of update periods, in which all replicas have
-    had the same number of turns. In a short stream the measured half may still contain a part of the warm-up.
-
-    Args:
-        schedule: of the stream.
-        compute_spans: for each rank, the spans of its computations.
-    """
-    ranks = schedule.placement.replicas[0]
-    ends: dict[int, float] = {}
-    last_forward = float("inf")
-    for rank in ranks:
-        row = [span for span in compute_spans[rank] if span.action.stage == 0]
-        last_forward = min(last_forward, max((start for (_, op, _, _), start, _ in row if op is Op.F), default=0.0))
-        ends |= {b: end for (_, op, b, _), _, end in row if op in (Op.B, Op.W) and b is not None}
-    full = 0
-    while full in ends and ends[full] <= last_forward:
-        full += 1
-    size = schedule.update_period
-    micro_batches = (full // size + 1) // 2 * size
-    if not 0 < micro_batches < full:
-        return None
-    return (ends[full - 1] - ends[full - 1 - micro_batches]) / micro_batches

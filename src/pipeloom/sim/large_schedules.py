@@ -16,7 +16,7 @@ from pipeloom.ir.large.columns import B, F, I, Ints, Proof, W
 from pipeloom.ir.schedule import Schedule
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.network import Network
-from pipeloom.sim.rows import Curve, SpanRow
+from pipeloom.sim.spans import Curve, SpanRow
 
 Floats = npt.NDArray[np.float64]
 Times = tuple[Floats, Floats]
