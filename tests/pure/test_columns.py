@@ -17,7 +17,7 @@ from pipeloom.ir.action import LARGE, Order, decode, encode
 from pipeloom.ir.large import columns, rounds
 from pipeloom.passes import forward_only
 from pipeloom.schedules.phases import Phases
-from pipeloom.sim import Costs, Network, critical_path, levels, simulate
+from pipeloom.sim import Costs, Network, critical_path, large_schedules, simulate
 from pipeloom.sim import simulator as simulator_module
 from pipeloom.sim.events import spans_by_events
 from tests.pure import handmade
@@ -229,5 +229,5 @@ def test_a_rank_without_actions_stays_empty():
     schedule = Schedule(name="hand", num_microbatches=1, placement=placement, orders=orders)
     proof = columns.prove(schedule)
     assert proof.live == check(schedule).live_activations == (1, 1, 0)
-    rows = levels.spans_by_rounds(schedule, proof, Costs.uniform(), Network())
+    rows = large_schedules.spans_by_rounds(schedule, proof, Costs.uniform(), Network())
     assert list(map(list, rows)) == spans_by_events(schedule, Costs.uniform(), Network()).spans
