@@ -121,7 +121,7 @@ def measure_updates(arguments: argparse.Namespace) -> tuple[dict[str, Any], Tabl
         held = {name: parameters() for name in ("in memory", "in a file")}
         optimizers: dict[str, Any] = {name: torch.optim.AdamW(made, lr=1e-3, fused=True) for name, made in held.items()}
         away = optimizers["in a file"] = pl.OffloadedOptimizer(optimizers["in a file"], f"disk:{directory}")
-        direct = away._mover.store.is_direct
+        direct = away._mover.store._direct is not None
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.step()

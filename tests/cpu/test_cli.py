@@ -91,6 +91,7 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ("--optimizer.learning_rate .inf", "optimizer.learning_rate=inf: must be finite and at least 0"),
         ("--optimizer.beta2 1", "optimizer.beta2=1.0: must be at least 0 and below 1"),
         ("--parallel.cut 3,2", "parallel.cut=3,2: has 2 stages with 5 blocks; the run has 2 stages and 4"),
+        ("--parallel.cut 3,2", "4 blocks. Give 2 numbers with the sum 4"),
         ("--parallel.cut 4", "1 stages with 4 blocks; the run has 2 stages"),
         ("--parallel.cut blocks", "parallel.cut=blocks: must be layers, parameters, time, or blocks per stage"),
         ("--parallel.transport pigeon", "parallel.transport"),
@@ -112,7 +113,12 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ("extra", "argument 'extra' is unexpected. Remove it"),
         ("--output_dir null", "output_dir=null: must be a directory"),
         ("--seed 18446744073709551616", "seed=18446744073709551616: must be below 2..64"),
-        ("--parallel.cut 4,0", "parallel.cut=4,0: stage 1 has no block"),
+        ("--parallel.cut 4,0", "parallel.cut=4,0: stage 1 has no block. Give it one, or lower parallel.pipeline.$"),
+        (
+            "--schedule interleaved --parallel.cut 4,0,0,0",
+            "Give it one, or lower parallel.pipeline or parallel.chunks.$",
+        ),
+        ("--schedule zb-v --parallel.cut 4,0,0,0", "Give it one, or lower parallel.pipeline.$"),
         ("--local --parallel.transport torch", "parallel.transport=torch: has no effect with --local"),
         ("--optimizer.learning_rate nan", "optimizer.learning_rate=nan: must be a finite number"),
         ("--steps 1e3", "steps=1000.0: must be an integer. Write 1000"),
@@ -345,7 +351,7 @@ def test_any_terminal_can_show_what_is_printed(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, "hé"], capture_output=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(b"h?\n")
-    assert re.search(rb"\nseq1f1b-interleaved +Seq1F1B, arXiv:2406.03488 +k slices of each sequence; v", done.stdout)
+    assert re.search(rb"\nseq1f1b-interleaved +Seq1F1B, arXiv:2406.03488 +k slices per sequence; v", done.stdout)
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,7 @@ def test_a_disk_without_room_is_told_before_the_first_step(
             ["--memory.offload_activations=2"],
             "memory.offload_activations=2: no offload target is configured. Add --memory.offload",
         ),
+        (["--memory.offload_activations=0"], "memory.offload_activations=0: no offload target is configured. Add"),
         (["--memory.offload_parameters=true"], "memory.offload_parameters=true: no offload target is configured. Add"),
         (
             ["--memory.offload_parameters=true", "--memory.offload=cpu"],

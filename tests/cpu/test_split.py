@@ -353,6 +353,13 @@ def test_other_modules_left_out_are_warned_of():
         (Blocks(5), {"num_stages": 2, "layers": []}, r"layers=\[\]: a model needs at least one layer"),
         (Blocks(5), {"num_stages": 2, "cut": "wieght"}, "'layers', 'parameters', 'time'"),
         (Blocks(5), {"num_stages": 2, "cut": "time"}, "Pass sample="),
+        (Blocks(5), {"num_stages": 2, "cut": [8, 0]}, r"cut=\[8, 0\]: leaves stage 1 without a layer"),
+        (
+            nn.Sequential(*(nn.Tanh() for _ in range(9))),
+            {"num_stages": 2, "cut": [4, 3]},
+            r"cut=\[4, 3\]: is for 2 stages and 7 layers or blocks\. There are 2 stages, and the model has 9 layers, "
+            r"each of which counts\. Use a cut or plan made for this model, such as cut=\[5, 4\]",
+        ),
         (nn.TransformerEncoderLayer(4, 1, 4), {"num_stages": 2}, r"layers=\['self_attn', 'linear1', "),
         (nn.Linear(2, 2), {"num_stages": 2}, "Linear has no submodules: .*num_stages=1"),
         (nn.Sequential(nn.Sequential(nn.Tanh())), {"num_stages": 1, "layers": ["0", "0.0"]}, "is inside layer '0'"),

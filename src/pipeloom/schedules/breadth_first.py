@@ -15,7 +15,7 @@ from pipeloom.schedules.table import family
 @family(
     "bfs",
     paper="breadth-first, arXiv:2211.05953",
-    constraints="any p >= 1, m >= 1, v >= 1; bubble for m >= p",
+    constraints="any p >= 1, m >= 1, v >= 1; bubble formula for m >= p",
     bubble="(p-1)/(m*v+p-1)",
     peak="m",
     chunks=None,

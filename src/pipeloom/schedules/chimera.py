@@ -23,7 +23,7 @@ from pipeloom.schedules.weaver import Weaver
 @family(
     "chimera",
     paper="Chimera, arXiv:2107.06925",
-    constraints="every stage twice; p even; bubble and peak for m = p, bubble for even m >= p",
+    constraints="every stage on two ranks; p even; peak formula for m = p, bubble formula for even m >= p",
     bubble="(2*p-4)/(3*m+2*p-4)",
     peak="p/2 + 1 + min(d, p-1-d)",
     chunks=2,

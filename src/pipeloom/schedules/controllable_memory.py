@@ -34,7 +34,7 @@ _HORIZON = 2 * _PERIOD  # how far ahead a waiting rank looks
 @family(
     "v-half",
     paper="controllable memory, arXiv:2405.15362",
-    constraints="v = 2; any p >= 1, m >= 1; bubble for m >= 2*p",
+    constraints="v = 2; any p >= 1, m >= 1; bubble formula for m >= 2*p",
     bubble="<= (p-1)/(2*m+p-1)",
     peak="<= (p+2)//2",
     chunks=2,
@@ -50,7 +50,7 @@ def v_half(*, num_ranks: int, num_microbatches: int) -> Schedule:
 @family(
     "v-min",
     paper="controllable memory, arXiv:2405.15362",
-    constraints="v = 2; any p >= 1, m >= 1; bubble for m >= 2*p",
+    constraints="v = 2; any p >= 1, m >= 1; bubble formula for m >= 2*p",
     bubble="<= (2*p-2)/(3*m+2*p-2)",
     peak="<= (p+4)//3",
     chunks=2,

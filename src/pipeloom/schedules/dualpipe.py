@@ -34,7 +34,7 @@ from pipeloom.schedules.table import family
 @family(
     "dualpipe",
     paper="DualPipe, arXiv:2412.19437",
-    constraints="every stage twice; p even, m even, m >= 2*p",
+    constraints="every stage on two ranks; p even, m even, m >= 2*p",
     bubble="(p-2)/(3*m+p-2)",
     peak="p+1",
     chunks=2,

@@ -16,7 +16,6 @@ from pipeloom.schedules.table import family
 @family(
     "gpipe",
     paper="GPipe, arXiv:1811.06965",
-    constraints="any p >= 1, m >= 1",
     bubble="(p-1)/(m+p-1)",
     peak="m",
 )

@@ -20,7 +20,7 @@ from pipeloom.schedules.weaver import Weaver
 @family(
     "hanayo",
     paper="Hanayo, arXiv:2308.15762",
-    constraints="v even; bubble for m = p",
+    constraints="v even; bubble formula for m = p",
     bubble="<= (2*p-2)/(3*p*v/2+p-1)",
     peak="<= p",
     chunks=None,

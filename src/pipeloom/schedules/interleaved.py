@@ -19,7 +19,7 @@ from pipeloom.schedules.table import family
 @family(
     "interleaved",
     paper="Megatron-LM, arXiv:2104.04473",
-    constraints="v > 1: m >= p, m % p == 0; other groups of N: p <= N <= m, m % N == 0 or m % N >= p",
+    constraints="v > 1: m >= p, m % p == 0; with group_size N: p <= N <= m, m % N == 0 or m % N >= p",
     bubble="(p-1)/(m*v+p-1)",
     peak="min((v-1)*p + 2*(p-1-d) + 1, m*v)/v if v > 1 else min(p-d, m)",
     chunks=None,

@@ -15,7 +15,6 @@ from pipeloom.schedules.table import family
 @family(
     "naive",
     paper="naive model parallelism",
-    constraints="any p >= 1, m >= 1",
     bubble="(p-1)/p",
     peak="1",
 )

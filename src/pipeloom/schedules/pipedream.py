@@ -32,7 +32,7 @@ from pipeloom.schedules.table import family
 @family(
     "pipedream",
     paper="PipeDream, SOSP 2019, arXiv:1806.03377",
-    constraints="a stream, no bubble in its steady state; any p >= 1, m >= 1; replicas: m a multiple of each",
+    constraints="asynchronous, bubble-free in steady state; any p >= 1, m >= 1; m % (replicas of each stage) == 0",
     bubble="(p-1)/(m+p-1)",
     peak="min(p-d, m)",
     stream=("weights", "replicas", "microbatches_per_update", "in_flight"),
@@ -72,7 +72,7 @@ def pipedream(
 @family(
     "pipedream-2bw",
     paper="PipeDream-2BW, arXiv:2006.09503",
-    constraints="a stream, no bubble in its steady state; n >= p-1 micro-batches an update (p), m % n == 0",
+    constraints="asynchronous, bubble-free in steady state; n >= p-1 micro-batches per update (default p), m % n == 0",
     bubble="(p-1)/(m+p-1)",
     peak="min(p-d, m)",
     stream=("replicas", "microbatches_per_update", "in_flight"),

@@ -25,7 +25,7 @@ _Unit = tuple[int, int | None]  # micro-batch, slice
 @family(
     "seq1f1b",
     paper="Seq1F1B, arXiv:2406.03488",
-    constraints="k slices of each sequence; any p >= 1, m >= 1, k >= 1",
+    constraints="k slices per sequence; any p >= 1, m >= 1, k >= 1",
     bubble="(p-1)/(m*k+p-1)",
     peak="min(p-d+k-1, m*k)/k",
     sliced=True,
@@ -38,7 +38,7 @@ def seq1f1b(*, num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Sc
 @family(
     "seq1f1b-interleaved",
     paper="Seq1F1B, arXiv:2406.03488",
-    constraints="k slices of each sequence; v > 1: p % k == 0, m*k % p == 0",
+    constraints="k slices per sequence; v > 1: p % k == 0, m*k % p == 0",
     bubble="(p-1)/(m*k*v+p-1)",
     peak="min((v-1)*p + 2*(p-1-d) + k, m*k*v)/(k*v) if v > 1 else min(p-d+k-1, m*k)/k",
     chunks=None,

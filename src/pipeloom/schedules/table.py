@@ -29,7 +29,7 @@ class Family:
     Attributes:
         name: as on the command line.
         paper: its source.
-        constraints: the conditions on p, m, v and k, as text.
+        constraints: the sizes that it supports (p, m, v, k), and those for which the formulas hold.
         bubble: closed form of the idle fraction of the makespan for uniform stages without latency, in p, m, v, k and,
             where the backward is split, for equal times of F, I and W; "<= ..." where it is a bound.
         peak: closed form of the peak of live activations on rank d, in rank-shares of one micro-batch.

@@ -16,7 +16,7 @@ from pipeloom.schedules.table import family
 @family(
     "terapipe",
     paper="TeraPipe, arXiv:2102.07988",
-    constraints="k slices of each sequence; any p >= 1, m >= 1, k >= 1",
+    constraints="k slices per sequence; any p >= 1, m >= 1, k >= 1",
     bubble="(p-1)/(m*k+p-1)",
     peak="m",
     sliced=True,

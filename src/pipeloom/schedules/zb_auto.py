@@ -34,7 +34,7 @@ _NEAR = 1e-9
 @family(
     "zb-auto",
     paper="Zero Bubble, arXiv:2401.10241",
-    constraints="any p >= 1, m >= 1, any memory limit of at least 1; bubble for m >= 2*p-1 and no limit",
+    constraints="any p >= 1, m >= 1; bubble formula for m >= 2*p-1 and no memory limit",
     bubble="<= (p-1)/(3*m+p-1)",
     peak="<= m",
     to_measure=True,

@@ -17,7 +17,7 @@ from pipeloom.schedules.table import family
 @family(
     "zb-v",
     paper="Zero Bubble, arXiv:2401.10241",
-    constraints="v = 2; any p >= 1, m >= 1; bubble and peak for m >= 2*p-1",
+    constraints="v = 2; any p >= 1, m >= 1; both formulas for m >= 2*p-1",
     bubble="(p-1)/(6*m+p-1)",
     peak="p",
     chunks=2,

@@ -25,7 +25,7 @@ from pipeloom.schedules.table import family
 @family(
     "zb-h1",
     paper="Zero Bubble, arXiv:2401.10241",
-    constraints="any p >= 1, m >= 1; bubble and peak for m >= p",
+    constraints="any p >= 1, m >= 1; both formulas for m >= p",
     bubble="(p-1)/(3*m+p-1)",
     peak="p",
 )
@@ -37,7 +37,7 @@ def zb_h1(*, num_ranks: int, num_microbatches: int) -> Schedule:
 @family(
     "zb-h2",
     paper="Zero Bubble, arXiv:2401.10241",
-    constraints="any p >= 1, m >= 1; bubble and peak for m >= 2*p-1",
+    constraints="any p >= 1, m >= 1; both formulas for m >= 2*p-1",
     bubble="(p-1)/(3*m+p-1)",
     peak="2*p-1",
 )

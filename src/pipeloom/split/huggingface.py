@@ -13,7 +13,8 @@ run, including recomputation.
 
 import copy
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -211,6 +212,7 @@ class DecoderStage(StageModule):
             InputError: an attention implementation, attention type or rotary embedding that does not support slices.
         """
         from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         config = self._config
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -228,7 +230,7 @@ class DecoderStage(StageModule):
                 )
         sliced_config = copy.copy(config)
         sliced_config._attn_implementation = _SLICED[config._attn_implementation]
-        AttentionInterface.register(_SLICED["sdpa"], _sdpa)
+        AttentionInterface.register(_SLICED["sdpa"], partial(_sdpa, sdpa_attention_forward))
         AttentionInterface.register(_SLICED["eager"], _eager)
         homes = (f"transformers.models.{config.model_type}.", "transformers.activations", "transformers.pytorch_utils")
         for part in self.modules():
@@ -242,6 +244,7 @@ class DecoderStage(StageModule):
 # queries [batch, heads, tokens, width], keys and values with the same or fewer heads, result [batch, tokens, heads,
 # width].
 def _sdpa(
+    whole: Callable[..., tuple[Tensor, Tensor | None]],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -251,13 +254,9 @@ def _sdpa(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``sdpa`` outside of slices."""
+    """Calls `whole`, transformers' own ``sdpa``, outside of slices."""
     if current_slice() is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
-        )
+        return whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings)
     attended = causal_attention(query, key, value, module, dropout_p=dropout, scale=scaling, mask=attention_mask)
     return attended.transpose(1, 2).contiguous(), None
 

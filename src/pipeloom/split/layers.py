@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, SupportsIndex
 
 from torch import nn
 
+from pipeloom.common.quantities import counted
 from pipeloom.errors import SplitError
 from pipeloom.split.layer_chain import find_ties, partition
 from pipeloom.split.profile import LossFn, profile_layers
@@ -175,10 +176,10 @@ def count_layers(
         SplitError: `cut` is invalid, or a stage would have no layer.
     """
     if num_stages > len(layers):
-        counted = sum(layer.counted for layer in layers)
+        num_blocks = sum(layer.counted for layer in layers)
         raise SplitError(
-            f"num_stages={num_stages}: the model has {len(layers)} layers ({counted} of them blocks), and each stage "
-            f"needs at least one. Use num_stages={counted} or fewer."
+            f"num_stages={num_stages}: the model has {len(layers)} layers ({num_blocks} of them blocks), and each "
+            f"stage needs at least one. Use num_stages={num_blocks} or fewer."
         )
     blocks = [float(layer.counted) for layer in layers]
     if not isinstance(cut, str):
@@ -209,9 +210,13 @@ def _explicit_counts(layers: Sequence[ChainLayer], num_stages: int, cut: list[in
         ends = [blocks[done - 1] + 1 if done else blocks[0] for done in accumulate(cut[:-1])]
         counts = [end - start for start, end in zip([0, *ends], [*ends, len(layers)], strict=True)]
     if not counts or min(counts) < 1:
+        rule, found = f"is for {counted(len(cut), 'stage')} and {sum(cut)} layers or blocks", counts or cut
+        if len(cut) == num_stages and sum(cut) in (len(blocks), len(layers)):
+            rule = f"leaves stage {found.index(min(found))} without a layer"
+        which = "each of which counts" if len(blocks) == len(layers) else f"{len(blocks)} of them blocks"
         fix = partition([1.0] * len(blocks), min(num_stages, len(blocks)))
         raise SplitError(
-            f"cut={cut} has {len(cut)} counts that add up to {sum(cut)}: must be {num_stages} counts that add up to "
-            f"{len(blocks)} blocks (or {len(layers)} layers), without an empty stage. For example, use cut={fix}."
+            f"cut={cut}: {rule}. There are {counted(num_stages, 'stage')}, and the model has "
+            f"{counted(len(layers), 'layer')}, {which}. Use a cut or plan made for this model, such as cut={fix}."
         )
     return counts

@@ -116,7 +116,7 @@ def search(
 @family(
     "search",
     paper="pipeloom: greedy construction, then local search on the critical path",
-    constraints="any sizes, times, latencies and memory limits; bubble for v = 1, m >= 2*p-1 and no limit",
+    constraints="any p, m, v >= 1; bubble formula for v = 1, m >= 2*p-1 and no memory limit",
     bubble="<= (p-1)/(3*m+p-1)",
     peak="<= m",
     chunks=None,

@@ -201,7 +201,7 @@ def _check_memory(config: TrainConfig, schedule: Schedule) -> None:
     if memory.offload is None:
         for name in ("offload_activations", "offload_parameters"):
             value = getattr(memory, name)
-            if value not in (None, False):
+            if value is not None and value is not False:  # 0 activations is a value
                 raise InputError(
                     f"memory.{name}={_word(value)}: no offload target is configured. Add --memory.offload cpu or "
                     "disk:PATH."

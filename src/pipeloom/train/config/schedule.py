@@ -4,6 +4,7 @@ import math
 from functools import partial
 
 from pipeloom import schedules
+from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import DataStrategy, Schedule, check
 from pipeloom.passes import check_has_backwards
@@ -69,17 +70,17 @@ def make_schedule(config: TrainConfig) -> Schedule:
     if schedule.num_stages > config.model.layers:
         raise InputError(
             f"model.layers={config.model.layers}: schedule {name!r} has {schedule.num_stages} stages, and each needs a "
-            f"block. Use --model.layers {schedule.num_stages} or more{_fewer_stages(schedule)}."
+            f"block. Use --model.layers {schedule.num_stages} or more{_fewer_stages(config, schedule.num_stages)}."
         )
     return schedule
 
 
-def _fewer_stages(schedule: Schedule) -> str:
+def _fewer_stages(config: TrainConfig, num_stages: int) -> str:
     """The end of a fix: the options that lower the number of stages; empty if the schedule is a file."""
-    family = FAMILIES.get(schedule.name)
+    family = FAMILIES.get(schedule_name(config))
     if family is None:
         return ""
-    chunks = family.chunks is None and schedule.placement.num_chunks > 1
+    chunks = family.chunks is None and num_stages > config.parallel.pipeline
     return f", or lower parallel.pipeline{' or parallel.chunks' if chunks else ''}"
 
 
@@ -94,12 +95,11 @@ def parse_cut(config: TrainConfig, num_stages: int) -> str | list[int]:
     if len(counts) != num_stages or sum(counts) != layers:
         raise InputError(
             f"parallel.cut={cut}: has {len(counts)} stages with {sum(counts)} blocks; the run has {num_stages} stages "
-            f"and {layers} blocks."
+            f"and {layers} blocks. Give {counted(num_stages, 'number')} with the sum {layers}."
         )
     if not all(counts):
         raise InputError(
-            f"parallel.cut={cut}: stage {counts.index(0)} has no block. Give it one, or lower parallel.pipeline or "
-            "parallel.chunks."
+            f"parallel.cut={cut}: stage {counts.index(0)} has no block. Give it one{_fewer_stages(config, num_stages)}."
         )
     return counts
 
