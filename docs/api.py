@@ -30,7 +30,6 @@ TITLES = {
     "pipeloom.plan.partition": "Partitioning a model into stages with replicas",
     "pipeloom.plan.slicing": "Where to slice a sequence",
     "pipeloom.plan.memory": "Memory estimates",
-    "pipeloom.engine": "Execution of one program on one rank",
     "pipeloom.transport": "Messages between ranks",
     "pipeloom.processes": "Launcher and collectives between processes",
 }

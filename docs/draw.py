@@ -24,7 +24,7 @@ from pipeloom.ir.versions import versions_used
 from pipeloom.passes import lower, repeat_steps
 from pipeloom.plan.slicing import parse_slice_costs, slice_batch, slicing_timeline, uniform
 from pipeloom.report import timeline_svg
-from pipeloom.report.drawing import Series, line_chart
+from pipeloom.report.line_chart import Series, line_chart
 from pipeloom.sim import Timeline
 from pipeloom.train.config.train_config import options
 

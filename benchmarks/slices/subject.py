@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pipeloom as pl
-from pipeloom.autograd.recomputation import SavedBytes
+from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 
 NUM_RANKS = 2

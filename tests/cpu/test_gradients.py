@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pipeloom as pl
-from pipeloom.engine import RUNNABLE_OPS
+from pipeloom.engine.worker import RUNNABLE_OPS
 from pipeloom.errors import InputError, RunError, StageError
 from pipeloom.ir import Action, Op, Orders, Schedule
 from tests.cpu.reference import Checkpointed, accumulate, language_loss, make_gpt, make_mlp, tokens

@@ -18,7 +18,7 @@ import pytest
 
 from pipeloom.errors import InputError
 from pipeloom.processes import launcher
-from pipeloom.processes.launcher import BlackBox
+from pipeloom.processes.black_box import BlackBox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher stands on Linux")
 

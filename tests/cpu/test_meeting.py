@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeloom.errors import PeerLost
-from pipeloom.processes.collectives import fresh_part
+from pipeloom.processes.rendezvous import fresh_part
 
 
 def attempt(store: dist.Store, ranks: list[int], seconds: float) -> list[int | str]:

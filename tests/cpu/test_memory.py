@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.autograd.recomputation import SavedBytes, recomputed
+from pipeloom.autograd.recomputation import recomputed
+from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.cli import main
 from pipeloom.ir.recompute import Recompute
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn

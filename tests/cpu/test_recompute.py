@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipeloom as pl
-from pipeloom.autograd.recomputation import SavedBytes
+from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.errors import InputError, RunError
 from pipeloom.models import GPT, GPTConfig, init_parameters
 from tests.cpu.ranks import run_ranks

@@ -9,10 +9,10 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.ir import Action, DataStrategy, Op, Program
+from pipeloom.parallel.data.buckets import BucketRule, group_parameters, units_by_layer
 from pipeloom.parallel.data.layer_hooks import parameter_uses
 from pipeloom.parallel.data.unit import Unit
 from pipeloom.parallel.data.unit_gradients import UnitGradients
-from pipeloom.parallel.data.unit_layout import BucketRule, group_parameters, units_by_layer
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, tokens
 from tests.unit_program import unit_actions_of_rank

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.ir import Granularity
-from pipeloom.parallel.data.unit_layout import BucketRule, ParameterUse
+from pipeloom.parallel.data.buckets import BucketRule, ParameterUse
 
 MIB = 1 << 20
 

@@ -15,7 +15,7 @@ from pipeloom import schedules
 from pipeloom.errors import InputError
 from pipeloom.passes import lower
 from pipeloom.report import simulation_html, trace, write_report
-from pipeloom.report.drawing import Series, line_chart
+from pipeloom.report.line_chart import Series, line_chart
 from pipeloom.sim import Costs, Timeline, measured_timeline, simulate
 
 

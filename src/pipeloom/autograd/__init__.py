@@ -1,1 +1,8 @@
-"""The two halves of a backward (I and W) of any module, activation recomputation, and what autograd saves."""
+"""What the backward of any module computes, and what it keeps for that.
+
+split_backward       the two halves of a backward: I, gradients of inputs, and W, gradients of weights
+deferred_gradients   which weight gradients wait for W
+weight_products      the formulas by which W computes them
+recomputation        activation recomputation
+saved_bytes          counts what autograd saves
+"""

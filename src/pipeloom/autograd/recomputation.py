@@ -1,7 +1,5 @@
 """Activation recomputation: a forward saves less, and the backward computes the rest again (arXiv:2205.05198).
 
-`SavedBytes` counts the bytes that autograd saves for backwards during a run.
-
     full        every block saves its input        B or I runs the block's forward again, then its backward
     selective   attention saves q, k, v            B or I computes scores, softmax and result again
 
@@ -14,22 +12,17 @@ A recomputation runs with the weights of its forward (a stream installs the vers
 of its forward (`in_slice`). It changes no buffer: running statistics are restored, other changes raise.
 """
 
-from __future__ import annotations
-
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from pipeloom.autograd.split_backward import Repeatable
 from pipeloom.errors import RunError
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing.attention import attention_core
@@ -149,65 +142,3 @@ def _name_of(stage: nn.Module, module: nn.Module) -> str:
     """Name and type of a module of a stage, for error messages."""
     name = next((name for name, part in stage.named_modules() if part is module), "")
     return f"{name or 'stage'!r} ({type(module).__name__})"
-
-
-class _Saved(Repeatable):
-    """A tensor that autograd saves; counted as long as autograd keeps it. Split backwards can read it."""
-
-    __slots__ = ("_counter", "tensor")
-
-    def __init__(self, tensor: Tensor, counter: SavedBytes | None) -> None:
-        self.tensor, self._counter = tensor, counter
-        if counter is not None:
-            counter.change(tensor.untyped_storage(), 1)
-
-    def __del__(self) -> None:
-        if self._counter is not None:
-            self._counter.change(self.tensor.untyped_storage(), -1)
-
-
-class SavedBytes:
-    """Counts the bytes that autograd saves for backwards in this thread, each storage once.
-
-    Tensors that other hooks save, such as those of a checkpoint, are not counted; the inputs of a checkpoint are.
-
-    Args:
-        excluded: tensors that are not counted.
-
-    Attributes:
-        now, peak: in bytes.
-    """
-
-    def __init__(self, excluded: Iterable[Tensor]) -> None:
-        self._excluded = list(excluded)
-        self._uses: Counter[int] = Counter()
-        self.now = self.peak = 0
-
-    @classmethod
-    def beyond(cls, *modules: nn.Module) -> SavedBytes:
-        """Counts everything except parameters and buffers of `modules`."""
-        return cls(held for module in modules for held in (*module.parameters(), *module.buffers()))
-
-    def change(self, storage: torch.UntypedStorage, uses: int) -> None:
-        """Autograd saves a storage `uses` more times."""
-        before = self._uses[storage._cdata]
-        self._uses[storage._cdata] += uses
-        if not before:
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-        elif not self._uses[storage._cdata]:
-            del self._uses[storage._cdata]
-            self.now -= storage.nbytes()
-
-    def keep(self, tensor: Tensor) -> _Saved:
-        """The object that autograd saves in place of `tensor`."""
-        key = tensor.untyped_storage()._cdata
-        # Looked up each time, because zero3 gathers parameters into other memory.
-        excluded = key not in self._uses and any(held.untyped_storage()._cdata == key for held in self._excluded)
-        return _Saved(tensor, None if excluded else self)
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count the tensors that are saved inside the block."""
-        with saved_tensors_hooks(self.keep, lambda saved: saved.tensor):
-            yield

@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils import checkpoint
 
-from pipeloom.autograd.deferred_gradients import LEAF, PRODUCTS, DeferredProduct, Formula, deferred_gradients
+from pipeloom.autograd.deferred_gradients import LEAF, DeferredProduct, deferred_gradients
+from pipeloom.autograd.weight_products import PRODUCTS, Formula
 
 Root = Tensor | GradientEdge
 

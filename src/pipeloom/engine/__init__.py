@@ -1,14 +1,11 @@
-"""One program on one rank: worker, binders of actions, stores of parameters, and the driver of several ranks."""
+"""One program on one rank.
 
-from typing import TYPE_CHECKING
-
-from pipeloom.common.lazy_exports import lazy_exports
-
-if TYPE_CHECKING:
-    from pipeloom.engine.worker import RUNNABLE_OPS
-
-_HOMES = {"RUNNABLE_OPS": "pipeloom.engine.worker"}  # public names, and the module that each lives in
-
-__all__ = ["RUNNABLE_OPS"]
-
-__getattr__ = lazy_exports(__name__, _HOMES)
+executor          programs on the ranks of one process, call after call; rank_threads: one thread per rank
+worker            the stages of one rank; instructions: the loop that runs its program
+binders           each turns one action into the function that runs it
+rank_state        values that a rank holds while it runs; batch: inputs and results of a step
+stores            parameters, gradients and buffers
+model_state       the stages and parameters of one process; memory_use: their memory
+result_exchange   losses and outputs on the ranks that want them
+overlap_times     when collectives and transfers ran; activation_mover: the interface of activation offload
+"""

@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipeloom.engine.activation_mover import ActivationMover
+from pipeloom.engine.batch import Batch
 from pipeloom.engine.binders.sequence_slices import cut_sequences
+from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.model_state import ModelState
-from pipeloom.engine.overlap_times import ActivationMover
-from pipeloom.engine.rank_state import Batch, LossFn, RankWiring
+from pipeloom.engine.rank_state import LossFn, RankWiring
 from pipeloom.engine.rank_threads import RankThreads
 from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.engine.stores.gradient_sum import GradientSum
-from pipeloom.engine.worker import Bound, Record, Run, WarmUp, Worker
+from pipeloom.engine.worker import Bound, WarmUp, Worker
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Program
 from pipeloom.ir.recompute import Recompute

@@ -10,109 +10,29 @@
 Only the graph of a stage's output is kept. Its values are not read again after they are sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.autograd.recomputation import recomputed
 from pipeloom.autograd.split_backward import Root, WeightGradients
-from pipeloom.engine.overlap_times import ActivationMover, Key
-from pipeloom.errors import InputError
+from pipeloom.engine.activation_mover import ActivationMover, Key
+from pipeloom.engine.batch import Batch, Extent
 from pipeloom.ir import Action, Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing import SliceContext
 from pipeloom.split.profile import may_change_input
 from pipeloom.transport.interface import Transport, out_of_step
-from pipeloom.transport.values import Layout, Value, flatten, split_batch
+from pipeloom.transport.values import Layout, Value
 
 LossFn = Callable[[Any, Any], Tensor]
 
 # One part of an action: the function that runs it, and a function that says whether it would run without blocking.
 Step = tuple[Callable[[], None], Callable[[], bool] | None]
 Binder = Callable[["RankState", Action, Program], Step]
-
-
-class Extent(NamedTuple):
-    """A slice: tokens `start` to `end` of a sequence of `length`."""
-
-    start: int
-    end: int
-    length: int
-
-
-@dataclass
-class Batch:
-    """The inputs and results of one step, apart from messages.
-
-    Attributes:
-        inputs: inputs of each micro-batch, on ranks with the first stage.
-        targets: targets of each micro-batch, on ranks with the last stage; None where no loss is computed.
-        sizes: samples of each micro-batch, on ranks with the last stage.
-        weights: the share of each micro-batch in the loss, which is the mean over the batches of all replicas.
-        losses: losses of the micro-batches whose last stage ran here, each times its weight; of slices, their sum.
-        outputs: outputs of the last stage, where no loss is computed; of slices, a list until all are there.
-        num_samples: samples of the batch; 0 where this process reads neither inputs nor targets.
-        extents: extents of the slices, on ranks that read inputs or targets; other ranks receive them with each value.
-        seed: seed of the dropout masks of slices; None: a stage draws one where it needs it.
-    """
-
-    inputs: Sequence[Value] = ()
-    targets: Sequence[Value] | None = None
-    sizes: Sequence[int] = ()
-    weights: Sequence[float] = ()
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    outputs: dict[int, Value] = field(default_factory=dict)
-    num_samples: int = 0
-    extents: Sequence[Extent] = ()
-    seed: int | None = None
-
-    @classmethod
-    def cut(
-        cls, num_microbatches: int, inputs: Value, targets: Value, *, needs_inputs: bool, needs_targets: bool
-    ) -> Batch:
-        """Cut the batch into micro-batches, as far as this process reads it; `weigh` sets the weights.
-
-        Raises:
-            InputError: inputs or targets are missing, too short, of different lengths, or have a graph.
-        """
-        batch = cls()
-        if needs_inputs:
-            batch.inputs, sizes = _cut(inputs, num_microbatches, "inputs", "first")
-            batch.num_samples = sum(sizes)
-        if needs_targets:
-            batch.targets, sizes = _cut(targets, num_microbatches, "targets", "last")
-            if needs_inputs and sum(sizes) != batch.num_samples:
-                raise InputError(sample_mismatch(batch.num_samples, sum(sizes)))
-            batch.num_samples, batch.sizes = sum(sizes), sizes
-        return batch
-
-    def weigh(self, all_samples: int) -> None:
-        """Set the weights for a batch of `all_samples` samples over all replicas."""
-        self.weights = [size / all_samples for size in self.sizes]
-
-
-def _cut(value: Value, num_microbatches: int, what: str, where: str) -> tuple[list[Value], list[int]]:
-    if value is None:
-        raise InputError(f"{what}=None: the rank with the {where} stage reads them. Pass the batch.")
-    pieces = split_batch(value, num_microbatches, what)
-    if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in flatten(value)[1]):
-        raise InputError(
-            f"{what} require gradients: a step does not continue the backward beyond its batch. Pass {what}.detach()."
-        )
-    return pieces
-
-
-def sample_mismatch(inputs: int, targets: int) -> str:
-    """The error text for inputs and targets with different numbers of samples."""
-    return (
-        f"inputs have {inputs} samples and targets {targets}: every sample needs a target. Pass inputs and targets of "
-        "the same batch, on every process."
-    )
 
 
 def refuse_other_call(source: int, theirs: int, ours: int) -> None:

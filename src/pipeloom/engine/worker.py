@@ -1,30 +1,26 @@
-"""`Worker`: one rank's stages. `InstructionList`: the loop that runs its program; a stream runs it block by block.
+"""`Worker`: one rank's stages, and the functions of their actions.
 
 A program is bound once: every action becomes a function without arguments, a closure over its module, its channel and
-the rank's stores (`pipeloom.engine.rank_state`). A step is then one loop over these functions, without look-ups.
+the rank's stores (`pipeloom.engine.rank_state`). A step is then one loop over these functions, without
+look-ups (`InstructionList`).
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
+from pipeloom.engine.batch import Batch
 from pipeloom.engine.binders.computations import bind_backward, bind_forward, bind_weight_backward
 from pipeloom.engine.binders.sequence_slices import in_slice
 from pipeloom.engine.binders.transfers import bind_offload, bind_receive, bind_reload, bind_send, moved_keys
+from pipeloom.engine.instructions import InstructionList, Record, Run, explained
 from pipeloom.engine.overlap_times import OverlapTimes
-from pipeloom.engine.rank_state import Batch, Binder, RankState, RankWiring, Step
+from pipeloom.engine.rank_state import Binder, RankState, RankWiring, Step
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.stores.parameter_store import ParameterStore
-from pipeloom.errors import CallerError, InputError, PeerLost, PipeloomError, RunError, StageError, one_line, unwrapped
+from pipeloom.errors import InputError
 from pipeloom.ir import Action, Op, Program
 from pipeloom.ir.walk import meets
-from pipeloom.processes.launcher import BLACKBOX_BYTES, label_of
-
-# What one rank does in a call. It yields whenever it has to wait and the transport does not block.
-Run = Generator[None]
-
-Record = tuple[Action, float, float]  # an action, and when it started and ended (time.perf_counter, seconds)
 
 # Runs the first instructions of a run, and returns how many of them are done.
 WarmUp = Callable[["Worker", "Bound"], int]
@@ -44,83 +40,6 @@ _BINDERS: dict[Op, Binder] = {
 RUNNABLE_OPS = frozenset(_BINDERS) | {Op.REDUCE_GRAD, Op.STEP}
 _COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
 _STORE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """One `Step` of an action.
-
-    Attributes:
-        action: what the step belongs to; an action may have several steps.
-        run: runs the step.
-        ready: asked before `run` until it returns True, where one thread drives several ranks; None: never asked.
-        label: of the action, for the black box.
-    """
-
-    action: Action
-    run: Callable[[], None]
-    ready: Callable[[], bool] | None
-    label: bytes
-
-
-class InstructionList:
-    """Instructions of one rank in order, and the times of their last run.
-
-    Args:
-        blocking: whether steps may block; else they are asked whether they are ready.
-        blackbox: a buffer for the label of the running action; None: without labels.
-    """
-
-    def __init__(self, rank: int, steps: Iterable[tuple[Action, Step]], *, blocking: bool, blackbox: Any) -> None:
-        self._instructions = tuple(
-            Instruction(action, run, None if blocking else ready, label_of(action)) for action, (run, ready) in steps
-        )
-        self._rank, self._blackbox = rank, blackbox
-        self._starts = [0.0] * len(self._instructions)
-        self._ends = [0.0] * len(self._instructions)
-
-    def __iter__(self) -> Iterator[Instruction]:
-        return iter(self._instructions)
-
-    def run(self, start: int = 0, stop: int | None = None) -> Run:
-        """Run the instructions from `start` to before `stop`; yields whenever one is not ready.
-
-        Raises:
-            StageError: a step raised.
-            PeerLost: a rank it waited for went away.
-        """
-        starts, ends, blackbox = self._starts, self._ends, self._blackbox
-        position = start
-        try:
-            for position, instruction in enumerate(self._instructions[start:stop], start):
-                if instruction.ready is not None:
-                    while not instruction.ready():
-                        yield
-                if blackbox is not None:
-                    blackbox[:BLACKBOX_BYTES] = instruction.label
-                starts[position] = perf_counter()
-                instruction.run()
-                ends[position] = perf_counter()
-        except CallerError:
-            raise
-        except Exception as error:
-            raise explained(error, self._rank, self._instructions[position].action) from error
-
-    def records(self) -> Iterator[Record]:
-        """Every instruction with its last start and end; 0.0 where it has not run yet."""
-        actions = (instruction.action for instruction in self._instructions)
-        return zip(actions, self._starts, self._ends, strict=True)
-
-
-def explained(error: Exception, rank: int, action: Action) -> PipeloomError:
-    """`error` with the rank, stage, action and micro-batch in which it was raised."""
-    where = f"rank {rank}, stage {action.stage}, action {action}"
-    if action.microbatch is not None:
-        where += f", {'update' if action.op is Op.STEP else 'micro-batch'} {action.microbatch}"
-    if isinstance(error, RunError):
-        kind = PeerLost if isinstance(error, PeerLost) else RunError
-        return kind(f"{where}: {unwrapped(str(error))}")
-    return StageError(f"{where}: {one_line(error)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """The processes of a run.
 
-launcher        starts the ranks of a run on this host, and ends them all when one fails; their black boxes
+launcher        starts the ranks of a run on this host, and ends them all when one fails
+black_box       a page of memory with a rank's step, action and error, which outlives the rank
+rendezvous      how processes meet, also after torchrun has restarted them
 agreement       compares what processes are about to run
-collectives     the default process group: how processes meet (also after torchrun restarted them), small collectives
+collectives     small collectives; gloo_threads: the end of gloo's threads
 host_memory     whether freed host memory stays in the process
 """
 
@@ -11,11 +13,11 @@ from typing import TYPE_CHECKING
 from pipeloom.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from pipeloom.processes.black_box import BLACKBOX_BYTES
     from pipeloom.processes.collectives import all_gather_bytes
-    from pipeloom.processes.launcher import BLACKBOX_BYTES
 
 # Public names, and the module that each lives in.
-_HOMES = {"BLACKBOX_BYTES": "pipeloom.processes.launcher", "all_gather_bytes": "pipeloom.processes.collectives"}
+_HOMES = {"BLACKBOX_BYTES": "pipeloom.processes.black_box", "all_gather_bytes": "pipeloom.processes.collectives"}
 
 __all__ = ["BLACKBOX_BYTES", "all_gather_bytes"]
 

@@ -1,37 +1,16 @@
-"""The process group of a run: how its processes meet, small collectives over it, and the end of gloo's threads.
+"""Small collectives between the processes of a run. They pickle nothing, and raise PeerLost where one was lost."""
 
-Collectives pickle nothing, and raise PeerLost where a process was lost. Processes meet through a part of a store that
-only this attempt uses:
-
-torchrun restarts all processes when one fails. Its store may outlive them and keep their addresses, and a process that
-reads an old address waits for a process that has ended. torchrun's restart count cannot tell attempts apart, since
-every host counts for itself. So rank 0 draws a new number, and sends it to each rank that asks:
-
-    rank 0                                                rank 2
-      │ generation += 1                                     │ asked/2 += 1, now 5
-      │ answer/2/4 = generation   (of a dead rank 2)        │ waits for answer/2/5
-      │ answer/2/5 = generation ───────────────────────────▶│
-      │ waits for taken/generation/2 ◀──────────────────────│ has the generation
-"""
-
-import atexit
 import re
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from pipeloom.errors import PeerLost, PipeloomError, shortened
-from pipeloom.processes.launcher import Membership
+from pipeloom.processes.gloo_threads import let_gloo_finish
 
 _LOST = "another process ended, or timed out, during a collective"
 
@@ -39,9 +18,6 @@ _LOST = "another process ended, or timed out, during a collective"
 _LOST_WORDS = re.compile(r"gloo/transport/|timed?[ -]?out|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
 # Found in errors about this process alone, or about a wrong call.
 _LOCAL_WORDS = re.compile(r"^\[enforce fail|out of memory|ncclUnhandledCudaError|ncclInvalid")
-_POLL_SECONDS = 0.01  # of rank 0, while other ranks start
-_LOOK_SECONDS = 0.05  # between two checks of the threads
-_MOST_SECONDS = 5.0  # the user's threads may never be idle
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -83,49 +59,6 @@ def cpu_group() -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
         return made, (made,)
     assert dist.group.WORLD is not None
     return dist.group.WORLD, ()
-
-
-def join(member: Membership, backend: str) -> None:
-    """Make the default process group of `member`'s run. Every process of the run calls it.
-
-    Raises:
-        PeerLost: a process timed out.
-    """
-    rank, size = member.rank, member.world_size
-    if member.black_box is not None:  # the launcher made the meeting place for this run
-        dist.init_process_group(backend, init_method=member.meeting, rank=rank, world_size=size)
-        return
-    store, _, _ = next(rendezvous(member.meeting, rank, size))
-    dist.init_process_group(backend, store=fresh_part(store, rank, size), rank=rank, world_size=size)
-
-
-def fresh_part(store: Store, rank: int, size: int, timeout_seconds: float = 1800.0) -> Store:
-    """A part of `store`, the same for the `size` processes that call it, which no earlier process has used.
-
-    Raises:
-        PeerLost: a process timed out.
-    """
-    lost = f"rank {rank} waited {timeout_seconds:g} s for the other ranks to start"
-    with noticing_lost_peers(lost):
-        if rank == 0:
-            generation = store.add("pipeloom/generation", 1)
-            deadline = time.monotonic() + timeout_seconds
-            for other in range(1, size):
-                while not store.check([f"pipeloom/taken/{generation}/{other}"]):
-                    if time.monotonic() > deadline:
-                        raise PeerLost(
-                            f"{lost}: rank {other} did not start. Start one process per rank, and look for an error of "
-                            f"rank {other}."
-                        )
-                    asked = store.add(f"pipeloom/asked/{other}", 0)
-                    store.set(f"pipeloom/answer/{other}/{asked}", str(generation))
-                    time.sleep(_POLL_SECONDS)
-        else:
-            answer = f"pipeloom/answer/{rank}/{store.add(f'pipeloom/asked/{rank}', 1)}"
-            store.wait([answer], timedelta(seconds=timeout_seconds))
-            generation = int(store.get(answer))
-            store.set(f"pipeloom/taken/{generation}/{rank}", "")
-    return PrefixStore(f"pipeloom/{generation}", store)
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -181,35 +114,3 @@ def all_gather_bytes(
         gathered = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(gathered, padded, group=group, async_op=True).wait(*timeout)
     return [row[:size].cpu().numpy().tobytes() for row, size in zip(gathered, sizes, strict=True)]
-
-
-@cache
-def let_gloo_finish() -> None:
-    """Register a wait for gloo's threads before the interpreter shuts down. Call it before using gloo.
-
-    Gloo's threads release tensors shortly after a collective has returned, and need the interpreter lock for that. A
-    thread that requests the lock during the shutdown is ended inside C++ code, which aborts the process.
-    """
-    atexit.register(_wait_for_threads)
-
-
-def _wait_for_threads() -> None:
-    """Wait until all other threads sleep in two checks. A thread that waits for the interpreter lock sleeps too, but
-    runs between the checks. On a busy host a runnable thread may wait long for a core.
-    """
-    deadline = time.monotonic() + _MOST_SECONDS
-    num_quiet = 0
-    while num_quiet < 2 and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
-        num_quiet = 0 if _others_work() else num_quiet + 1
-
-
-def _others_work() -> bool:
-    """Whether another thread of this process is runnable; False where /proc does not show threads."""
-    own = str(threading.get_native_id())
-    with suppress(OSError):
-        for task in Path("/proc/self/task").iterdir():
-            with suppress(OSError):  # the thread has just ended
-                if task.name != own and (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD":
-                    return True
-    return False

@@ -9,10 +9,7 @@ and its current action into its black box, which the launcher reads when the ran
 The launcher does not import torch: it starts in a tenth of a second and takes little memory.
 """
 
-from __future__ import annotations
-
 import ctypes
-import mmap
 import os
 import signal
 import subprocess
@@ -22,58 +19,17 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pipeloom.errors import InputError, PeerLost, PipeloomError
-from pipeloom.ir import Action
+from pipeloom.processes.black_box import BlackBox
 
-BLACKBOX_BYTES = 64  # size of the label of the running action in a black box
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _PEER_LOST = 3  # exit code of a rank that failed because it lost another rank
 _POLL_SECONDS = 0.02
 _CAUSE_SECONDS = 3.0  # how long the launcher waits for the rank that caused the PeerLost of others
 _GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1
-
-
-def label_of(action: Action) -> bytes:
-    """The label of `action` in a black box, padded with NULs."""
-    return f"{action}".encode().ljust(BLACKBOX_BYTES, b"\0")[:BLACKBOX_BYTES]
-
-
-class _Text:
-    """A text in one part of the page, on one line; the part ends it where it is too long."""
-
-    def __init__(self, start: int, stop: int) -> None:
-        self.place = slice(start, stop)
-
-    def __get__(self, box: BlackBox, kind: type[Any] | None = None) -> str:
-        return box.page[self.place].split(b"\0", 1)[0].decode(errors="replace")
-
-    def __set__(self, box: BlackBox, text: str) -> None:
-        size = self.place.stop - self.place.start
-        box.page[self.place] = " ".join(text.split()).encode()[: size - 1].ljust(size, b"\0")
-
-
-class BlackBox:
-    """A page of memory that a rank shares with the launcher. It outlives the rank.
-
-    Attributes:
-        action: the last action, such as ``1B3``; empty before the first.
-        phase: the rank's current phase, such as ``step 12``.
-        last_words: the error that ended the rank.
-    """
-
-    SIZE = 4096
-    action, phase, last_words = _Text(0, BLACKBOX_BYTES), _Text(BLACKBOX_BYTES, 192), _Text(192, SIZE)
-
-    def __init__(self, descriptor: int) -> None:
-        self.page = mmap.mmap(descriptor, self.SIZE)
-
-    @property
-    def action_buffer(self) -> memoryview:
-        """The part for the label of the running action, `BLACKBOX_BYTES` long."""
-        return memoryview(self.page)[:BLACKBOX_BYTES]
 
 
 @dataclass(frozen=True, slots=True)

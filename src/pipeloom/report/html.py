@@ -10,7 +10,7 @@ from markupsafe import Markup
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.quantities import bytes_text, counted, number_text, percent_text, plural, seconds_text
 from pipeloom.errors import InputError
-from pipeloom.report.drawing import Series, line_chart
+from pipeloom.report.line_chart import Series, line_chart
 from pipeloom.report.perfetto import write_trace
 from pipeloom.report.run_files import Metrics, read_configuration, read_environment, read_metrics, read_timelines
 from pipeloom.report.svg import timeline_svg

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.parallel import Mesh
-from pipeloom.processes import collectives
+from pipeloom.processes import rendezvous
 from pipeloom.processes.collectives import all_gather_bytes, noticing_lost_peers
 from pipeloom.processes.launcher import Membership
 from pipeloom.train.checkpoint.exchange import Exchange
@@ -72,7 +72,7 @@ def join(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
         yield Group(0, 1, device)
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    collectives.join(member, backend)
+    rendezvous.join(member, backend)
     shape = config.mesh_shape(member.world_size)
     degree = shape.degree("dp")
     mesh = Mesh(pp=shape.degree("pp"), dp=degree, order=shape.axes) if degree > 1 else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeloom.ir import Schedule
 from pipeloom.models import GPT, loss_fn, materialize
 from pipeloom.parallel import OffloadedOptimizer
-from pipeloom.processes.launcher import BlackBox
+from pipeloom.processes.black_box import BlackBox
 from pipeloom.split import Stages, split
 from pipeloom.train.config.memory import activation_offload, offloads
 from pipeloom.train.config.schedule import make_schedule, parse_cut, slice_lengths

@@ -10,10 +10,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from pipeloom.engine.model_state import MemoryUse
-from pipeloom.engine.rank_state import Batch, LossFn
+from pipeloom.engine.batch import Batch
+from pipeloom.engine.instructions import Record
+from pipeloom.engine.memory_use import MemoryUse
+from pipeloom.engine.rank_state import LossFn
 from pipeloom.engine.result_exchange import total
-from pipeloom.engine.worker import Record, WarmUp
+from pipeloom.engine.worker import WarmUp
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Schedule
 from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision

@@ -1,17 +1,7 @@
-"""The two ends of a channel over shared memory (see `pipeloom.transport.shared_memory`), and the blocks between them.
-
-A block is a region of anonymous memory, mapped by its sender and its receiver:
-
-    byte 0        whether the receiver still uses the block; set by the sender, cleared by the receiver
-    byte 64...    the tensors of one message, each aligned to 64 bytes
-
-The C library makes the mapping: Python's ``mmap`` keeps a file descriptor open for each, and a step of a thousand
-micro-batches would run out of descriptors.
-"""
+"""The two ends of a channel over shared memory (see `pipeloom.transport.shared_memory`)."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import math
 import mmap
@@ -20,16 +10,16 @@ import select
 import socket
 import struct
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pipeloom.errors import PeerLost
 from pipeloom.transport.interface import Channel, Incoming, Message, Outgoing
+from pipeloom.transport.shared_block import HEAD_BYTES, SharedBlock
 from pipeloom.transport.values import Layout, decode
 
 # Block number, block capacity, call, length of a layout that is in the block and not here, number of dropped blocks;
@@ -41,91 +31,6 @@ _MAX_DROPPED = 1 << 12  # blocks named in one datagram
 _NO_BLOCK = 0xFFFFFFFF
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _NO_WAIT = int(socket.MSG_DONTWAIT)
-
-
-_HEAD_BYTES = 64
-_FREE, _USED = 0, 1
-_COPIED_BYTES = 1 << 17  # a receiver copies messages up to this size
-_C = ctypes.CDLL(None, use_errno=True)
-_C.mmap.restype = ctypes.c_void_p
-_C.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-
-class SharedBlock:
-    """A block with room for `capacity` bytes of tensors. Its number identifies it on both sides of a channel.
-
-    The descriptor of its memory may be closed afterwards.
-    """
-
-    __slots__ = ("_bytes", "_layout", "_lease", "_memory", "_places", "capacity", "number")
-
-    def __init__(self, number: int, descriptor: int, capacity: int) -> None:
-        self.number = number
-        self.capacity = capacity
-        size = _HEAD_BYTES + capacity
-        address = _C.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            raise OSError(ctypes.get_errno(), f"cannot map {size} bytes of shared memory")
-        self._memory = (ctypes.c_ubyte * size).from_address(address)
-        weakref.finalize(self._memory, _C.munmap, address, size).atexit = False  # when its last view is gone
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._layout: Layout | None = None
-        self._places: list[Tensor] = []
-        self._lease: weakref.ref[memoryview] | None = None
-
-    @property
-    def free(self) -> bool:
-        """Whether the sender may write to it."""
-        return self._memory[0] == _FREE
-
-    def write(self, layout: Layout, tensors: Any, tail: bytes = b"") -> None:
-        """Sender: copy a message's tensors, and `tail` to the end of the block, and mark it used."""
-        self._memory[0] = _USED
-        if tail:
-            memoryview(self._memory).cast("B")[-len(tail) :] = tail
-        for place, tensor in zip(self._places_of(layout), tensors, strict=True):
-            place.copy_(tensor)
-
-    def _places_of(self, layout: Layout) -> list[Tensor]:
-        """Views of a message's tensors in the block; cached, since most messages of a block have the same layout."""
-        if layout is not self._layout:
-            self._layout = layout
-            self._places = []
-            for (shape, dtype, _), offset in zip(layout.specs, layout.offsets, strict=True):
-                start = _HEAD_BYTES + offset
-                flat = self._bytes[start : start + shape.numel() * dtype.itemsize]
-                self._places.append(flat.view(dtype).view(shape))
-        return self._places
-
-    def tail(self, num_bytes: int) -> bytes:
-        """Receiver: the last bytes of the block."""
-        return bytes(memoryview(self._memory).cast("B")[-num_bytes:])
-
-    def read(self, layout: Layout) -> list[Tensor]:
-        """Receiver: the message's tensors, as views; the block is free again when the last view is gone.
-
-        Tensors of a small message are copies: copying takes less time, and the block is free at once.
-        """
-        if layout.num_bytes <= _COPIED_BYTES:
-            copies = [place.clone() for place in self._places_of(layout)]
-            self._memory[0] = _FREE
-            return copies
-        view = memoryview(self._memory)  # only the storages below keep it alive
-
-        def release(_: Any, memory: Any = self._memory) -> None:
-            memory[0] = _FREE
-
-        self._lease = weakref.ref(view, release)
-        tensors = []
-        for (shape, dtype, _), offset in zip(layout.specs, layout.offsets, strict=True):
-            count = shape.numel()
-            if count:
-                flat = torch.frombuffer(view, dtype=dtype, count=count, offset=_HEAD_BYTES + offset)
-                tensors.append(flat.view(shape))
-            else:
-                tensors.append(torch.empty(shape, dtype=dtype))
-        return tensors
 
 
 class Waiting(Protocol):
@@ -171,7 +76,7 @@ class SharedOutgoing(Outgoing):
             if block is None:
                 capacity = -(-need // mmap.PAGESIZE) * mmap.PAGESIZE
                 descriptor = os.memfd_create("pipeloom", os.MFD_CLOEXEC)
-                os.ftruncate(descriptor, _HEAD_BYTES + capacity)
+                os.ftruncate(descriptor, HEAD_BYTES + capacity)
                 block = SharedBlock(self._num_made, descriptor, capacity)
                 self._num_made += 1
                 self._blocks.append(block)

@@ -1,1 +1,6 @@
-"""Binders: each turns one action into the function that runs it."""
+"""Binders: each turns one action into the function that runs it.
+
+computations      F, B, I and W
+transfers         SEND and RECV, OFFLOAD and RELOAD
+sequence_slices   what F, B and I do in addition where sequences are sliced
+"""

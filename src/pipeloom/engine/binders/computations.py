@@ -11,8 +11,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from pipeloom.autograd.split_backward import Root, WeightGradients, backward_input, run_backward
+from pipeloom.engine.batch import Extent
 from pipeloom.engine.binders.sequence_slices import cut_slice, join_slices, sliced_module
-from pipeloom.engine.rank_state import Extent, RankState, Step
+from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program
 from pipeloom.transport.values import Layout, Value, copied, flatten, unflatten

@@ -16,7 +16,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from pipeloom.engine.rank_state import Batch, Extent, RankState, Step
+from pipeloom.engine.batch import Batch, Extent
+from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import InputError, listed
 from pipeloom.ir import Action, Program
 from pipeloom.slicing import RefuseRawAttention, SliceContext

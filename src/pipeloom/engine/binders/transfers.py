@@ -14,9 +14,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from pipeloom.engine.activation_mover import ActivationMover, Key
+from pipeloom.engine.batch import sample_mismatch
 from pipeloom.engine.binders.computations import bind_entry
-from pipeloom.engine.overlap_times import ActivationMover, Key
-from pipeloom.engine.rank_state import RankState, Step, sample_mismatch
+from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, Op, Program, peer_of
 from pipeloom.transport.interface import Channel, Lane, Message, call_only, num_samples_of

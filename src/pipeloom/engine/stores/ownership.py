@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from pipeloom.engine.stores.gradient_sum import BufferHome, Shared, SharedBuffers
+from pipeloom.engine.stores.gradient_sum import Shared
+from pipeloom.engine.stores.shared_buffers import BufferHome, SharedBuffers
 from pipeloom.errors import InputError, unwrapped
 from pipeloom.ir import Program
 from pipeloom.split import Stages

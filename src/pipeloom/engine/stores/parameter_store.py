@@ -1,100 +1,21 @@
-"""`ParameterStore`: the parameters of one rank and their bytes. `Sharing`: how data-parallel replicas share them.
+"""`ParameterStore`: the parameters of one rank, their gradients and their bytes.
 
 An optimizer updates *main parameters*. Without data parallelism and mixed precision these are the parameters of the
 modules. Otherwise `pipeloom.parallel` keeps main parameters in addition to the modules' own: shards, or master
 parameters in float32.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.overlap_times import OverlapTimes
-from pipeloom.engine.rank_state import LossFn, Step
+from pipeloom.engine.rank_state import Step
+from pipeloom.engine.stores.held_bytes import HeldBytes, Offloaded, PeakBytes
 from pipeloom.engine.stores.parameter_range import Range
-from pipeloom.ir import Action, DataAxis, Program
-from pipeloom.transport.values import Value
-
-
-class HeldBytes(NamedTuple):
-    """Bytes held at one moment.
-
-    Attributes:
-        parameters: of modules; of sharded ones those that are gathered.
-        masters: of main parameters with their own memory: master parameters, shards.
-        gradients: of modules and of main parameters, and of gradients in reduction.
-    """
-
-    parameters: int
-    masters: int
-    gradients: int
-
-    @classmethod
-    def of(cls, modules: Iterable[nn.Module], main: Iterable[nn.Parameter], gradients: Iterable[Tensor]) -> HeldBytes:
-        """Counted storage by storage, each once and as the first kind that has it."""
-        seen: set[int] = set()
-        counts = []
-        for tensors in ((p for module in modules for p in module.parameters()), main, gradients):
-            storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in tensors) if s._cdata not in seen}
-            seen |= storages.keys()
-            counts.append(sum(storage.nbytes() for storage in storages.values()))
-        return cls(*counts)
-
-
-class PeakBytes(NamedTuple):
-    """Peak bytes of the last run.
-
-    Attributes:
-        gathered: of gathered parameters that are freed again (zero3).
-        gradients: as `HeldBytes.gradients`; 0 where peaks are not recorded.
-    """
-
-    gathered: int
-    gradients: int
-
-
-class Offloaded(NamedTuple):
-    """Offloaded main parameters.
-
-    Attributes:
-        num_bytes: of these parameters.
-        moved_bytes: bytes read and written so far.
-        wait_seconds: how long gathers have waited for reads so far.
-    """
-
-    num_bytes: int
-    moved_bytes: int
-    wait_seconds: float
-
-
-class Gauge:
-    """A number of bytes and its peak.
-
-    Attributes:
-        now, peak: in bytes.
-    """
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-
-    def restart(self) -> None:
-        """Start a new peak at the current value."""
-        self.peak = self.now
-
-    def add(self, change: int) -> None:
-        """Add `change` bytes, which may be negative."""
-        self.set(self.now + change)
-
-    def set(self, value: int) -> None:
-        """Set the number."""
-        self.now = value
-        self.peak = max(self.peak, value)
+from pipeloom.ir import Action, Program
 
 
 class ParameterStore:
@@ -172,71 +93,3 @@ class ParameterStore:
     def writable(self) -> AbstractContextManager[None]:
         """A context in which the modules' parameters may be written."""
         return nullcontext()
-
-
-class RankModules(NamedTuple):
-    """The modules of one rank.
-
-    Attributes:
-        stages: modules by stage.
-        held: their parameters by canonical name.
-        homes: by the same names, all stages with the parameter.
-        layers: for every stage of the model, names of its layers.
-    """
-
-    stages: Mapping[int, nn.Module]
-    held: Mapping[str, nn.Parameter]
-    homes: Mapping[str, tuple[int, ...]]
-    layers: Sequence[Sequence[str]]
-
-
-class Sharing:
-    """How data-parallel replicas share work and memory. This class: a single replica that shares nothing.
-
-    Attributes:
-        axis: the data axis; None for a single replica that computes with its main parameters.
-        replica: index of this process's replica.
-        sharded: whether replicas have different shards of main parameters.
-        terms: settings that must be equal on all processes, in addition to the program.
-    """
-
-    axis: DataAxis | None = None
-    replica: int = 0
-    sharded: bool = False
-    terms: Sequence[str] = ()
-
-    def check_device(self, device: torch.device) -> None:
-        """Raises InputError where parameters cannot be offloaded from a model's device."""
-
-    def store(self, rank: RankModules) -> ParameterStore:
-        """The store of one rank."""
-        return ParameterStore(rank.held, rank.stages.values())
-
-    def sum_samples(self, count: int, refusal: Exception | None = None) -> int:
-        """The number of samples in the batches of all replicas; every replica calls it.
-
-        Args:
-            count: of this replica.
-            refusal: the error, if this replica's batch is invalid.
-
-        Raises:
-            InputError: the batch of a replica is invalid. On that replica `refusal` is raised.
-        """
-        if refusal is not None:
-            raise refusal
-        return count
-
-    def sum_losses(self, loss: Tensor) -> Tensor:
-        """The sum over replicas; every replica calls it."""
-        return loss
-
-    def leave(self) -> None:
-        """Called after an error: notifies the other replicas, which may wait for this one."""
-
-    def inputs(self, value: Value) -> Value:
-        """The model's inputs in the format of its parameters."""
-        return value
-
-    def loss_fn(self, loss_fn: LossFn | None) -> LossFn | None:
-        """The loss of outputs in that format."""
-        return loss_fn

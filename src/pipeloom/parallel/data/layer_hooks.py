@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.ir import DataAxis, Op
 from pipeloom.ir.unit_actions import UnitAction, gathers_inside, unit_actions
+from pipeloom.parallel.data.buckets import ParameterUse
+from pipeloom.parallel.data.reductions import Completion
 from pipeloom.parallel.data.unit import Unit
-from pipeloom.parallel.data.unit_gradients import Completion
-from pipeloom.parallel.data.unit_layout import ParameterUse
 from pipeloom.parallel.mixed_precision import with_statistics
 
 
@@ -124,7 +124,7 @@ def parameter_uses(
     homes: Mapping[str, tuple[int, ...]],
     num_bytes: Callable[[nn.Parameter], int],
 ) -> list[ParameterUse]:
-    """The parameters of a stage in its order, as `pipeloom.parallel.data.unit_layout` groups them.
+    """The parameters of a stage in its order, as `pipeloom.parallel.data.buckets` groups them.
 
     Args:
         module: the stage.

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.engine.rank_state import LossFn
-from pipeloom.engine.stores.parameter_store import ParameterStore, RankModules, Sharing
+from pipeloom.engine.stores.parameter_store import ParameterStore
+from pipeloom.engine.stores.sharing import RankModules, Sharing
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis
 from pipeloom.parallel.data.replica_group import ReplicaGroup

@@ -9,23 +9,23 @@ masters they are the module's parameters. Where they have memory of their own, t
 reads this replica's segment from the offload target, before the collective.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.overlap_times import Wait, no_wait
+from pipeloom.engine.stores.held_bytes import Gauge
 from pipeloom.engine.stores.parameter_range import Range
-from pipeloom.engine.stores.parameter_store import Gauge
 from pipeloom.ir import DataStrategy
+from pipeloom.parallel.data.full_parameters import FullParameters
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit_gradients import UnitGradients
 from pipeloom.parallel.data.unit_layout import FlatLayout, own_segment
 from pipeloom.parallel.mixed_precision import NumberFormats
 from pipeloom.parallel.offload.main_parameters import OffloadedShard, offloaded_parameter
-from pipeloom.parallel.offload.store import Mover
+from pipeloom.parallel.offload.mover import Mover
 
 
 class Unit:
@@ -230,55 +230,3 @@ class Unit:
             start, stop = self._layout.shard(index, self._segment)
             value, offloaded = values[name].reshape(-1)[start:stop].view(main.shape), offloaded_parameter(main)
             main.copy_(value) if offloaded is None else offloaded.write(value)
-
-
-class FullParameters:
-    """Flat memory of full parameters, which zero3 frees between uses.
-
-    A module parameter stays one object, and `flat` stays one storage, which is resized: a graph that saved a parameter
-    or a view of it reads its values again after the next gather. A freed parameter reads as NaN.
-
-    Attributes:
-        flat: the values of the module's parameters, which are views of it from now on.
-        frees: whether `free` frees anything; `gathered` counts the bytes that are there and can be freed.
-    """
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], layout: FlatLayout, flat: Tensor, frees: bool, gathered: Gauge
-    ) -> None:
-        self.flat, self.frees = flat, frees
-        self._parameters, self._gathered = parameters, gathered
-        shapes = [parameter.shape for parameter in parameters]
-        self._views = layout.views(flat, shapes)
-        missing = flat.new_full((), math.nan if flat.is_floating_point() else 0)
-        self._missing = [missing.expand(shape) for shape in shapes]
-        self._set(self._views)
-        if frees:
-            gathered.add(flat.nbytes)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether there is memory for values."""
-        return bool(self.flat.untyped_storage().nbytes())
-
-    def allocate(self) -> None:
-        """Allocate memory for values, if it was freed."""
-        if self.frees and not self.is_there:
-            self.flat.untyped_storage().resize_(self.flat.nbytes)
-            self._gathered.add(self.flat.nbytes)
-
-    def show(self) -> None:
-        """Have module parameters read that memory."""
-        if self.frees:
-            self._set(self._views)
-
-    def free(self) -> None:
-        """Free the memory."""
-        self._set(self._missing)
-        if self.is_there:
-            self.flat.untyped_storage().resize_(0)
-            self._gathered.add(-self.flat.nbytes)
-
-    def _set(self, values: Sequence[Tensor]) -> None:
-        for parameter, value in zip(self._parameters, values, strict=True):
-            parameter.data = value

@@ -1,4 +1,4 @@
-"""The gradients of units, from autograd to the optimizer, and when each unit's are summed over replicas.
+"""`UnitGradients`: the gradients of one unit, from autograd to the optimizer.
 
 module gradients      ``.grad`` of module parameters, as autograd makes them, until a reduction takes them
 flat gradients        full: the flat tensor that a collective sums over replicas
@@ -8,16 +8,14 @@ main gradients        ``.grad`` of main parameters: the sums, added to the gradi
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.overlap_times import Wait
 from pipeloom.errors import RunError
-from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program
+from pipeloom.ir import DataStrategy
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit_layout import FlatLayout, own_segment
 
@@ -136,145 +134,3 @@ class UnitGradients:
         yield from (tensor for tensor in (*grads, self._own_sum, *self._sums, *self._aside) if tensor is not None)
         for _, own, flat in self._reducing:
             yield from (own, flat)
-
-
-class Completion:
-    """Starts the reductions of one REDUCE_GRAD inside the last backward that it covers.
-
-    All replicas reduce the `units` in their order.
-    """
-
-    def __init__(self, units: Sequence[UnitGradients], start: Callable[[UnitGradients], None]) -> None:
-        self._units, self._start = units, start
-        self._queue: deque[UnitGradients] = deque()
-        self._missing: dict[UnitGradients, set[int]] = {}
-        self._begun = False
-
-    def begin(self) -> None:
-        """The last backward begins."""
-        self._queue.extend(unit for unit in self._units if any(p.requires_grad for p in unit.parameters))
-        self._begun = True
-
-    @contextmanager
-    def armed(self) -> Iterator[None]:
-        """Around the last backward: a unit starts once all its parameters have their gradients."""
-        self.begin()
-        handles = []
-        for unit in self._queue:
-            wanted = [(i, parameter) for i, parameter in enumerate(unit.parameters) if parameter.requires_grad]
-            self._missing[unit] = {index for index, _ in wanted}
-            for index, parameter in wanted:
-                hook = partial(self._arrived, unit, index)
-                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _arrived(self, unit: UnitGradients, index: int, _: Tensor) -> None:
-        if unit in self._missing:
-            self._missing[unit].discard(index)
-            while self._queue and not self._missing[self._queue[0]]:
-                self._start(self._queue.popleft())
-
-    def reach(self, unit: UnitGradients) -> None:
-        """All gradients of `unit` are computed. Called in the order of the units, also for those not reduced here."""
-        if self._queue and self._queue[0] is unit:
-            self._start(self._queue.popleft())
-
-    def flush(self) -> None:
-        """Start all that remain, also units with missing gradients."""
-        if not self._begun:
-            self.begin()
-        while self._queue:
-            self._start(self._queue.popleft())
-        self.drop()
-
-    def drop(self) -> None:
-        """Drop all state of the run."""
-        self._queue.clear()
-        self._missing.clear()
-        self._begun = False
-
-
-@dataclass(eq=False)
-class Reductions:
-    """The reductions of one rank over replicas, from the first that starts to the deposit of all sums.
-
-    Where gradients are sharded, a reduction waits for the one before, because each holds the flat gradients of a unit.
-    `look` is called at peak memory, with flat gradients that `tensors` does not yield yet.
-    """
-
-    _by_stage: Mapping[int, Sequence[UnitGradients]]
-    _data: DataAxis
-    _replicas: ReplicaGroup
-    _look: Callable[[Tensor | None], None]
-
-    def __post_init__(self) -> None:
-        self._units = list(dict.fromkeys(unit for units in self._by_stage.values() for unit in units))
-        self._completions: dict[Action, Completion] = {}
-        self._reducing: deque[UnitGradients] = deque()
-
-    def completion(self, action: Action, program: Program) -> Completion:
-        """The `Completion` of a REDUCE_GRAD.
-
-        Its units go from the last layer to the first, as backwards finish them. Once per step, a unit that several
-        stages of the rank share waits for the REDUCE_GRAD of the last of them.
-        """
-        if action not in self._completions:
-            units = [*reversed(self._by_stage[action.stage])]
-            if not self._data.shards_gradients or self._data.granularity is Granularity.STEP:
-                order = next(order for order in program.orders if action in order)
-                behind = order[order.index(action) + 1 :]
-                later = {a.stage for a in behind if a.op is Op.REDUCE_GRAD and a.microbatch is not None}
-                waiting = {unit for stage in later - {action.stage} for unit in self._by_stage.get(stage, ())}
-                units = [unit for unit in units if unit not in waiting]
-            self._completions[action] = Completion(units, self._start)
-        return self._completions[action]
-
-    def _start(self, unit: UnitGradients) -> None:
-        if self._replicas.degree == 1:  # autograd accumulates in place until the run ends
-            return
-        if self._data.shards_optimizer:
-            self._wait()
-        unit.start(self._look)
-        self._reducing.append(unit)
-
-    def _wait(self) -> None:
-        while self._reducing:
-            self._reducing.popleft().wait_first()
-
-    def finish(self, loss_scale: float) -> None:
-        """All backwards are done: wait for all sums, and add them, divided by `loss_scale`, to main gradients."""
-        if self._replicas.degree == 1:
-            self._look(None)
-            for unit in self._units:
-                unit.start(self._look)
-        self._wait()  # for the known reductions, before replicas exchange flags
-        flags = iter(self._replicas.any([flag for unit in self._units for flag in (unit.late, *unit.present)]))
-        present = {}
-        for unit in self._units:
-            if next(flags):  # on some replica, gradients came after their reduction had started
-                self._start(unit)
-            present[unit] = [next(flags) for _ in unit.present]
-        self._wait()
-        for unit in self._units:
-            unit.deposit(present[unit], loss_scale)
-
-    def tensors(self) -> Iterator[Tensor]:
-        """All tensors that hold gradients now."""
-        for unit in self._units:
-            yield from unit.tensors()
-
-    def begin(self) -> None:
-        for unit in self._units:
-            unit.begin()
-
-    def drop(self) -> None:
-        """Drop all state of the run."""
-        self._reducing.clear()
-        for completion in self._completions.values():
-            completion.drop()
-        for unit in self._units:
-            unit.drop()

@@ -8,17 +8,21 @@ from types import SimpleNamespace
 from torch import Tensor, nn
 
 from pipeloom.engine.rank_state import Step
-from pipeloom.engine.stores.parameter_store import Gauge, HeldBytes, Offloaded, ParameterStore, PeakBytes, RankModules
+from pipeloom.engine.stores.held_bytes import Gauge, HeldBytes, Offloaded, PeakBytes
+from pipeloom.engine.stores.parameter_store import ParameterStore
+from pipeloom.engine.stores.sharing import RankModules
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, DataAxis, Op, Program
+from pipeloom.parallel.data.buckets import BucketRule, ParameterUse, group_parameters, units_by_layer
 from pipeloom.parallel.data.layer_hooks import LayerHooks, parameter_uses
+from pipeloom.parallel.data.reductions import Reductions
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit import Unit
-from pipeloom.parallel.data.unit_gradients import Reductions
-from pipeloom.parallel.data.unit_layout import BucketRule, FlatLayout, ParameterUse, group_parameters, units_by_layer
+from pipeloom.parallel.data.unit_layout import FlatLayout
 from pipeloom.parallel.mixed_precision import DTYPES, NumberFormats, cast_tables, with_statistics
 from pipeloom.parallel.offload.main_parameters import offloaded_parameter
-from pipeloom.parallel.offload.store import Mover, open_store
+from pipeloom.parallel.offload.mover import Mover
+from pipeloom.parallel.offload.store import open_store
 from pipeloom.parallel.options import DataParallel, OffloadTarget, Precision
 from pipeloom.split.module import StageModule
 

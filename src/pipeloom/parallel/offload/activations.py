@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.autograd.split_backward import Repeatable
-from pipeloom.engine.overlap_times import ActivationMover, Key, OverlapTimes, Wait
+from pipeloom.engine.activation_mover import ActivationMover, Key
+from pipeloom.engine.overlap_times import OverlapTimes, Wait
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op
-from pipeloom.parallel.offload.store import Mover, Region, Store, aligned, open_store, queued_work
+from pipeloom.parallel.offload.mover import Mover
+from pipeloom.parallel.offload.store import Region, Store, aligned, open_store, queued_work
 from pipeloom.parallel.options import OffloadActivations, OffloadTarget
 
 _MOST_WRITES = 2  # queued or running; activations that wait for a write still take memory

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipeloom.engine.overlap_times import Wait
-from pipeloom.engine.stores.parameter_store import Gauge
+from pipeloom.engine.stores.held_bytes import Gauge
 from pipeloom.errors import InputError, RunError
-from pipeloom.parallel.offload.store import PIECE_BYTES, Mover, Region, Store, aligned, copy_across, queued_work
+from pipeloom.parallel.offload.mover import Mover
+from pipeloom.parallel.offload.store import PIECE_BYTES, Region, Store, aligned, copy_across, queued_work
 
 _HOME = "_home_of_main_parameter"  # an attribute of parameters
 

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError, RunError
 from pipeloom.parallel.mixed_precision import update_parameters
 from pipeloom.parallel.offload.main_parameters import offloaded_parameter
+from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.offloaded_states import OffloadedStates, Portion, State, make_portions
-from pipeloom.parallel.offload.store import HostStore, Mover, Store, open_store, page_buffer, queued_work
+from pipeloom.parallel.offload.store import HostStore, Store, open_store, page_buffer, queued_work
 from pipeloom.parallel.options import OffloadTarget
 from pipeloom.processes.host_memory import give_back_now
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from pipeloom.engine.overlap_times import Wait
 from pipeloom.errors import InputError, one_line
 from pipeloom.parallel.offload.main_parameters import OffloadedParameter, offloaded_parameter
-from pipeloom.parallel.offload.store import Mover, Region, Store, aligned, queued_work
+from pipeloom.parallel.offload.mover import Mover
+from pipeloom.parallel.offload.store import Region, Store, aligned, queued_work
 
 State = dict[str, Any]
 

@@ -15,7 +15,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Granularity, Op, Program
 from pipeloom.ir.unit_actions import gathers_inside, unit_actions
 from pipeloom.ir.versions import weight_version_bytes
-from pipeloom.parallel.data.unit_layout import BucketRule, ParameterUse, group_parameters, units_by_layer
+from pipeloom.parallel.data.buckets import BucketRule, ParameterUse, group_parameters, units_by_layer
 from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
 from pipeloom.plan.memory.state_bytes import NumberBytes, UnitBytes, unit_bytes
 

@@ -16,7 +16,7 @@ import yaml
 
 from pipeloom.common.atomic_file import UNFINISHED, write_whole
 from pipeloom.errors import RunError
-from pipeloom.processes.launcher import BlackBox
+from pipeloom.processes.black_box import BlackBox
 from pipeloom.schedules import user_defined as own_schedule
 from pipeloom.train.checkpoint.directory import OWN_CHECKPOINT, clean, list_checkpoints
 from pipeloom.train.config.train_config import TrainConfig

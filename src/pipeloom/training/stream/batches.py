@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from pipeloom.engine.rank_state import Batch
+from pipeloom.engine.batch import Batch
 from pipeloom.errors import CallerError, InputError, one_line
 from pipeloom.ir import Schedule
 

@@ -19,9 +19,11 @@ from functools import partial
 
 import torch
 
-from pipeloom.engine.rank_state import Step, sample_mismatch
+from pipeloom.engine.batch import sample_mismatch
+from pipeloom.engine.instructions import Record, Run
+from pipeloom.engine.rank_state import Step
 from pipeloom.engine.stores.ownership import Ownership
-from pipeloom.engine.worker import Record, Run, Worker
+from pipeloom.engine.worker import Worker
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program
 from pipeloom.ir.versions import num_updates

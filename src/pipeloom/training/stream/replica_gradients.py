@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.engine.rank_state import Step
-from pipeloom.engine.stores.gradient_sum import FLATTEN_ERROR, GradientExchange, Shared, SharedBuffers
+from pipeloom.engine.stores.gradient_sum import FLATTEN_ERROR, GradientExchange, Shared
+from pipeloom.engine.stores.shared_buffers import SharedBuffers
 from pipeloom.errors import CallerError
 from pipeloom.training.stream.weight_versions import Gradients
 from pipeloom.transport.interface import Channel, Lane, Transport, call_only, out_of_step

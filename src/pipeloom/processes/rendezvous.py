@@ -1,0 +1,68 @@
+"""How the processes of a run meet: through a part of a store that only this attempt uses.
+
+torchrun restarts all processes when one fails. Its store may outlive them and keep their addresses, and a process that
+reads an old address waits for a process that has ended. torchrun's restart count cannot tell attempts apart, since
+every host counts for itself. So rank 0 draws a new number, and sends it to each rank that asks:
+
+    rank 0                                                rank 2
+      │ generation += 1                                     │ asked/2 += 1, now 5
+      │ answer/2/4 = generation   (of a dead rank 2)        │ waits for answer/2/5
+      │ answer/2/5 = generation ───────────────────────────▶│
+      │ waits for taken/generation/2 ◀──────────────────────│ has the generation
+"""
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from pipeloom.errors import PeerLost
+from pipeloom.processes.collectives import noticing_lost_peers
+from pipeloom.processes.launcher import Membership
+
+_POLL_SECONDS = 0.01  # of rank 0, while other ranks start
+
+
+def join(member: Membership, backend: str) -> None:
+    """Make the default process group of `member`'s run. Every process of the run calls it.
+
+    Raises:
+        PeerLost: a process timed out.
+    """
+    rank, size = member.rank, member.world_size
+    if member.black_box is not None:  # the launcher made the meeting place for this run
+        dist.init_process_group(backend, init_method=member.meeting, rank=rank, world_size=size)
+        return
+    store, _, _ = next(rendezvous(member.meeting, rank, size))
+    dist.init_process_group(backend, store=fresh_part(store, rank, size), rank=rank, world_size=size)
+
+
+def fresh_part(store: Store, rank: int, size: int, timeout_seconds: float = 1800.0) -> Store:
+    """A part of `store`, the same for the `size` processes that call it, which no earlier process has used.
+
+    Raises:
+        PeerLost: a process timed out.
+    """
+    lost = f"rank {rank} waited {timeout_seconds:g} s for the other ranks to start"
+    with noticing_lost_peers(lost):
+        if rank == 0:
+            generation = store.add("pipeloom/generation", 1)
+            deadline = time.monotonic() + timeout_seconds
+            for other in range(1, size):
+                while not store.check([f"pipeloom/taken/{generation}/{other}"]):
+                    if time.monotonic() > deadline:
+                        raise PeerLost(
+                            f"{lost}: rank {other} did not start. Start one process per rank, and look for an error of "
+                            f"rank {other}."
+                        )
+                    asked = store.add(f"pipeloom/asked/{other}", 0)
+                    store.set(f"pipeloom/answer/{other}/{asked}", str(generation))
+                    time.sleep(_POLL_SECONDS)
+        else:
+            answer = f"pipeloom/answer/{rank}/{store.add(f'pipeloom/asked/{rank}', 1)}"
+            store.wait([answer], timedelta(seconds=timeout_seconds))
+            generation = int(store.get(answer))
+            store.set(f"pipeloom/taken/{generation}/{rank}", "")
+    return PrefixStore(f"pipeloom/{generation}", store)

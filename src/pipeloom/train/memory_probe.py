@@ -1,0 +1,71 @@
+"""`MemoryProbe`: measures the memory of a run at its peak, by kind."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pipeloom.autograd.saved_bytes import SavedBytes
+from pipeloom.plan.memory import write_memory
+from pipeloom.train.config.memory import memory_rows
+from pipeloom.train.output.directory import writing
+from pipeloom.train.run_parts import RunParts, blocks_of
+
+_LOOKED_AT = 2  # first steps whose memory is measured: the second has optimizer states and warm caches
+
+
+class MemoryProbe:
+    """Measures memory in the first steps of a run."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts, self._pipe = parts, parts.pipeline
+        self._measured: dict[str, float | None] = {}
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around a step, the `number`-th of this process."""
+        if number >= _LOOKED_AT:
+            yield
+            return
+        kept = SavedBytes.beyond(*self._pipe.modules())
+        self._pipe.memory.record_peaks()
+        with kept.counting():
+            yield
+        self._pipe.memory.record_peaks(False)
+        moves = self._parts.config.memory.offload_activations is not None  # which uses its own hooks
+        self._measured["activations"] = None if moves else kept.peak
+
+    def look(self, number: int) -> None:
+        """Between the backwards of the `number`-th step and its update."""
+        if number >= _LOOKED_AT:
+            return
+        held, peak = self._pipe.memory.held_bytes(), self._pipe.memory.peak_bytes()
+        self._measured |= {
+            "parameters": held.parameters,
+            "masters": held.masters,
+            "gradients": peak.gradients,
+            "gathered": peak.gathered,
+            "buffers": sum(buffer.nbytes for stage in self._pipe.modules() for buffer in stage.buffers()),
+        }
+
+    def write(self) -> None:
+        """Write the file on process 0; every process calls it at the end."""
+        parts, config = self._parts, self._parts.config
+        states = (value for state in parts.optimizer.state.values() for value in state.values())
+        sizes = [value.nbytes for value in states if isinstance(value, Tensor) and value.dim()]
+        self._measured["optimizer"] = sum(sizes) - getattr(parts.optimizer, "offloaded_bytes", 0)
+        if torch.cuda.is_available():
+            self._measured["peak"] = torch.cuda.max_memory_allocated()
+        gathered = parts.group.gather_json(self._measured)
+        if parts.group.rank != 0:
+            return
+        if config.parallel.cut == "time":
+            config = config.changed("parallel", cut=",".join(map(str, blocks_of(parts.stages))))
+        rows = memory_rows(config, parts.corpus.tokenizer.vocabulary_size, parts.group.device)
+        if len(gathered) == 1:  # all ranks are one process
+            together = {kind: sum(row.predicted[kind] or 0.0 for row in rows) for kind in rows[0].predicted}
+            rows = [replace(rows[0], predicted=together)]
+        with writing(parts.output_dir):
+            write_memory(parts.output_dir, [replace(row, measured=gathered[row.process]) for row in rows])
