@@ -1,4 +1,9 @@
-"""`Mesh`: the processes of a run on named axes, with one process group per axis. `mesh_shape` has the arithmetic."""
+"""`Mesh`: the processes of a run on named axes, with what communicates along each. `mesh_shape` has the arithmetic.
+
+group(axis)       process group of torch.distributed along one axis
+links(axes)       collectives that overlap computations, between data-parallel replicas
+axis(name)        `Axis`: collectives inside actions, between the processes that share a stage
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeloom.errors import InputError
+from pipeloom.parallel.axis import Axis, AxisMeter, ChannelAxis, GroupAxis
+from pipeloom.parallel.data.links import Links, ProcessLinks, ThreadLinks
 from pipeloom.parallel.mesh_shape import AXES, MeshShape, check_axis
-from pipeloom.processes.collectives import all_gather_bytes, cpu_group, destroy_groups
+from pipeloom.processes.collectives import destroy_groups
+from pipeloom.processes.members import Members, ProcessMembers, current_members
+from pipeloom.transport import shared_memory
+from pipeloom.transport.interface import Transport
+from pipeloom.transport.thread_members import ThreadMembers
 
 
 class Mesh:
-    """All processes of the default process group, on named axes.
+    """All processes of the default process group, on named axes; or all threads of `pipeloom.run_threads`.
 
     Every process makes the same mesh, after ``torch.distributed.init_process_group``. One degree may be -1: it uses all
     remaining processes. A mesh serves any number of pipelines, one after another. A ``with`` closes it at its end.
@@ -22,15 +33,18 @@ class Mesh:
     Args:
         pp: pipeline-parallel degree.
         dp: data-parallel degree.
-        cp, ep, tp: degrees of context, expert and tensor parallelism, which a `Pipeline` does not support yet: 1.
+        cp: context-parallel degree: processes that share the sequences.
+        tp: tensor-parallel degree: processes that share the layers of a stage.
+        ep: degree of expert parallelism, which a `Pipeline` does not support yet: 1.
         order: mesh axes, outermost first. Neighbours on the last axis have adjacent ranks. Axes of degree 1 may be
             omitted.
 
     Attributes:
         shape: degrees and rank order.
         rank: of this process, in the default group.
-        cpu_group: gloo group over the whole mesh, for small values on the CPU.
-        device_mesh: torch's ``DeviceMesh``, with the axes pp, dp and those of degrees above 1.
+        members: exchange small values between all processes of the mesh.
+        meter: counts the collectives of `axis`.
+        device_mesh: torch's ``DeviceMesh``, with the axes pp, dp and those of degrees above 1; None between threads.
 
     Raises:
         InputError: there is no process group, the degrees do not match its size, or processes pass different degrees.
@@ -39,25 +53,35 @@ class Mesh:
     def __init__(
         self, *, pp: int = 1, dp: int = 1, cp: int = 1, ep: int = 1, tp: int = 1, order: Sequence[str] = AXES
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
+        members = current_members()
+        if members is None:
             raise InputError(
                 "Mesh() needs a process group: start the processes with torchrun and call "
-                "torch.distributed.init_process_group(). In a single process, remove mesh."
+                "torch.distributed.init_process_group(). In a single process, remove mesh, or use pipeloom.run_threads."
             )
-        self.rank = dist.get_rank()
+        self.members: Members = members
+        self.rank = members.rank
         degrees = {"pp": pp, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
-        self.shape = MeshShape.of(degrees, num_processes=dist.get_world_size(), order=order)
-        self.cpu_group, self._made = cpu_group()
+        self.shape = MeshShape.of(degrees, num_processes=members.size, order=order)
+        self.meter = AxisMeter()
+        self._made: tuple[dist.ProcessGroup, ...] = ()
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._axes: dict[str, Axis] = {}
+        self._transport: Transport | None = None  # of `_axes`, where they have channels
         self._is_closed = False
+        self.device_mesh: DeviceMesh | None = None
         try:
             self._agree()
         except InputError:
             self.close()
             raise
+        if isinstance(members, ProcessMembers):
+            self._make_groups()
+
+    def _make_groups(self) -> None:
         used = [axis for axis in self.shape.axes if axis in ("pp", "dp") or self.degree(axis) > 1]
         device, sizes = "cuda" if "nccl" in dist.get_backend_config() else "cpu", tuple(map(self.degree, used))
-        self.device_mesh: DeviceMesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(used))
+        self.device_mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(used))
         for axis in used:
             group = self.device_mesh.get_group(axis)
             # Not the user's own group: a collective that times out leaves a group of gloo closed.
@@ -67,12 +91,19 @@ class Mesh:
     def _agree(self) -> None:
         """Compare the meshes of all processes before groups are made: different groups would hang."""
         own = f"{self.shape} in the order {','.join(self.shape.axes)}"
-        for rank, other in enumerate(all_gather_bytes(own.encode(), self.cpu_group)):
+        for rank, other in enumerate(self.members.gather(own.encode())):
             if other != own.encode():
                 raise InputError(
                     f"process {self.rank} has a mesh of {own}, process {rank} a mesh of {other.decode()}: all "
                     "processes must form one mesh. Pass the same degrees and order on each."
                 )
+
+    @property
+    def cpu_group(self) -> dist.ProcessGroup:
+        """A gloo group over the whole mesh, for small values on the CPU. Raises InputError between threads."""
+        if not isinstance(self.members, ProcessMembers):
+            raise InputError(f"mesh {self} is made of threads, which have no process group. Use mesh.members.")
+        return self.members.group
 
     def degree(self, axis: str) -> int:
         """The degree of an axis. Raises InputError for an unknown axis."""
@@ -91,6 +122,8 @@ class Mesh:
         """
         if axis in self._groups:
             return self._groups[axis]
+        if isinstance(self.members, ThreadMembers):
+            raise InputError(f"mesh {self} is made of threads, which have no process groups. Use mesh.axis({axis!r}).")
         if self._is_closed:
             raise InputError(f"mesh {self} is closed: its groups are gone. Make a new Mesh, or close it last.")
         if axis in self.shape.axes and self.degree(axis) > 1:
@@ -103,11 +136,73 @@ class Mesh:
             'mesh.group("pp") or mesh.group("dp").'
         )
 
-    def leave(self, axis: str) -> None:
-        """Called after an error: closes the group of an axis, so that its other processes stop waiting for this one.
+    def _joint_group(self, axes: Sequence[str]) -> dist.ProcessGroup:
+        """The process group of all processes that differ from this one on `axes` alone; every process calls it."""
+        used = [axis for axis in axes if self.degree(axis) > 1] or list(axes[:1])
+        if len(used) == 1 and not self._is_closed:
+            return self.group(used[0])
+        name = "+".join(used)
+        if name not in self._groups:
+            # Only its members make it, so that set-up does not grow with the number of processes.
+            members = sorted(self.shape.along_all(used, self.rank))
+            self._groups[name] = dist.new_group(members, use_local_synchronization=True)
+            self._made += (self._groups[name],)
+        return self._groups[name]
+
+    def links(self, *axes: str) -> Links:
+        """Overlapping collectives between all processes that differ from this one on `axes` alone, in order of rank."""
+        if isinstance(self.members, ThreadMembers):
+            line = tuple(sorted(self.shape.along_all(axes, self.rank)))
+            return ThreadLinks(self.members.transport(line), len(line), line.index(self.rank))
+        return ProcessLinks(lambda: self._joint_group(axes))
+
+    def axis(self, *names: str) -> Axis:
+        """The collectives along one axis, or several together, through this process. Every process calls it.
+
+        Several axes form one, whose coordinates run through the last of `names` first. On CPU processes of one host,
+        tensors pass through shared memory, between threads through queues, elsewhere through torch.distributed.
+
+        Raises:
+            InputError: an unknown axis, or the mesh is closed.
+        """
+        for name in names:
+            check_axis(name)
+        joint = "+".join(names)
+        if joint not in self._axes:
+            if self._is_closed:
+                raise InputError(f"mesh {self} is closed: its axes are gone. Make a new Mesh, or close it last.")
+            self._axes[joint] = self._make_axis(joint, self.shape.along_all(names, self.rank), names)
+        return self._axes[joint]
+
+    def _make_axis(self, joint: str, line: tuple[int, ...], names: Sequence[str]) -> Axis:
+        index = line.index(self.rank)
+        if len(line) == 1:
+            return ChannelAxis(joint, None, line, 0, copies=False, meter=self.meter)
+        if isinstance(self.members, ThreadMembers):
+            transport = self.members.transport()
+            transport.open(ChannelAxis.channels_between(line))
+            return ChannelAxis(joint, transport, line, index, copies=True, meter=self.meter)
+        if "nccl" not in dist.get_backend_config() and shared_memory.available():
+            if self._transport is None:
+                self._transport = shared_memory.SharedMemoryTransport(self.rank, self.members.gather)
+            local = self._transport
+            assert isinstance(local, shared_memory.SharedMemoryTransport)
+            if all(local.reaches(peer, of=line[0]) for peer in line):
+                local.open(ChannelAxis.channels_between(line))
+                return ChannelAxis(joint, local, line, index, copies=False, meter=self.meter)
+        return GroupAxis(joint, self._joint_group(names), self.meter)
+
+    def leave(self, *axes: str) -> None:
+        """Called after an error: closes what communicates along the axes, so that other processes stop waiting.
 
         With gloo they notice the closed connections. With NCCL they wait until their timeout.
         """
+        if self._transport is not None:
+            self._transport.close()
+        used = [axis for axis in axes if self.degree(axis) > 1] or axes
+        self._leave_group("+".join(used))
+
+    def _leave_group(self, axis: str) -> None:
         if self._is_closed or axis not in self._groups or "nccl" in dist.get_backend_config(self._groups[axis]):
             return
         group = self._groups.pop(axis)
@@ -136,7 +231,13 @@ class Mesh:
         destroy_groups(self._made)
         self._made, self._is_closed = (), True
         self._groups.clear()
-        if hasattr(self, "device_mesh"):  # part of a reference cycle, which would keep the groups alive
+        self._axes.clear()
+        if self._transport is not None:
+            self._transport.close()
+        self.members.close()
+        if (
+            getattr(self, "device_mesh", None) is not None
+        ):  # part of a reference cycle, which would keep the groups alive
             getattr(self.device_mesh, "_pg_registry", {}).clear()
 
     def __enter__(self) -> Mesh:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from pipeloom.errors import InputError
 
@@ -100,6 +101,12 @@ class MeshShape:
         """The processes that share all coordinates but this axis with `process`, in the order of the axis."""
         places = self.coordinates(process)
         return tuple(self.process({**places, axis: place}) for place in range(self.degree(axis)))
+
+    def along_all(self, axes: Sequence[str], process: int) -> tuple[int, ...]:
+        """The processes that share all coordinates but `axes` with `process`, in the order of the last axis first."""
+        places = self.coordinates(process)
+        ranges = [range(self.degree(axis)) for axis in axes]
+        return tuple(self.process({**places, **dict(zip(axes, found, strict=True))}) for found in product(*ranges))
 
     def lines(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of processes along an axis."""

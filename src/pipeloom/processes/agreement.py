@@ -13,11 +13,9 @@ from dataclasses import astuple
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
-from pipeloom.processes.collectives import all_gather_bytes
+from pipeloom.processes.members import Members
 
 
 class Difference(NamedTuple):
@@ -40,18 +38,16 @@ def first_difference(terms: Iterable[tuple[int, Mapping[str, Any]]]) -> Differen
     return None
 
 
-def gather_json(
-    value: Any, group: dist.ProcessGroup | None, *, lost: str, timeout_seconds: float | None = None
-) -> list[Any]:
-    """All-gather a value as JSON; returns the values of all processes of `group`. None: only this process.
+def gather_json(value: Any, members: Members | None, *, lost: str, timeout_seconds: float | None = None) -> list[Any]:
+    """All-gather a value as JSON; returns the values of all `members`. None: only this process.
 
     Raises:
         PeerLost: a process ended or timed out; the message is `lost`.
     """
     payload = json.dumps(value).encode()
-    if group is None:
+    if members is None:
         return [json.loads(payload)]
-    return [json.loads(p) for p in all_gather_bytes(payload, group, lost=lost, timeout_seconds=timeout_seconds)]
+    return [json.loads(p) for p in members.gather(payload, lost=lost, timeout_seconds=timeout_seconds)]
 
 
 _ITEMS = {  # field of `RunFingerprint` -> what differs, and the arguments that set it
@@ -100,15 +96,15 @@ class RunFingerprint(NamedTuple):
             formats=_digest([*others]),
         )
 
-    def agree(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
-        """Compare with all processes of `group`, a collective call.
+    def agree(self, members: Members, timeout_seconds: float) -> None:
+        """Compare with all `members`, a collective call.
 
         Raises:
             InputError: two processes differ; raised on all of them.
             PeerLost: a process ended or timed out.
         """
         lost = "another rank ended or timed out before every rank had made its Pipeline; see its error"
-        terms = gather_json(self._asdict(), group, lost=lost, timeout_seconds=timeout_seconds)
+        terms = gather_json(self._asdict(), members, lost=lost, timeout_seconds=timeout_seconds)
         found = first_difference(enumerate(terms))
         if found is None:
             return

@@ -55,8 +55,8 @@ def check_arguments(
         )
     if mesh is not None and (isinstance(mesh, type) or not hasattr(mesh, "coordinate")):
         raise InputError(f"mesh={mesh!r}: must be a pipeloom.Mesh, such as Mesh(pp=2, dp=2).")
-    if mesh is not None and mesh.degree("pp") * mesh.degree("dp") != mesh.shape.num_processes:
-        raise InputError(f"mesh={mesh}: a Pipeline runs on axes pp and dp. Give the other axes degree 1.")
+    if mesh is not None and mesh.degree("ep") > 1:
+        raise InputError(f"mesh={mesh}: a Pipeline does not support axis ep yet. Give it degree 1.")
     number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
     if not number or not 0 < float(timeout_seconds) < math.inf:
         raise InputError(f"timeout_seconds={timeout_seconds!r}: must be a finite number above 0.")

@@ -80,8 +80,10 @@ def construct(
     sharing.check_device(device)
     open_mover = open_activation_offload(offload, device) if offload is not None else lambda: None
     fingerprint = RunFingerprint.of(programs.train, () if is_cut else stages.layers, slices, sharing.terms)
-    replicas, group = (None, None) if mesh is None else (mesh.lines("pp"), mesh.cpu_group)
-    connection = connect(schedule.num_ranks, transport, timeout_seconds, fingerprint, replicas=replicas, group=group)
+    replicas, members = (None, None) if mesh is None else (mesh.lines("pp"), mesh.members)
+    connection = connect(
+        schedule.num_ranks, transport, timeout_seconds, fingerprint, replicas=replicas, members=members
+    )
     if connection.rank is not None:
         frees = sharing.axis is not None and sharing.axis.shards_parameters
         give_back_freed_memory() if frees else keep_freed_memory()

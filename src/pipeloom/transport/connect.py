@@ -10,11 +10,12 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.processes.agreement import RunFingerprint
-from pipeloom.processes.collectives import all_gather_bytes, all_reduce, cpu_group, destroy_groups
+from pipeloom.processes.members import Members, current_members
 from pipeloom.transport import shared_memory
 from pipeloom.transport.hybrid import HybridTransport
 from pipeloom.transport.interface import OneProcessTransport, Transport
 from pipeloom.transport.loopback import LoopbackTransport
+from pipeloom.transport.thread_members import ThreadMembers
 from pipeloom.transport.torch_distributed import TorchDistributedTransport
 
 TRANSPORTS = ("auto", "loopback", "threads", "shared-memory", "torch")
@@ -27,16 +28,15 @@ class Connection:
     Attributes:
         rank: this process's rank in its replica of the pipeline; None where the process holds all ranks.
         transport: carries messages between the ranks of one replica.
-        process_group: for collectives of small CPU tensors over all ranks of all replicas; None where the process holds
-            all ranks.
-        groups: process groups that `connect` made.
+        members: all ranks of all replicas, for small exchanges; None where the process holds all ranks.
+        owns_members: whether `connect` made `members`.
         timeout_seconds: how long a collective waits.
     """
 
     rank: int | None
     transport: Transport
-    process_group: dist.ProcessGroup | None
-    groups: tuple[dist.ProcessGroup, ...] = ()
+    members: Members | None
+    owns_members: bool = False
     timeout_seconds: float = 1800.0
 
     def sum_over_processes(self, values: Tensor) -> Tensor:
@@ -45,13 +45,12 @@ class Connection:
         Raises:
             PeerLost: a process ended or timed out.
         """
-        if self.process_group is None:
-            return values
-        return all_reduce(values, self.process_group, self.timeout_seconds)
+        return values if self.members is None else self.members.sum(values, self.timeout_seconds)
 
     def close(self) -> None:
         """Destroy the process groups that `connect` made. The transport is closed before."""
-        destroy_groups(self.groups)
+        if self.owns_members and self.members is not None:
+            self.members.close()
 
 
 def connect(
@@ -61,7 +60,7 @@ def connect(
     fingerprint: RunFingerprint,
     *,
     replicas: Sequence[Sequence[int]] | None = None,
-    group: dist.ProcessGroup | None = None,
+    members: Members | None = None,
 ) -> Connection:
     """Prepare `transport` between `num_ranks` ranks.
 
@@ -70,9 +69,9 @@ def connect(
         transport: a name of `TRANSPORTS`, or a transport.
         timeout_seconds: how long a rank waits for a message or a collective.
         fingerprint: of the run; all processes must have the same.
-        replicas: the processes of each data-parallel replica, by their rank in the default process group. None: all
-            processes form one replica.
-        group: over the processes of all replicas, for small CPU tensors. Needed with `replicas`.
+        replicas: the processes of each data-parallel replica, by their rank among `members`. None: all processes form
+            one replica.
+        members: the processes of all replicas. Needed with `replicas`.
 
     Raises:
         InputError: an unknown name, no process group where one is needed, another number of processes than ranks, or
@@ -81,58 +80,62 @@ def connect(
     if not isinstance(transport, Transport) and transport not in TRANSPORTS:
         others = "" if isinstance(transport, str) else ", or a pipeloom.transport.Transport"
         raise InputError(f"transport={transport!r}: must be one of {', '.join(TRANSPORTS)}{others}.")
-    grouped = dist.is_available() and dist.is_initialized()
-    if transport == "auto" and not grouped:
+    if members is None:
+        members, owns = current_members(), True
+    else:
+        owns = False
+    threads = isinstance(members, ThreadMembers)
+    if transport == "auto" and (members is None or (threads and replicas is None)):
         transport = "loopback"
     if transport in ("loopback", "threads") or isinstance(transport, OneProcessTransport):
         if replicas is not None and len(replicas) > 1:
             raise InputError(
-                f"the transport stays inside one process, but the mesh has {len(replicas)} data-parallel replicas: "
+                f"the transport stays inside one process, but the mesh has {len(replicas)} replicas of the pipeline: "
                 "each rank of each replica needs its own process. Leave `transport` out."
             )
         if not isinstance(transport, Transport):
             transport = LoopbackTransport(blocking=transport == "threads", timeout_seconds=timeout_seconds)
         return Connection(None, transport, None)
-    if not grouped:
+    if members is None:
         name = repr(transport) if isinstance(transport, str) else type(transport).__name__
         raise InputError(
             f"transport={name}: it needs a process group. Start one process per rank with torchrun and call "
             "torch.distributed.init_process_group, or use transport='loopback'."
         )
-    made: tuple[dist.ProcessGroup, ...] = ()
-    if group is None:
-        group, made = cpu_group()
     try:
-        fingerprint.agree(group, timeout_seconds)
-        _check_size(num_ranks, replicas)
+        fingerprint.agree(members, timeout_seconds)
+        _check_size(num_ranks, replicas, members.size)
         replicas = replicas or [range(num_ranks)]
-        own = next(replica for replica in replicas if dist.get_rank() in replica)
-        rank = own.index(dist.get_rank())
-        if not isinstance(transport, Transport):
-            transport = _between_processes(transport, rank, replicas, group, timeout_seconds)
+        own = tuple(next(replica for replica in replicas if members.rank in replica))
+        rank = own.index(members.rank)
+        if isinstance(members, ThreadMembers):
+            transport = members.transport(own)
+        elif not isinstance(transport, Transport):
+            transport = _between_processes(transport, rank, replicas, members, timeout_seconds)
     except BaseException:
-        destroy_groups(made)
+        if owns:
+            members.close()
         raise
-    return Connection(rank, transport, group, made, timeout_seconds)
+    return Connection(rank, transport, members, owns, timeout_seconds)
 
 
-def _check_size(num_ranks: int, replicas: Sequence[Sequence[int]] | None) -> None:
+def _check_size(num_ranks: int, replicas: Sequence[Sequence[int]] | None, num_processes: int) -> None:
     """Raises InputError where a replica has another number of processes than the schedule has ranks."""
     if replicas is not None and len(replicas[0]) != num_ranks:
         raise InputError(
             f"the schedule has {num_ranks} ranks and mesh axis pp has degree {len(replicas[0])}: they must be equal. "
             f"Use Mesh(pp={num_ranks}, ...)."
         )
-    if replicas is None and dist.get_world_size() != num_ranks:
+    if replicas is None and num_processes != num_ranks:
         raise InputError(
-            f"the schedule has {num_ranks} ranks and the process group {dist.get_world_size()} processes: they must be "
-            f"equal. Start {num_ranks} processes, make a schedule of {dist.get_world_size()} ranks, or pass a "
+            f"the schedule has {num_ranks} ranks and the process group {num_processes} processes: they must be "
+            f"equal. Start {num_ranks} processes, make a schedule of {num_processes} ranks, or pass a "
             "pipeloom.Mesh for data-parallel replicas."
         )
 
 
 def _between_processes(
-    name: str, rank: int, replicas: Sequence[Sequence[int]], group: dist.ProcessGroup | None, timeout_seconds: float
+    name: str, rank: int, replicas: Sequence[Sequence[int]], members: Members, timeout_seconds: float
 ) -> Transport:
     """The transport of this process, which is rank `rank` of one of the `replicas`."""
     backend = dist.get_backend()
@@ -145,9 +148,8 @@ def _between_processes(
         return make_remote()
     if not shared_memory.available():
         raise InputError("transport='shared-memory' needs Linux. Use transport='torch'.")
-    exchange = partial(all_gather_bytes, group=group)
-    own = next(replica for replica in replicas if dist.get_rank() in replica)
-    local = shared_memory.SharedMemoryTransport(rank, exchange, processes=own, timeout_seconds=timeout_seconds)
+    own = next(replica for replica in replicas if members.rank in replica)
+    local = shared_memory.SharedMemoryTransport(rank, members.gather, processes=own, timeout_seconds=timeout_seconds)
     if name == "shared-memory":
         remote = [peer for peer in range(len(own)) if not local.reaches(peer, of=rank)]
         if remote:

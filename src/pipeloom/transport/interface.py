@@ -33,6 +33,8 @@ class Lane(StrEnum):
     GRADIENT = "gradient"  # gradients of parameters that several ranks hold
     RESULT = "result"  # losses and outputs
     UPDATE = "update"  # norms and losses that decide about an optimizer step
+    REPLICA = "replica"  # parameters and gradients between data-parallel replicas that are threads
+    AXIS = "axis"  # collectives inside an action, between the processes that share a stage
 
 
 class Channel(NamedTuple):

@@ -1,35 +1,36 @@
 """`ReplicaGroup`: the processes that hold the same stages in all replicas, with the collectives of each strategy."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from functools import partial
 from statistics import fmean, median
 from typing import Any, assert_never
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.engine.overlap_times import OverlapTimes, Wait, no_wait
 from pipeloom.errors import PeerLost
 from pipeloom.ir import Action, DataStrategy, Op
+from pipeloom.parallel.data.links import Links
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.processes.collectives import noticing_lost_peers
 
 _LOST = "another replica exited or did not answer in time during a collective"
-
-# Their names before torch 2.13.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# The axes along which processes hold the same parameters and see other data.
+_AXES = ("dp", "cp")
 
 
 class ReplicaGroup:
-    """The processes along the axis dp of a mesh. With one replica, collectives do nothing.
+    """The processes along the axes dp and cp of a mesh. With one replica, collectives do nothing.
+
+    Along cp, each process has a part of every sequence: to parameters, gradients and losses it is one more replica,
+    whose batch is a part of the tokens.
 
     Args:
-        mesh: with the replicas along axis dp; None: one replica.
+        mesh: with the replicas along axes dp and cp; None: one replica.
         timeout_seconds: how long a collective waits for the other replicas before it raises PeerLost.
 
     Attributes:
@@ -40,15 +41,16 @@ class ReplicaGroup:
 
     def __init__(self, mesh: Mesh | None, timeout_seconds: float = 1800.0) -> None:
         self._timeout = timedelta(seconds=timeout_seconds)
-        self.degree = 1 if mesh is None else mesh.degree("dp")
-        self.index = 0 if mesh is None else mesh.coordinate("dp")
+        self.degree = 1 if mesh is None else math.prod(map(mesh.degree, _AXES))
         self._mesh = None if self.degree == 1 else mesh
+        self._links = None if self._mesh is None else self._mesh.links(*_AXES)
+        self.index = 0 if self._links is None else self._links.index
         self._others = [peer for peer in range(self.degree) if peer != self.index]
         self.times = OverlapTimes()
         self._begun: dict[int, deque[Any]] = {}  # works of the collectives that have started
         self._has_left = False
-        backend = "gloo" if self._mesh is None else dist.get_backend(self._mesh.group("dp"))
-        self._small = torch.device("cuda") if "nccl" in backend else torch.device("cpu")
+        has_nccl = self._links is not None and "nccl" in self._links.backend
+        self._small = torch.device("cuda") if has_nccl else torch.device("cpu")
 
     def gather_full(self, strategy: DataStrategy, full: Tensor, own: Tensor) -> Wait:
         """Fill `full` parameters with the segments of the replicas that update them; `own` is this replica's."""
@@ -68,7 +70,7 @@ class ReplicaGroup:
             case DataStrategy.DDP:
                 return self.all_reduce(full), full
             case DataStrategy.PARAMETER_SERVER:
-                wait = self._start(partial(dist.reduce, full, group_dst=0, async_op=True), Op.REDUCE_GRAD)
+                wait = self._start(lambda links: links.reduce(full), Op.REDUCE_GRAD)
                 return wait, full if self.index == 0 else full[:0].clone()
             case DataStrategy.ZERO1 | DataStrategy.ZERO2 | DataStrategy.ZERO3:
                 own = full.new_empty(full.numel() // self.degree)
@@ -78,11 +80,11 @@ class ReplicaGroup:
 
     def broadcast(self, values: Tensor) -> Wait:
         """Broadcast the values of replica 0, in place."""
-        return self._start(partial(dist.broadcast, values, group_src=0, async_op=True), Op.UNSHARD)
+        return self._start(lambda links: links.broadcast(values), Op.UNSHARD)
 
     def all_reduce(self, values: Tensor) -> Wait:
         """The sum over replicas, in place: the same bits on every replica."""
-        return self._start(partial(dist.all_reduce, values, async_op=True), Op.REDUCE_GRAD)
+        return self._start(lambda links: links.all_reduce(values), Op.REDUCE_GRAD)
 
     def all_gather(self, values: Tensor, own: Tensor) -> Wait:
         """Every replica's `own`, in order, into `values`; `own` may be a view of its place there."""
@@ -90,7 +92,7 @@ class ReplicaGroup:
 
     def _all_gather(self, values: Tensor, own: Tensor, op: Op | None) -> Wait:
         if values.device.type != "cpu":
-            return self._start(partial(_ALL_GATHER, values, own, async_op=True), op)
+            return self._start(lambda links: links.all_gather(values, own), op)
         pieces = values.view(self.degree, own.numel())
         if pieces[self.index].data_ptr() != own.data_ptr():
             pieces[self.index].copy_(own)
@@ -99,7 +101,7 @@ class ReplicaGroup:
     def reduce_scatter(self, values: Tensor, own: Tensor) -> Wait:
         """Into `own`, this replica's segment of the sum over replicas of `values`, which are lost."""
         if values.device.type != "cpu":
-            return self._start(partial(_REDUCE_SCATTER, own, values, async_op=True), Op.REDUCE_GRAD)
+            return self._start(lambda links: links.reduce_scatter(values, own), Op.REDUCE_GRAD)
         pieces = values.view(self.degree, own.numel())
         first, *others = self._others
         arriving = {first: own, **{peer: torch.empty_like(own) for peer in others}}
@@ -142,24 +144,15 @@ class ReplicaGroup:
             works.clear()
         self._begun.clear()
         if self._mesh is not None:
-            self._mesh.leave("dp")
+            self._mesh.leave(*_AXES)
 
     def _exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor], op: Op | None) -> Wait:
-        """Send to and receive from each other replica directly.
+        """Send to and receive from each other replica directly. Its record ends with its wait."""
+        return self._start(lambda links: links.exchange(leaving, arriving), op)
 
-        gloo's own all-gather and reduce-scatter use a ring, copies and threads: they take 1.5 times (13 MB, two
-        replicas) to 4 times (4 KB) as long. An exchange has no callback for its end: its record ends with its wait.
-        """
-
-        def begin(group: dist.ProcessGroup) -> list[Any]:
-            works = [dist.irecv(t, group=group, group_src=peer) for peer, t in arriving.items() if t.numel()]
-            return works + [dist.isend(t, group=group, group_dst=peer) for peer, t in leaving.items() if t.numel()]
-
-        return self._start(begin, op)
-
-    def _start(self, begin: Callable[..., Any], op: Op | None) -> Wait:
+    def _start(self, begin: Callable[[Links], list[Any]], op: Op | None) -> Wait:
         """Start a collective, recorded as an `op` of the running action's stage; returns what waits for its end."""
-        if self._mesh is None:
+        if self._links is None:
             return no_wait
         action, ended = self.times.action, no_wait
         if action is not None and op is not None:
@@ -167,10 +160,9 @@ class ReplicaGroup:
         works: deque[Any] = deque()
         self._begun[id(works)] = works  # `leave` clears them
         with noticing_lost_peers(_LOST):
-            begun = begin(group=self._mesh.group("dp"))
-        works.extend(begun if isinstance(begun, list) else [begun])
-        if not isinstance(begun, list) and ended is not no_wait and self._small.type == "cpu":
-            begun.get_future().add_done_callback(lambda _: ended())  # on a GPU it would be called at once
+            works.extend(begin(self._links))
+        if ended is not no_wait:
+            self._links.on_end(works, ended)
 
         def wait() -> None:
             if self._has_left:

@@ -22,7 +22,7 @@ def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) 
     """How the replicas of a pipeline share parameters and gradients.
 
     Args:
-        mesh: axis dp holds the replicas; None: one replica.
+        mesh: axes dp and cp hold the replicas; None: one replica.
         data: `DataParallel`, the name of a strategy, or None for ddp.
         precision: `Precision`, the name of a format, or None for the model's own.
         timeout_seconds: how long replicas wait for each other.
@@ -31,10 +31,9 @@ def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) 
         InputError: an unknown name, or parameters that cannot be offloaded.
     """
     options, formats = DataParallel.of(data), Precision.of(precision)
-    axis = axis_of(options, formats, 1 if mesh is None else mesh.degree("dp"))
-    if axis is None:
-        return Sharing()
-    return DataSharing(axis, options, formats, ReplicaGroup(mesh, timeout_seconds))
+    replicas = ReplicaGroup(mesh, timeout_seconds)
+    axis = axis_of(options, formats, replicas.degree)
+    return Sharing() if axis is None else DataSharing(axis, options, formats, replicas)
 
 
 class DataSharing(Sharing):

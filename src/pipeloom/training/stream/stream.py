@@ -250,7 +250,7 @@ class Stream:
         rules = {rank: self._optimizer.rules(rank, rates) for rank in executor.local_ranks}
         lost = "another rank ended before all began their run; see its error"
         own = [terms, rules, self._on_update is not None]
-        gathered = gather_json(own, executor.connection.process_group, lost=lost)
+        gathered = gather_json(own, executor.connection.members, lost=lost)
         found = first_difference(enumerate(of_process for of_process, _, _ in gathered))
         if found is not None:
             raise InputError(
