@@ -80,7 +80,7 @@ def _refused(rank: int, case: str) -> str:
         ("others", "all processes must form one mesh"),
         ("ranks", "mesh axis pp has degree 1: they must be equal. Use Mesh(pp=2, ...)"),
         ("inside", "each rank of each replica needs its own process"),
-        ("tensor", "a Pipeline runs on axes pp and dp. Give the other axes degree 1"),
+        ("tensor", "no parameter of the model is cut along tp"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_on_every_process(case: str, words: str) -> None:

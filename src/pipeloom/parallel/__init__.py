@@ -1,6 +1,9 @@
 """Parallelism across the processes of a run, and offload: everything in addition to the pipeline itself.
 
-mesh, mesh_shape    processes on named axes (dp, pp, cp, ep, tp), with one process group per axis
+mesh, mesh_shape    processes on named axes (dp, pp, cp, ep, tp), and what communicates along each
+axis, axis_forms    collectives along one axis, called inside actions; over channels or a process group
+axis_functions      the same, differentiable
+placed              how a parameter lies on the axes inside a stage
 options             the user's options for data parallelism and number formats
 mixed_precision     number formats, and the optimizer step that widens 16-bit gradients
 data                data parallelism: units of parameters, shards, reductions (DDP, ZeRO 1 to 3, parameter server)

@@ -10,7 +10,7 @@
 An axis has one coordinate per process or thread. All its members make the same calls in the same order. Two forms:
 
     ChannelAxis   over channels of a `Transport`: shared memory between processes of one host, queues between threads
-    GroupAxis     over a process group of torch.distributed: NCCL, or gloo between hosts
+    GroupAxis     over a process group of torch.distributed: NCCL, or gloo between hosts (both in `axis_forms`)
 
 Bytes per call and member, of n bytes along t members, are those of the ring algorithms (of broadcast and reduce: of the
 payload): all_reduce 2 (t-1)/t n; all_gather and reduce_scatter (t-1)/t of the whole; all_to_all (t-1)/t n; shift,
@@ -22,21 +22,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
 from time import perf_counter
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.processes.collectives import noticing_lost_peers
-from pipeloom.transport.interface import Channel, Lane, Transport
-from pipeloom.transport.values import flatten
-
 Combine = Literal["sum", "max"]
-_DIRECT_BYTES = 1 << 15  # a smaller all-reduce sends everything to everybody, in one exchange in place of two
 
 
 @dataclass(slots=True)
@@ -209,165 +201,8 @@ class Axis(ABC):
     @abstractmethod
     def _shift(self, tensors: list[Tensor], by: int) -> Callable[[], list[Tensor]]: ...
 
+    def __deepcopy__(self, memo: object) -> Axis:
+        return self  # copies of a module communicate along the same axis
+
     def __str__(self) -> str:
         return f"{self.name} {self.index} of {self.degree}"
-
-
-def _combined(parts: Sequence[Tensor], combine: Combine) -> Tensor:
-    return reduce(add if combine == "sum" else torch.maximum, parts)
-
-
-class ChannelAxis(Axis):
-    """An axis over channels between all pairs of its members.
-
-    Args:
-        transport: opened for the channels of `channels_between(members)`. Its receives block.
-        members: their ranks in the transport, in the order of coordinates.
-        copies: whether sent tensors are copied, which a transport that passes references needs: callers may change
-            tensors in place after a collective.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        transport: Transport | None,
-        members: Sequence[int],
-        index: int,
-        *,
-        copies: bool,
-        meter: AxisMeter | None = None,
-    ) -> None:
-        super().__init__(name, len(members), index, meter)
-        self._copies = copies
-        self._others = [coordinate for coordinate in range(len(members)) if coordinate != index]
-        own = members[index]
-        if transport is not None:
-            self._to = {c: transport.outgoing(Channel(own, members[c], Lane.AXIS)) for c in self._others}
-            self._from = {c: transport.incoming(Channel(members[c], own, Lane.AXIS)) for c in self._others}
-
-    @staticmethod
-    def channels_between(members: Sequence[int]) -> list[Channel]:
-        """The channels that a transport of these members must have open."""
-        return [Channel(a, b, Lane.AXIS) for a in members for b in members if a != b]
-
-    def _send(self, coordinate: int, tensors: Sequence[Tensor]) -> None:
-        layout, flat = flatten([tensor.clone() for tensor in tensors] if self._copies else list(tensors))
-        self._to[coordinate].send(layout, flat)
-
-    def _receive(self, coordinate: int) -> list[Tensor]:
-        return self._from[coordinate].receive().tensors
-
-    def _all_gather(self, x: Tensor) -> list[Tensor]:
-        for coordinate in self._others:
-            self._send(coordinate, [x])
-        return [x if c == self.index else self._receive(c)[0] for c in range(self.degree)]
-
-    def _all_reduce(self, x: Tensor, combine: Combine) -> Tensor:
-        if x.nbytes < _DIRECT_BYTES or x.numel() < self.degree:
-            return _combined(self._all_gather(x), combine)
-        pieces = x.reshape(-1).tensor_split(self.degree)
-        own = _combined(self._exchange(pieces), combine)
-        return torch.cat(self._all_gather(own)).view(x.shape)
-
-    def _exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Piece i of every member on member i."""
-        for coordinate in self._others:
-            self._send(coordinate, [pieces[coordinate]])
-        return [pieces[c] if c == self.index else self._receive(c)[0] for c in range(self.degree)]
-
-    def _reduce_scatter(self, pieces: Sequence[Tensor]) -> Tensor:
-        return _combined(self._exchange(pieces), "sum")
-
-    def _all_to_all(self, pieces: list[Tensor]) -> list[Tensor]:
-        return self._exchange(pieces)
-
-    def _broadcast(self, x: Tensor, source: int) -> Tensor:
-        if self.index != source:
-            return self._receive(source)[0]
-        for coordinate in self._others:
-            self._send(coordinate, [x])
-        return x
-
-    def _reduce(self, x: Tensor, target: int) -> Tensor | None:
-        if self.index != target:
-            self._send(target, [x])
-            return None
-        return _combined([x if c == self.index else self._receive(c)[0] for c in range(self.degree)], "sum")
-
-    def _shift(self, tensors: list[Tensor], by: int) -> Callable[[], list[Tensor]]:
-        if by == 0:
-            return lambda: tensors
-        self._send((self.index + by) % self.degree, tensors)
-        source = (self.index - by) % self.degree
-        return lambda: self._receive(source)
-
-
-class GroupAxis(Axis):
-    """An axis over a process group of torch.distributed, whose ranks are the coordinates."""
-
-    def __init__(self, name: str, group: dist.ProcessGroup, meter: AxisMeter | None = None) -> None:
-        super().__init__(name, group.size(), group.rank(), meter)
-        self._group = group
-
-    def _all_reduce(self, x: Tensor, combine: Combine) -> Tensor:
-        found = x.clone(memory_format=torch.contiguous_format)
-        with noticing_lost_peers():
-            dist.all_reduce(found, dist.ReduceOp.SUM if combine == "sum" else dist.ReduceOp.MAX, group=self._group)
-        return found
-
-    def _all_gather(self, x: Tensor) -> list[Tensor]:
-        x = x.contiguous()
-        found = [torch.empty_like(x) for _ in range(self.degree)]
-        with noticing_lost_peers():
-            dist.all_gather(found, x, group=self._group)
-        return found
-
-    def _reduce_scatter(self, pieces: Sequence[Tensor]) -> Tensor:
-        found = torch.empty_like(pieces[self.index], memory_format=torch.contiguous_format)
-        with noticing_lost_peers():
-            dist.reduce_scatter(found, [piece.contiguous() for piece in pieces], group=self._group)
-        return found
-
-    def _all_to_all(self, pieces: list[Tensor]) -> list[Tensor]:
-        own, ndim = pieces[self.index], pieces[self.index].dim()
-        shapes = self._all_gather(torch.tensor([list(piece.shape) for piece in pieces], device=own.device))
-        found = [own.new_empty(shapes[c][self.index].tolist() if ndim else ()) for c in range(self.degree)]
-        flat = torch.cat([piece.reshape(-1) for piece in pieces])
-        received = flat.new_empty(sum(piece.numel() for piece in found))
-        sizes = [piece.numel() for piece in found], [piece.numel() for piece in pieces]
-        with noticing_lost_peers():
-            dist.all_to_all_single(received, flat, *sizes, group=self._group)
-        parts = torch.split(received, sizes[0])
-        return [part.view(piece.shape) for part, piece in zip(parts, found, strict=True)]
-
-    def _broadcast(self, x: Tensor, source: int) -> Tensor:
-        found = x.clone(memory_format=torch.contiguous_format)
-        with noticing_lost_peers():
-            dist.broadcast(found, group=self._group, group_src=source)
-        return found
-
-    def _reduce(self, x: Tensor, target: int) -> Tensor | None:
-        found = x.clone(memory_format=torch.contiguous_format)
-        with noticing_lost_peers():
-            dist.reduce(found, group=self._group, group_dst=target)
-        return found if self.index == target else None
-
-    def _shift(self, tensors: list[Tensor], by: int) -> Callable[[], list[Tensor]]:
-        if by == 0:
-            return lambda: tensors
-        target, source = (self.index + by) % self.degree, (self.index - by) % self.degree
-        sent = [tensor.contiguous() for tensor in tensors]
-        found = [torch.empty_like(tensor) for tensor in sent]
-        calls = [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=target) for tensor in sent]
-        calls += [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=source) for tensor in found]
-        with noticing_lost_peers():
-            works = dist.batch_isend_irecv(calls)
-
-        def finish() -> list[Tensor]:
-            with noticing_lost_peers():
-                for work in works:
-                    work.wait()
-            sent.clear()
-            return found
-
-        return finish

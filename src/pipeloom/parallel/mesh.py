@@ -7,16 +7,20 @@ axis(name)        `Axis`: collectives inside actions, between the processes that
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
+from itertools import product
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeloom.errors import InputError
-from pipeloom.parallel.axis import Axis, AxisMeter, ChannelAxis, GroupAxis
+from pipeloom.parallel.axis import Axis, AxisMeter
+from pipeloom.parallel.axis_forms import ChannelAxis, GroupAxis
 from pipeloom.parallel.data.links import Links, ProcessLinks, ThreadLinks
 from pipeloom.parallel.mesh_shape import AXES, MeshShape, check_axis
+from pipeloom.parallel.placed import Place
 from pipeloom.processes.collectives import destroy_groups
 from pipeloom.processes.members import Members, ProcessMembers, current_members
 from pipeloom.transport import shared_memory
@@ -67,6 +71,7 @@ class Mesh:
         self._made: tuple[dist.ProcessGroup, ...] = ()
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._axes: dict[str, Axis] = {}
+        self._parts: dict[str, int] = {}  # of axis tp, outermost first
         self._transport: Transport | None = None  # of `_axes`, where they have channels
         self._is_closed = False
         self.device_mesh: DeviceMesh | None = None
@@ -139,13 +144,17 @@ class Mesh:
     def _joint_group(self, axes: Sequence[str]) -> dist.ProcessGroup:
         """The process group of all processes that differ from this one on `axes` alone; every process calls it."""
         used = [axis for axis in axes if self.degree(axis) > 1] or list(axes[:1])
-        if len(used) == 1 and not self._is_closed:
+        if len(used) == 1:
             return self.group(used[0])
-        name = "+".join(used)
+        return self._group_of(self.shape.along_all(used, self.rank), "+".join(used))
+
+    def _group_of(self, line: Sequence[int], name: str | None = None) -> dist.ProcessGroup:
+        """A group of these processes. Only they make it, so that set-up does not grow with the number of processes."""
+        name = name or ",".join(map(str, line))
         if name not in self._groups:
-            # Only its members make it, so that set-up does not grow with the number of processes.
-            members = sorted(self.shape.along_all(used, self.rank))
-            self._groups[name] = dist.new_group(members, use_local_synchronization=True)
+            if self._is_closed:
+                raise InputError(f"mesh {self} is closed: its groups are gone. Make a new Mesh, or close it last.")
+            self._groups[name] = dist.new_group(sorted(line), use_local_synchronization=True)
             self._made += (self._groups[name],)
         return self._groups[name]
 
@@ -156,25 +165,64 @@ class Mesh:
             return ThreadLinks(self.members.transport(line), len(line), line.index(self.rank))
         return ProcessLinks(lambda: self._joint_group(axes))
 
+    def divide(self, **parts: int) -> None:
+        """Arrange the processes of axis tp in a grid, whose axes `axis` and `place` then know. Every process calls it.
+
+        Args:
+            parts: degrees of the grid by axis, outermost first, such as tp_row=2, tp_column=2.
+
+        Raises:
+            InputError: their product is not the degree of tp, or tp is divided in another way.
+        """
+        if math.prod(parts.values()) != self.degree("tp"):
+            grid = " x ".join(f"{name} {degree}" for name, degree in parts.items())
+            raise InputError(f"a grid of {grid} on a mesh with tp={self.degree('tp')}: the product must be equal.")
+        if self._parts and self._parts != parts:
+            raise InputError(f"mesh {self} is divided into {self._parts} already. Make another Mesh for {parts}.")
+        self._parts = dict(parts)
+
+    @property
+    def place(self) -> Place:
+        """The coordinates of this process on the axes inside a stage: tp, or those into which it is divided."""
+        degrees = self._parts or {"tp": self.degree("tp")}
+        coordinates, number = {}, self.coordinate("tp")
+        for name, degree in reversed(degrees.items()):
+            number, coordinates[name] = divmod(number, degree)
+        return Place(coordinates, degrees)
+
+    def _line(self, names: Sequence[str]) -> tuple[int, ...]:
+        """The processes along axes through this one, the last axis fastest."""
+        if not any(name in self._parts for name in names):
+            for name in names:
+                check_axis(name)
+            return self.shape.along_all(names, self.rank)
+        here, coordinates = self.place, self.shape.coordinates(self.rank)
+        line = []
+        for values in product(*(range(self._parts[name]) for name in names)):
+            there = here._replace(coordinates={**here.coordinates, **dict(zip(names, values, strict=True))})
+            line.append(self.shape.process({**coordinates, "tp": there.member(list(self._parts))}))
+        return tuple(line)
+
     def axis(self, *names: str) -> Axis:
         """The collectives along one axis, or several together, through this process. Every process calls it.
 
         Several axes form one, whose coordinates run through the last of `names` first. On CPU processes of one host,
         tensors pass through shared memory, between threads through queues, elsewhere through torch.distributed.
 
+        Args:
+            names: axes of the mesh, or parts of tp, see `divide`.
+
         Raises:
             InputError: an unknown axis, or the mesh is closed.
         """
-        for name in names:
-            check_axis(name)
         joint = "+".join(names)
         if joint not in self._axes:
             if self._is_closed:
                 raise InputError(f"mesh {self} is closed: its axes are gone. Make a new Mesh, or close it last.")
-            self._axes[joint] = self._make_axis(joint, self.shape.along_all(names, self.rank), names)
+            self._axes[joint] = self._make_axis(joint, self._line(names))
         return self._axes[joint]
 
-    def _make_axis(self, joint: str, line: tuple[int, ...], names: Sequence[str]) -> Axis:
+    def _make_axis(self, joint: str, line: tuple[int, ...]) -> Axis:
         index = line.index(self.rank)
         if len(line) == 1:
             return ChannelAxis(joint, None, line, 0, copies=False, meter=self.meter)
@@ -190,7 +238,7 @@ class Mesh:
             if all(local.reaches(peer, of=line[0]) for peer in line):
                 local.open(ChannelAxis.channels_between(line))
                 return ChannelAxis(joint, local, line, index, copies=False, meter=self.meter)
-        return GroupAxis(joint, self._joint_group(names), self.meter)
+        return GroupAxis(joint, self._group_of(line), line, self.meter)
 
     def leave(self, *axes: str) -> None:
         """Called after an error: closes what communicates along the axes, so that other processes stop waiting.

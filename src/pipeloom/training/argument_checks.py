@@ -12,6 +12,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Schedule, check
 from pipeloom.ir.recompute import Recompute, recompute_of_stages
 from pipeloom.parallel import Mesh, OffloadActivations
+from pipeloom.parallel.placed import placed
 from pipeloom.passes import check_has_backwards
 from pipeloom.split.module import StageModule
 from pipeloom.transport.interface import OneProcessTransport
@@ -61,6 +62,17 @@ def check_arguments(
     if not number or not 0 < float(timeout_seconds) < math.inf:
         raise InputError(f"timeout_seconds={timeout_seconds!r}: must be a finite number above 0.")
     _check_slices(schedule, slices)
+
+
+def check_placed(mesh: Mesh | None, modules: Sequence[nn.Module]) -> None:
+    """Raises InputError where a mesh has several tensor-parallel ranks, and no parameter lies on them."""
+    if mesh is None or mesh.degree("tp") == 1:
+        return
+    if not any(placed(parameter) for module in modules for parameter in module.parameters()):
+        raise InputError(
+            f"mesh={mesh}: no parameter of the model is cut along tp, so all tensor-parallel ranks would do the same "
+            "work. Call pipeloom.parallelize(model, mesh, plan) first, or give tp degree 1."
+        )
 
 
 def check_recompute(

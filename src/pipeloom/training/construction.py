@@ -24,7 +24,7 @@ from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
 from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
-from pipeloom.training.argument_checks import check_arguments, check_recompute
+from pipeloom.training.argument_checks import check_arguments, check_placed, check_recompute
 from pipeloom.transport.connect import connect
 from pipeloom.transport.interface import Transport
 
@@ -72,6 +72,7 @@ def construct(
     for module in stages.modules if sliced else ():
         make_sliceable(module)
 
+    check_placed(mesh, stages.modules)
     sharing = share(mesh, data, precision, timeout_seconds)
     tied = [parameter.stages for parameter in stages.tied]
     programs = _programs(schedule, tied, sharing.axis, offload)

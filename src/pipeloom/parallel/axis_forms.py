@@ -1,0 +1,186 @@
+"""The forms of an `Axis`: over channels of a transport, and over a process group of torch.distributed."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.parallel.axis import Axis, AxisMeter, Combine
+from pipeloom.processes.collectives import noticing_lost_peers
+from pipeloom.transport.interface import Channel, Lane, Transport
+from pipeloom.transport.values import flatten
+
+_DIRECT_BYTES = 1 << 15  # a smaller all-reduce sends everything to everybody, in one exchange in place of two
+
+
+def _combined(parts: Sequence[Tensor], combine: Combine) -> Tensor:
+    return reduce(add if combine == "sum" else torch.maximum, parts)
+
+
+class ChannelAxis(Axis):
+    """An axis over channels between all pairs of its members.
+
+    Args:
+        transport: opened for the channels of `channels_between(members)`. Its receives block.
+        members: their ranks in the transport, in the order of coordinates.
+        copies: whether sent tensors are copied, which a transport that passes references needs: callers may change
+            tensors in place after a collective.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport | None,
+        members: Sequence[int],
+        index: int,
+        *,
+        copies: bool,
+        meter: AxisMeter | None = None,
+    ) -> None:
+        super().__init__(name, len(members), index, meter)
+        self._copies = copies
+        self._others = [coordinate for coordinate in range(len(members)) if coordinate != index]
+        own = members[index]
+        if transport is not None:
+            self._to = {c: transport.outgoing(Channel(own, members[c], Lane.AXIS)) for c in self._others}
+            self._from = {c: transport.incoming(Channel(members[c], own, Lane.AXIS)) for c in self._others}
+
+    @staticmethod
+    def channels_between(members: Sequence[int]) -> list[Channel]:
+        """The channels that a transport of these members must have open."""
+        return [Channel(a, b, Lane.AXIS) for a in members for b in members if a != b]
+
+    def _send(self, coordinate: int, tensors: Sequence[Tensor]) -> None:
+        layout, flat = flatten([tensor.clone() for tensor in tensors] if self._copies else list(tensors))
+        self._to[coordinate].send(layout, flat)
+
+    def _receive(self, coordinate: int) -> list[Tensor]:
+        return self._from[coordinate].receive().tensors
+
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
+        for coordinate in self._others:
+            self._send(coordinate, [x])
+        return [x if c == self.index else self._receive(c)[0] for c in range(self.degree)]
+
+    def _all_reduce(self, x: Tensor, combine: Combine) -> Tensor:
+        if x.nbytes < _DIRECT_BYTES or x.numel() < self.degree:
+            return _combined(self._all_gather(x), combine)
+        pieces = x.reshape(-1).tensor_split(self.degree)
+        own = _combined(self._exchange(pieces), combine)
+        return torch.cat(self._all_gather(own)).view(x.shape)
+
+    def _exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Piece i of every member on member i."""
+        for coordinate in self._others:
+            self._send(coordinate, [pieces[coordinate]])
+        return [pieces[c] if c == self.index else self._receive(c)[0] for c in range(self.degree)]
+
+    def _reduce_scatter(self, pieces: Sequence[Tensor]) -> Tensor:
+        return _combined(self._exchange(pieces), "sum")
+
+    def _all_to_all(self, pieces: list[Tensor]) -> list[Tensor]:
+        return self._exchange(pieces)
+
+    def _broadcast(self, x: Tensor, source: int) -> Tensor:
+        if self.index != source:
+            return self._receive(source)[0]
+        for coordinate in self._others:
+            self._send(coordinate, [x])
+        return x
+
+    def _reduce(self, x: Tensor, target: int) -> Tensor | None:
+        if self.index != target:
+            self._send(target, [x])
+            return None
+        return _combined([x if c == self.index else self._receive(c)[0] for c in range(self.degree)], "sum")
+
+    def _shift(self, tensors: list[Tensor], by: int) -> Callable[[], list[Tensor]]:
+        if by == 0:
+            return lambda: tensors
+        self._send((self.index + by) % self.degree, tensors)
+        source = (self.index - by) % self.degree
+        return lambda: self._receive(source)
+
+
+class GroupAxis(Axis):
+    """An axis over a process group of torch.distributed.
+
+    Args:
+        group: of the members.
+        members: their ranks in the default group, in the order of coordinates.
+    """
+
+    def __init__(
+        self, name: str, group: dist.ProcessGroup, members: Sequence[int], meter: AxisMeter | None = None
+    ) -> None:
+        super().__init__(name, len(members), members.index(dist.get_rank()), meter)
+        self._group = group
+        self._ranks = [dist.get_group_rank(group, member) for member in members]  # by coordinate
+        self._coordinates = [self._ranks.index(rank) for rank in range(len(members))]  # by rank in the group
+
+    def _all_reduce(self, x: Tensor, combine: Combine) -> Tensor:
+        found = x.clone(memory_format=torch.contiguous_format)
+        with noticing_lost_peers():
+            dist.all_reduce(found, dist.ReduceOp.SUM if combine == "sum" else dist.ReduceOp.MAX, group=self._group)
+        return found
+
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
+        x = x.contiguous()
+        found = [torch.empty_like(x) for _ in range(self.degree)]
+        with noticing_lost_peers():
+            dist.all_gather(found, x, group=self._group)
+        return [found[rank] for rank in self._ranks]
+
+    def _reduce_scatter(self, pieces: Sequence[Tensor]) -> Tensor:
+        found = torch.empty_like(pieces[self.index], memory_format=torch.contiguous_format)
+        with noticing_lost_peers():
+            dist.reduce_scatter(found, [pieces[c].contiguous() for c in self._coordinates], group=self._group)
+        return found
+
+    def _all_to_all(self, pieces: list[Tensor]) -> list[Tensor]:
+        own = pieces[self.index]
+        shapes = self._all_gather(torch.tensor([list(piece.shape) for piece in pieces], device=own.device))
+        arriving = [own.new_empty(shapes[c][self.index].tolist()) for c in self._coordinates]
+        leaving = [pieces[c] for c in self._coordinates]
+        received = own.new_empty(sum(piece.numel() for piece in arriving))
+        get, put = ([piece.numel() for piece in parts] for parts in (arriving, leaving))
+        with noticing_lost_peers():
+            flat = torch.cat([piece.reshape(-1) for piece in leaving])
+            dist.all_to_all_single(received, flat, get, put, group=self._group)
+        parts = torch.split(received, get)
+        return [parts[rank].view(arriving[rank].shape) for rank in self._ranks]
+
+    def _broadcast(self, x: Tensor, source: int) -> Tensor:
+        found = x.clone(memory_format=torch.contiguous_format)
+        with noticing_lost_peers():
+            dist.broadcast(found, group=self._group, group_src=self._ranks[source])
+        return found
+
+    def _reduce(self, x: Tensor, target: int) -> Tensor | None:
+        found = x.clone(memory_format=torch.contiguous_format)
+        with noticing_lost_peers():
+            dist.reduce(found, group=self._group, group_dst=self._ranks[target])
+        return found if self.index == target else None
+
+    def _shift(self, tensors: list[Tensor], by: int) -> Callable[[], list[Tensor]]:
+        if by == 0:
+            return lambda: tensors
+        target, source = (self._ranks[(self.index + sign * by) % self.degree] for sign in (1, -1))
+        sent = [tensor.contiguous() for tensor in tensors]
+        found = [torch.empty_like(tensor) for tensor in sent]
+        calls = [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=target) for tensor in sent]
+        calls += [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=source) for tensor in found]
+        with noticing_lost_peers():
+            works = dist.batch_isend_irecv(calls)
+
+        def finish() -> list[Tensor]:
+            with noticing_lost_peers():
+                for work in works:
+                    work.wait()
+            sent.clear()
+            return found
+
+        return finish
