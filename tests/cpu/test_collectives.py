@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError, PeerLost
+from pipeloom.parallel.data.links import Links
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.processes.collectives import all_reduce, noticing_lost_peers
 from pipeloom.transport import Channel, Lane, torch_distributed
@@ -165,21 +166,24 @@ def test_faults_of_this_process_alone_stay_what_they_are(fault: Callable[..., Te
     assert isinstance(caught.value, PeerLost) == (kind is PeerLost)
 
 
+class _NoMemory(Links):
+    """Two copies, whose collectives fail."""
+
+    degree, index, backend = 2, 0, "gloo"
+    broadcast = reduce = all_reduce = all_gather = reduce_scatter = exchange = on_end = _out_of_memory
+
+
 class _TwoCopies:
     """As much of a mesh as copies ask for."""
 
     def degree(self, axis: str) -> int:
         return 2
 
-    def coordinate(self, axis: str) -> int:
-        return 0
-
-    def group(self, axis: str) -> None:
-        return None
+    def links(self, *axes: str) -> Links:
+        return _NoMemory()
 
 
 def test_no_memory_in_a_collective_of_copies_is_no_lost_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(dist, "all_reduce", _out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         ReplicaGroup(_TwoCopies()).all_reduce(torch.ones(1))  # type: ignore[arg-type]
