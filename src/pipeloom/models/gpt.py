@@ -165,7 +165,8 @@ def init_parameters(module: nn.Module, *, seed: int) -> None:
 
     Matrices are normal with standard deviation 0.02, or ``init_std[child]`` of the enclosing module; biases are 0,
     other vectors (the gains of norms) 1. Values are drawn on the CPU in float32, so they do not depend on
-    split, device and dtype. Names of tied parameters are looked up in ``module.canonical_names``.
+    split, device and dtype. Of a parameter that is cut inside its stage (`pipeloom.parallel.placed`), all values are
+    drawn, and this process keeps its block. Names of tied parameters are looked up in ``module.canonical_names``.
     """
     canonical: dict[str, str] = getattr(module, "canonical_names", {})
     parents = dict(module.named_modules())
@@ -173,15 +174,18 @@ def init_parameters(module: nn.Module, *, seed: int) -> None:
         path, _, last = name.rpartition(".")
         parent, _, child = path.rpartition(".")
         stds: dict[str, float] = getattr(parents.get(parent), "init_std", {})
-        if parameter.ndim < 2:
-            parameter.fill_(0.0 if last.endswith("bias") else 1.0)
+        block = getattr(parameter, "placed_block", None)
+        shape = parameter.shape if block is None else block.full_shape
+        if len(shape) < 2:
+            full = torch.full(shape, 0.0 if last.endswith("bias") else 1.0)
         else:
             key = canonical.get(name, name)
             for wrapper in _WRAPPERS:
                 key = key.replace(wrapper, "")
             digest = blake2b(f"{seed}/{key}".encode(), digest_size=8).digest()
             draw, std = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1), stds.get(child, _STD)
-            parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=draw))
+            full = torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=draw)
+        parameter.copy_(full if block is None else block.cut(full))
 
 
 @torch.no_grad()
@@ -199,9 +203,9 @@ def materialize(module: nn.Module, seed: int, device: torch.device | str = "cpu"
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 if id(parameter) not in new:
-                    new[id(parameter)] = nn.Parameter(
-                        torch.empty_like(parameter, device=device), parameter.requires_grad
-                    )
+                    made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                    vars(made).update(vars(parameter))
+                    new[id(parameter)] = made
                 part._parameters[name] = new[id(parameter)]
         lost = [name for name, buffer in part._buffers.items() if buffer is not None and buffer.is_meta]
         for name, buffer in part._buffers.items():

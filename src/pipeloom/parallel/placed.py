@@ -28,7 +28,7 @@ from pipeloom.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ATTRIBUTE = "placed"  # of an nn.Parameter
+_ATTRIBUTE = "placed_block"  # of an nn.Parameter; `pipeloom.models` reads it too
 
 
 class Section(NamedTuple):
@@ -166,15 +166,52 @@ class Placed:
                 full[there] = block[here]
 
 
+class PlacedBlock(NamedTuple):
+    """The block of a parameter that one process holds.
+
+    Attributes:
+        how: how the parameter lies.
+        place: of the process.
+    """
+
+    how: Placed
+    place: Place
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the full parameter."""
+        return self.how.shape
+
+    def cut(self, full: "Tensor") -> "Tensor":
+        """The block of a full tensor, in new memory; see `Placed.cut`."""
+        return self.how.cut(full, self.place)
+
+
 def placed(parameter: Any) -> Placed | None:
     """How a parameter lies; None: every process of its stage has all of it, and its full gradient."""
-    found: Placed | None = getattr(parameter, _ATTRIBUTE, None)
+    block = placed_block(parameter)
+    return None if block is None else block.how
+
+
+def placed_block(parameter: Any) -> PlacedBlock | None:
+    """The block that this process holds of a parameter; None: it has all of it."""
+    found: PlacedBlock | None = getattr(parameter, _ATTRIBUTE, None)
     return found
 
 
-def place_parameter(parameter: Any, how: Placed) -> None:
-    """Say how a parameter, which is a block already, lies."""
-    setattr(parameter, _ATTRIBUTE, how)
+def place_parameter(parameter: Any, how: Placed, place: Place) -> None:
+    """Say how a parameter, which is the block of the process at `place` (`Mesh.place`) already, lies.
+
+    Raises:
+        InputError: the parameter has another shape than this block.
+    """
+    block = PlacedBlock(how, place)
+    if tuple(parameter.shape) != how.local_shape(place):
+        raise InputError(
+            f"a parameter of shape {list(parameter.shape)}: its block of {list(how.shape)} has shape "
+            f"{list(how.local_shape(place))} here. Pass the block, not the full parameter."
+        )
+    setattr(parameter, _ATTRIBUTE, block)
 
 
 def even(size: int, blocks: int, axes: Sequence[str]) -> Cut:
