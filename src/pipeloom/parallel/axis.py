@@ -23,11 +23,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 Combine = Literal["sum", "max"]
 
 
@@ -143,12 +144,32 @@ class Axis(ABC):
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """`x` of member `source`; the others pass a tensor of the same shape and dtype, whose values are not used."""
+        return self.start_broadcast(x, source)()
+
+    def start_broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]:
+        """Begin a broadcast, so that it overlaps with what is computed next.
+
+        Returns:
+            A function that waits for the tensor of `source`, and returns it. It is called once, in the order of the
+            broadcasts, before a collective of another kind is called on this axis.
+        """
         if self.degree == 1:
-            return x
+            return lambda: x
         start = perf_counter()
-        found = self._broadcast(x.detach(), source)
+        finish = self._broadcast(x.detach(), source)
         self.meter.add(self.name, "broadcast", start, x.nbytes)
-        return found
+        return self._waiting(finish, "broadcast")
+
+    def _waiting(self, finish: Callable[[], T], collective: str) -> Callable[[], T]:
+        """`finish`, whose time is counted too."""
+
+        def wait() -> T:
+            start = perf_counter()
+            found = finish()
+            self.meter.add(self.name, collective, start, 0, calls=0)
+            return found
+
+        return wait
 
     def reduce(self, x: Tensor, target: int) -> Tensor | None:
         """The sum over all members, on member `target`; None elsewhere."""
@@ -171,14 +192,7 @@ class Axis(ABC):
         start, num_bytes = perf_counter(), sum(tensor.nbytes for tensor in tensors)
         finish = self._shift([tensor.detach() for tensor in tensors], by % self.degree)
         self.meter.add(self.name, "shift", start, num_bytes)
-
-        def wait() -> list[Tensor]:
-            begin = perf_counter()
-            found = finish()
-            self.meter.add(self.name, "shift", begin, 0, calls=0)
-            return found
-
-        return wait
+        return self._waiting(finish, "shift")
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, combine: Combine) -> Tensor: ...
@@ -193,7 +207,7 @@ class Axis(ABC):
     def _all_to_all(self, pieces: list[Tensor]) -> list[Tensor]: ...
 
     @abstractmethod
-    def _broadcast(self, x: Tensor, source: int) -> Tensor: ...
+    def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]: ...
 
     @abstractmethod
     def _reduce(self, x: Tensor, target: int) -> Tensor | None: ...

@@ -84,12 +84,12 @@ class ChannelAxis(Axis):
     def _all_to_all(self, pieces: list[Tensor]) -> list[Tensor]:
         return self._exchange(pieces)
 
-    def _broadcast(self, x: Tensor, source: int) -> Tensor:
+    def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]:
         if self.index != source:
-            return self._receive(source)[0]
+            return lambda: self._receive(source)[0]
         for coordinate in self._others:
             self._send(coordinate, [x])
-        return x
+        return lambda: x
 
     def _reduce(self, x: Tensor, target: int) -> Tensor | None:
         if self.index != target:
@@ -153,11 +153,17 @@ class GroupAxis(Axis):
         parts = torch.split(received, get)
         return [parts[rank].view(arriving[rank].shape) for rank in self._ranks]
 
-    def _broadcast(self, x: Tensor, source: int) -> Tensor:
+    def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]:
         found = x.clone(memory_format=torch.contiguous_format)
         with noticing_lost_peers():
-            dist.broadcast(found, group=self._group, group_src=self._ranks[source])
-        return found
+            work = dist.broadcast(found, group=self._group, group_src=self._ranks[source], async_op=True)
+
+        def wait() -> Tensor:
+            with noticing_lost_peers():
+                work.wait()
+            return found
+
+        return wait
 
     def _reduce(self, x: Tensor, target: int) -> Tensor | None:
         found = x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,139 @@
+"""Layers of a model on a grid: linear layers, norms, the embedding of tokens, and the loss.
+
+Parameters are the blocks of this process, under the names that they have in the model that is not cut.
+
+Legend: B batch, S tokens of the sequence or slice, W width, V vocabulary; b = B / batch blocks, w = W / side.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.parallel.axis_functions import reduce_from
+from pipeloom.parallel.placed import Placed, place_parameter, placed
+from pipeloom.parallel.tensor.cross_entropy import IGNORED, check_ids, token_losses
+from pipeloom.parallel.tensor.grid import Grid
+from pipeloom.parallel.tensor.grid_norms import layer_norm, rms_norm
+from pipeloom.parallel.tensor.grid_shape import Activations
+from pipeloom.slicing import current_slice, dropout
+
+
+def shard(parameter: nn.Parameter | None, how: Placed, grid: Grid) -> nn.Parameter | None:
+    """This process's block of a full parameter, placed; of a parameter that is placed already, itself."""
+    if parameter is None or placed(parameter) is not None:
+        return parameter
+    with torch.no_grad():
+        block = nn.Parameter(how.cut(parameter, grid.place), parameter.requires_grad)
+    place_parameter(block, how)
+    return block
+
+
+class GridLinear(nn.Module):
+    """``F.linear``: [b, S, inputs/side] -> [b, S, outputs/side].
+
+    The bias is cut as the outputs are, and added by every process to its own samples.
+
+    Args:
+        weight, bias: blocks.
+    """
+
+    sliceable = True
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, grid: Grid, source: Activations, target: Activations
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.grid, self.source, self.target = grid, source, target
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.grid.product(x, self.weight, self.source, self.target)
+        return y if self.bias is None else y + self.bias
+
+
+class GridNorm(nn.Module):
+    """Layer norm or RMS norm of activations between blocks: [b, S, w] -> [b, S, w].
+
+    Args:
+        weight, bias: blocks, or None.
+        eps: None (RMS norm only): the smallest of the dtype.
+        centered: whether the mean is subtracted: layer norm.
+    """
+
+    sliceable = True
+
+    def __init__(
+        self, weight: nn.Parameter | None, bias: nn.Parameter | None, grid: Grid, eps: float | None, *, centered: bool
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.grid, self.eps, self.centered = grid, eps, centered
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis = self.grid.axis(self.grid.shape.outer.width)
+        if self.centered:
+            return layer_norm(x, self.weight, self.bias, axis, self.eps or 0.0)
+        return rms_norm(x, self.weight, axis, self.eps)
+
+
+class GridEmbedding(nn.Module):
+    """Token ids [B, S] of the whole micro-batch -> [b, S, w] of this process.
+
+    Args:
+        weight: block of the table [V, W].
+        positions: block [tokens, w] of learned positions, or None.
+        vocabulary_size: V.
+        sequence_length: the maximum.
+        dropout: probability.
+    """
+
+    sliceable = True
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        positions: nn.Parameter | None,
+        grid: Grid,
+        *,
+        vocabulary_size: int,
+        sequence_length: int,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.weight, self.positions = weight, positions
+        self.grid, self.vocabulary_size = grid, vocabulary_size
+        self.sequence_length, self.dropout = sequence_length, dropout
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        piece = current_slice()
+        start, length = (piece.start, piece.length) if piece else (0, tokens.shape[1])
+        if length > self.sequence_length:
+            raise InputError(
+                f"a sequence of {length} tokens is longer than sequence_length={self.sequence_length} of the model. "
+                "Shorten it, or increase sequence_length."
+            )
+        check_ids(tokens, self.vocabulary_size, "inputs")
+        x = self.grid.embed(tokens, self.weight)
+        if self.positions is not None:
+            x = x + self.positions[start : start + tokens.shape[1]]
+        return dropout(x, self.dropout, self) if self.training else x
+
+
+class GridLoss:
+    """Mean cross-entropy over all tokens of a micro-batch, in nats, of logits that lie on a grid.
+
+    Called with this process's logits [b, S, V/side] and the targets [B, S] of the whole micro-batch, of any integer
+    type; targets of -100 do not count. The loss is the same on all processes. Logits are not gathered.
+
+    Args:
+        vocabulary_size: V.
+    """
+
+    def __init__(self, grid: Grid, vocabulary_size: int) -> None:
+        self.grid, self.vocabulary_size = grid, vocabulary_size
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        inner = self.grid.shape.inner
+        own = self.grid.own_samples(targets, inner)
+        losses = token_losses(logits, own, self.grid.axis(inner.width), self.vocabulary_size)
+        return reduce_from(losses.sum(), self.grid.axis(*inner.batch)) / (targets != IGNORED).sum()
