@@ -24,40 +24,41 @@ from pipeloom.parallel.axis import Axis
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
     """`x`, which all members have; its gradients are summed over members."""
-    return x if axis.degree == 1 else _apply(_CopyTo, x, axis)
+    return x if axis.degree == 1 else apply_function(_CopyTo, x, axis)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     """The sum of `x` over members; its gradient, equal on all members, passes as it is."""
-    return x if axis.degree == 1 else _apply(_ReduceFrom, x, axis)
+    return x if axis.degree == 1 else apply_function(_ReduceFrom, x, axis)
 
 
 def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """All members' `x` along `dim`, where what follows is the same on all members."""
-    return x if axis.degree == 1 else _apply(_Gather, x, axis, dim, False)
+    return x if axis.degree == 1 else apply_function(_Gather, x, axis, dim, False)
 
 
 def gather_partial(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """All members' `x` along `dim`, where each member computes a part of what follows."""
-    return x if axis.degree == 1 else _apply(_Gather, x, axis, dim, True)
+    return x if axis.degree == 1 else apply_function(_Gather, x, axis, dim, True)
 
 
 def scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """This member's piece along `dim` of `x`, which all members have. The size of `dim` is a multiple of the degree."""
-    return x if axis.degree == 1 else _apply(_Scatter, x, axis, dim)
+    return x if axis.degree == 1 else apply_function(_Scatter, x, axis, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """This member's piece along `dim` of the sum over members."""
-    return x if axis.degree == 1 else _apply(_ReduceScatter, x, axis, dim)
+    return x if axis.degree == 1 else apply_function(_ReduceScatter, x, axis, dim)
 
 
 def exchange(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
     """Cut `x` along `split_dim`, send piece i to member i, and join what arrives along `join_dim`."""
-    return x if axis.degree == 1 else _apply(_Exchange, x, axis, split_dim, join_dim)
+    return x if axis.degree == 1 else apply_function(_Exchange, x, axis, split_dim, join_dim)
 
 
-def _apply(function: Any, *arguments: Any) -> Tensor:
+def apply_function(function: Any, *arguments: Any) -> Tensor:
+    """``function.apply``, which torch does not type."""
     found: Tensor = function.apply(*arguments)
     return found
 

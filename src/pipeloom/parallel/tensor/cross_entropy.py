@@ -15,6 +15,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from pipeloom.errors import InputError
 from pipeloom.parallel.axis import Axis
+from pipeloom.parallel.axis_functions import apply_function
 
 IGNORED = -100  # as in F.cross_entropy
 
@@ -39,8 +40,7 @@ def token_losses(logits: Tensor, targets: Tensor, axis: Axis, vocabulary_size: i
             f"vocabulary of {vocabulary_size}. Pass the output of the model."
         )
     check_ids(targets, vocabulary_size, "targets", ignored=IGNORED)
-    found: Tensor = _TokenLosses.apply(logits, targets.long(), axis, vocabulary_size)
-    return found
+    return apply_function(_TokenLosses, logits, targets.long(), axis, vocabulary_size)
 
 
 def check_ids(ids: Tensor, vocabulary_size: int, what: str, *, ignored: int | None = None) -> None:

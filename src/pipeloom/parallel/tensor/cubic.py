@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from pipeloom.parallel.axis import Axis
+from pipeloom.parallel.axis_functions import apply_function
 
 
 def product_3d(x: Tensor, weight: Tensor, inputs: Axis, weights: Axis, outputs: Axis) -> Tensor:
@@ -44,7 +45,7 @@ def product_3d(x: Tensor, weight: Tensor, inputs: Axis, weights: Axis, outputs: 
     """
     if weights.degree == 1:
         return torch.nn.functional.linear(x, weight)
-    found: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight, inputs, weights, outputs)
+    found = apply_function(_Product, x.reshape(-1, x.shape[-1]), weight, inputs, weights, outputs)
     return found.view(*x.shape[:-1], found.shape[-1])
 
 

@@ -8,7 +8,7 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn import functional as F
 
 from pipeloom.parallel.axis import Axis
-from pipeloom.parallel.axis_functions import exchange, reduce_scatter
+from pipeloom.parallel.axis_functions import apply_function, exchange, reduce_scatter
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.tensor.cubic import product_3d
 from pipeloom.parallel.tensor.grid_shape import Activations, GridShape
@@ -80,8 +80,7 @@ class Grid:
         if cube:
             found = exchange(found, self.axis("tp_i"), 0, -1)
             return reduce_scatter(found, self.axis("tp_j"), 0)
-        swapped: Tensor = _SumTransposed.apply(found, self.axis("tp_row", "tp_column"), self.shape.side)
-        return swapped
+        return apply_function(_SumTransposed, found, self.axis("tp_row", "tp_column"), self.shape.side)
 
     def __deepcopy__(self, memo: object) -> "Grid":
         return self  # copies of a module communicate along the same axes

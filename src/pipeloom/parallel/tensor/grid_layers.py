@@ -8,14 +8,12 @@ Legend: B batch, S tokens of the sequence or slice, W width, V vocabulary; b = B
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import InputError
 from pipeloom.parallel.axis_functions import reduce_from
 from pipeloom.parallel.placed import Placed, place_parameter, placed
 from pipeloom.parallel.tensor.cross_entropy import IGNORED, check_ids, token_losses
 from pipeloom.parallel.tensor.grid import Grid
 from pipeloom.parallel.tensor.grid_norms import layer_norm, rms_norm
 from pipeloom.parallel.tensor.grid_shape import Activations
-from pipeloom.slicing import current_slice, dropout
 
 
 def shard(parameter: nn.Parameter | None, how: Placed, grid: Grid) -> nn.Parameter | None:
@@ -24,7 +22,7 @@ def shard(parameter: nn.Parameter | None, how: Placed, grid: Grid) -> nn.Paramet
         return parameter
     with torch.no_grad():
         block = nn.Parameter(how.cut(parameter, grid.place), parameter.requires_grad)
-    place_parameter(block, how)
+    place_parameter(block, how, grid.place)
     return block
 
 
@@ -76,47 +74,19 @@ class GridNorm(nn.Module):
         return rms_norm(x, self.weight, axis, self.eps)
 
 
-class GridEmbedding(nn.Module):
-    """Token ids [B, S] of the whole micro-batch -> [b, S, w] of this process.
+class GridLookUp:
+    """``F.embedding`` of a whole micro-batch: token ids [B, S] and the block of a table [V, W] -> [b, S, w].
 
     Args:
-        weight: block of the table [V, W].
-        positions: block [tokens, w] of learned positions, or None.
         vocabulary_size: V.
-        sequence_length: the maximum.
-        dropout: probability.
     """
 
-    sliceable = True
-
-    def __init__(
-        self,
-        weight: nn.Parameter,
-        positions: nn.Parameter | None,
-        grid: Grid,
-        *,
-        vocabulary_size: int,
-        sequence_length: int,
-        dropout: float,
-    ) -> None:
-        super().__init__()
-        self.weight, self.positions = weight, positions
+    def __init__(self, grid: Grid, vocabulary_size: int) -> None:
         self.grid, self.vocabulary_size = grid, vocabulary_size
-        self.sequence_length, self.dropout = sequence_length, dropout
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        piece = current_slice()
-        start, length = (piece.start, piece.length) if piece else (0, tokens.shape[1])
-        if length > self.sequence_length:
-            raise InputError(
-                f"a sequence of {length} tokens is longer than sequence_length={self.sequence_length} of the model. "
-                "Shorten it, or increase sequence_length."
-            )
+    def __call__(self, tokens: Tensor, weight: Tensor) -> Tensor:
         check_ids(tokens, self.vocabulary_size, "inputs")
-        x = self.grid.embed(tokens, self.weight)
-        if self.positions is not None:
-            x = x + self.positions[start : start + tokens.shape[1]]
-        return dropout(x, self.dropout, self) if self.training else x
+        return self.grid.embed(tokens, weight)
 
 
 class GridLoss:

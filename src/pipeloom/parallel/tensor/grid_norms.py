@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from pipeloom.parallel.axis import Axis
+from pipeloom.parallel.axis_functions import apply_function
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, eps: float) -> Tensor:
@@ -24,14 +25,12 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis
         x: [..., W/n], the features of this member of `axis`.
         weight, bias: [W/n], or None.
     """
-    found: Tensor = _Norm.apply(x, weight, bias, axis, eps, True)
-    return found
+    return apply_function(_Norm, x, weight, bias, axis, eps, True)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, axis: Axis, eps: float | None) -> Tensor:
     """``F.rms_norm`` over the last dimension; see `layer_norm`. `eps` None: the smallest of the dtype, as in torch."""
-    found: Tensor = _Norm.apply(x, weight, None, axis, torch.finfo(x.dtype).eps if eps is None else eps, False)
-    return found
+    return apply_function(_Norm, x, weight, None, axis, torch.finfo(x.dtype).eps if eps is None else eps, False)
 
 
 def _wide(x: Tensor) -> Tensor:

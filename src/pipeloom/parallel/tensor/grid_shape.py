@@ -157,7 +157,7 @@ class GridShape:
 
 def _root(number: int, power: int, factor: int, what: str) -> int:
     """The root of `number / factor`; raises InputError where it is not an integer."""
-    lower = math.floor((number / factor) ** (1 / power) + 1e-9)
+    lower: int = math.floor((number / factor) ** (1 / power) + 1e-9)
     if lower < 1 or factor * lower**power != number:
         fits = [str(factor * root**power) for root in (lower, lower + 1) if root > 0]
         raise InputError(f"{what}. Use {' or '.join(fits)}.")

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from pipeloom.parallel.axis import Axis
+from pipeloom.parallel.axis_functions import apply_function
 
 
 def product_2d(x: Tensor, weight: Tensor, rows: Axis, columns: Axis) -> Tensor:
@@ -47,7 +48,7 @@ def product_2d(x: Tensor, weight: Tensor, rows: Axis, columns: Axis) -> Tensor:
     """
     if rows.degree == 1:
         return torch.nn.functional.linear(x, weight)
-    found: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight, rows, columns)
+    found = apply_function(_Product, x.reshape(-1, x.shape[-1]), weight, rows, columns)
     return found.view(*x.shape[:-1], found.shape[-1])
 
 
