@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         OffloadActivations,
         OffloadedOptimizer,
         Precision,
+        run_threads,
         update_parameters,
     )
     from pipeloom.plan.plan import Plan
@@ -62,6 +63,7 @@ _LAZY = {
     "StreamUpdate": "pipeloom.training",
     "Update": "pipeloom.training",
     "clip_grad_norm": "pipeloom.training",
+    "run_threads": "pipeloom.parallel",
     "update_parameters": "pipeloom.parallel",
     "split": "pipeloom.split",
     "sim": "pipeloom.sim",
@@ -96,6 +98,7 @@ __all__ = [
     "clip_grad_norm",
     "ir",
     "passes",
+    "run_threads",
     "schedules",
     "simulate",
     "update_parameters",

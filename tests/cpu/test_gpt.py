@@ -163,7 +163,27 @@ def test_dropout_only_in_training():
     assert torch.equal(model(x), build()(x))
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_queries_are_full_heads_with_repeated_keys(positions, kv_heads):
+    sizes = {"width": 24, "heads": 4, "positions": positions}
+    grouped, full = build(**sizes, kv_heads=kv_heads).double(), build(**sizes).double()
+    for block, other in zip(grouped.blocks, full.blocks, strict=True):
+        with torch.no_grad():
+            q, k, v = block.qkv.weight.split([24, 6 * kv_heads, 6 * kv_heads])
+            repeated = [part.view(-1, 6, 24).repeat_interleave(4 // kv_heads, 0).flatten(0, 1) for part in (k, v)]
+            other.qkv.weight.copy_(torch.cat([q, *repeated]))
+    x = tokens()
+    torch.testing.assert_close(grouped(x), full(x), rtol=1e-12, atol=1e-14)
+    loss_fn(grouped(x), x).backward()
+    loss_fn(full(x), x).backward()
+    torch.testing.assert_close(grouped.embedding.weight.grad, full.embedding.weight.grad, rtol=1e-10, atol=1e-14)
+    own, whole = grouped.blocks[1].qkv.weight.grad, full.blocks[1].qkv.weight.grad
+    summed = whole[24:48].view(kv_heads, -1, 6, 24).sum(1).flatten(0, 1)
+    torch.testing.assert_close(own[24 : 24 + 6 * kv_heads], summed, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, {"kv_heads": 1}], ids=str)
 def test_number_of_parameters(variant):
     config = GPTConfig(**SMALL, **variant)
     assert config.num_parameters == sum(p.numel() for p in GPT(config).parameters())
@@ -188,6 +208,8 @@ def test_it_learns_to_count():
         ({"width": 13}, r"heads=1\.$"),
         ({"width": 64, "heads": 5}, r"heads=4\.$"),
         ({"width": 9, "heads": 3}, "need an even one"),
+        ({"width": 24, "heads": 12, "kv_heads": 5}, r"kv_heads=5: must .* divide heads=12. Use kv_heads=4\.$"),
+        ({"kv_heads": 0}, r"Use kv_heads=1\.$"),
         ({"layers": 0}, "layers=0"),
         ({"vocabulary_size": -1}, "vocabulary_size=-1"),
         ({"dropout": 1.0}, "dropout=1.0"),

@@ -5,9 +5,12 @@
 
 The model supports slices of a sequence (see `pipeloom.slicing`).
 
-Shapes: B batch, S tokens of the sequence or slice, W width, H heads, D = W / H, V vocabulary, T = B * S.
+Shapes: B batch, S tokens of the sequence or slice, W width, H query heads, K key and value heads, N heads of any kind,
+D = W / number of query heads, V vocabulary. Layers take the sizes that their inputs and weights have: where a process
+holds a part of a layer (`GPT.tensor_plan`), these are the sizes of its part.
 """
 
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
@@ -24,9 +27,16 @@ _STD = 0.02  # GPT-2's
 
 
 class Embedding(nn.Module):
-    """Token ids [B, S] of any integer type -> [B, S, W]."""
+    """Token ids [B, S] of any integer type -> [B, S, W].
+
+    Attributes:
+        look_up: ``look_up(tokens, weight)``, the embeddings of tokens without positions.
+        tokens_part: the part of the tokens that `look_up` returns: its index, and the number of equal parts.
+    """
 
     sliceable = True
+    look_up: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.embedding)
+    tokens_part: tuple[int, int] = (0, 1)
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -44,9 +54,10 @@ class Embedding(nn.Module):
                 f"a sequence of {length} tokens is longer than sequence_length={self.sequence_length} of the model. "
                 "Shorten it, or increase sequence_length."
             )
-        x_BSW = F.embedding(tokens_BS.long(), self.weight)
+        x_BSW = self.look_up(tokens_BS.long(), self.weight)
         if self.positions is not None:
-            x_BSW = x_BSW + self.positions[start : start + tokens_BS.shape[1]]
+            start += tokens_BS.shape[1] * self.tokens_part[0] // self.tokens_part[1]
+            x_BSW = x_BSW + self.positions[start : start + x_BSW.shape[1]]
         return dropout(x_BSW, self.dropout, self) if self.training else x_BSW
 
 
@@ -54,7 +65,8 @@ class Rotary(nn.Module):
     """Rotates the pairs (i, i + D/2) of queries and keys by position * 10000^(-2i/D); leaves values unchanged.
 
     The tables are [S, 3, 1, D], which rotates the fused queries, keys and values in one operation. This saves kernel
-    launches at small sizes, and costs little of a block's time at large ones.
+    launches at small sizes, and costs little of a block's time at large ones. With fewer key heads than query heads, it
+    takes queries and keys alone, as heads [B, S, N, D].
     """
 
     sliceable = True
@@ -82,16 +94,22 @@ class Rotary(nn.Module):
         for buffer, table in zip((self.cos, self.sin), self._tables(self.cos.device), strict=True):
             buffer.copy_(table)
 
-    def forward(self, qkv_BS3HD: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotate fused queries, keys and values [B, S, 3, H, D], or queries and keys [B, S, N, D]."""
         cos, sin, piece = self.cos, self.sin, current_slice()
-        start, length = piece.start if piece else 0, qkv_BS3HD.shape[1]
+        start, length = piece.start if piece else 0, x.shape[1]
         if length != self.shape[0]:
             cos, sin = cos[start : start + length], sin[start : start + length]
-        return torch.addcmul(qkv_BS3HD * cos, qkv_BS3HD.roll(self.shape[1] // 2, -1), sin)
+        if x.dim() == 4:
+            cos, sin = cos[:, 0], sin[:, 0]
+        return torch.addcmul(x * cos, x.roll(self.shape[1] // 2, -1), sin)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)): [B, S, W] -> [B, S, W]."""
+    """x + attention(norm(x)), then x + MLP(norm(x)): [B, S, W] -> [B, S, W].
+
+    The rows of `qkv` are those of all queries, then of all keys, then of all values, each by heads.
+    """
 
     sliceable = True
 
@@ -99,31 +117,45 @@ class Block(nn.Module):
         super().__init__()
         width = config.width
         self.attention_norm = nn.LayerNorm(width, bias=False)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.qkv = nn.Linear(width, sum(size for size, _ in config.qkv_sections), bias=False)
         self.rotary = Rotary(config) if config.positions == "rotary" else None
         self.attention_out = nn.Linear(width, width, bias=False)
         self.mlp_norm = nn.LayerNorm(width, bias=False)
         self.mlp_up = nn.Linear(width, config.mlp_ratio * width, bias=False)
         self.mlp_down = nn.Linear(config.mlp_ratio * width, width, bias=False)
-        self.heads = config.heads
+        self.head_width = config.head_width
+        self.queries_per_key = config.heads // config.key_heads
         self.dropout = config.dropout
         # GPT-2: layers that add to the residual stream are scaled by 1 / sqrt(number of additions).
         self.init_std = dict.fromkeys(("attention_out", "mlp_down"), 0.02 / (2 * config.layers) ** 0.5)
 
     def forward(self, x_BSW: Tensor) -> Tensor:
-        B, S, W = x_BSW.shape
-        x_TW = x_BSW.reshape(B * S, W)
-        qkv_BS3HD = self.qkv(self.attention_norm(x_TW)).view(B, S, 3, self.heads, W // self.heads)
-        if self.rotary is not None:
-            qkv_BS3HD = self.rotary(qkv_BS3HD)
-        q_BHSD, k_BHSD, v_BHSD = qkv_BS3HD.permute(2, 0, 3, 1, 4).unbind(0)
         p = self.dropout if self.training else 0.0
-        a_BHSD = causal_attention(q_BHSD, k_BHSD, v_BHSD, self, dropout_p=p)
-        a_TW = self.attention_out(a_BHSD.transpose(1, 2).reshape(B * S, W))
-        x_TW = x_TW + (dropout(a_TW.view(B, S, W), p, (self, "attention")).view(B * S, W) if p else a_TW)
-        m_TW = self.mlp_down(F.gelu(self.mlp_up(self.mlp_norm(x_TW))))
-        x_TW = x_TW + (dropout(m_TW.view(B, S, W), p, (self, "mlp")).view(B * S, W) if p else m_TW)
-        return x_TW.view(B, S, W)
+        a_BSW = self.attention_out(self.attention(self.qkv(self.attention_norm(x_BSW)), p))
+        x_BSW = x_BSW + (dropout(a_BSW, p, (self, "attention")) if p else a_BSW)
+        m_BSW = self.mlp_down(F.gelu(self.mlp_up(self.mlp_norm(x_BSW))))
+        return x_BSW + (dropout(m_BSW, p, (self, "mlp")) if p else m_BSW)
+
+    def attention(self, qkv: Tensor, p: float) -> Tensor:
+        """Causal attention of fused queries, keys and values [B, S, (H + 2 K) D] -> [B, S, H D]; dropout `p`."""
+        B, S, _ = qkv.shape
+        if self.queries_per_key == 1:
+            qkv_BS3HD = qkv.view(B, S, 3, -1, self.head_width)
+            if self.rotary is not None:
+                qkv_BS3HD = self.rotary(qkv_BS3HD)
+            q_BHSD, k_BKSD, v_BKSD = qkv_BS3HD.permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            qkv_BSND = qkv.view(B, S, -1, self.head_width)
+            # A process that shares a key head with others has this one, and a part of its queries.
+            keys = max(1, qkv_BSND.shape[2] // (self.queries_per_key + 2))
+            queries = qkv_BSND.shape[2] - 2 * keys
+            qk_BSND, v_BSKD = torch.split(qkv_BSND, [queries + keys, keys], 2)
+            if self.rotary is not None:
+                qk_BSND, v_BSKD = self.rotary(qk_BSND), v_BSKD.contiguous()  # else v would keep all of `qkv`
+            q_BSHD, k_BSKD = torch.split(qk_BSND, [queries, keys], 2)
+            q_BHSD, k_BKSD, v_BKSD = (part.transpose(1, 2) for part in (q_BSHD, k_BSKD, v_BSKD))
+        a_BHSD = causal_attention(q_BHSD, k_BKSD, v_BKSD, self, dropout_p=p)
+        return a_BHSD.transpose(1, 2).reshape(B, S, -1)
 
 
 class GPT(nn.Module):
@@ -145,6 +177,21 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
+
+    @property
+    def tensor_plan(self) -> dict[str, Any]:
+        """How processes share the layers, for `pipeloom.parallelize`: name pattern -> kind, or (kind, sections).
+
+        Sections are (rows, heads): the rows of `qkv` are cut between heads, each section by itself.
+        """
+        return {
+            "embedding": "vocabulary",
+            "blocks.*.qkv": ("column", self.config.qkv_sections),
+            "blocks.*.attention_out": ("row", ((self.config.width, self.config.heads),)),
+            "blocks.*.mlp_up": "column",
+            "blocks.*.mlp_down": "row",
+            "head": "vocabulary",
+        }
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         x_BSW: Tensor = self.embedding(tokens_BS)

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from pipeloom.parallel.mesh import Mesh
     from pipeloom.parallel.mixed_precision import update_parameters
     from pipeloom.parallel.offload.offloaded_optimizer import OffloadedOptimizer
+    from pipeloom.transport.thread_members import run_threads
 
 # Public names, and the module that each lives in.
 _HOMES = {
     "update_parameters": "pipeloom.parallel.mixed_precision",
     "Mesh": "pipeloom.parallel.mesh",
     "OffloadedOptimizer": "pipeloom.parallel.offload.offloaded_optimizer",
+    "run_threads": "pipeloom.transport.thread_members",
 }
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "OffloadActivations",
     "OffloadedOptimizer",
     "Precision",
+    "run_threads",
     "update_parameters",
 ]
 

@@ -38,7 +38,9 @@ def choose_slices(config: TrainConfig, group: Group, checkpoint: Path | None) ->
 def _measured(config: TrainConfig) -> tuple[int | str, str]:
     start = perf_counter()
     model, ranks, tokens = config.model, config.parallel.pipeline, config.model.sequence_length
-    sizes: dict[str, Any] = {name: getattr(model, name) for name in ("width", "heads", "positions", "dropout")}
+    sizes: dict[str, Any] = {
+        name: getattr(model, name) for name in ("width", "heads", "kv_heads", "positions", "dropout")
+    }
     grid = -(-tokens // _FINEST)
     # One block for each rank is enough: blocks are alike, and a rank's share takes as often as long as it has blocks.
     one_each = GPTConfig(vocabulary_size=256, layers=ranks, sequence_length=tokens, **sizes)

@@ -12,7 +12,8 @@ model: torch's fused attention, no biases, GELU from its input), in bytes:
     norm        e T W + 2 e T
     head        e T W + 4 T V + 8 T + 4                             its input; logarithms of probabilities; targets
 
-A tensor that several operations keep counts once. Dropout keeps another e T W behind the embedding.
+A tensor that several operations keep counts once. Dropout keeps another e T W behind the embedding. With K key
+heads, k and v take 2 K / H e T W in place of 2 e T W.
 """
 
 import math
@@ -120,22 +121,24 @@ def gpt_layers(sizes: GPTConfig, samples: float, number_bytes: int) -> list[Laye
         table["embedding.positions"] = (sizes.sequence_length, width)
     matrices = {
         "attention_norm": (width,),
-        "qkv": (3 * width, width),
+        "qkv": (sum(rows for rows, _ in sizes.qkv_sections), width),
         "attention_out": (width, width),
         "mlp_norm": (width,),
         "mlp_up": (ratio * width, width),
         "mlp_down": (width, ratio * width),
     }
-    selective = (8 + 2 * ratio + 2 * (sizes.dropout > 0)) * whole + 4 * number_bytes * tokens
-    if sizes.dropout:  # instead of q, k and v: copies of them and three tables of weights, in float32
+    rows_qkv = sum(rows for rows, _ in sizes.qkv_sections)
+    keys_values = 2 * whole * sizes.key_heads / sizes.heads
+    selective = (6 + 2 * ratio + 2 * (sizes.dropout > 0)) * whole + keys_values + 4 * number_bytes * tokens
+    if sizes.dropout:  # instead of q, k and v: copies of them for all heads and three tables of weights, in float32
         scores = tokens * sizes.sequence_length * sizes.heads
-        everything = selective - 3 * whole + 3 * 4 * (tokens * width + scores)
+        everything = selective - whole - keys_values + 3 * 4 * (tokens * width + scores)
     else:
         everything = selective + 4 * tokens * sizes.heads
     block = {Recompute.NONE: everything, Recompute.SELECTIVE: selective, Recompute.FULL: whole}
     rotary = 0 if sizes.positions == "learned" else 6 * sizes.sequence_length * width // sizes.heads
     # Of 2 (4 + 2 r) W**2 + 2 S W operations per token and block, causal attention has the last part.
-    attention = sizes.sequence_length / ((2 + ratio) * 2 * width + sizes.sequence_length)
+    attention = sizes.sequence_length / ((1 + 2 * ratio) * width + rows_qkv + sizes.sequence_length)
     share = {Recompute.NONE: 0.0, Recompute.SELECTIVE: attention, Recompute.FULL: 1.0}
     head = "embedding.weight" if sizes.tie_embeddings else "head.weight"
 

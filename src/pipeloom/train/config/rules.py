@@ -22,7 +22,7 @@ DRAINS = ("steps", "eval_steps", "save_steps")  # a stream drains there, so all 
 STALENESS = ("none", "inverse", "pipemare")
 _AT_LEAST_1 = (
     *("batch.microbatches", "batch.size", "parallel.pipeline", "parallel.data", "model.layers", "model.width"),
-    *("model.heads", "model.sequence_length", "eval_batches", "log_steps", "save_total_limit"),
+    *("model.heads", "model.kv_heads", "model.sequence_length", "eval_batches", "log_steps", "save_total_limit"),
     "precision.loss_scale_steps",
 )
 _AT_LEAST_0 = ("steps", "seed", "save_steps", "eval_steps", "sample_tokens", "optimizer.warmup_steps")

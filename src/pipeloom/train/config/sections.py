@@ -34,6 +34,7 @@ class ModelConfig:
     layers: int = option(6, "number of transformer blocks")
     width: int = option(192, "size of the residual stream")
     heads: int = option(6, "number of attention heads; divides the width")
+    kv_heads: int | None = option(None, "key and value heads; divides heads", unset="heads")
     sequence_length: int = option(128, "sequence length in tokens")
     tie_embeddings: bool = option(False, "shared weight for the embedding and the output head")
     positions: Literal["rotary", "learned"] = option("rotary", "position encoding")
