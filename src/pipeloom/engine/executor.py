@@ -86,7 +86,10 @@ class Executor:
             wiring = RankWiring(rank, stages, own_loss, self._transport, sliced, recompute, open_mover())
             shared, store = state.ownership.shared(rank), state.stores[rank]
             gradient_sum = GradientSum(rank, shared, self._transport, store.value) if shared else None
-            self.workers[rank] = Worker(wiring, gradient_sum=gradient_sum, store=store, blackbox=blackbox)
+            block_sum = state.sharing.blocks.gradient_sum(store.parameters, store.ranges, store.gradient_dtype)
+            self.workers[rank] = Worker(
+                wiring, gradient_sum=gradient_sum, block_sum=block_sum, store=store, blackbox=blackbox
+            )
         self._bound: dict[bool, dict[int, Bound]] = {}  # for training and for evaluation, by rank
         self._threads: RankThreads | None = None
         if isinstance(self._transport, OneProcessTransport) and self._transport.blocking and len(self.local_ranks) > 1:

@@ -144,15 +144,22 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         """Full parameters and persistent buffers held here, by their names in the uncut model.
 
-        Where main parameters are shards or masters, they are gathered into copies, in the masters' dtype, and every
-        process calls this. Other values are not copied.
+        Where main parameters are shards, blocks or masters, they are gathered into copies, in the masters' dtype, and
+        every process calls this. Other values are not copied.
         """
         state: dict[str, Any] = {}
+        blocks, joined = self.sharing.blocks, dict[str, Tensor]()
         for rank, stages in self.stages_of.items():
-            whole = self.stores[rank].whole()
+            whole, main = self.stores[rank].whole(), self.ownership.held[rank]
             for module in stages.values():
                 for name, value in module.state_dict().items():
-                    state.setdefault(name, whole.get(self.ties.get(name, name), value))
+                    canonical = self.ties.get(name, name)
+                    found = whole.get(canonical, value)
+                    if blocks.divides and canonical in main:
+                        if canonical not in joined:
+                            joined[canonical] = blocks.join(main[canonical], found)
+                        found = joined[canonical]
+                    state.setdefault(name, found)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -167,7 +174,9 @@ class ModelState:
                 values. Nothing is changed then.
         """
         values = self._by_canonical_name(state)
-        found = []
+        main = {name: parameter for held in self.ownership.held.values() for name, parameter in held.items()}
+        blocks = self.sharing.blocks
+        found, cut = [], dict(values)
         for module in self.modules():
             loaded = {}
             for name, mine in module.state_dict().items():
@@ -178,13 +187,18 @@ class ModelState:
                         "the whole model, with the names of model.state_dict()."
                     )
                 value = loaded[name] = values[canonical]
-                shape = getattr(value, "shape", None)
-                if isinstance(mine, Tensor) and shape != mine.shape:
-                    seen = f"type {type(value).__name__}" if shape is None else f"shape {tuple(shape)}"
-                    raise InputError(
-                        f"{name!r} has {seen} in the state: the model's has shape {tuple(mine.shape)}. Pass this "
-                        "model's state."
-                    )
+                shape, parameter = getattr(value, "shape", None), main.get(canonical)
+                if isinstance(mine, Tensor):
+                    wanted = tuple(mine.shape)
+                    wanted = wanted if parameter is None else blocks.full_shape(parameter, wanted)
+                    if shape != wanted:
+                        seen = f"type {type(value).__name__}" if shape is None else f"shape {tuple(shape)}"
+                        raise InputError(
+                            f"{name!r} has {seen} in the state: the model's has shape {wanted}. Pass this model's "
+                            "state."
+                        )
+                if parameter is not None:
+                    loaded[name] = cut[canonical] = blocks.cut(parameter, value)
             found.append((module, loaded))
         with ExitStack() as stack:
             for store in self.stores.values():
@@ -192,7 +206,7 @@ class ModelState:
             for module, loaded in found:
                 module.load_state_dict(loaded)
         for store in self.stores.values():
-            store.assign(values)
+            store.assign(cut)
 
     def _by_canonical_name(self, state: Mapping[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from pipeloom.engine.binders.transfers import bind_offload, bind_receive, bind_r
 from pipeloom.engine.instructions import InstructionList, Record, Run, explained
 from pipeloom.engine.overlap_times import OverlapTimes
 from pipeloom.engine.rank_state import Binder, RankState, RankWiring, Step
+from pipeloom.engine.stores.blocks import BlockSum
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.stores.parameter_store import ParameterStore
 from pipeloom.errors import InputError
@@ -69,6 +70,7 @@ class Worker:
     Args:
         wiring: what all its runs share.
         gradient_sum: sums gradients of parameters that other ranks hold too; None: there are none.
+        block_sum: sums gradients over the processes that share a stage; None: there are none to sum.
         store: this rank's parameters.
         blackbox: a buffer of at least `BLACKBOX_BYTES` bytes for the label of the running action, read after a crash.
 
@@ -79,14 +81,21 @@ class Worker:
     """
 
     def __init__(
-        self, wiring: RankWiring, *, gradient_sum: GradientSum | None, store: ParameterStore, blackbox: Any
+        self,
+        wiring: RankWiring,
+        *,
+        gradient_sum: GradientSum | None,
+        block_sum: BlockSum | None = None,
+        store: ParameterStore,
+        blackbox: Any,
     ) -> None:
         self.rank, self.stages = wiring.rank, wiring.stages
         self.state = RankState(wiring)
         self.overlap = store.times
         if wiring.mover is not None:
             wiring.mover.times = self.overlap
-        self._gradient_sum, self._store, self._blackbox = gradient_sum, store, blackbox
+        self._gradient_sum, self._block_sum = gradient_sum, block_sum
+        self._store, self._blackbox = store, blackbox
 
     def bind(self, program: Program) -> Bound:
         """Turn this rank's part of `program` into functions."""
@@ -147,12 +156,17 @@ class Worker:
         self.state.loss_scale = self._store.loss_scale
         try:
             start = 0 if warm_up is None else warm_up(self, bound)
-            if self._gradient_sum is not None and not bound.program.schedule.forward_only:
+            trains = not bound.program.schedule.forward_only
+            if self._block_sum is not None and trains:
+                self._block_sum.begin()
+            if self._gradient_sum is not None and trains:
                 self._gradient_sum.begin()
             self._store.begin(bound.program)
             yield from bound.instructions.run(start)
             try:
                 self._store.finish()
+                if self._block_sum is not None and trains:
+                    self._block_sum.finish()
             except Exception as error:
                 raise explained(error, self.rank, bound.program.orders[self.rank][-1]) from error
         finally:

@@ -3,7 +3,7 @@
 mesh, mesh_shape    processes on named axes (dp, pp, cp, ep, tp), and what communicates along each
 axis, axis_forms    collectives along one axis, called inside actions; over channels or a process group
 axis_functions      the same, differentiable
-placed              how a parameter lies on the axes inside a stage
+placed              how a parameter lies on the axes inside a stage; mesh_blocks: what its processes exchange
 options             the user's options for data parallelism and number formats
 mixed_precision     number formats, and the optimizer step that widens 16-bit gradients
 data                data parallelism: units of parameters, shards, reductions (DDP, ZeRO 1 to 3, parameter server)

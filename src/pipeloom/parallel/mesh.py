@@ -190,8 +190,8 @@ class Mesh:
             number, coordinates[name] = divmod(number, degree)
         return Place(coordinates, degrees)
 
-    def _line(self, names: Sequence[str]) -> tuple[int, ...]:
-        """The processes along axes through this one, the last axis fastest."""
+    def line(self, *names: str) -> tuple[int, ...]:
+        """The processes along axes through this one, by rank in the default group; the last axis is the fastest."""
         if not any(name in self._parts for name in names):
             for name in names:
                 check_axis(name)
@@ -219,8 +219,22 @@ class Mesh:
         if joint not in self._axes:
             if self._is_closed:
                 raise InputError(f"mesh {self} is closed: its axes are gone. Make a new Mesh, or close it last.")
-            self._axes[joint] = self._make_axis(joint, self._line(names))
+            self._axes[joint] = self._make_axis(joint, self.line(*names))
         return self._axes[joint]
+
+    def axis_between(self, members: Sequence[int], name: str) -> Axis:
+        """The collectives between some members of an axis, this process among them; every one of them calls it.
+
+        Args:
+            members: their ranks in the default group, in the order of coordinates.
+            name: for counts and timelines.
+        """
+        key = f"{name} {','.join(map(str, members))}"
+        if key not in self._axes:
+            if self._is_closed:
+                raise InputError(f"mesh {self} is closed: its axes are gone. Make a new Mesh, or close it last.")
+            self._axes[key] = self._make_axis(name, tuple(members))
+        return self._axes[key]
 
     def _make_axis(self, joint: str, line: tuple[int, ...]) -> Axis:
         index = line.index(self.rank)
@@ -283,10 +297,8 @@ class Mesh:
         if self._transport is not None:
             self._transport.close()
         self.members.close()
-        if (
-            getattr(self, "device_mesh", None) is not None
-        ):  # part of a reference cycle, which would keep the groups alive
-            getattr(self.device_mesh, "_pg_registry", {}).clear()
+        # Part of a reference cycle, which would keep the groups alive.
+        getattr(getattr(self, "device_mesh", None), "_pg_registry", {}).clear()
 
     def __enter__(self) -> Mesh:
         return self

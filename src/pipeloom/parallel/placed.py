@@ -203,9 +203,15 @@ def place_parameter(parameter: Any, how: Placed, place: Place) -> None:
     """Say how a parameter, which is the block of the process at `place` (`Mesh.place`) already, lies.
 
     Raises:
-        InputError: the parameter has another shape than this block.
+        InputError: the parameter has another shape than this block, or an axis is unknown at `place`.
     """
     block = PlacedBlock(how, place)
+    for axis in (*how.axes, *how.sum_over):
+        if axis not in place.degrees:
+            raise InputError(
+                f"a parameter lies on axis {axis!r}: the axes inside a stage are {', '.join(place.degrees)}. Use "
+                "these, or divide the mesh with Mesh.divide."
+            )
     if tuple(parameter.shape) != how.local_shape(place):
         raise InputError(
             f"a parameter of shape {list(parameter.shape)}: its block of {list(how.shape)} has shape "

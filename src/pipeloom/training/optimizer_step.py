@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.parallel.mixed_precision import update_parameters
+from pipeloom.parallel.placed import placed_block
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.transport.values import Value
 
@@ -30,29 +31,40 @@ def gradient_norms(pipeline: Pipeline, rank: int | None = None) -> Tensor:
 
     Shape [2, parameters of the model], float64: norms in the model's order in row 0, ones where there is a gradient in
     row 1. Entries are zero for parameters of other processes, for parameters that a lower rank holds too and, where all
-    data-parallel replicas have the same gradients, on all replicas but the first. Where replicas hold shards, row 0 has
-    squares of norms.
+    data-parallel replicas have the same gradients, on all replicas but the first. Where replicas hold shards, or
+    several processes share a stage, row 0 has squares of norms over the elements that this process owns.
     """
     norms = torch.zeros(2, len(pipeline.state.parameter_names), dtype=torch.float64)
-    sharing = pipeline.state.sharing
+    state = pipeline.state
+    sharing, names, ranges = state.sharing, state.parameter_names, state.ranges
     if sharing.replica > 0 and not sharing.sharded:
         return norms
-    owned = [(position, p.grad) for position, p in pipeline.state.owned_parameters(rank) if p.grad is not None]
+    owned = [
+        (position, values)
+        for position, p in state.owned_parameters(rank)
+        if p.grad is not None
+        for values in sharing.blocks.owned(p, p.grad, ranges.get(names[position]))
+    ]
     if owned:
-        positions = [position for position, _ in owned]
+        positions = torch.tensor([position for position, _ in owned])
         # of a 16-bit gradient in 32 bits
         each = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for _, g in owned]
         found = torch.stack([norm.double().cpu() for norm in each])
-        norms[0, positions] = found.square() if sharing.sharded else found
+        norms[0].index_add_(0, positions, found.square() if _has_squares(pipeline) else found)
         norms[1, positions] = 1.0
     return norms
+
+
+def _has_squares(pipeline: Pipeline) -> bool:
+    """Whether `gradient_norms` has squares, which add up over the processes that hold parts of a parameter."""
+    return pipeline.state.sharing.sharded or pipeline.state.sharing.blocks.divides
 
 
 def total_norm(pipeline: Pipeline, norms: Tensor) -> Tensor:
     """The 2-norm over all parameters, from a sum of `gradient_norms`."""
     # Parameters without a gradient are left out: zeros would change the order in which the others add up.
     found = norms[0, norms[1] > 0]
-    if pipeline.state.sharing.sharded:
+    if _has_squares(pipeline):
         found = found.sqrt()
     norm: Tensor = torch.linalg.vector_norm(found.to(pipeline.state.norm_dtype))
     return norm
@@ -161,6 +173,16 @@ def check_optimizer(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Non
             f"{type(optimizer).__name__} cannot update shards of parameters: its update of an element depends on the "
             'others. Pass data=pipeloom.DataParallel(..., layout="parameters") to Pipeline.'
         )
+    if type(optimizer).__name__ in _NEED_FULL_PARAMETERS:
+        blocks = {parameter: block.how for parameter in held if (block := placed_block(parameter)) is not None}
+        in_blocks = [p for group in optimizer.param_groups for p in group["params"] if p in blocks and blocks[p].axes]
+        if in_blocks:
+            axes = "+".join(blocks[in_blocks[0]].axes)
+            raise InputError(
+                f"{type(optimizer).__name__} cannot update blocks of parameters, which mesh axis {axes} cuts: its "
+                "update of an element depends on the others. Use an elementwise optimizer such as AdamW for these "
+                "parameters, or tensor-parallel degree 1."
+            )
 
 
 class OptimizerStep(ABC):

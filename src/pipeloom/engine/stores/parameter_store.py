@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 
+import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.overlap_times import OverlapTimes
@@ -85,6 +86,10 @@ class ParameterStore:
     def offloaded(self) -> Offloaded:
         """Bytes and transfers of offloaded main parameters."""
         return Offloaded(0, 0, 0.0)
+
+    def gradient_dtype(self, name: str) -> torch.dtype:
+        """The dtype of the gradient of a main parameter."""
+        return self.parameters[name].dtype
 
     def whole(self) -> dict[str, Tensor]:
         """Full main parameters by name, where they are not the modules' own; every replica calls it."""

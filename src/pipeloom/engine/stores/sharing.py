@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.rank_state import LossFn
+from pipeloom.engine.stores.blocks import Blocks
 from pipeloom.engine.stores.parameter_store import ParameterStore
 from pipeloom.ir import DataAxis
 from pipeloom.transport.values import Value
@@ -35,6 +36,7 @@ class Sharing:
         axis: the data axis; None for a single replica that computes with its main parameters.
         replica: index of this process's replica.
         sharded: whether replicas have different shards of main parameters.
+        blocks: how the processes inside a stage share its parameters.
         terms: settings that must be equal on all processes, in addition to the program.
     """
 
@@ -42,6 +44,9 @@ class Sharing:
     replica: int = 0
     sharded: bool = False
     terms: Sequence[str] = ()
+
+    def __init__(self, blocks: Blocks | None = None) -> None:
+        self.blocks = Blocks() if blocks is None else blocks
 
     def check_device(self, device: torch.device) -> None:
         """Raises InputError where parameters cannot be offloaded from a model's device."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.engine.rank_state import LossFn
+from pipeloom.engine.stores.blocks import Blocks
 from pipeloom.engine.stores.parameter_store import ParameterStore
 from pipeloom.engine.stores.sharing import RankModules, Sharing
 from pipeloom.errors import InputError
@@ -13,6 +14,7 @@ from pipeloom.ir import DataAxis
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit_store import UnitStore
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.mesh_blocks import MeshBlocks
 from pipeloom.parallel.mixed_precision import DTYPES
 from pipeloom.parallel.options import DataParallel, OffloadTarget, Precision, axis_of
 from pipeloom.transport.values import Value, flatten, unflatten
@@ -22,7 +24,7 @@ def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) 
     """How the replicas of a pipeline share parameters and gradients.
 
     Args:
-        mesh: axes dp and cp hold the replicas; None: one replica.
+        mesh: axes dp and cp hold the replicas, axis tp the processes of a stage; None: one of each.
         data: `DataParallel`, the name of a strategy, or None for ddp.
         precision: `Precision`, the name of a format, or None for the model's own.
         timeout_seconds: how long replicas wait for each other.
@@ -33,13 +35,17 @@ def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) 
     options, formats = DataParallel.of(data), Precision.of(precision)
     replicas = ReplicaGroup(mesh, timeout_seconds)
     axis = axis_of(options, formats, replicas.degree)
-    return Sharing() if axis is None else DataSharing(axis, options, formats, replicas)
+    blocks = Blocks() if mesh is None or mesh.degree("tp") == 1 else MeshBlocks(mesh)
+    return Sharing(blocks) if axis is None else DataSharing(axis, options, formats, replicas, blocks)
 
 
 class DataSharing(Sharing):
     """For several replicas, shards, or master parameters."""
 
-    def __init__(self, axis: DataAxis, data: DataParallel, precision: Precision, replicas: ReplicaGroup) -> None:
+    def __init__(
+        self, axis: DataAxis, data: DataParallel, precision: Precision, replicas: ReplicaGroup, blocks: Blocks
+    ) -> None:
+        super().__init__(blocks)
         self._data, self._precision, self._replicas = data, precision, replicas
         self.axis = axis
         self.replica = replicas.index

@@ -205,6 +205,11 @@ class Unit:
         elements, formats = self._layout.num_elements, self._formats
         return elements * formats.compute.itemsize, elements * formats.gradient.itemsize
 
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype of main gradients."""
+        return self._formats.gradient
+
     # Values
 
     @torch.no_grad()

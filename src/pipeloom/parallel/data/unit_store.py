@@ -5,6 +5,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 
+import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.rank_state import Step
@@ -223,6 +224,9 @@ class UnitStore(ParameterStore):
     def value(self, name: str) -> Tensor:
         home = offloaded_parameter(self.parameters[name])
         return super().value(name) if home is None else home.live()
+
+    def gradient_dtype(self, name: str) -> torch.dtype:
+        return next(unit.gradient_dtype for unit in self._units if name in unit.main)
 
     def whole(self) -> dict[str, Tensor]:
         return {name: value for unit in self._units for name, value in unit.whole().items()}

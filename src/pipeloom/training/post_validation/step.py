@@ -49,6 +49,11 @@ class PostValidatedStep(OptimizerStep):
                 "PostValidatedStep supports neither data parallelism nor 16-bit formats: it updates the model's own "
                 "parameters. Use BarrierStep."
             )
+        if pipeline.state.sharing.blocks.divides:
+            raise InputError(
+                "PostValidatedStep does not support tensor parallelism: each rank cancels forwards by itself, and the "
+                "ranks that share a stage would not make the same collectives. Use BarrierStep."
+            )
         super().__init__(pipeline, optimizer, max_norm=max_norm)
         if not isinstance(optimizer.state, dict):
             raise InputError(

@@ -1,0 +1,86 @@
+"""`Blocks`: how the processes inside a stage, along axes such as tp, share its parameters; this one shares nothing."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.engine.stores.parameter_range import Range
+
+Gradients = Sequence[Tensor | None]
+
+
+class Blocks:
+    """How processes inside a stage share parameters. This class: each process has all parameters of its stage.
+
+    Attributes:
+        divides: whether several processes share each stage.
+    """
+
+    divides: bool = False
+
+    def full_shape(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the full parameter.
+
+        Args:
+            parameter: a main parameter, whose own shape may be that of a shard.
+            shape: of this process's block.
+        """
+        return shape
+
+    def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """This process's block of a full tensor."""
+        return full
+
+    def join(self, parameter: nn.Parameter, block: Tensor) -> Tensor:
+        """The full tensor from the blocks of all processes inside the stage; every one of them calls it."""
+        return block
+
+    def owned(self, parameter: nn.Parameter, values: Tensor, span: Range | None) -> list[Tensor]:
+        """The elements that this process owns: over all processes of a stage, each element of a parameter once.
+
+        Args:
+            parameter: which, a main parameter.
+            values: one number per element of `parameter`, such as its gradient.
+            span: the elements of the block that `parameter` holds; None: all.
+        """
+        return [values]
+
+    def gradient_sum(
+        self, parameters: Mapping[str, nn.Parameter], ranges: Mapping[str, Range], dtype: Callable[[str], torch.dtype]
+    ) -> "BlockSum | None":
+        """The sum over the processes inside a stage of gradients of which each has a part; None: there are none.
+
+        Args:
+            parameters: main parameters by name.
+            ranges: the elements of their blocks that they hold; missing parameters hold all.
+            dtype: of a parameter's gradient.
+        """
+        return None
+
+
+class BlockSum:
+    """Sums gradients over processes inside a stage once per step: the new part, not what earlier steps left.
+
+    Args:
+        parameters: those of which processes have parts of the gradient.
+        total: returns the sums of gradients in the order of `parameters`; every process calls it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], total: Callable[[Gradients], Gradients]) -> None:
+        self.parameters, self.total = parameters, total
+        self._set_aside: list[Tensor | None] = []
+
+    def begin(self) -> None:
+        """Set aside the gradients that earlier steps left."""
+        self._set_aside = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sum this step's gradients, after sums over replicas and between stages, and add those of earlier steps."""
+        totals = self.total([parameter.grad for parameter in self.parameters])
+        for parameter, total, before in zip(self.parameters, totals, self._set_aside, strict=True):
+            parameter.grad = total if before is None else before if total is None else before.add_(total)
+        self._set_aside = []
