@@ -12,7 +12,7 @@ from pipeloom.errors import InputError
 from pipeloom.parallel.placed import placed
 from pipeloom.parallel.tensor.cross_entropy import token_losses
 from pipeloom.parallel.tensor.grid import Grid
-from pipeloom.parallel.tensor.grid_layers import GridLinear, GridNorm, shard
+from pipeloom.parallel.tensor.grid_layers import GridLinear, GridNorm, Shards
 from pipeloom.parallel.tensor.grid_shape import GridShape
 from pipeloom.transport.thread_members import run_threads
 
@@ -77,8 +77,8 @@ def test_a_linear_layer_equals_one_process(shape: GridShape, inward: bool, bias:
 
     def work():
         grid = Grid(pl.Mesh(tp=size(shape)), shape)
-        own = shard(nn.Parameter(weight), shape.weight((outputs, inputs), source, target), grid)
-        own_bias = shard(nn.Parameter(vector), shape.vector(outputs, target), grid) if bias else None
+        own = Shards(grid).of(nn.Parameter(weight), shape.weight((outputs, inputs), source, target))
+        own_bias = Shards(grid).of(nn.Parameter(vector), shape.vector(outputs, target)) if bias else None
         layer = GridLinear(own, own_bias, grid, source, target)
         own_x = cut(x, grid, source).requires_grad_()
         y = layer(own_x)
@@ -106,8 +106,8 @@ def test_norms_equal_one_process(shape: GridShape, centered: bool) -> None:
     def work():
         grid = Grid(pl.Mesh(tp=size(shape)), shape)
         how = shape.vector(width, shape.outer)
-        own_bias = shard(nn.Parameter(bias), how, grid) if centered else None
-        norm = GridNorm(shard(nn.Parameter(gain), how, grid), own_bias, grid, 1e-5, centered=centered)
+        own_bias = Shards(grid).of(nn.Parameter(bias), how) if centered else None
+        norm = GridNorm(Shards(grid).of(nn.Parameter(gain), how), own_bias, grid, 1e-5, centered=centered)
         own_x = cut(x, grid, shape.outer).requires_grad_()
         y = norm(own_x)
         y.backward(cut(dy, grid, shape.outer))
@@ -135,7 +135,7 @@ def test_the_embedding_equals_one_process(shape: GridShape, vocabulary: int) -> 
 
     def work():
         grid = Grid(pl.Mesh(tp=size(shape)), shape)
-        own = shard(nn.Parameter(table), shape.weight((vocabulary, width), shape.outer, shape.inner), grid)
+        own = Shards(grid).of(nn.Parameter(table), shape.weight((vocabulary, width), shape.outer, shape.inner))
         y = grid.embed(ids, own)
         y.backward(cut(dy, grid, shape.outer))
         return grid, y, own

@@ -9,21 +9,30 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.parallel.axis_functions import reduce_from
-from pipeloom.parallel.placed import Placed, place_parameter, placed
+from pipeloom.parallel.placed import Placed, place_parameter
 from pipeloom.parallel.tensor.cross_entropy import IGNORED, check_ids, token_losses
 from pipeloom.parallel.tensor.grid import Grid
 from pipeloom.parallel.tensor.grid_norms import layer_norm, rms_norm
 from pipeloom.parallel.tensor.grid_shape import Activations
 
 
-def shard(parameter: nn.Parameter | None, how: Placed, grid: Grid) -> nn.Parameter | None:
-    """This process's block of a full parameter, placed; of a parameter that is placed already, itself."""
-    if parameter is None or placed(parameter) is not None:
-        return parameter
-    with torch.no_grad():
-        block = nn.Parameter(how.cut(parameter, grid.place), parameter.requires_grad)
-    place_parameter(block, how, grid.place)
-    return block
+class Shards:
+    """This process's blocks of the parameters of a model. A parameter that layers share stays shared."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self._blocks: dict[nn.Parameter, nn.Parameter] = {}
+
+    def of(self, full: nn.Parameter | None, how: Placed) -> nn.Parameter | None:
+        """The block of a full parameter, placed; of None, None."""
+        if full is None:
+            return None
+        if full not in self._blocks:
+            with torch.no_grad():
+                block = nn.Parameter(how.cut(full, self.grid.place), full.requires_grad)
+            place_parameter(block, how, self.grid.place)
+            self._blocks[full] = block
+        return self._blocks[full]
 
 
 class GridLinear(nn.Module):
