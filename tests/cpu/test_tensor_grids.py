@@ -4,61 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import pipeloom as pl
 from pipeloom.errors import InputError
-from pipeloom.parallel.placed import placed
 from pipeloom.parallel.tensor.cross_entropy import token_losses
 from pipeloom.parallel.tensor.grid import Grid
 from pipeloom.parallel.tensor.grid_layers import GridLinear, GridNorm, Shards
 from pipeloom.parallel.tensor.grid_shape import GridShape
-from pipeloom.transport.thread_members import run_threads
-
-SHAPES = [GridShape("2d", 2), GridShape("2d", 3), GridShape("2.5d", 2, 2), GridShape("3d", 2), GridShape("3d", 3)]
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-12) -> bool:
-    return bool((found - wanted).norm() <= tolerance * wanted.norm().clamp_min(1e-300))
-
-
-def size(shape: GridShape) -> int:
-    return torch.Size(shape.axes.values()).numel()
-
-
-def cut(full: Tensor, grid: Grid, where) -> Tensor:
-    """The block of activations [B, S, W]."""
-    own = grid.own_samples(full, where)
-    return own.chunk(grid.shape.side, -1)[grid.place.coordinates[where.width]].clone()
-
-
-def gathered(blocks: list[tuple[Grid, Tensor]], where, full: Tensor) -> Tensor:
-    """The full activations, from the blocks of all processes."""
-    found = torch.full_like(full, float("nan"))
-    for grid, block in blocks:
-        cut(found, grid, where)  # checks sizes
-        grid.own_samples(found, where).chunk(grid.shape.side, -1)[grid.place.coordinates[where.width]].copy_(block)
-    return found
-
-
-def summed_gradient(blocks: list[tuple[Grid, nn.Parameter]]) -> Tensor:
-    """The full gradient of a parameter: sums over the axes of `sum_over`, then each element from its owner."""
-    how = placed(blocks[0][1])
-    sums: dict[tuple[int, ...], Tensor] = {}
-    for grid, parameter in blocks:
-        kept = tuple(v for axis, v in grid.place.coordinates.items() if axis not in how.sum_over)
-        sums[kept] = sums.get(kept, 0) + parameter.grad
-    full = torch.full(how.shape, float("nan"), dtype=torch.float64)
-    for grid, parameter in blocks:
-        assert parameter.shape == how.local_shape(grid.place)
-        kept = tuple(v for axis, v in grid.place.coordinates.items() if axis not in how.sum_over)
-        how.join(sums[kept], grid.place, full, owned_only=True)
-    return full
+from tests.cpu.grids import SHAPES, close, cut, drawn, gathered, size, summed_gradient
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -85,15 +40,15 @@ def test_a_linear_layer_equals_one_process(shape: GridShape, inward: bool, bias:
         y.backward(cut(dy, grid, target))
         return grid, own_x, y, layer
 
-    results = run_threads(size(shape), work)
+    results = pl.run_threads(size(shape), work)
     full = [t.clone().requires_grad_() for t in (x, weight, vector)]
     wanted = F.linear(full[0], full[1], full[2] if bias else None)
     wanted.backward(dy)
     assert close(gathered([(g, y.detach()) for g, _, y, _ in results], target, wanted.detach()), wanted.detach())
     assert close(gathered([(g, own_x.grad) for g, own_x, _, _ in results], source, x), full[0].grad)
-    assert close(summed_gradient([(g, layer.weight) for g, _, _, layer in results]), full[1].grad)
+    assert close(summed_gradient([(g.place, layer.weight) for g, _, _, layer in results]), full[1].grad)
     if bias:
-        assert close(summed_gradient([(g, layer.bias) for g, _, _, layer in results]), full[2].grad)
+        assert close(summed_gradient([(g.place, layer.bias) for g, _, _, layer in results]), full[2].grad)
 
 
 @pytest.mark.parametrize("centered", [True, False])
@@ -113,7 +68,7 @@ def test_norms_equal_one_process(shape: GridShape, centered: bool) -> None:
         y.backward(cut(dy, grid, shape.outer))
         return grid, own_x, y, norm
 
-    results = run_threads(size(shape), work)
+    results = pl.run_threads(size(shape), work)
     full = [t.clone().requires_grad_() for t in (x, gain, bias)]
     wanted = (
         F.layer_norm(full[0], [width], full[1], full[2]) if centered else F.rms_norm(full[0], [width], full[1], 1e-5)
@@ -121,9 +76,9 @@ def test_norms_equal_one_process(shape: GridShape, centered: bool) -> None:
     wanted.backward(dy)
     assert close(gathered([(g, y.detach()) for g, _, y, _ in results], shape.outer, x), wanted.detach())
     assert close(gathered([(g, own_x.grad) for g, own_x, _, _ in results], shape.outer, x), full[0].grad)
-    assert close(summed_gradient([(g, norm.weight) for g, _, _, norm in results]), full[1].grad)
+    assert close(summed_gradient([(g.place, norm.weight) for g, _, _, norm in results]), full[1].grad)
     if centered:
-        assert close(summed_gradient([(g, norm.bias) for g, _, _, norm in results]), full[2].grad)
+        assert close(summed_gradient([(g.place, norm.bias) for g, _, _, norm in results]), full[2].grad)
 
 
 @pytest.mark.parametrize("vocabulary", [12, 7, 5])
@@ -140,12 +95,12 @@ def test_the_embedding_equals_one_process(shape: GridShape, vocabulary: int) -> 
         y.backward(cut(dy, grid, shape.outer))
         return grid, y, own
 
-    results = run_threads(size(shape), work)
+    results = pl.run_threads(size(shape), work)
     full = table.clone().requires_grad_()
     wanted = F.embedding(ids, full)
     wanted.backward(dy)
     assert close(gathered([(g, y.detach()) for g, y, _ in results], shape.outer, dy), wanted.detach())
-    assert close(summed_gradient([(g, own) for g, _, own in results]), full.grad)
+    assert close(summed_gradient([(g.place, own) for g, _, own in results]), full.grad)
 
 
 @pytest.mark.parametrize("vocabulary", [12, 7, 5])
@@ -162,7 +117,7 @@ def test_cross_entropy_equals_one_process(vocabulary: int) -> None:
             token_losses(own, targets + 1, axis, vocabulary)
         return losses.detach(), own.grad
 
-    results = run_threads(4, work)
+    results = pl.run_threads(4, work)
     full = logits.clone().requires_grad_()
     wanted = F.cross_entropy(full, targets, reduction="none")
     wanted.backward(torch.arange(1.0, 7.0, dtype=torch.float64))
