@@ -58,7 +58,7 @@ def _layers(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[str, 
             yield name, module, roles.get(name)
 
 
-def _check(name: str, module: nn.Module, role: Role | None, shape: GridShape) -> None:
+def _check(name: str, module: Any, role: Role | None, shape: GridShape) -> None:
     if isinstance(module, nn.LayerNorm | nn.RMSNorm) and role is None:
         if len(module.normalized_shape) != 1:
             raise InputError(f"norm {name} has {len(module.normalized_shape)} dimensions: layout {shape} needs one.")
@@ -79,7 +79,7 @@ def _check(name: str, module: nn.Module, role: Role | None, shape: GridShape) ->
         shape.check_divides(module.out_features, shape.input_blocks, f"outputs of {name}")
 
 
-def _layer(module: nn.Module, role: Role | None, shards: Shards) -> nn.Module:
+def _layer(module: Any, role: Role | None, shards: Shards) -> nn.Module:
     """The form of a linear layer or a norm on the grid."""
     grid, shape = shards.grid, shards.grid.shape
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -87,8 +87,7 @@ def _layer(module: nn.Module, role: Role | None, shards: Shards) -> nn.Module:
         bias = getattr(module, "bias", None)
         centered = isinstance(module, nn.LayerNorm)
         return GridNorm(shards.of(module.weight, how), shards.of(bias, how), grid, module.eps, centered=centered)
-    assert isinstance(module, nn.Linear)
-    assert role is not None
+    assert role is not None  # `_check`
     source, target = (shape.inner, shape.outer) if role.kind == "row" else (shape.outer, shape.inner)
     parts = [size for size, _ in role.sections] if role.sections and role.kind == "column" else None
     weight = shards.of(module.weight, shape.weight((module.out_features, module.in_features), source, target, parts))
