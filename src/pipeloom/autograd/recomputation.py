@@ -25,13 +25,16 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from pipeloom.errors import RunError
 from pipeloom.ir.recompute import Recompute
-from pipeloom.slicing.attention import attention_core
+from pipeloom.slicing.attention import attention_core, context_attention
 from pipeloom.split.module import StageModule, is_plain_sequential, run_blocks
 from pipeloom.split.profile import may_change_input
 from pipeloom.transport.values import Value, copied
 
-# `attention_core` is what `causal_attention` runs in slices; torch's own module comes with its projections.
-_ATTENTION = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward, attention_core})
+# `attention` runs `attention_core` in slices and `context_attention` under context parallelism; torch's own module
+# comes with its projections.
+_ATTENTION = frozenset(
+    {F.scaled_dot_product_attention, F.multi_head_attention_forward, attention_core, context_attention}
+)
 
 _Norm = nn.modules.batchnorm._NormBase  # its buffers are statistics, which do not change results in training
 

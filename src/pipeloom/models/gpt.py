@@ -3,7 +3,7 @@
 
     embedding ── blocks.0 ── ... ── blocks.L-1 ── norm ── head        in this order: `GPT.pipeline_layers`
 
-The model supports slices of a sequence (see `pipeloom.slicing`).
+The model supports slices of a sequence and context parallelism (see `pipeloom.slicing`).
 
 Shapes: B batch, S tokens of the sequence or slice, W width, H query heads, K key and value heads, N heads of any kind,
 D = W / number of query heads, V vocabulary. Layers take the sizes that their inputs and weights have: where a process
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from pipeloom.errors import InputError
 from pipeloom.models.gpt_config import GPTConfig
-from pipeloom.slicing import causal_attention, current_slice, dropout
+from pipeloom.slicing import causal_attention, dropout, position_rows, sequence_length
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes of torch.compile and checkpointing, ignored
 _STD = 0.02  # GPT-2's
@@ -47,8 +47,7 @@ class Embedding(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        piece = current_slice()
-        start, length = (piece.start, piece.length) if piece else (0, tokens_BS.shape[1])
+        length = sequence_length(tokens_BS.shape[1])
         if length > self.sequence_length:
             raise InputError(
                 f"a sequence of {length} tokens is longer than sequence_length={self.sequence_length} of the model. "
@@ -56,8 +55,9 @@ class Embedding(nn.Module):
             )
         x_BSW = self.look_up(tokens_BS.long(), self.weight)
         if self.positions is not None:
-            start += tokens_BS.shape[1] * self.tokens_part[0] // self.tokens_part[1]
-            x_BSW = x_BSW + self.positions[start : start + x_BSW.shape[1]]
+            tokens = tokens_BS.shape[1]
+            first = tokens * self.tokens_part[0] // self.tokens_part[1]
+            x_BSW = x_BSW + position_rows(self.positions, tokens)[first : first + x_BSW.shape[1]]
         return dropout(x_BSW, self.dropout, self) if self.training else x_BSW
 
 
@@ -96,10 +96,7 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Rotate fused queries, keys and values [B, S, 3, H, D], or queries and keys [B, S, N, D]."""
-        cos, sin, piece = self.cos, self.sin, current_slice()
-        start, length = piece.start if piece else 0, x.shape[1]
-        if length != self.shape[0]:
-            cos, sin = cos[start : start + length], sin[start : start + length]
+        cos, sin = (position_rows(table, x.shape[1]) for table in (self.cos, self.sin))
         if x.dim() == 4:
             cos, sin = cos[:, 0], sin[:, 0]
         return torch.addcmul(x * cos, x.roll(self.shape[1] // 2, -1), sin)

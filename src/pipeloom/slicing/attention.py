@@ -1,5 +1,5 @@
 # ruff: noqa: N803  # shapes are part of the names
-"""Causal attention across slices of a sequence, and dropout that does not depend on their boundaries.
+"""Attention across slices of a sequence or context-parallel ranks, and dropout independent of slice boundaries.
 
 The random numbers of a dropout are drawn in blocks of tokens, each with a generator seeded with (context, call, block).
 A slice thus draws the numbers of its tokens regardless of where it starts, and the same ones in recomputation, without
@@ -11,6 +11,7 @@ start of the sequence to the end of the slice, D head width.
 
 import math
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from pipeloom.errors import InputError
 from pipeloom.slicing.context import Slice, current_slice
+from pipeloom.slicing.tokens import Tokens, current_tokens
 
 _BLOCK = 32  # tokens
 
@@ -34,25 +36,59 @@ def causal_attention(
     scale: float | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the tokens of a slice to themselves and to earlier tokens, also of earlier slices.
+    """`attention` of tokens to themselves and to earlier tokens, also of earlier slices and of other ranks."""
+    return attention(q_BHSD, k_BKSD, v_BKSD, owner, causal=True, dropout_p=dropout_p, scale=scale, mask=mask)
 
-    Outside of slices and without `mask`, this is ``F.scaled_dot_product_attention(..., is_causal=True)``.
+
+def attention(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    owner: Hashable,
+    *,
+    causal: bool,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of the tokens that run now to all tokens of their sequences.
+
+    Of whole sequences, this is ``F.scaled_dot_product_attention(..., mask, is_causal=causal)``. In a slice, keys and
+    values of earlier slices are kept. Under context parallelism, those of other ranks are communicated.
 
     Args:
         q_BHSD, k_BKSD, v_BKSD: queries, keys and values of the current slice.
         owner: the module, under which keys and values are kept for later slices.
         dropout_p: dropout probability of attention weights; pass 0 in evaluation.
         scale: factor of the scores; defaults to ``1 / sqrt(D)``.
+        causal: whether a token attends to no later token. Slices need it.
         mask: boolean [B or 1, 1, S, T], True where a query attends to a key; defaults to the causal mask.
 
     Returns:
         The attention output, [B, H, S, D].
+
+    Raises:
+        InputError: not `causal` in a slice; dropout or a `mask` under context parallelism.
     """
+    tokens = current_tokens()
+    if tokens is not None:
+        if mask is not None:
+            raise InputError(
+                "attention got a mask under context parallelism, where a rank has a part of the tokens. Pass "
+                "'attention_mask' or 'document_ids' with the inputs of the batch."
+            )
+        return context_attention(tokens, q_BHSD, k_BKSD, v_BKSD, causal=causal, dropout_p=dropout_p, scale=scale)
     grouped = q_BHSD.shape[1] != k_BKSD.shape[1]
     piece = current_slice()
     if piece is None:
+        is_causal = causal and mask is None
         return F.scaled_dot_product_attention(
-            q_BHSD, k_BKSD, v_BKSD, mask, dropout_p, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            q_BHSD, k_BKSD, v_BKSD, mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
+    if not causal:
+        raise InputError(
+            "attention in a slice with causal=False: later slices are not known yet. Use causal=True, or train without "
+            "slices."
         )
     k_BKTD = piece.extend((owner, "keys"), k_BKSD)
     v_BKTD = piece.extend((owner, "values"), v_BKSD)
@@ -103,6 +139,36 @@ def attention_core(
     return F.scaled_dot_product_attention(q, k, v, lower_right, scale=scale)
 
 
+def context_attention(
+    tokens: Tokens,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """`Tokens.attend`. A ``TorchFunctionMode`` intercepts it like a function of torch.
+
+    Raises:
+        InputError: dropout of attention weights, whose masks would depend on the number of ranks.
+    """
+    settings: dict[str, Any] = {"causal": causal, "scale": scale, "window": window}
+    if has_torch_function((q,)):
+        result: Tensor = handle_torch_function(
+            context_attention, (q,), tokens, q, k, v, dropout_p=dropout_p, **settings
+        )
+        return result
+    if dropout_p:
+        raise InputError(
+            f"dropout of attention weights with probability {dropout_p}: context parallelism does not support it. Set "
+            "it to 0, and use dropout after the attention instead."
+        )
+    return tokens.attend(q, k, v, causal=causal, scale=scale, window=window)
+
+
 def _allowed(piece: Slice, device: torch.device) -> Tensor:
     """The causal mask of a slice, [S, T]; True where a query attends to a key."""
     name = ("allowed", device)
@@ -136,7 +202,7 @@ def dropout(x: Tensor, p: float, owner: Hashable) -> Tensor:
     Raises:
         InputError: dimension 1 of `x` has another size than the slice.
     """
-    piece = current_slice()
+    piece = None if current_tokens() is not None else current_slice()
     if piece is None or p == 0:
         return F.dropout(x, p) if p else x
     if x.dim() < 2 or x.shape[1] != piece.end - piece.start:
@@ -178,6 +244,6 @@ class TokenDropout(nn.Dropout):
     """`nn.Dropout` for [batch, tokens, ...] that supports slices."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if current_slice() is None or not self.training:
+        if current_tokens() is not None or current_slice() is None or not self.training:
             return super().forward(input)
         return dropout(input, self.p, self)

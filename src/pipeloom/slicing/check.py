@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from pipeloom.errors import InputError
 from pipeloom.slicing.attention import TokenDropout
-from pipeloom.slicing.context import current_slice
+from pipeloom.slicing.context import Slice
+from pipeloom.slicing.tokens import Tokens, current_part
 
 # Modules that process each token of [batch, tokens, ...] independently.
 _PER_TOKEN: tuple[type[nn.Module], ...] = (
@@ -106,11 +107,11 @@ def _refusal(module: nn.Module) -> tuple[str, str] | None:
 
 
 class RefuseRawAttention(TorchFunctionMode):
-    """Raises if a module calls ``F.scaled_dot_product_attention`` on the tokens of one slice only.
+    """Raises if a module calls ``F.scaled_dot_product_attention`` on the tokens of one slice or rank only.
 
     In a later slice, such a call misses the keys of earlier slices: it has as many keys as the slice has tokens, while
-    `causal_attention` has those of the sequence so far. The mode adds a Python call to each torch function, so use it
-    only for the first micro-batch.
+    `attention` has those of the sequence so far. Under context parallelism it misses those of other ranks. The mode
+    adds a Python call to each torch function, so use it only for the first micro-batch.
 
     Args:
         model: the model whose modules run, for their names in messages.
@@ -124,19 +125,24 @@ class RefuseRawAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        piece = current_slice()
-        if func is F.scaled_dot_product_attention and piece is not None and piece.start > 0:
+        if func is F.scaled_dot_product_attention:
             query, key = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate(("query", "key")))
-            if query.shape[-2] == key.shape[-2] == piece.end - piece.start:
-                raise InputError(
-                    f"module {self._caller()} calls F.scaled_dot_product_attention on the tokens of one slice, which "
-                    "misses the earlier slices. Use pipeloom.slicing.causal_attention."
-                )
+            part, size = current_part(), query.shape[-2] if query.shape[-2] == key.shape[-2] else 0
+            if isinstance(part, Slice) and part.start > 0 and size == part.end - part.start:
+                raise InputError(self._refusal("one slice", "the earlier slices", "causal_attention"))
+            if isinstance(part, Tokens) and size == part.num_held < part.length:
+                raise InputError(self._refusal("one context-parallel rank", "those of the other ranks", "attention"))
         return func(*args, **kwargs)
 
-    def _caller(self) -> str:
+    def _refusal(self, whose: str, missed: str, fix: str) -> str:
+        return (
+            f"module {self._caller(3)} calls F.scaled_dot_product_attention on the tokens of {whose}, which misses "
+            f"{missed}. Use pipeloom.slicing.{fix}."
+        )
+
+    def _caller(self, depth: int) -> str:
         """The name of the innermost module on the call stack."""
-        frame = sys._getframe(2)
+        frame = sys._getframe(depth)
         names = {id(module): name for name, module in self._model.named_modules()}
         while frame.f_back is not None:
             owner = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None

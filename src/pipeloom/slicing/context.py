@@ -23,10 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipeloom.errors import InputError, RunError
-
-# A key of torch's thread-local storage. Unlike Python's, autograd propagates it to its threads for other devices, and
-# so to recomputation there.
-_KEY = "pipeloom.slice"
+from pipeloom.slicing.tokens import Tokens, current_part, running
 
 
 class GrowingSequence:
@@ -219,13 +216,10 @@ class SliceContext:
                 f"slice {index} from token {start} to {end} of {length}: must have at least one token and be inside "
                 "the sequence."
             )
-        piece, before = Slice(self, index, start, end, length, first_time=index not in self._begun), current_slice()
-        torch._C._stash_obj_in_tls(_KEY, piece)
-        try:
+        piece = Slice(self, index, start, end, length, first_time=index not in self._begun)
+        with running(piece):
             yield piece
-            self._begun.add(index)  # only after success: a failed forward may be repeated
-        finally:
-            torch._C._stash_obj_in_tls(_KEY, before)
+        self._begun.add(index)  # only after success: a failed forward may be repeated
 
     def random_seed(self) -> int:
         """The seed of all random streams of this context."""
@@ -248,10 +242,18 @@ class SliceContext:
 
 
 def current_slice() -> Slice | None:
-    """The slice that runs in this thread, or whose backward does; None outside of slices."""
-    if torch.compiler.is_compiling():  # `make_sliceable` refuses compiled modules
-        return None
-    return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+    """The slice that runs in this thread, or whose backward does; None outside of slices.
+
+    Raises:
+        InputError: under context parallelism, where the tokens of a rank are no slice.
+    """
+    part = current_part()
+    if isinstance(part, Tokens):
+        raise InputError(
+            "a module calls current_slice() under context parallelism, where the tokens of a rank are no slice. Use "
+            "token_positions(), position_rows() and attention() of pipeloom.slicing, which know both."
+        )
+    return part if isinstance(part, Slice) else None
 
 
 def _hash(*numbers: int) -> int:

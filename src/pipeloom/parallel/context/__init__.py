@@ -1,0 +1,16 @@
+"""Context parallelism: several ranks share the tokens of each sequence, and exchange keys and values in attention.
+
+order                  which tokens each rank holds: zig-zag or plain
+masks                  which keys a query attends to: causal order, windows, padding, documents
+kernels                attention of one block with its log-sum-exp
+ring                   ring attention (arXiv:2310.01889)
+ring_self_attention    two passes and a whole softmax (arXiv:2105.13120)
+all_to_all             all-to-all over heads (DeepSpeed-Ulysses, arXiv:2309.14509)
+context_tokens         the tokens of a micro-batch on this rank, and their attention
+context_parallel       cuts batches along the sequence
+"""
+
+from pipeloom.parallel.context.context_parallel import KINDS, ContextParallel
+from pipeloom.parallel.context.context_tokens import ContextKind, ContextTokens
+
+__all__ = ["KINDS", "ContextKind", "ContextParallel", "ContextTokens"]
