@@ -16,6 +16,7 @@ TITLES = {
     "pipeloom": "Top-level names, as in `import pipeloom as pl`",
     "pipeloom.training": "Pipeline, Stream, optimizer steps, clipping",
     "pipeloom.parallel": "Device mesh, data parallelism, ZeRO, mixed precision, offload",
+    "pipeloom.parallel.context": "Context parallelism: several ranks share the tokens of each sequence",
     "pipeloom.schedules": "Schedule families, and schedules from functions and files",
     "pipeloom.ir": "Actions, placements, schedules, programs, the checker",
     "pipeloom.passes": "Lowering a schedule to a program",
