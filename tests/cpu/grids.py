@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
+
 import torch
 from torch import Tensor, nn
 
+import pipeloom as pl
+from pipeloom.models import GPT, GPTConfig, init_parameters
 from pipeloom.parallel.placed import Place, placed
 from pipeloom.parallel.tensor.grid import Grid
+from pipeloom.parallel.tensor.grid_model import Role, cut_model
 from pipeloom.parallel.tensor.grid_shape import GridShape
 
 SHAPES = [GridShape("2d", 2), GridShape("2d", 3), GridShape("2.5d", 2, 2), GridShape("3d", 2), GridShape("3d", 3)]
+
+VOCABULARY, LENGTH = 31, 6
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -65,3 +72,50 @@ def summed_gradient(blocks: list[tuple[Place, nn.Parameter]]) -> Tensor:
     """The full gradient of a parameter, from the parts that processes have."""
     sum_gradients(blocks)
     return owned(blocks)
+
+
+def make_model(*, bias: bool = False, **options) -> GPT:
+    """A GPT whose vocabulary no grid divides."""
+    sizes = {"vocabulary_size": VOCABULARY, "width": 16, "heads": 4, "sequence_length": LENGTH, "layers": 2}
+    config = GPTConfig(**{**sizes, **options})
+    model = GPT(config)
+    if bias:
+        for block in model.blocks:
+            block.attention_norm, block.mlp_norm = nn.LayerNorm(config.width), nn.RMSNorm(config.width)
+            for name in ("qkv", "attention_out", "mlp_up", "mlp_down"):
+                linear = getattr(block, name)
+                setattr(block, name, nn.Linear(linear.in_features, linear.out_features))
+    init_parameters(model, seed=5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                generator = torch.Generator().manual_seed(len(name))
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+            else:
+                parameter.mul_(8)
+    return model.double()
+
+
+def batch(samples: int) -> tuple[Tensor, Tensor]:
+    rows = torch.randint(0, VOCABULARY, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def on_grid(model: GPT, mesh: pl.Mesh, shape: GridShape) -> Grid:
+    grid, roles = Grid(mesh, shape), {}
+    for name, _ in model.named_modules():
+        for pattern, role in model.tensor_plan.items():
+            if fnmatch(name, pattern):
+                roles[name] = Role(role) if isinstance(role, str) else Role(*role)
+    cut_model(model, grid, roles)
+    return grid
+
+
+def compare(found: list, model: nn.Module, *, sums: bool = True) -> None:
+    """Every parameter's full gradient, from its blocks."""
+    for name, parameter in model.named_parameters():
+        blocks = [(place, dict(own.named_parameters())[name]) for place, own in found]
+        assert torch.equal(owned(blocks, gradient=False), parameter.detach()), name
+        if sums:
+            sum_gradients(blocks)
+        assert close(owned(blocks), parameter.grad), name

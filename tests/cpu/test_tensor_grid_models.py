@@ -3,62 +3,16 @@
 from __future__ import annotations
 
 import copy
-from fnmatch import fnmatch
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
-from pipeloom.parallel.tensor.grid import Grid
+from pipeloom.models import loss_fn
 from pipeloom.parallel.tensor.grid_layers import GridLoss
-from pipeloom.parallel.tensor.grid_model import Role, cut_model
 from pipeloom.parallel.tensor.grid_shape import GridShape
-from tests.cpu.grids import close, owned, size, sum_gradients
+from tests.cpu.grids import VOCABULARY, batch, close, compare, make_model, on_grid, owned, size
 
 SHAPES = [GridShape("2d", 2), GridShape("2.5d", 2, 2), GridShape("3d", 2)]
-VOCABULARY, LENGTH = 31, 6
-
-
-def make_model(*, bias: bool = False, **options) -> GPT:
-    """A GPT whose vocabulary no grid divides."""
-    config = GPTConfig(
-        vocabulary_size=VOCABULARY, width=16, heads=4, sequence_length=LENGTH, **{"layers": 2, **options}
-    )
-    model = GPT(config)
-    if bias:
-        for block in model.blocks:
-            block.attention_norm, block.mlp_norm = nn.LayerNorm(16), nn.RMSNorm(16)
-            for name in ("qkv", "attention_out", "mlp_up", "mlp_down"):
-                linear = getattr(block, name)
-                setattr(block, name, nn.Linear(linear.in_features, linear.out_features))
-    init_parameters(model, seed=5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                generator = torch.Generator().manual_seed(len(name))
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-            else:
-                parameter.mul_(8)
-    return model.double()
-
-
-def batch(samples: int) -> tuple[Tensor, Tensor]:
-    rows = torch.randint(0, VOCABULARY, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    return rows[:, :-1], rows[:, 1:]
-
-
-def on_grid(model: GPT, mesh: pl.Mesh, shape: GridShape) -> Grid:
-    grid, roles = Grid(mesh, shape), {}
-    for name, _ in model.named_modules():
-        for pattern, role in model.tensor_plan.items():
-            if fnmatch(name, pattern):
-                roles[name] = Role(role) if isinstance(role, str) else Role(*role)
-    cut_model(model, grid, roles)
-    return grid
-
-
 VARIANTS = {
     "rotary": {},
     "learned": {"positions": "learned", "bias": True},
@@ -89,11 +43,26 @@ def test_a_gpt_equals_one_process(shape: GridShape, variant: str) -> None:
     compare([(place, own) for place, own, _ in results], model)
 
 
-def compare(found: list, model: nn.Module, *, sums: bool = True) -> None:
-    """Every parameter's full gradient, from its blocks."""
+@pytest.mark.parametrize("family", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_pipeline_on_a_grid_equals_one_process(shape: GridShape, family: str) -> None:
+    model = make_model(tie_embeddings=True, kv_heads=2, layers=4)
+    inputs, targets = batch(4 * shape.batch_blocks)
+    chunks = {"num_chunks": 2} if family == "zb-v" else {}
+    schedule = pl.schedules.build(family, num_ranks=2, num_microbatches=4, **chunks)
+
+    def work():
+        mesh, own = pl.Mesh(pp=2, tp=size(shape)), copy.deepcopy(model)
+        loss = GridLoss(on_grid(own, mesh, shape), VOCABULARY)
+        with pl.Pipeline(own, schedule, loss_fn=loss, mesh=mesh) as pipe:
+            value = pipe.evaluate(inputs, targets), pipe.step(inputs, targets)
+            return mesh.place, dict(pipe.named_parameters()), value
+
+    results = pl.run_threads(2 * size(shape), work)
+    wanted = loss_fn(model(inputs), targets)
+    wanted.backward()
+    for _, _, losses in results:
+        assert all(close(loss, wanted.detach()) for loss in losses)
     for name, parameter in model.named_parameters():
-        blocks = [(place, dict(own.named_parameters())[name]) for place, own in found]
-        assert torch.equal(owned(blocks, gradient=False), parameter.detach()), name
-        if sums:
-            sum_gradients(blocks)
+        blocks = [(place, own[name]) for place, own, _ in results if name in own]
         assert close(owned(blocks), parameter.grad), name

@@ -62,21 +62,21 @@ def _check(name: str, module: Any, role: Role | None, shape: GridShape) -> None:
     if isinstance(module, nn.LayerNorm | nn.RMSNorm) and role is None:
         if len(module.normalized_shape) != 1:
             raise InputError(f"norm {name} has {len(module.normalized_shape)} dimensions: layout {shape} needs one.")
-        shape.check_divides(module.normalized_shape[0], shape.side, f"width of {name}")
+        shape.check_divides(module.normalized_shape[0], shape.side, "width", name)
         return
     if role is not None and role.kind == "vocabulary" and hasattr(module, "look_up"):
-        shape.check_divides(module.weight.shape[1], shape.input_blocks, f"width of {name}")
+        shape.check_divides(module.weight.shape[1], shape.input_blocks, "width", name)
         return
     if role is None or not isinstance(module, nn.Linear):
         raise InputError(
             f"layer {name} of type {type(module).__name__}: layout {shape} has linear layers with a role in the plan, "
             "norms and token embeddings. Use layout 1d."
         )
-    for features, heads in role.sections or ():
-        shape.check_divides(heads, shape.side, f"heads of {name} ({features} features)")
-    shape.check_divides(module.in_features, shape.input_blocks, f"inputs of {name}")
+    for _, heads in role.sections or ():
+        shape.check_divides(heads, shape.side, "heads", name)
+    shape.check_divides(module.in_features, shape.input_blocks, "in_features", name)
     if role.kind != "vocabulary":
-        shape.check_divides(module.out_features, shape.input_blocks, f"outputs of {name}")
+        shape.check_divides(module.out_features, shape.input_blocks, "out_features", name)
 
 
 def _layer(module: Any, role: Role | None, shards: Shards) -> nn.Module:

@@ -144,12 +144,13 @@ class GridShape:
     def _depth_axes(self) -> tuple[str, ...]:
         return ("tp_depth",) if self.layout == "2.5d" else ()
 
-    def check_divides(self, size: int, by: int, what: str) -> None:
-        """Raises InputError where `size` is not a multiple of `by`. `what` names it, such as "width"."""
+    def check_divides(self, size: int, by: int, what: str, where: str = "") -> None:
+        """Raises InputError where `size` is not a multiple of `by`: `what`, such as "width", of the layer `where`."""
         if size % by:
             lower = size // by * by
             fits = f"{lower} or {lower + by}" if lower else str(by)
-            raise InputError(f"{what}={size} with layout {self}: must be a multiple of {by}. Use {fits}.")
+            whose = f" of {where}" if where else ""
+            raise InputError(f"{what}={size}{whose} with layout {self}: must be a multiple of {by}. Use {fits}.")
 
     def __str__(self) -> str:
         return f"{self.layout} ({' x '.join(str(degree) for degree in self.axes.values())})"

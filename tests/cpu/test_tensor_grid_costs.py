@@ -1,0 +1,230 @@
+"""What grids of tensor-parallel processes send and save, what they refuse, and whether a lost sum is noticed."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import pipeloom as pl
+from pipeloom.errors import InputError
+from pipeloom.models import loss_fn
+from pipeloom.parallel.axis_forms import ChannelAxis
+from pipeloom.parallel.tensor.grid_bytes import gpt_bytes
+from pipeloom.parallel.tensor.grid_layers import GridLinear, GridLoss
+from pipeloom.parallel.tensor.grid_shape import GridShape
+from tests.cpu.grids import SHAPES, VOCABULARY, batch, compare, make_model, on_grid, size
+
+
+def sent(mesh: pl.Mesh) -> Counter[str]:
+    """Bytes by axis so far."""
+    found: Counter[str] = Counter()
+    for (axis, _), traffic in mesh.meter.traffic.items():
+        found[axis] += traffic.num_bytes
+    return found
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.side == 2], ids=str)
+def test_bytes_on_each_axis_equal_the_formulae(shape: GridShape, grouped: bool) -> None:
+    model = make_model(kv_heads=2 if grouped else None)
+    inputs, targets = batch(3 * shape.batch_blocks)
+
+    def work():
+        mesh, own = pl.Mesh(tp=size(shape)), copy.deepcopy(model)
+        grid = on_grid(own, mesh, shape)
+        loss = GridLoss(grid, VOCABULARY)(own(inputs), targets)
+        forward = sent(mesh)
+        loss.backward()
+        return forward, sent(mesh) - forward, grid.place
+
+    for forward, backward, place in pl.run_threads(size(shape), work):
+        wanted = gpt_bytes(
+            shape,
+            tokens=inputs.numel(),
+            width=16,
+            qkv_features=32 if grouped else 48,
+            mlp_features=64,
+            layers=2,
+            vocabulary_size=VOCABULARY,
+            element=8,
+            place=place,
+        )
+        assert forward == wanted.forward
+        assert backward == wanted.backward
+
+
+def saved_bytes(model, run) -> int:
+    """Bytes of the storages that the graph of `run()` keeps, without parameters and buffers."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    found: dict[int, int] = {}
+    kept = []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        kept.append(tensor)  # so that no storage is freed and counted as another
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_each_process_saves_its_part_of_the_activations_alone(shape: GridShape) -> None:
+    model = make_model(width=144, heads=12)
+    inputs, targets = batch(shape.batch_blocks)
+
+    def work():
+        own = copy.deepcopy(model)
+        loss = GridLoss(on_grid(own, pl.Mesh(tp=size(shape)), shape), VOCABULARY)
+        return saved_bytes(own, lambda: loss(own(inputs), targets))
+
+    full = saved_bytes(model, lambda: loss_fn(model(inputs), targets))
+    for found in pl.run_threads(size(shape), work):
+        assert found * size(shape) == pytest.approx(full, rel=0.02)
+
+
+def doubled(layer: GridLinear, x):
+    y = layer.grid.product(x, layer.weight, layer.source, layer.target)
+    return y if layer.bias is None else y + 2 * layer.bias
+
+
+SABOTAGE = {
+    "a sum on one process": (ChannelAxis, "_reduce", lambda axis, x, target: x if axis.index == target else None),
+    "a sum that is scattered": (ChannelAxis, "_reduce_scatter", lambda axis, pieces: pieces[axis.index]),
+    "a sum on all processes": (ChannelAxis, "_all_reduce", lambda axis, x, combine: x),
+    "pieces of others": (ChannelAxis, "_all_to_all", lambda axis, pieces: pieces),
+    "a doubled bias": (GridLinear, "forward", doubled),
+}
+UNUSED = {("2d", "a sum that is scattered"), ("2.5d", "a sum that is scattered"), ("3d", "a sum on one process")}
+
+
+def trained(model, shape: GridShape) -> list:
+    """Places, models with gradients and losses of all processes, on one batch; and of the model, in one process."""
+    inputs, targets = batch(shape.batch_blocks)
+
+    def work():
+        own = copy.deepcopy(model)
+        grid = on_grid(own, pl.Mesh(tp=size(shape)), shape)
+        GridLoss(grid, VOCABULARY)(own(inputs), targets).backward()
+        return grid.place, own
+
+    found = pl.run_threads(size(shape), work)
+    loss_fn(model(inputs), targets).backward()
+    return found
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], *SHAPES[2:4]], ids=str)
+@pytest.mark.parametrize("what", SABOTAGE)
+def test_a_lost_sum_is_noticed(monkeypatch: pytest.MonkeyPatch, what: str, shape: GridShape) -> None:
+    model = make_model(bias=True)
+    owner, method, replacement = SABOTAGE[what]
+    monkeypatch.setattr(owner, method, replacement)
+    if (shape.layout, what) in UNUSED:
+        compare(trained(model, shape), model)
+        return
+    with pytest.raises((AssertionError, RuntimeError)):  # RuntimeError: shapes that do not fit
+        compare(trained(model, shape), model)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], *SHAPES[2:4]], ids=str)
+def test_sums_over_processes_that_hold_the_same_are_noticed_where_they_are_skipped(shape: GridShape) -> None:
+    model = make_model()
+    found = trained(model, shape)
+    with pytest.raises(AssertionError, match=r"embedding\.weight" if shape.layout == "2.5d" else "norm"):
+        compare(found, model, sums=False)
+    compare(found, model)
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout", "depth", "words"),
+    [
+        (6, "2d", None, "tp=6 with layout 2d: must be a square q * q. Use 4 or 9."),
+        (9, "3d", None, "tp=9 with layout 3d: must be a cube l * l * l. Use 8 or 27."),
+        (12, "2.5d", 2, "tp=12 with layout 2.5d and depth=2: must be depth * q * q. Use 8 or 18."),
+        (12, "2.5d", 3, "depth=3 with layout 2.5d and tp=12: the grid is 2 x 2, and depth must be at most 2. Use"),
+        (8, "2.5d", None, "depth=None with layout 2.5d: must be an integer of at least 1, such as 2."),
+        (4, "2d", 2, "depth=2 has no effect with layout 2d. Remove it, or use layout 2.5d."),
+        (4, "4d", None, "layout='4d': must be one of 2d, 2.5d, 3d."),
+    ],
+)
+def test_numbers_of_processes_that_form_no_grid_are_refused(processes, layout, depth, words) -> None:
+    with pytest.raises(InputError) as refused:
+        GridShape.of(processes, layout, depth)
+    assert str(refused.value).startswith(words)
+
+
+def test_every_number_of_processes_is_a_grid_or_refused() -> None:
+    for number in range(1, 200):
+        for layout, depth in [("2d", None), ("3d", None), ("2.5d", 1), ("2.5d", 2), ("2.5d", 3)]:
+            try:
+                shape = GridShape.of(number, layout, depth)
+            except InputError:
+                continue
+            assert size(shape) == number
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "words"),
+    [
+        (
+            SHAPES[0],
+            {"heads": 1},
+            "heads=1 of blocks.0.qkv with layout 2d (2 x 2): must be a multiple of 2. Use 2.",
+        ),
+        (SHAPES[0], {"kv_heads": 1}, "heads=1 of blocks.0.qkv with layout 2d"),
+        (
+            SHAPES[0],
+            {"width": 15, "heads": 5, "positions": "learned"},
+            "width=15 of embedding with layout 2d (2 x 2): must be a multiple of 2. Use 14 or",
+        ),
+        (
+            SHAPES[3],
+            {"width": 18, "heads": 6, "positions": "learned"},
+            "width=18 of embedding with layout 3d (2 x 2 x 2): must be a multiple of 4. Use 16 or 20.",
+        ),
+    ],
+)
+def test_models_that_no_grid_divides_are_refused(shape: GridShape, options, words) -> None:
+    model = make_model(**options)
+    before = dict(model.named_parameters())
+
+    def work():
+        own = copy.deepcopy(model)
+        with pytest.raises(InputError) as refused:
+            on_grid(own, pl.Mesh(tp=size(shape)), shape)
+        assert str(refused.value).startswith(words), str(refused.value)
+        assert all(p.shape == before[name].shape for name, p in own.named_parameters())
+
+    pl.run_threads(size(shape), work)
+
+
+def test_layers_that_have_no_form_on_a_grid_are_refused() -> None:
+    model = make_model()
+    model.blocks[0].extra = nn.Conv1d(2, 2, 1)
+
+    def work():
+        with pytest.raises(InputError, match=r"layer blocks\.0\.extra of type Conv1d: layout 2d \(2 x 2\) has linear"):
+            on_grid(copy.deepcopy(model), pl.Mesh(tp=4), SHAPES[0])
+
+    pl.run_threads(4, work)
+
+
+def test_a_micro_batch_that_no_grid_divides_is_refused() -> None:
+    model = make_model()
+
+    def work():
+        own = copy.deepcopy(model)
+        on_grid(own, pl.Mesh(tp=4), SHAPES[0])
+        with pytest.raises(
+            InputError, match=r"micro-batch size=3 with layout 2d \(2 x 2\): must be a multiple of 2\. Use 2"
+        ):
+            own(batch(3)[0])
+
+    pl.run_threads(4, work)
