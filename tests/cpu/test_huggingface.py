@@ -302,7 +302,7 @@ def test_masks_windows_and_relatives(kind, changes, masked):
     [
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "uses 'dynamic'.*Train without slices",
+            "uses 'dynamic'.*Train on whole sequences",
         ),
         ({"attn_implementation": "flex_attention"}, r"uses 'flex_attention'.*attn_implementation='sdpa'\.$"),
     ],

@@ -11,6 +11,7 @@ import torch
 
 from pipeloom.engine.activation_mover import ActivationMover
 from pipeloom.engine.batch import Batch
+from pipeloom.engine.binders.sequence_parts import cut_tokens
 from pipeloom.engine.binders.sequence_slices import cut_sequences
 from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.model_state import ModelState
@@ -22,6 +23,7 @@ from pipeloom.engine.worker import Bound, WarmUp, Worker
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Program
 from pipeloom.ir.recompute import Recompute
+from pipeloom.slicing import SequenceParts
 from pipeloom.transport.connect import Connection
 from pipeloom.transport.interface import Channel, OneProcessTransport, call_count, call_number, program_channels
 from pipeloom.transport.values import Value
@@ -47,12 +49,13 @@ class Executor:
         loss_fn: loss of one micro-batch; None: no loss is computed.
         sliced: whether micro-batches run in slices, even if in one.
         slice_lengths: tokens of each slice; None: equal slices.
+        parts: cuts sequences between context-parallel ranks; None: this rank has whole sequences.
         recompute: what backwards recompute, per stage of the model.
         open_mover: makes the mover of one rank's activations; returns None without activation offload.
         blackbox: a writable buffer for the label of the running action.
 
     Attributes:
-        programs, connection, loss_fn: as given.
+        programs, connection, loss_fn, parts: as given.
         local_ranks, workers: the ranks of this process, and a worker for each.
         num_calls: calls so far, equal on all ranks.
         before_call: called once before the next call or by `settle`, to finish work of the last call.
@@ -69,11 +72,12 @@ class Executor:
         loss_fn: LossFn | None,
         sliced: bool,
         slice_lengths: Sequence[int] | None,
+        parts: SequenceParts | None,
         recompute: Sequence[Recompute],
         open_mover: Callable[[], ActivationMover | None],
         blackbox: Any,
     ) -> None:
-        self.programs, self.connection, self.loss_fn = programs, connection, loss_fn
+        self.programs, self.connection, self.loss_fn, self.parts = programs, connection, loss_fn, parts
         self._sliced, self._slice_lengths = sliced, slice_lengths
         self.local_ranks = tuple(state.stages_of)
         self._state, self._transport = state, connection.transport
@@ -83,7 +87,7 @@ class Executor:
         self.workers: dict[int, Worker] = {}
         for rank, stages in state.stages_of.items():
             own_loss = state.sharing.loss_fn(loss_fn)
-            wiring = RankWiring(rank, stages, own_loss, self._transport, sliced, recompute, open_mover())
+            wiring = RankWiring(rank, stages, own_loss, self._transport, sliced, parts, recompute, open_mover())
             shared, store = state.ownership.shared(rank), state.stores[rank]
             gradient_sum = GradientSum(rank, shared, self._transport, store.value) if shared else None
             block_sum = state.sharing.blocks.gradient_sum(store.parameters, store.ranges, store.gradient_dtype)
@@ -175,6 +179,8 @@ class Executor:
             )
             if self._sliced:
                 cut_sequences(batch, program.schedule.num_slices, self._slice_lengths)
+            if self.parts is not None:
+                cut_tokens(batch, self.parts)
         except Exception as error:
             refusal = error
         # With several replicas, the ranks with the last stage exchange the error. Other ranks may already run: closing

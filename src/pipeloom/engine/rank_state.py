@@ -6,6 +6,7 @@
     gradients[stage, b]  gradient of a stage's output, from RECV_B or the next chunk            until B or I
     departing[action]    a result that another rank needs                                       until its SEND
     contexts[stage, b]   keys and values of a micro-batch in slices                             F to B of its slice 0
+    tokens[stage, b]     a micro-batch's tokens on this context-parallel rank                   F to B or I
 
 Only the graph of a stage's output is kept. Its values are not read again after they are sent.
 """
@@ -23,7 +24,7 @@ from pipeloom.engine.activation_mover import ActivationMover, Key
 from pipeloom.engine.batch import Batch, Extent
 from pipeloom.ir import Action, Program
 from pipeloom.ir.recompute import Recompute
-from pipeloom.slicing import SliceContext
+from pipeloom.slicing import SequenceParts, SliceContext, Tokens
 from pipeloom.split.profile import may_change_input
 from pipeloom.transport.interface import Transport, out_of_step
 from pipeloom.transport.values import Layout, Value
@@ -49,6 +50,7 @@ class RankWiring:
         loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
         transport: with all channels of the programs open.
         sliced: whether micro-batches run in slices, even if in one.
+        parts: cuts sequences between context-parallel ranks; None: this rank has whole sequences.
         recompute: what backwards recompute, per stage of the model.
         mover: moves saved activations, where programs have OFFLOAD and RELOAD.
         forwards: by stage, the function that F calls in training: the module, or a wrapper that saves less.
@@ -60,6 +62,7 @@ class RankWiring:
     loss_fn: LossFn | None
     transport: Transport
     sliced: bool
+    parts: SequenceParts | None
     recompute: Sequence[Recompute]
     mover: ActivationMover | None
     forwards: dict[int, Callable[[Value], Value]] = field(init=False)
@@ -94,6 +97,7 @@ class RankState:
     gradients: dict[Key, Sequence[Tensor | None]] = field(default_factory=dict)
     departing: dict[Action, tuple[Layout, list[Tensor]]] = field(default_factory=dict)
     contexts: dict[tuple[int, int], SliceContext] = field(default_factory=dict)
+    tokens: dict[tuple[int, int], Tokens] = field(default_factory=dict)
     extents: dict[Key, Extent] = field(default_factory=dict)
     loss_weights: dict[Key, float] = field(default_factory=dict)
     num_offloaded: int = 0
@@ -118,7 +122,15 @@ class RankState:
         """Drop computed values; keep the batch."""
         for context in self.contexts.values():
             context.close()
-        for store in (self.arrived, self.saved, self.gradients, self.departing, self.contexts, self.extents):
+        for store in (
+            self.arrived,
+            self.saved,
+            self.gradients,
+            self.departing,
+            self.contexts,
+            self.tokens,
+            self.extents,
+        ):
             store.clear()
         self.loss_weights.clear()
         self.num_offloaded = 0

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeloom.engine.batch import Batch
 from pipeloom.engine.binders.computations import bind_backward, bind_forward, bind_weight_backward
+from pipeloom.engine.binders.sequence_parts import in_tokens
 from pipeloom.engine.binders.sequence_slices import in_slice
 from pipeloom.engine.binders.transfers import bind_offload, bind_receive, bind_reload, bind_send, moved_keys
 from pipeloom.engine.instructions import InstructionList, Record, Run, explained
@@ -134,6 +135,8 @@ class Worker:
         step = binder(self.state, action, program)
         if self.state.wiring.sliced and action.op in (Op.B, Op.I):
             step = in_slice(self.state, action, step)
+        if self.state.wiring.parts is not None and action.op in (Op.B, Op.I):
+            step = in_tokens(self.state, action, step)
         if action.op not in _COMPUTE_OPS:
             return [step]
         run, ready = self._store.around(action, step, program)

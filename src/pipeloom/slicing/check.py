@@ -1,4 +1,4 @@
-"""Checks that a model gives the same result on slices as on the full sequence."""
+"""Checks that a model gives the same result on slices, or on context-parallel ranks, as on the full sequence."""
 
 import sys
 from collections.abc import Mapping
@@ -28,27 +28,28 @@ _REASONS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer), "attends to the whole sequence"),
     ((nn.RNNBase,), "would restart in every slice"),
 )
-_DIFFERS = "so its result on slices would differ"
-_WITHOUT = "Train without slices."
-_REPLACE = "Replace it, or train without slices."
+_DIFFERS = "so its result on parts of a sequence would differ"
+_WITHOUT = "Train on whole sequences."
+_REPLACE = "Replace it, or train on whole sequences."
 _DECLARE = (
     "If it processes each token independently or uses pipeloom.slicing.causal_attention, set `sliceable = True` on it. "
-    "Otherwise train without slices."
+    "Otherwise train on whole sequences."
 )
 
 
 def make_sliceable(module: nn.Module) -> None:
-    """Check that a stage supports slices, and replace ``nn.Dropout`` by `TokenDropout`. Idempotent.
+    """Check that a stage supports slices and context parallelism. Replace ``nn.Dropout`` by `TokenDropout`. Idempotent.
 
-    A module supports slices if it is one of torch's modules that process tokens independently, or if its attribute
-    ``sliceable`` is true, which declares that its forward processes tokens independently or uses `current_slice`. A
-    class that overrides forward has to declare ``sliceable`` again. The declaration does not cover submodules, which
-    are checked too. ``sliceable`` may also be a string with the reason why the module does not support slices.
+    A module supports both if it is one of torch's modules that process tokens independently, or if its attribute
+    ``sliceable`` is true, which declares that its forward processes tokens independently or uses `attention`,
+    `position_rows` or, for slices alone, `current_slice`. A class that overrides forward has to declare ``sliceable``
+    again. The declaration does not cover submodules, which are checked too. ``sliceable`` may also be a string with the
+    reason why the module does not support parts of a sequence.
 
     If a module has a method ``prepare_slicing()``, it is called before the check.
 
     Raises:
-        InputError: a module does not support slices; the message has its name and the reason.
+        InputError: a module does not support parts of a sequence; the message has its name and the reason.
     """
     for part in list(module.modules()):
         prepare = getattr(part, "prepare_slicing", None)
@@ -69,11 +70,11 @@ def make_sliceable(module: nn.Module) -> None:
 
 
 def _refusal(module: nn.Module) -> tuple[str, str] | None:
-    """Why a module does not support slices, as the predicate of a sentence, and the fix; None if it does."""
+    """Why a module does not support parts of a sequence, as the predicate of a sentence, and the fix; None if it does."""
     if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
         return (
-            "is compiled, which slices do not support",
-            "Pass the module without torch.compile, or train without slices.",
+            "is compiled, which parts of a sequence do not support",
+            "Pass the module without torch.compile, or train on whole sequences.",
         )
     declared: Any = getattr(module, "sliceable", None)
     if isinstance(declared, str) or (declared is not None and not declared):
@@ -96,7 +97,7 @@ def _refusal(module: nn.Module) -> tuple[str, str] | None:
         if isinstance(module, nn.Softmax) and module.dim != -1:
             return f"normalises over dimension {module.dim}, {_DIFFERS}", _REPLACE
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
-            return "changes its weight in every forward (max_norm)", "Use max_norm=None, or train without slices."
+            return "changes its weight in every forward (max_norm)", "Use max_norm=None, or train on whole sequences."
         return None
     for refused, reason in _REASONS:
         if isinstance(module, refused):

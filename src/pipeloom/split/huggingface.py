@@ -7,8 +7,8 @@ The first stage takes token ids [batch, tokens], or a dict with "input_ids" and 
 padding) and "position_ids", all of that shape. The last stage returns logits. Each stage computes masks and rotary
 tables for its blocks; a given attention mask or position ids are sent along with the hidden states.
 
-Slices (see `pipeloom.slicing`): the attention function is registered with transformers, so blocks call it wherever they
-run, including recomputation.
+Slices and context parallelism (see `pipeloom.slicing`): the attention function is registered with transformers, so
+blocks call it wherever they run, including recomputation.
 """
 
 import copy
@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError, SplitError
-from pipeloom.slicing import Slice, causal_attention, current_slice
+from pipeloom.slicing import Slice, Tokens, causal_attention, token_positions
+from pipeloom.slicing.attention import context_attention
+from pipeloom.slicing.tokens import current_part
 from pipeloom.split.module import BlockRunner, StageModule
 
 
@@ -110,11 +112,10 @@ class DecoderStage(StageModule):
             run: runs the blocks; by default they are called directly.
         """
         x, extras = self._unpack(value)
-        piece = current_slice()
-        start = piece.start if piece else 0
+        part: Slice | Tokens | None = current_part()
         positions = extras.get("position_ids")
         if positions is None:
-            positions = torch.arange(start, start + x.shape[1], device=x.device).unsqueeze(0)
+            positions = token_positions(x.shape[1], x.device).unsqueeze(0)
         shared: dict[str, Any] | None = None
         masks: Any = None
         links = zip(self._chain, self._names, self._block_numbers, strict=True)
@@ -128,7 +129,7 @@ class DecoderStage(StageModule):
                     if self._rotary is not None:
                         rotary: Any = self._rotary[0][self._rotary[1]]
                         shared["position_embeddings"] = rotary(x, position_ids=positions)
-                    masks = self._masks(x, extras.get("attention_mask"), positions, piece)
+                    masks = self._masks(x, extras.get("attention_mask"), positions, part)
                 mask = masks[self._attention_type(number)] if isinstance(masks, dict) else masks
                 settings = {"attention_mask": mask, "past_key_values": None, "use_cache": False, **shared}
                 x = module(x, **settings) if run is None else run([module], module, x, **settings)
@@ -160,7 +161,7 @@ class DecoderStage(StageModule):
             else:
                 fix = f"Add {main!r}." if main not in value else "Remove the other keys."
             raise InputError(f"inputs are a dict of {', '.join(map(repr, value))}: keys must be {known}. {fix}")
-        if "position_ids" in value and current_slice() is not None:
+        if "position_ids" in value and isinstance(current_part(), Slice):
             raise InputError(
                 "inputs have 'position_ids', which slices do not support: positions are always 0, 1, 2, ... of the "
                 "whole sequence. Remove 'position_ids', or train without slices."
@@ -174,15 +175,17 @@ class DecoderStage(StageModule):
             return str(kinds[number])
         return "full_attention" if getattr(self._config, "sliding_window", None) is None else "sliding_attention"
 
-    def _masks(self, x: Tensor, padding: Tensor | None, positions: Tensor, piece: Slice | None) -> Any:
+    def _masks(self, x: Tensor, padding: Tensor | None, positions: Tensor, part: Slice | Tokens | None) -> Any:
         """The attention masks by attention type, or a single mask for all blocks."""
-        if piece is None:
+        if isinstance(part, Tokens):
+            return None  # its attention knows the masks
+        if part is None:
             from transformers.masking_utils import create_masks_for_generate
 
             return create_masks_for_generate(self._config, x, padding, None, positions)
         if padding is not None:
-            padding = piece.extend((self, "attention_mask"), padding, dim=1)
-        return {kind: self._slice_mask(piece, x, padding, kind) for kind in self._attention_types()}
+            padding = part.extend((self, "attention_mask"), padding, dim=1)
+        return {kind: self._slice_mask(part, x, padding, kind) for kind in self._attention_types()}
 
     def _attention_types(self) -> set[str]:
         return {self._attention_type(number) for number in self._block_numbers if number is not None}
@@ -206,10 +209,11 @@ class DecoderStage(StageModule):
         return torch.zeros_like(allowed, dtype=x.dtype).masked_fill_(~allowed, torch.finfo(x.dtype).min)
 
     def prepare_slicing(self) -> None:
-        """Make attention continue across slices, and declare transformers' modules sliceable.
+        """Make attention continue across slices and ranks, and declare transformers' modules sliceable.
 
         Raises:
-            InputError: an attention implementation, attention type or rotary embedding that does not support slices.
+            InputError: an attention implementation, attention type or rotary embedding that supports neither slices nor
+                context parallelism.
         """
         from transformers import AttentionInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -219,14 +223,18 @@ class DecoderStage(StageModule):
         upcast = getattr(config, "reorder_and_upcast_attn", False)
         for seen, known, fix in (
             ({config._attn_implementation}, set(_SLICED), "Load the model with attn_implementation='sdpa'"),
-            (self._attention_types(), {"full_attention", "sliding_attention"}, "Train without slices"),
-            ({rope} & {"dynamic", "longrope"}, set(), "Train without slices, or with rope_type 'default' or 'yarn'"),
+            (self._attention_types(), {"full_attention", "sliding_attention"}, "Train on whole sequences"),
+            (
+                {rope} & {"dynamic", "longrope"},
+                set(),
+                "Train on whole sequences, or with rope_type 'default' or 'yarn'",
+            ),
             ({"reorder_and_upcast_attn"} if upcast else set(), set(), "Use reorder_and_upcast_attn=False"),
         ):
             if not seen <= known:
                 raise InputError(
                     f"the stage from module {self._names[0]!r} uses {', '.join(map(repr, sorted(seen - known)))}, "
-                    f"which does not support slices. {fix}."
+                    f"which parts of a sequence do not support. {fix}."
                 )
         sliced_config = copy.copy(config)
         sliced_config._attn_implementation = _SLICED[config._attn_implementation]
@@ -240,7 +248,7 @@ class DecoderStage(StageModule):
                     part.config = sliced_config
 
 
-# Attention for slices, registered with transformers; outside of slices, it is what the model was loaded with. Shapes:
+# Attention for parts of sequences, registered with transformers; of whole sequences, it is the model's own. Shapes:
 # queries [batch, heads, tokens, width], keys and values with the same or fewer heads, result [batch, tokens, heads,
 # width].
 def _sdpa(
@@ -254,8 +262,15 @@ def _sdpa(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Calls `whole`, transformers' own ``sdpa``, outside of slices."""
-    if current_slice() is None:
+    """Calls `whole`, transformers' own ``sdpa``, for whole sequences."""
+    part = current_part()
+    if isinstance(part, Tokens):
+        window = settings.get("sliding_window")
+        attended = context_attention(
+            part, query, key, value, causal=True, dropout_p=dropout, scale=scaling, window=window
+        )
+        return attended.transpose(1, 2).contiguous(), None
+    if part is None:
         return whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings)
     attended = causal_attention(query, key, value, module, dropout_p=dropout, scale=scaling, mask=attention_mask)
     return attended.transpose(1, 2).contiguous(), None
@@ -266,12 +281,17 @@ def _eager(
 ) -> tuple[Tensor, Tensor | None]:
     """Calls `eager_attention_forward` of the model's module, with the keys and values of earlier slices."""
     own = sys.modules[type(module).__module__].eager_attention_forward
-    piece = current_slice()
-    if piece is not None:
+    part = current_part()
+    if isinstance(part, Tokens):
+        raise InputError(
+            f"{type(module).__name__} with attn_implementation='eager': context parallelism does not support it. Load "
+            "the model with attn_implementation='sdpa'."
+        )
+    if part is not None:
         if settings.get("dropout"):
             raise InputError(
                 f"{type(module).__name__} with attn_implementation='eager' and attention dropout: dropout masks would "
                 "depend on the slices. Use attn_implementation='sdpa'."
             )
-        key, value = piece.extend((module, "keys"), key), piece.extend((module, "values"), value)
+        key, value = part.extend((module, "keys"), key), part.extend((module, "values"), value)
     return own(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Schedule, check
 from pipeloom.ir.recompute import Recompute, recompute_of_stages
 from pipeloom.parallel import Mesh, OffloadActivations
+from pipeloom.parallel.context import KINDS, ContextKind, ContextParallel
 from pipeloom.parallel.placed import placed
 from pipeloom.passes import check_has_backwards
 from pipeloom.split.module import StageModule
@@ -73,6 +74,37 @@ def check_placed(mesh: Mesh | None, modules: Sequence[nn.Module]) -> None:
             f"mesh={mesh}: no parameter of the model is cut along tp, so all tensor-parallel ranks would do the same "
             "work. Call pipeloom.parallelize(model, mesh, plan) first, or give tp degree 1."
         )
+
+
+def context_of(
+    mesh: Mesh | None, kind: ContextKind | None, schedule: Schedule, *, sliced: bool
+) -> ContextParallel | None:
+    """How the ranks along axis cp share sequences; None: they do not. Every process calls it.
+
+    Args:
+        kind: as given; None: "ring" where the mesh has several ranks along cp.
+        sliced: whether sequences are cut into slices.
+
+    Raises:
+        InputError: an unknown kind, no mesh, slices, or a schedule that updates parameters while it runs.
+    """
+    if kind is None and (mesh is None or mesh.degree("cp") == 1):
+        return None
+    if kind is not None and kind not in KINDS:
+        raise InputError(f"context={kind!r}: must be one of {', '.join(KINDS)}.")
+    if mesh is None:
+        raise InputError(f"context={kind!r} needs a mesh with an axis cp. Pass mesh=pipeloom.Mesh(pp=2, cp=2).")
+    if sliced:
+        raise InputError(
+            f"slices with context parallelism (cp={mesh.degree('cp')}): both cut the sequence, and attention supports "
+            "one of them. Use a schedule without slices, or cp=1."
+        )
+    if schedule.microbatches_per_update is not None:
+        raise InputError(
+            f"schedule {schedule.name!r} updates parameters while it runs: context parallelism needs a synchronous "
+            "schedule. Use a schedule such as 1f1b, or cp=1."
+        )
+    return ContextParallel(mesh.axis("cp"), kind or "ring")
 
 
 def check_recompute(

@@ -16,6 +16,7 @@ from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import InputError, folded
 from pipeloom.ir import DataAxis, Schedule, check
 from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
+from pipeloom.parallel.context import ContextKind
 from pipeloom.parallel.data.sharing import share
 from pipeloom.parallel.offload.activations import open_activation_offload
 from pipeloom.passes import evaluation_schedule, lower, merge_backwards, separate_units
@@ -24,7 +25,7 @@ from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
 from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
-from pipeloom.training.argument_checks import check_arguments, check_placed, check_recompute
+from pipeloom.training.argument_checks import check_arguments, check_placed, check_recompute, context_of
 from pipeloom.transport.connect import connect
 from pipeloom.transport.interface import Transport
 
@@ -51,6 +52,7 @@ def construct(
     loss_fn: LossFn | None,
     layers: Sequence[str] | None,
     transport: str | Transport,
+    context: ContextKind | None,
     blackbox: Any,
     timeout_seconds: float,
 ) -> tuple[ModelState, Executor]:
@@ -60,6 +62,7 @@ def construct(
     check_arguments(schedule, loss_fn, slices, offload, mesh, timeout_seconds)
     schedule = separate_units(merge_backwards(schedule))
     sliced = schedule.num_slices > 1 or slices is not None
+    parts = context_of(mesh, context, schedule, sliced=sliced)
 
     stages = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
     if len(stages.modules) != schedule.num_stages:
@@ -69,7 +72,7 @@ def construct(
         )
     is_cut = not isinstance(model, nn.Module | Stages)  # a list may hold placeholders for stages of other ranks
     kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules)
-    for module in stages.modules if sliced else ():
+    for module in stages.modules if sliced or parts is not None else ():
         make_sliceable(module)
 
     check_placed(mesh, stages.modules)
@@ -80,7 +83,9 @@ def construct(
     device = next((p.device for module in stages.modules for p in module.parameters()), torch.device("cpu"))
     sharing.check_device(device)
     open_mover = open_activation_offload(offload, device) if offload is not None else lambda: None
-    fingerprint = RunFingerprint.of(programs.train, () if is_cut else stages.layers, slices, sharing.terms)
+    fingerprint = RunFingerprint.of(
+        programs.train, () if is_cut else stages.layers, slices, [*sharing.terms, *(parts.terms if parts else ())]
+    )
     replicas, members = (None, None) if mesh is None else (mesh.lines("pp"), mesh.members)
     connection = connect(
         schedule.num_ranks, transport, timeout_seconds, fingerprint, replicas=replicas, members=members
@@ -98,6 +103,7 @@ def construct(
         loss_fn=loss_fn,
         sliced=sliced,
         slice_lengths=slices,
+        parts=parts,
         recompute=kinds,
         open_mover=open_mover,
         blackbox=blackbox,

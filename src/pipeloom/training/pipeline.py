@@ -19,6 +19,7 @@ from pipeloom.engine.worker import WarmUp
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Schedule
 from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
+from pipeloom.parallel.context import ContextKind
 from pipeloom.plan.plan import Plan
 from pipeloom.training.argument_checks import check_trains
 from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan
@@ -52,12 +53,17 @@ class Pipeline:
             block), for all stages or one per stage. Losses and gradients stay bitwise the same. None: "none".
         offload: offloads activations between forward and backward, such as
             ``pipeloom.OffloadActivations("disk:/scratch")``.
-        mesh: the processes of all data-parallel replicas: axis pp holds the ranks of one replica, axis dp the replicas.
-            None: one replica.
+        mesh: the processes of all data-parallel replicas: axis pp holds the ranks of one replica, axis dp the replicas,
+            axis cp the ranks that share the sequences. None: one replica.
         data: how replicas share parameters, gradients and optimizer states: a `pipeloom.DataParallel` or the name of a
             strategy, "ddp" (the default) to "zero3". All replicas start from the parameters of the first.
         precision: number formats: a `pipeloom.Precision`, or "bf16", "fp16" or "fp32" (the default, which leaves the
             model's parameters as they are).
+        context: how the ranks along axis cp of the mesh attend to each other's tokens: "ring" (the default: ring
+            attention in zig-zag order), "ring-plain" (equal ranges), "ring-self-attention" or "ulysses"; see
+            `pipeloom.parallel.context.ContextParallel`. Each of them passes the full batch, with sequences along
+            dimension 1, and `loss_fn` is the mean over the tokens of a rank. Inputs may be a dict with
+            "attention_mask" (0 for padding) and "document_ids", both [samples, tokens].
         blackbox: a writable buffer of 64 bytes for the label of the running action.
         timeout_seconds: how long a rank waits for a message, or for other replicas.
 
@@ -97,6 +103,7 @@ class Pipeline:
         mesh: Mesh | None = None,
         data: DataParallel | str | None = None,
         precision: Precision | str | None = None,
+        context: ContextKind | None = None,
         blackbox: Any = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -110,6 +117,7 @@ class Pipeline:
             loss_fn=loss_fn,
             layers=layers,
             transport=transport,
+            context=context,
             blackbox=blackbox,
             timeout_seconds=timeout_seconds,
         )
@@ -185,9 +193,15 @@ class Pipeline:
                 module.training = training
 
     def forward(self, inputs: Value = None) -> Value:
-        """The model's output for a batch, on the ranks with the last stage; None elsewhere. Modes stay as set."""
+        """The model's output for a batch, on the ranks with the last stage; None elsewhere. Modes stay as set.
+
+        Under context parallelism, outputs are gathered: each of these ranks gets whole sequences.
+        """
         batch = self._evaluate(inputs, None, with_loss=False)
-        return join_batch([batch.outputs[b] for b in sorted(batch.outputs)]) if batch.outputs else None
+        if not batch.outputs:
+            return None
+        output, parts = join_batch([batch.outputs[b] for b in sorted(batch.outputs)]), self.executor.parts
+        return output if parts is None else parts.join(output)
 
     def _evaluate(self, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
         with torch.no_grad():

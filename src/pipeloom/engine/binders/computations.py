@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from pipeloom.autograd.split_backward import Root, WeightGradients, backward_input, run_backward
 from pipeloom.engine.batch import Extent
+from pipeloom.engine.binders.sequence_parts import module_of_tokens
 from pipeloom.engine.binders.sequence_slices import cut_slice, join_slices, sliced_module
 from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import RunError
@@ -27,6 +28,8 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     wiring, arrived, saved = state.wiring, state.arrived, state.saved
     run = wiring.forwards[stage] if training else wiring.stages[stage]
     module = sliced_module(state, action, program, run) if wiring.sliced else run
+    if wiring.parts is not None:
+        module = module_of_tokens(state, action, program, run)
     first, last = stage == 0, stage == program.schedule.num_stages - 1
     finish = _bind_loss(state, action, program) if last else _bind_output(state, action, program)
     mover = wiring.mover if key in state.to_offload else None
@@ -71,10 +74,11 @@ def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[
     stage, _, microbatch, piece = action
     assert microbatch is not None
     key, loss_fn, sliced = (stage, microbatch, piece), state.wiring.loss_fn, state.wiring.sliced
+    is_pair = sliced or state.wiring.parts is not None
 
     def finish(value: Value) -> list[Root]:
         batch = state.batch
-        output: Value = value[0] if sliced else value
+        output: Value = value[0] if is_pair else value
         if batch.targets is None or loss_fn is None:
             if sliced:
                 pieces = batch.outputs.setdefault(microbatch, [])
