@@ -70,7 +70,7 @@ def make_sliceable(module: nn.Module) -> None:
 
 
 def _refusal(module: nn.Module) -> tuple[str, str] | None:
-    """Why a module does not support parts of a sequence, as the predicate of a sentence, and the fix; None if it does."""
+    """Why a module does not support parts of a sequence, as a predicate, and the fix; None if it does."""
     if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
         return (
             "is compiled, which parts of a sequence do not support",
