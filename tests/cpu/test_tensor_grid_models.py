@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 
 import pipeloom as pl
 from pipeloom.models import loss_fn
@@ -43,20 +44,30 @@ def test_a_gpt_equals_one_process(shape: GridShape, variant: str) -> None:
     compare([(place, own) for place, own, _ in results], model)
 
 
-@pytest.mark.parametrize("family", ["1f1b", "zb-v"])
+CASES = {
+    "1f1b": ({}, {}),
+    "interleaved": ({"num_chunks": 2}, {}),
+    "zb-v": ({"num_chunks": 2}, {"recompute": "full"}),
+    "dualpipev": ({"num_chunks": 2}, {}),
+    "zb-h1": ({}, {"recompute": "selective"}),
+    "seq1f1b": ({"num_slices": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_pipeline_on_a_grid_equals_one_process(shape: GridShape, family: str) -> None:
     model = make_model(tie_embeddings=True, kv_heads=2, layers=4)
     inputs, targets = batch(4 * shape.batch_blocks)
-    chunks = {"num_chunks": 2} if family == "zb-v" else {}
-    schedule = pl.schedules.build(family, num_ranks=2, num_microbatches=4, **chunks)
+    sizes, options = CASES[family]
+    schedule = pl.schedules.build(family, num_ranks=2, num_microbatches=4, **sizes)
 
     def work():
         mesh, own = pl.Mesh(pp=2, tp=size(shape)), copy.deepcopy(model)
         loss = GridLoss(on_grid(own, mesh, shape), VOCABULARY)
-        with pl.Pipeline(own, schedule, loss_fn=loss, mesh=mesh) as pipe:
-            value = pipe.evaluate(inputs, targets), pipe.step(inputs, targets)
-            return mesh.place, dict(pipe.named_parameters()), value
+        with pl.Pipeline(own, schedule, loss_fn=loss, mesh=mesh, **options) as pipe:
+            losses = pipe.evaluate(inputs, targets), pipe.step(inputs, targets)
+            return mesh.place, dict(pipe.named_parameters()), losses
 
     results = pl.run_threads(2 * size(shape), work)
     wanted = loss_fn(model(inputs), targets)
@@ -66,3 +77,37 @@ def test_a_pipeline_on_a_grid_equals_one_process(shape: GridShape, family: str) 
     for name, parameter in model.named_parameters():
         blocks = [(place, own[name]) for place, own, _ in results if name in own]
         assert close(owned(blocks), parameter.grad), name
+
+
+@pytest.mark.parametrize("data", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_updates_on_a_grid_equal_one_process(shape: GridShape, data: str) -> None:
+    model = make_model(tie_embeddings=data != "zero1", positions="learned").float()
+    inputs, targets = batch(4 * shape.batch_blocks)
+    schedule = pl.schedules.build("1f1b", num_ranks=1, num_microbatches=2)
+
+    def work():
+        mesh, own = pl.Mesh(dp=2, tp=size(shape)), copy.deepcopy(model)
+        loss = GridLoss(on_grid(own, mesh, shape), VOCABULARY)
+        with pl.Pipeline(own, schedule, loss_fn=loss, mesh=mesh, data=data) as pipe:
+            optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3, eps=1e-5)
+            samples = [part.chunk(2)[mesh.coordinate("dp")] for part in (inputs, targets)]
+            losses = []
+            for _ in range(20):
+                losses.append(pipe.step(*samples).item())
+                pl.clip_grad_norm(pipe, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            return losses, pipe.state_dict()
+
+    results = pl.run_threads(2 * size(shape), work)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+    for step in range(20):
+        loss = loss_fn(model(inputs), targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(losses[step] == pytest.approx(loss.item(), rel=1e-5) for losses, _ in results), step
+    for name, value in model.state_dict().items():
+        assert all(close(state[name], value, 1e-4) for _, state in results), name
