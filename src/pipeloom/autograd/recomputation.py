@@ -12,6 +12,7 @@ A recomputation runs with the weights of its forward (a stream installs the vers
 of its forward (`in_slice`). It changes no buffer: running statistics are restored, other changes raise.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -37,6 +38,26 @@ _ATTENTION = frozenset(
 )
 
 _Norm = nn.modules.batchnorm._NormBase  # its buffers are statistics, which do not change results in training
+
+
+class _Thread(threading.local):
+    in_block = False
+
+
+_thread = _Thread()
+
+
+def in_recomputed_block() -> bool:
+    """Whether a block runs whose forward is recomputed as a whole: in the forward, and in its recomputation."""
+    return _thread.in_block
+
+
+def _in_block(block: Callable[..., Value], *args: Any, **settings: Any) -> Value:
+    before, _thread.in_block = _thread.in_block, True
+    try:
+        return block(*args, **settings)
+    finally:
+        _thread.in_block = before
 
 
 def recomputed(module: nn.Module, recompute: Recompute) -> Callable[[Value], Value]:
@@ -83,6 +104,7 @@ class _Full:
         contexts, in_place = known
         # A block that works in place runs on a copy, because the recomputation needs its input.
         function = (lambda value, **given: block(copied(value), **given)) if in_place else block
+        function = partial(_in_block, function)
         result = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **settings)
         for name, buffer, version in before:
             if buffer._version != version:

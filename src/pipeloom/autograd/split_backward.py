@@ -25,7 +25,7 @@ checkpointing returns every saved tensor once for each handle of its holder.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,7 +45,13 @@ _GROUP_ELEMENTS = 2**16
 
 
 class Repeatable:
-    """Base of the objects that hooks save in place of a tensor, if unpacking them any number of times is harmless."""
+    """Base of the objects that hooks save in place of a tensor, if unpacking them any number of times is harmless.
+
+    Attributes:
+        late: whether the tensor is made by unpacking, so it is read when the engine executes the node.
+    """
+
+    late: ClassVar[bool] = False
 
 
 _HOLDER = getattr(checkpoint, "_Holder", ())  # checkpointing saves it in place of a tensor
@@ -199,7 +205,7 @@ class _Handles(dict[Any, Any]):
 
 
 def _checkpointed(node: Any, factors: Sequence[str]) -> bool | None:
-    """Whether a checkpoint will recompute the saved tensors of a node; None if they must not be read.
+    """Whether the saved tensors of a node are recomputed, by a checkpoint or late; None if they must not be read.
 
     The node unpacks them too, and other hooks may not allow unpacking twice.
     """
@@ -209,6 +215,7 @@ def _checkpointed(node: Any, factors: Sequence[str]) -> bool | None:
         if saved.unpack_hook is not None:
             holder = saved.data
             if isinstance(holder, Repeatable):
+                found = found or holder.late
                 continue
             if not isinstance(holder, _HOLDER):
                 return None

@@ -3,6 +3,8 @@
 mesh, mesh_shape    processes on named axes (dp, pp, cp, ep, tp), and what communicates along each
 axis, axis_forms    collectives along one axis, called inside actions; over channels or a process group
 axis_functions      the same, differentiable
+tensor              tensor parallelism: layers that processes share
+context             context parallelism: sequences that processes share
 placed              how a parameter lies on the axes inside a stage; mesh_blocks: what its processes exchange
 options             the user's options for data parallelism and number formats
 mixed_precision     number formats, and the optimizer step that widens 16-bit gradients
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from pipeloom.parallel.mesh import Mesh
     from pipeloom.parallel.mixed_precision import update_parameters
     from pipeloom.parallel.offload.offloaded_optimizer import OffloadedOptimizer
+    from pipeloom.parallel.tensor.one_d.logits import VocabularyLogits, parallel_cross_entropy
+    from pipeloom.parallel.tensor.parallelize import parallelize
     from pipeloom.transport.thread_members import run_threads
 
 # Public names, and the module that each lives in.
@@ -29,6 +33,9 @@ _HOMES = {
     "update_parameters": "pipeloom.parallel.mixed_precision",
     "Mesh": "pipeloom.parallel.mesh",
     "OffloadedOptimizer": "pipeloom.parallel.offload.offloaded_optimizer",
+    "VocabularyLogits": "pipeloom.parallel.tensor.one_d.logits",
+    "parallel_cross_entropy": "pipeloom.parallel.tensor.one_d.logits",
+    "parallelize": "pipeloom.parallel.tensor.parallelize",
     "run_threads": "pipeloom.transport.thread_members",
 }
 
@@ -40,6 +47,9 @@ __all__ = [
     "OffloadActivations",
     "OffloadedOptimizer",
     "Precision",
+    "VocabularyLogits",
+    "parallel_cross_entropy",
+    "parallelize",
     "run_threads",
     "update_parameters",
 ]

@@ -21,6 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from pipeloom.errors import InputError
 from pipeloom.slicing.context import Slice, current_slice
+from pipeloom.slicing.dropout_parts import draw_kept, dropout_parts, full_shape, own_part
 from pipeloom.slicing.tokens import Tokens, current_tokens
 
 _BLOCK = 32  # tokens
@@ -95,8 +96,10 @@ def attention(
     B, H, S, D = q_BHSD.shape
     dropped = None
     if dropout_p:
-        dropped_SBHT = drop_mask(piece, dropout_p, (owner, "weights"), [B, H], q_BHSD.device, over_keys=True)
-        dropped = dropped_SBHT.permute(1, 2, 0, 3)
+        parts = dropout_parts(owner).weights
+        full = full_shape([B, H], parts)
+        dropped_SBHT = drop_mask(piece, dropout_p, (owner, "weights"), full, q_BHSD.device, over_keys=True)
+        dropped = own_part(dropped_SBHT.permute(1, 2, 0, 3), parts)
     if not grouped:
         return attention_core(piece, q_BHSD, k_BKTD, v_BKTD, scale, mask, dropped, dropout_p)
     # Each key head becomes a batch entry that the query heads of its group share, without a copy.
@@ -192,7 +195,7 @@ def _flipped_mask(piece: Slice, q: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, owner: Hashable) -> Tensor:
-    """Dropout in training. Outside of slices, this is ``F.dropout``.
+    """Dropout in training. Outside of slices, this is ``F.dropout``. See `DropoutParts` for parts of a tensor.
 
     Args:
         x: [batch, tokens, ...] with the tokens of the current slice.
@@ -202,16 +205,22 @@ def dropout(x: Tensor, p: float, owner: Hashable) -> Tensor:
     Raises:
         InputError: dimension 1 of `x` has another size than the slice.
     """
+    if p == 0:
+        return x
     piece = None if current_tokens() is not None else current_slice()
-    if piece is None or p == 0:
-        return F.dropout(x, p) if p else x
-    if x.dim() < 2 or x.shape[1] != piece.end - piece.start:
+    parts = dropout_parts(owner)
+    if piece is None:
+        if parts.values or parts.one_generator:
+            return scaled(x * draw_kept(x, p, parts), p)
+        return F.dropout(x, p)
+    full = full_shape(x.shape, parts.values)
+    if x.dim() < 2 or full[1] != piece.end - piece.start:
         raise InputError(
-            f"dropout of a tensor {list(x.shape)} in a slice of {piece.end - piece.start} tokens: dimension 1 must be "
-            "the tokens of the slice. Reshape the tensor."
+            f"dropout of a tensor {full} in a slice of {piece.end - piece.start} tokens: dimension 1 must be the "
+            "tokens of the slice. Reshape the tensor."
         )
-    dropped = drop_mask(piece, p, owner, [x.shape[0], *x.shape[2:]], x.device)
-    return scaled(x.masked_fill(dropped.transpose(0, 1), 0.0), p)
+    dropped = drop_mask(piece, p, owner, [full[0], *full[2:]], x.device).transpose(0, 1)
+    return scaled(x.masked_fill(own_part(dropped, parts.values), 0.0), p)
 
 
 def drop_mask(
@@ -244,6 +253,4 @@ class TokenDropout(nn.Dropout):
     """`nn.Dropout` for [batch, tokens, ...] that supports slices."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if current_tokens() is not None or current_slice() is None or not self.training:
-            return super().forward(input)
-        return dropout(input, self.p, self)
+        return dropout(input, self.p, self) if self.training else input

@@ -1,0 +1,134 @@
+"""Decoders of transformers under tensor parallelism: their plans, their heads, and where their blocks enter cut layers.
+
+Their attention and MLP modules read their input several times (q, k, v; gate and up). f, or the gathering of tokens,
+stands once in front of such a module: a hook on its forward.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.parallel.axis import Axis
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.tensor.one_d.linear import enter
+from pipeloom.parallel.tensor.plan import Entry
+
+_ENTRANCES = ("self_attn", "attn", "mlp")  # modules of a block whose layers all read the module's input
+_HIDDEN = "hidden_states"
+
+
+def plan_of(model: nn.Module) -> Mapping[str, Any]:
+    """The plan that a model brings: its attribute `tensor_plan`, or that of transformers.
+
+    Raises:
+        InputError: it has none.
+    """
+    for name in ("tensor_plan", "_tp_plan"):
+        found = getattr(model, name, None)
+        if found:
+            return dict(found)
+    if getattr(getattr(model, "config", None), "model_type", "") == "gpt2":
+        return _gpt2_plan(model)
+    raise InputError(
+        f"{type(model).__name__} has no plan of its own. Pass plan, such as {{'blocks.*.up': 'column', "
+        "'blocks.*.down': 'row'}."
+    )
+
+
+def _gpt2_plan(model: nn.Module) -> dict[str, Any]:
+    """transformers has no plan for GPT-2, whose q, k and v are fused."""
+    config: Any = model.config
+    width, heads = config.n_embd, config.n_head
+    return {
+        "transformer.wte": "vocabulary",
+        "transformer.h.*.attn.c_attn": ("column", ((width, heads),) * 3),
+        "transformer.h.*.attn.c_proj": ("row", ((width, heads),)),
+        "transformer.h.*.mlp.c_fc": "column",
+        "transformer.h.*.mlp.c_proj": "row",
+        "lm_head": "column_gather",
+    }
+
+
+def adapted(model: nn.Module, entries: Mapping[str, Entry], mesh: Mesh, *, sequence: bool) -> Mapping[str, Entry]:
+    """`entries` with what the configuration of a decoder of transformers says; entries of other models as they are.
+
+    Modules get the hooks in front of their cut layers, and their own numbers of heads.
+
+    Raises:
+        InputError: heads that cannot be shared, or a module whose layers are not all in the plan, with `sequence`.
+    """
+    config: Any = getattr(model, "config", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None or not any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
+        return entries
+    degree, found = mesh.degree("tp"), dict(entries)
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] not in _ENTRANCES:
+            continue
+        inside = {each: entry for each, entry in entries.items() if each.startswith(f"{name}.")}
+        if not any(entry.kind.startswith("column") for entry in inside.values()):
+            continue
+        if "head_dim" in vars(module):
+            found.update(_by_heads(module, name, inside))
+            _divide_heads(module, config, degree)
+        entered = _enters(module, name, inside, sequence=sequence)
+        for each in inside:
+            found[each] = found[each]._replace(entered=entered)
+        if entered:
+            module.register_forward_pre_hook(_Entrance(mesh.axis("tp"), sequence=sequence), with_kwargs=True)
+            for each, child in module.named_modules():
+                if each and not child._modules and f"{name}.{each}" not in entries:
+                    found[f"{name}.{each}"] = Entry("whole")  # it has all tokens
+    return found
+
+
+def _by_heads(module: nn.Module, name: str, inside: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Column entries of attention cut between heads; key heads may be shared."""
+    width = int(module.head_dim)  # type: ignore[arg-type]
+    found = {}
+    for each, entry in inside.items():
+        child = each.removeprefix(f"{name}.")
+        keys = child in ("k_proj", "v_proj")
+        if entry.kind != "column" or entry.sections is not None or not (keys or child == "q_proj"):
+            continue
+        rows = module.get_parameter(f"{child}.weight").shape[0]
+        found[each] = entry._replace(sections=((rows, rows // width),), shares=keys)
+    return found
+
+
+def _divide_heads(module: Any, config: Any, degree: int) -> None:
+    """The numbers of heads that attention modules keep, as those of this process."""
+    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if keys and hasattr(module, "num_key_value_groups") and keys < degree and degree % keys == 0:
+        module.num_key_value_groups = heads // degree
+    for name in ("split_size", "num_heads", "num_key_value_heads"):
+        if name in vars(module):
+            setattr(module, name, max(1, getattr(module, name) // degree))
+
+
+def _enters(module: nn.Module, name: str, inside: Mapping[str, Entry], *, sequence: bool) -> bool:
+    """Whether f can stand in front of a module: all of its linear layers are cut."""
+    own = [each for each, child in module.named_modules() if type(child).__name__ in ("Linear", "Conv1D")]
+    missing = [each for each in own if f"{name}.{each}" not in inside]
+    if missing and sequence:
+        raise InputError(
+            f"sequence=True: the plan cuts a part of {name!r}, and not {missing[0]!r}, which would see all tokens on "
+            "every rank. Add it to the plan."
+        )
+    return not missing
+
+
+class _Entrance:
+    """The hook: applies f, or gathers the tokens, to the hidden states that a module is called with."""
+
+    def __init__(self, axis: Axis, *, sequence: bool) -> None:
+        self._axis, self._sequence = axis, sequence
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args and isinstance(args[0], Tensor):
+            return (enter(args[0], self._axis, sequence=self._sequence), *args[1:]), kwargs
+        return args, {**kwargs, _HIDDEN: enter(kwargs[_HIDDEN], self._axis, sequence=self._sequence)}

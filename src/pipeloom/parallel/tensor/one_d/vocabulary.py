@@ -1,0 +1,82 @@
+"""Embeddings of which every process has a part of the vocabulary (arXiv:1909.08053, section 3).
+
+process r has rows [r n, (r + 1) n) of the table, n = ceil(V / t); rows from V on are padding, which no result reads
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeloom.parallel.axis import Axis
+from pipeloom.parallel.placed import Cut, Placed, even
+from pipeloom.parallel.tensor.one_d.tokens import scatter_sum
+
+
+class Vocabulary:
+    """The part of a vocabulary that this process has.
+
+    Args:
+        size: number of token ids.
+        axis: of the processes that share it.
+
+    Attributes:
+        start: the first id of this process.
+        valid: number of its ids, without padding.
+        block: number of rows of its block.
+    """
+
+    def __init__(self, size: int, axis: Axis) -> None:
+        self.size, self.axis = size, axis
+        self.block = -(-size // axis.degree)
+        self.start = min(axis.index * self.block, size)
+        self.valid = min(self.start + self.block, size) - self.start
+
+    def placed(self, shape: tuple[int, ...], dim: int, axes: tuple[str, ...]) -> Placed:
+        """How a parameter of this full shape lies, whose dimension `dim` is the vocabulary."""
+        cuts: dict[int, Cut] = {dim: even(self.size, self.axis.degree, axes)}
+        return Placed(shape, cuts, padded={dim: self.block} if self.size % self.axis.degree else {})
+
+    def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the own block for ids, 0 for those of other processes; and which are of other processes."""
+        local = ids - self.start
+        outside = (local < 0) | (local >= self.valid)
+        return local.masked_fill(outside, 0), outside
+
+
+class LookUp:
+    """Looks up embeddings in blocks of a table: ``look_up(tokens [B, S], block) -> [B, S, W]``.
+
+    Args:
+        vocabulary: the part of this process.
+        sequence: whether the result has a part of the tokens, [B, S / t, W].
+        padding: the id whose row gets no gradient, as in nn.Embedding.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, sequence: bool, padding: int | None = None) -> None:
+        self.vocabulary, self.sequence, self.padding = vocabulary, sequence, padding
+
+    def __call__(self, tokens: Tensor, block: Tensor) -> Tensor:
+        own = self.vocabulary
+        if tokens.device.type == "cpu" and tokens.numel():  # elsewhere it would wait for the device
+            low, high = (int(value) for value in torch.aminmax(tokens))
+            if low < 0 or high >= own.size:
+                raise IndexError(f"token ids from {low} to {high}: must be from 0 to {own.size - 1}.")
+        rows, outside = own.local(tokens)
+        padding = None if self.padding is None else self.padding - own.start
+        inside = padding if padding is not None and 0 <= padding < own.valid else None
+        x = F.embedding(rows, block, padding_idx=inside).masked_fill(outside.unsqueeze(-1), 0.0)
+        return scatter_sum(x, own.axis, sequence=self.sequence)
+
+
+class VocabularyEmbedding(nn.Module):
+    """nn.Embedding in blocks. Token ids [B, S] -> [B, S, W], with sequence parallelism [B, S / t, W]."""
+
+    sliceable = True
+
+    def __init__(self, weight: nn.Parameter, look_up: LookUp) -> None:
+        super().__init__()
+        self.weight = weight
+        self.look_up = look_up
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.look_up(tokens, self.weight)
