@@ -143,34 +143,6 @@ def test_sums_over_processes_that_hold_the_same_are_noticed_where_they_are_skipp
 
 
 @pytest.mark.parametrize(
-    ("processes", "layout", "depth", "words"),
-    [
-        (6, "2d", None, "tp=6 with layout 2d: must be a square q * q. Use 4 or 9."),
-        (9, "3d", None, "tp=9 with layout 3d: must be a cube l * l * l. Use 8 or 27."),
-        (12, "2.5d", 2, "tp=12 with layout 2.5d and depth=2: must be depth * q * q. Use 8 or 18."),
-        (12, "2.5d", 3, "depth=3 with layout 2.5d and tp=12: the grid is 2 x 2, and depth must be at most 2. Use"),
-        (8, "2.5d", None, "depth=None with layout 2.5d: must be an integer of at least 1, such as 2."),
-        (4, "2d", 2, "depth=2 has no effect with layout 2d. Remove it, or use layout 2.5d."),
-        (4, "4d", None, "layout='4d': must be one of 2d, 2.5d, 3d."),
-    ],
-)
-def test_numbers_of_processes_that_form_no_grid_are_refused(processes, layout, depth, words) -> None:
-    with pytest.raises(InputError) as refused:
-        GridShape.of(processes, layout, depth)
-    assert str(refused.value).startswith(words)
-
-
-def test_every_number_of_processes_is_a_grid_or_refused() -> None:
-    for number in range(1, 200):
-        for layout, depth in [("2d", None), ("3d", None), ("2.5d", 1), ("2.5d", 2), ("2.5d", 3)]:
-            try:
-                shape = GridShape.of(number, layout, depth)
-            except InputError:
-                continue
-            assert size(shape) == number
-
-
-@pytest.mark.parametrize(
     ("shape", "options", "words"),
     [
         (

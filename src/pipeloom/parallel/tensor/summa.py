@@ -13,8 +13,10 @@
 Saved for the backward are the two blocks of the process alone: blocks of others are broadcast again. While a product is
 computed, the blocks of the next one travel.
 
-Split backward: the gradient of the weight needs broadcasts and sums too, so it is computed in I, along with the
-gradient of the input, and W adds it to ``.grad``. W communicates with no layout, so that it can fill any bubble.
+Split backward: the gradient of a weight needs broadcasts and sums between processes, not a local product alone. It is
+computed in I, along with the gradient of the input, and kept until W adds it to ``.grad``: for each micro-batch between
+its I and its W, I O / q^2 elements. In exchange W communicates with no layout: processes need not be in the same W at
+the same time, so W fills bubbles wherever they are.
 
 Tesseract (2.5D, arXiv:2105.14500) runs these products in each of d layers of the grid, on other tokens. The layers have
 the same W, and dW is their sum. This sum is not taken here, once per micro-batch, but once per step: the parameter says
