@@ -11,6 +11,7 @@ from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.convert import convert, model_tensors
 from pipeloom.train.checkpoint.directory import CheckpointEntry, is_misnamed, is_ours, list_checkpoints, resolve
 from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, missing_or_cut, read_manifest, verify
+from pipeloom.train.checkpoint.pieces import Piece
 
 _EXAMPLES = """\
 pipeloom checkpoint ls runs/corpus                       the checkpoints of a run
@@ -120,12 +121,19 @@ def _describe_one(checkpoint: Path) -> dict[str, Any]:
             "shape": list(tensor.source.shape),
             "bytes": tensor.source.size_bytes,
             "file": tensor.pieces[0].file,
-            "pieces": [[piece.file, *piece.range[:2]] for piece in tensor.pieces if piece.range],
+            "pieces": [_described_piece(piece) for piece in tensor.pieces if piece.range is not None],
         }
         for name, tensor in model_tensors(checkpoint, verify_files=False).items()
     ]
     answer = {"path": str(checkpoint), "step": manifest.step, "ranks": len(manifest.parts), "layout": manifest.layout}
     return {**answer, "compute_type": manifest.compute_type, "ties": manifest.ties, "tensors": tensors}
+
+
+def _described_piece(piece: Piece) -> list[Any]:
+    """File, start and stop: numbers in the flattened tensor, or of a block one per dimension."""
+    assert piece.range is not None
+    start, stop = piece.range[:2]
+    return [piece.file, *(list(each) if isinstance(each, tuple) else each for each in (start, stop))]
 
 
 def _layout(row: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ No torch here, except in functions on tensors.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -197,6 +197,12 @@ def placed_block(parameter: Any) -> PlacedBlock | None:
     """The block that this process holds of a parameter; None: it has all of it."""
     found: PlacedBlock | None = getattr(parameter, _ATTRIBUTE, None)
     return found
+
+
+def cut_blocks(named: Iterable[tuple[str, Any]]) -> dict[str, PlacedBlock]:
+    """The blocks among named parameters; parameters that are whole on every process are left out."""
+    found = ((name, placed_block(parameter)) for name, parameter in named)
+    return {name: block for name, block in found if block is not None and block.how.axes}
 
 
 def place_parameter(parameter: Any, how: Placed, place: Place) -> None:

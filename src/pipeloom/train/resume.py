@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.parallel.placed import PlacedBlock, cut_blocks
 from pipeloom.train import checkpoint
 from pipeloom.train.checkpoint.directory import resume_path
 from pipeloom.train.config.train_config import TrainConfig
@@ -56,6 +57,7 @@ def save(run: RunParts, step: int) -> Path:
         state=state,
         layout=_layout(run),
         ranges=pipe.state.ranges,
+        blocks=_blocks(run),
         ties=pipe.state.ties,
         compute_type=config.precision.dtype if config.number_format.has_masters else None,
         exchange=run.group,
@@ -72,11 +74,11 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
         saved.load_model(tensors)
         pipe.load_state_dict(tensors)
     else:
-        saved.load_model(pipe.state.main_state(), pipe.state.ranges)
+        saved.load_model(pipe.state.main_state(), pipe.state.ranges, blocks=_blocks(run))
         pipe.state.refresh()
     groups = run.optimizer.param_groups
     given = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    saved.load_optimizer(run.optimizer, _names(run), pipe.state.ranges)
+    saved.load_optimizer(run.optimizer, _names(run), pipe.state.ranges, blocks=_blocks(run))
     for param_group, options in zip(groups, given, strict=True):  # the options of this run, not the saved ones
         param_group.update(options)
     if run.scaler is not None and "loss_scaler" in saved.state:
@@ -110,6 +112,11 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 
 def _names(run: RunParts) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in run.pipeline.named_parameters()}
+
+
+def _blocks(run: RunParts) -> dict[str, PlacedBlock]:
+    """The blocks of parameters that the processes of a stage share."""
+    return cut_blocks(run.pipeline.named_parameters())
 
 
 def _layout(run: RunParts) -> dict[str, Any]:

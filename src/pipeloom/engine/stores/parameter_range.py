@@ -12,6 +12,11 @@ class Range(NamedTuple):
     shape: tuple[int, ...]
 
     @property
+    def num_elements(self) -> int:
+        """Number of these elements."""
+        return self.stop - self.start
+
+    @property
     def is_whole(self) -> bool:
         """Whether these are all elements of the parameter."""
         return self.start == 0 and self.stop == math.prod(self.shape)

@@ -5,12 +5,14 @@
     checkpoint.load_model(tensors); checkpoint.load_optimizer(optimizer, names); checkpoint.random(rank, size)
 
 All names are those of the full model, so a checkpoint of two ranks loads into one or four. A rank that holds a shard of
-a parameter passes its range of elements (`ranges`) to save and load. Nothing is ever unpickled.
+a parameter passes its range of elements (`ranges`) to save and load. A rank that shares a stage with others passes the
+block of the parameter that it holds (`blocks`). Nothing is ever unpickled.
 
     writer, reader       save and load
-    rank_files           the files that one rank writes, and which rank writes what
+    rank_files           the files that one rank writes; written: which rank writes what
     state                optimizer and random states, by name
-    manifest             the format, its verification, and where the elements of a sharded tensor are stored
+    manifest             the format and its verification
+    pieces, boxes        where the elements of a sharded tensor are stored; block_shards: where a rank's are
     directory            names of checkpoint directories, atomic renames, clean-up
     tensor_file          writes safetensors files as a stream, with hash and fsync
     tensor_reader        reads tensors, or some of their elements

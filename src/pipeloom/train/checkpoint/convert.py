@@ -8,18 +8,20 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError, InputError
+from pipeloom.train.checkpoint.boxes import Box, cover_box
 from pipeloom.train.checkpoint.directory import fsync_directory
 from pipeloom.train.checkpoint.manifest import (
     INDEX_NAME,
-    Piece,
-    cover,
     json_bytes,
     read_manifest,
     read_weight_map,
-    stored_model,
     verify_file,
 )
+from pipeloom.train.checkpoint.pieces import Piece, cover, stored_model
 from pipeloom.train.checkpoint.tensor_file import TensorSource, tensor_sources, write_bytes, write_tensors
 
 
@@ -59,9 +61,38 @@ def _joined(name: str, pieces: list[Piece], sources: dict[str, dict[str, TensorS
     if first.range is None:
         return sources[first.file][first.key]
     shape = first.range.shape
-    ordered = cover(name, [(piece.range, piece) for piece in pieces if piece.range], 0, math.prod(shape))
+    if isinstance(first.range, Box):
+        return _joined_boxes(name, [(piece.range, piece) for piece in pieces if isinstance(piece.range, Box)], sources)
+    ordered = cover(
+        name, [(piece.range, piece) for piece in pieces if isinstance(piece.range, Range)], 0, math.prod(shape)
+    )
     parts = [sources[piece.file][piece.key] for piece, _, _ in ordered]
     return TensorSource(parts[0].dtype, shape, lambda: b"".join(part.read() for part in parts))
+
+
+def _joined_boxes(
+    name: str, pieces: list[tuple[Box, Piece]], sources: dict[str, dict[str, TensorSource]]
+) -> TensorSource:
+    """The full tensor from rectangles of it."""
+    shape = pieces[0][0].shape
+    parts = []
+    for piece, box, _ in cover_box(name, pieces, Box.full(shape)):
+        source = sources[piece.file][piece.key]
+        if source.shape != box.extents:
+            raise CheckpointError(
+                f"{piece.key} has shape {source.shape}, not that of its block {box.extents}: the file does not fit the "
+                "manifest. Use another checkpoint."
+            )
+        parts.append((box, source))
+    dtype, item_bytes = parts[0][1].dtype, parts[0][1].size_bytes // parts[0][0].num_elements
+
+    def read() -> bytes:
+        joined = np.empty((*shape, item_bytes), dtype=np.uint8)
+        for box, source in parts:
+            joined[box.slices_in()] = np.frombuffer(source.read(), dtype=np.uint8).reshape(*box.extents, item_bytes)
+        return joined.tobytes()
+
+    return TensorSource(dtype, shape, read)
 
 
 def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:

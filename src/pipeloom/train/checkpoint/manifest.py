@@ -9,7 +9,9 @@ hash of the manifest and is written last.
       manifest.json, manifest.json.sha256
 
 A rank may hold the elements start..stop of a flattened parameter. It writes this shard as a one-dimensional tensor
-``NAME[start:stop]``, called a piece here; a shard with all elements is written as a tensor ``NAME`` of full shape.
+``NAME[start:stop]``, called a piece here; a shard with all elements is written as a tensor ``NAME`` of full shape. Of a
+parameter that the ranks of a stage share, a rank may hold a block: it writes it, or its shard of it, as rectangles
+``NAME[start:stop,start:stop]`` of the full tensor (version 3).
 
 Reading and verification need no torch, so a damaged checkpoint is reported before a slow start.
 """
@@ -18,19 +20,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError, folded
+from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.tensor_file import FileRecord
 
 FORMAT = "pipeloom-checkpoint"
-VERSION = 2
-READABLE = (1, 2)  # version 1 has no pieces
+VERSION = 3
+READABLE = (1, 2, 3)  # version 1 has no pieces, version 2 no blocks
+_WITHOUT_BLOCKS = 2  # written where no rank holds a block, which earlier releases read
 MANIFEST_NAME = "manifest.json"
 SEAL_NAME = "manifest.json.sha256"
 INDEX_NAME = "model.safetensors.index.json"
@@ -48,6 +52,9 @@ class Part:
     optimizer_tensors: dict[str, list[str]] = field(default_factory=dict)  # parameter -> keys in the optimizer file
     optimizer_pieces: dict[str, list[str]] = field(default_factory=dict)  # the same, for keys stored as pieces
     optimizer_values: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameter -> state other than tensors
+    blocks: dict[str, list[Box]] = field(default_factory=dict)  # name of a tensor -> the rectangles in this file
+    optimizer_blocks: dict[str, list[Box]] = field(default_factory=dict)  # the same, of the optimizer file
+    block_states: dict[str, list[str]] = field(default_factory=dict)  # parameter -> keys stored for each of them
     param_groups: list[dict[str, Any]] = field(default_factory=list)  # {"parameters": [...], "options": {...}}
     random_values: dict[str, Any] = field(default_factory=dict)
 
@@ -57,9 +64,28 @@ class Part:
             name: Range(int(start), int(stop), tuple(map(int, shape)))
             for name, (start, stop, shape) in data.get("pieces", {}).items()
         }
-        part = cls(**{**data, "pieces": pieces})
+        blocks = {
+            kind: {name: list(map(Box.from_json, rows)) for name, rows in data.get(kind, {}).items()}
+            for kind in ("blocks", "optimizer_blocks")
+        }
+        part = cls(**{**data, "pieces": pieces, **blocks})
         check_fields(part, error=CheckpointError)
+        if part.optimizer_blocks.keys() != part.block_states.keys():
+            raise ValueError("optimizer_blocks and block_states name different parameters")
         return part
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the part needs version 3."""
+        return bool(self.blocks or self.optimizer_blocks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON; without the entries of version 3 where they are empty."""
+        row = asdict(self)
+        if not self.has_blocks:
+            for key in ("blocks", "optimizer_blocks", "block_states"):
+                del row[key]
+        return row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +111,9 @@ class Manifest:
     compute_type: str | None = None
 
     def to_bytes(self) -> bytes:
-        return json_bytes({"format": FORMAT, "version": VERSION, **asdict(self)})
+        version = VERSION if any(part.has_blocks for part in self.parts) else _WITHOUT_BLOCKS
+        parts = [part.to_dict() for part in self.parts]
+        return json_bytes({"format": FORMAT, "version": version, **asdict(self), "parts": parts})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Manifest:
@@ -218,70 +246,3 @@ def _read(path: Path) -> bytes:
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read ({error.strerror}). Check the file, or use another checkpoint.")
-
-
-# Pieces of sharded tensors
-
-
-class Piece(NamedTuple):
-    """A tensor in a file. `range` is None for a full tensor, whose shape is in the file."""
-
-    file: str
-    key: str
-    range: Range | None
-
-
-def piece_key(name: str, part: Range) -> str:
-    """The name of a piece in its file."""
-    return f"{name}[{part.start}:{part.stop}]"
-
-
-def stored_model(manifest: Manifest, weight_map: Mapping[str, str]) -> dict[str, list[Piece]]:
-    """The pieces of each tensor of the model by name, in the order of the index."""
-    names = {piece_key(name, part): (name, part) for row in manifest.parts for name, part in row.pieces.items()}
-    files = {part.model for part in manifest.parts}
-    found: dict[str, list[Piece]] = {}
-    for key, file in weight_map.items():
-        if file not in files:  # only these are in the manifest, with a hash and without a path
-            raise CheckpointError(f"the index has {key} in {file}, which has no model tensors. Use another checkpoint.")
-        name, part = names.get(key, (key, None))
-        found.setdefault(name, []).append(Piece(file, key, part))
-    return found
-
-
-def stored_optimizer(manifest: Manifest) -> dict[str, dict[str, list[Piece]]]:
-    """The pieces of the optimizer state by parameter and key; parameters without tensors are left out."""
-    found: dict[str, dict[str, list[Piece]]] = {}
-    for row in manifest.parts:
-        file = row.optimizer or ""
-        for name, keys in row.optimizer_tensors.items():
-            for key in keys:
-                found.setdefault(name, {}).setdefault(key, [Piece(file, f"{name}/{key}", None)])
-        for name, keys in row.optimizer_pieces.items():
-            part = row.pieces[name]
-            for key in keys:
-                piece = Piece(file, f"{piece_key(name, part)}/{key}", part)
-                found.setdefault(name, {}).setdefault(key, []).append(piece)
-    return found
-
-
-def cover(name: str, pieces: Iterable[tuple[Range, Piece]], start: int, stop: int) -> list[tuple[Piece, int, int]]:
-    """The pieces with elements `start` to `stop`, in order, each with the range needed, relative to the piece.
-
-    Raises:
-        CheckpointError: an element is in no piece or in several.
-    """
-    found: list[tuple[Piece, int, int]] = []
-    end = start
-    for part, piece in sorted(pieces):
-        if part.stop <= start or part.start >= stop:
-            continue
-        if max(part.start, start) != end:
-            break
-        found.append((piece, end - part.start, min(part.stop, stop) - part.start))
-        end = min(part.stop, stop)
-    if end != stop:
-        raise CheckpointError(
-            f"the elements of {name} from {end} are missing or duplicated in the checkpoint. Use another checkpoint."
-        )
-    return found

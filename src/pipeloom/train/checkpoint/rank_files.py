@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
-from pipeloom.train.checkpoint.manifest import Part, piece_key, root_name
+from pipeloom.parallel.placed import PlacedBlock
+from pipeloom.train.checkpoint.block_shards import BlockShard
+from pipeloom.train.checkpoint.manifest import Part
+from pipeloom.train.checkpoint.pieces import piece_key
 from pipeloom.train.checkpoint.state import (
     SAFETENSORS_TYPES,
     OptimizerState,
@@ -22,36 +24,22 @@ from pipeloom.train.checkpoint.state import (
     is_elementwise,
 )
 from pipeloom.train.checkpoint.tensor_file import FileRecord, TensorSource, write_tensors
-
-
-class HeldTensor(NamedTuple):
-    """What a rank holds of a tensor; the ranks exchange it as JSON."""
-
-    part: Range | None  # the range of elements; None for the full tensor
-    states: tuple[str, ...] = ()  # keys of the optimizer state with one number per element
-
-    @classmethod
-    def from_json(cls, row: list[Any]) -> HeldTensor:
-        part, states = row
-        return cls(part and Range(part[0], part[1], tuple(part[2])), tuple(states))
-
-
-class WrittenTensor(NamedTuple):
-    """What a rank writes of a tensor."""
-
-    name: str  # on this rank
-    part: Range | None  # the range of elements; None for the full tensor
-    leads: bool  # whether the rank also writes the optimizer state that is the same for all shards
+from pipeloom.train.checkpoint.written import HeldTensor, WrittenTensor
 
 
 class RankFiles:
     """Writes the model and the optimizer state of one rank; the arguments are those of `save`."""
 
     def __init__(
-        self, model: Mapping[str, Tensor], optimizer: OptimizerState | None, ranges: Mapping[str, Range]
+        self,
+        model: Mapping[str, Tensor],
+        optimizer: OptimizerState | None,
+        ranges: Mapping[str, Range],
+        blocks: Mapping[str, PlacedBlock],
     ) -> None:
         self._model, self._optimizer, self._ranges = model, optimizer, ranges
-        self._shards = {name: part for name, part in ranges.items() if not part.is_whole}
+        self._blocks = {name: BlockShard(block, ranges.get(name)) for name, block in blocks.items()}
+        self._shards = {name: part for name, part in ranges.items() if not part.is_whole and name not in blocks}
         self._states = optimizer.tensors if optimizer else {}
 
     def held(self) -> dict[str, dict[str, HeldTensor]]:
@@ -66,9 +54,14 @@ class RankFiles:
         groups = self._optimizer.groups if self._optimizer else []
         parameters = [name for group in groups for name in group["parameters"]]
         return {
-            "model": {name: HeldTensor(self._shards.get(name)) for name in self._model},
-            "optimizer": {name: HeldTensor(self._shards.get(name), self._elementwise(name)) for name in parameters},
+            "model": {name: self._held(name) for name in self._model},
+            "optimizer": {name: self._held(name)._replace(states=self._elementwise(name)) for name in parameters},
         }
+
+    def _held(self, name: str) -> HeldTensor:
+        block = self._blocks.get(name)
+        boxes = None if block is None else tuple(block.boxes(owned_only=True))
+        return HeldTensor(self._shards.get(name), boxes=boxes)
 
     def write(
         self,
@@ -106,12 +99,18 @@ class RankFiles:
 
         weights: dict[str, TensorSource] = {}
         for stored, owned in model.items():
+            for box in owned.boxes:
+                key = piece_key(stored, box)
+                weights[key] = tensor_source(key, self._blocks[owned.name].view(self._model[owned.name], box))
+            if owned.boxes:
+                continue
             key = stored if owned.part is None else piece_key(stored, owned.part)
             weights[key] = tensor_source(key, self._model[owned.name], self._saved_shape(owned.name))
         owners = [*model.items(), *optimizer.items()]
         content: dict[str, Any] = {
             "model": write("model", weights),
             "pieces": {stored: owned.part for stored, owned in owners if owned.part is not None},
+            "blocks": {stored: list(owned.boxes) for stored, owned in model.items() if owned.boxes},
         }
         if self._optimizer is not None:
             states = dict(source for stored, owned in optimizer.items() for source in self._sources(stored, owned))
@@ -120,7 +119,7 @@ class RankFiles:
             states = {name: tensor_source(name, tensor) for name, tensor in random.tensors.items()}
             content |= {"random": write("random", states), "random_values": random.values}
         return {
-            "part": asdict(Part(**content)),
+            "part": Part(**content).to_dict(),
             "files": {name: asdict(record) for name, record in files.items()},
             "weights": list(weights),
             "bytes": sum(source.size_bytes for source in weights.values()),
@@ -128,7 +127,9 @@ class RankFiles:
 
     def _elementwise(self, name: str) -> tuple[str, ...]:
         """The keys of a parameter's state that are sharded like the parameter."""
-        part, tensors = self._shards.get(name), self._states.get(name, {})
+        part, block, tensors = self._shards.get(name), self._blocks.get(name), self._states.get(name, {})
+        if block is not None:
+            part = Range(0, block.num_elements, ())
         return () if part is None else tuple(k for k, t in tensors.items() if is_elementwise(t.shape, part))
 
     def _saved_shape(self, name: str) -> tuple[int, ...] | None:
@@ -141,7 +142,11 @@ class RankFiles:
         elementwise, shape = self._elementwise(owned.name), self._saved_shape(owned.name)
         held = self._ranges.get(owned.name)
         for key, tensor in self._states.get(owned.name, {}).items():
-            if key in elementwise and owned.part is not None:
+            if key in elementwise and owned.boxes:
+                for box in owned.boxes:
+                    name = f"{piece_key(stored, box)}/{key}"
+                    yield name, tensor_source(name, self._blocks[owned.name].view(tensor, box))
+            elif key in elementwise and owned.part is not None:
                 name = f"{piece_key(stored, owned.part)}/{key}"
                 yield name, tensor_source(name, tensor, shape)
             elif owned.leads:
@@ -152,6 +157,7 @@ class RankFiles:
         """The entries of the manifest about the optimizer state."""
         leading = {own.name: stored for stored, own in owned.items() if own.leads}
         pieces = {stored: self._elementwise(own.name) for stored, own in owned.items()}
+        in_blocks = {stored for stored, own in owned.items() if own.boxes and pieces[stored]}
         tensors = {
             stored: [key for key in self._states.get(name, {}) if key not in pieces[stored]]
             for name, stored in leading.items()
@@ -159,7 +165,9 @@ class RankFiles:
         return {
             "optimizer_class": optimizer.optimizer_class,
             "optimizer_tensors": {name: keys for name, keys in tensors.items() if keys},
-            "optimizer_pieces": {name: list(keys) for name, keys in pieces.items() if keys},
+            "optimizer_pieces": {n: list(keys) for n, keys in pieces.items() if keys and n not in in_blocks},
+            "optimizer_blocks": {stored: list(owned[stored].boxes) for stored in owned if stored in in_blocks},
+            "block_states": {stored: list(pieces[stored]) for stored in owned if stored in in_blocks},
             "optimizer_values": {
                 stored: optimizer.values[name] for name, stored in leading.items() if name in optimizer.values
             },
@@ -168,86 +176,6 @@ class RankFiles:
                 for group in optimizer.groups
             ],
         }
-
-
-def written_by(rank: int, held: list[dict[str, HeldTensor]], ties: Mapping[str, str]) -> dict[str, WrittenTensor]:
-    """Stored name -> what `rank` writes. Each element is written once, by the lowest rank that holds its range.
-
-    Args:
-        rank: the rank that writes.
-        held: what each rank holds, by name.
-        ties: alias of a tied tensor -> the name that it is stored under.
-
-    Raises:
-        CheckpointError: elements or states are missing, or ranges overlap partially; the same error on every rank.
-    """
-    owned: dict[str, WrittenTensor] = {}
-    for stored, writers in _writers(held, ties).items():
-        states = [(each, set(held[each][name].states)) for each, name in writers.values()]
-        for other, keys in states[1:]:
-            first, wanted = states[0]
-            if differ := sorted(keys ^ wanted):
-                present, absent = (other, first) if differ[0] in keys else (first, other)
-                raise CheckpointError(
-                    f"rank {present} has optimizer state {differ[0]!r} for its shard of {stored}, but rank {absent} "
-                    "has none. Step the optimizer on every rank."
-                )
-        leader = min(each for each, _ in writers.values())
-        for part, (writer, name) in writers.items():
-            if writer == rank:
-                owned[stored] = WrittenTensor(name, part, leads=rank == leader)
-    return owned
-
-
-def _writers(
-    held: list[dict[str, HeldTensor]], ties: Mapping[str, str]
-) -> dict[str, dict[Range | None, tuple[int, str]]]:
-    """Stored name -> range -> the lowest rank that holds it, and its name there. Empty ranges are left out."""
-    found: dict[str, dict[Range | None, tuple[int, str]]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for rank, tensors in enumerate(held):
-        for name, (part, _) in tensors.items():
-            stored = root_name(name, ties)
-            writers = found.setdefault(stored, {})
-            if part is not None and shapes.setdefault(stored, part.shape) != part.shape:
-                raise CheckpointError(
-                    f"{name} has shape {part.shape} on rank {rank} and {shapes[stored]} on another. Build the same "
-                    "model on all ranks."
-                )
-            if part is None or part.start < part.stop:
-                writers.setdefault(part, (rank, name))
-    for stored, writers in found.items():
-        if len(writers) > 1 or None not in writers:
-            _check_each_once(stored, writers, shapes[stored])
-    keys = {piece_key(name, part) for name, parts in found.items() for part in parts if part is not None}
-    if collision := sorted(keys & found.keys()):
-        raise CheckpointError(
-            f"tensor {collision[0]!r}: checkpoints store shards of other tensors under names that end in [start:stop], "
-            f"and {collision[0].rpartition('[')[0]!r} has a shard of this name. Rename the parameter or buffer."
-        )
-    return found
-
-
-def _check_each_once(name: str, writers: Mapping[Range | None, tuple[int, str]], shape: tuple[int, ...]) -> None:
-    total, end, before = math.prod(shape), 0, -1
-    spans = sorted((0, total, rank) if part is None else (*part[:2], rank) for part, (rank, _) in writers.items())
-    for start, stop, rank in [*spans, (total, total, -1)]:
-        if stop > total:
-            raise CheckpointError(
-                f"the range of {name} {shape} on rank {rank} ends at {stop}: the tensor has {total} elements. Correct "
-                "the range."
-            )
-        if start > end:
-            raise CheckpointError(
-                f"elements {end} to {start} of {name} {shape} are on no rank: together the ranks must hold all. Save "
-                "from all ranks, with the ranges of their layout."
-            )
-        if start < end:
-            raise CheckpointError(
-                f"elements {start} to {min(end, stop)} of {name} {shape} are in different ranges on ranks {before} and "
-                f"{rank}: ranges must be equal or disjoint. Pass the ranges of the layout."
-            )
-        end, before = stop, rank
 
 
 def tensor_source(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorSource:

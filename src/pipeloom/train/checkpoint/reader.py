@@ -13,21 +13,23 @@ from torch import Tensor
 
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
+from pipeloom.parallel.placed import PlacedBlock
+from pipeloom.train.checkpoint.block_shards import BlockShard
 from pipeloom.train.checkpoint.directory import resolve
 from pipeloom.train.checkpoint.manifest import (
     INDEX_NAME,
-    Piece,
     read_manifest,
     read_weight_map,
     root_name,
-    stored_model,
-    stored_optimizer,
 )
+from pipeloom.train.checkpoint.pieces import Piece, stored_model, stored_optimizer
 from pipeloom.train.checkpoint.state import (
     SAFETENSORS_TYPES,
     RandomState,
     check_elements,
+    check_state,
     is_elementwise,
+    like,
     name_of,
     unwrapped,
 )
@@ -82,13 +84,14 @@ class Checkpoint:
         tensors: Mapping[str, Tensor],
         ranges: Mapping[str, Range] | None = None,
         *,
+        blocks: Mapping[str, PlacedBlock] | None = None,
         all_names: Collection[str] | None = None,
     ) -> None:
         """Copy saved values into `tensors` in place. Reads only the elements needed, from any saved layout.
 
         Args:
             tensors: parameters and buffers of this rank by name: full tensors, or shards of the given `ranges`.
-            ranges: see `save`.
+            ranges, blocks: see `save`.
             all_names: all names in the `state_dict()` of the full model; if given, a tensor that is only in the
                 checkpoint is an error too.
 
@@ -101,13 +104,17 @@ class Checkpoint:
                 raise CheckpointError(
                     f"the model has no tensor {extra[0]} of {self.path}. It was saved from a different model."
                 )
-        ranges = ranges or {}
+        parts = _parts(ranges, blocks)
         for name, tensor in tensors.items():
-            self._check_fits(name, tensor, ranges.get(name))
+            self._check_fits(name, tensor, parts.get(name))
         with torch.no_grad():
             for name, tensor in tensors.items():
-                if tensor.numel() or name not in ranges:
-                    loaded = self._files.tensor(name, self._pieces_of(name), ranges.get(name))
+                if tensor.numel() or name not in parts:
+                    part, pieces = parts.get(name), self._pieces_of(name)
+                    if isinstance(part, BlockShard):
+                        loaded = self._files.shard(name, pieces, part)
+                    else:
+                        loaded = self._files.tensor(name, pieces, part)
                     tensor.copy_(loaded.reshape(tensor.shape))
 
     def load_optimizer(
@@ -115,6 +122,8 @@ class Checkpoint:
         optimizer: torch.optim.Optimizer,
         names: Mapping[Tensor, str],
         ranges: Mapping[str, Range] | None = None,
+        *,
+        blocks: Mapping[str, PlacedBlock] | None = None,
     ) -> None:
         """Restore the state and hyperparameters of `optimizer`.
 
@@ -124,13 +133,13 @@ class Checkpoint:
         Args:
             optimizer: the optimizer of this rank.
             names: parameter -> name.
-            ranges: see `save`.
+            ranges, blocks: see `save`.
 
         Raises:
             CheckpointError: the checkpoint was saved with another optimizer, or has state of full parameters (row and
                 column sums) for a parameter that is sharded here. Nothing is changed then.
         """
-        optimizer, ranges = unwrapped(optimizer), ranges or {}
+        optimizer, parts = unwrapped(optimizer), _parts(ranges, blocks)
         saved_class = ", ".join(sorted({part.optimizer_class for part in self.manifest.parts if part.optimizer_class}))
         if not saved_class:
             raise CheckpointError(
@@ -144,11 +153,12 @@ class Checkpoint:
         groups = [(group, [(name_of(p, names), p) for p in group["params"]]) for group in optimizer.param_groups]
         saved_options = [self._group_options([name for name, _ in named]) for _, named in groups]
         for name, parameter in (pair for _, named in groups for pair in named):
-            _check_state(name, parameter, self._optimizer_state_of(name, ranges.get(name), read=False), saved_class)
+            state = self._optimizer_state_of(name, parts.get(name), read=False)
+            check_state(name, parameter, state, saved_class)
         for (group, named), options in zip(groups, saved_options, strict=True):
             on_device = bool(options.get("capturable") or options.get("fused"))
             for name, parameter in named:
-                state = self._optimizer_state_of(name, ranges.get(name), read=True)
+                state = self._optimizer_state_of(name, parts.get(name), read=True)
                 for key, value in state.items():
                     # torch keeps the step count on the CPU, except for capturable and fused optimizers.
                     if isinstance(value, Tensor) and (key != "step" or on_device):
@@ -158,7 +168,7 @@ class Checkpoint:
                 else:  # the parameter never had a gradient
                     optimizer.state.pop(parameter, None)
             for key, value in options.items():
-                group[key] = _like(group.get(key), value)
+                group[key] = like(group.get(key), value)
 
     def random(self, rank: int, size: int) -> RandomState | None:
         """The generator states of `rank`; None if the checkpoint has none, or was saved by another number of ranks."""
@@ -198,9 +208,9 @@ class Checkpoint:
                 )
         return first
 
-    def _optimizer_state_of(self, name: str, part: Range | None, *, read: bool) -> dict[str, Any]:
+    def _optimizer_state_of(self, name: str, part: Range | BlockShard | None, *, read: bool) -> dict[str, Any]:
         """The state of a parameter, or of a shard of it; without `read`, its tensors are on the meta device."""
-        if part is not None and part.start == part.stop:
+        if part is not None and not part.num_elements:
             return {}
         (tensors, values), stored = self._optimizer, self._stored_name(name)
         state: dict[str, Any] = {}
@@ -208,7 +218,10 @@ class Checkpoint:
             label = f"optimizer state {key!r} of {name}"
             shape = self._files.shape(pieces)
             if part is None or self._is_sharded(key, shape, part):
-                state[key] = self._files.tensor(label, pieces, part, read=read)
+                if isinstance(part, BlockShard):
+                    state[key] = self._files.shard(label, pieces, part, read=read).view(part.local_shape)
+                else:
+                    state[key] = self._files.tensor(label, pieces, part, read=read)
             elif math.prod(shape) == 1:  # the same for all shards
                 state[key] = self._files.full(pieces[0])
             else:
@@ -219,7 +232,7 @@ class Checkpoint:
         return {**state, **values.get(stored, {})}
 
     @staticmethod
-    def _is_sharded(key: str, shape: tuple[int, ...], part: Range) -> bool:
+    def _is_sharded(key: str, shape: tuple[int, ...], part: Range | BlockShard) -> bool:
         """Whether saved state of this shape is sharded like its parameter."""
         if shape == part.shape == ():
             return key != "step"  # a scalar parameter has scalar state
@@ -234,9 +247,9 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has no tensor {name}. It was saved from a different model.")
         return self._model[stored]
 
-    def _check_fits(self, name: str, tensor: Tensor, part: Range | None) -> None:
+    def _check_fits(self, name: str, tensor: Tensor, part: Range | BlockShard | None) -> None:
         pieces = self._pieces_of(name)
-        if part is not None:
+        if isinstance(part, Range):
             check_elements(name, tensor, part)
         if part is not None and not tensor.numel():
             return
@@ -244,7 +257,10 @@ class Checkpoint:
         dtype = SAFETENSORS_TYPES.get(tensor.dtype, str(tensor.dtype))
         saved: list[tuple[str, Any, Any]] = [("shape", self._files.shape(pieces), wanted)]
         if saved[0][1] == wanted:
-            saved += [("type", found, dtype) for found in self._files.types(name, pieces, part)]
+            wanted_parts = part.boxes(owned_only=False) if isinstance(part, BlockShard) else [part]
+            saved += [
+                ("type", found, dtype) for each in wanted_parts for found in self._files.types(name, pieces, each)
+            ]
         for attribute, old, new in saved:
             if old != new:
                 raise CheckpointError(
@@ -253,27 +269,9 @@ class Checkpoint:
                 )
 
 
-def _check_state(name: str, parameter: Tensor, state: Mapping[str, Any], optimizer_class: str) -> None:
-    """Raises CheckpointError if the state does not match the shape of the parameter."""
-    for key, value in state.items():
-        elementwise = isinstance(value, Tensor) and value.dim() and value.numel() == parameter.numel()
-        if elementwise and value.shape != parameter.shape:
-            raise CheckpointError(
-                f"optimizer state {key!r} of {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}. The "
-                "checkpoint was saved from a different model."
-            )
-    if optimizer_class == "Adafactor" and state and ("row_var" in state) != (parameter.dim() > 1):
-        raise CheckpointError(
-            f"{name} has {parameter.dim()} dimensions, which does not match the saved Adafactor state: row and column "
-            "sums exist only for full matrices. Resume with the saved layout."
-        )
-
-
-def _like(current: Any, saved: Any) -> Any:
-    """`saved` (JSON) converted to the type of the current value of the option."""
-    if isinstance(current, Tensor):
-        return current.detach().clone().fill_(saved)
-    if isinstance(current, tuple) and isinstance(saved, list):
-        items = [*current, *[None] * (len(saved) - len(current))]
-        return tuple(_like(item, value) for item, value in zip(items, saved, strict=False))
-    return saved
+def _parts(
+    ranges: Mapping[str, Range] | None, blocks: Mapping[str, PlacedBlock] | None
+) -> dict[str, Range | BlockShard]:
+    """What this rank holds of each tensor that it does not hold in full."""
+    spans = ranges or {}
+    return {**spans, **{name: BlockShard(block, spans.get(name)) for name, block in (blocks or {}).items()}}

@@ -157,3 +157,29 @@ def _option(key: str, value: Any) -> Any:
     raise CheckpointError(
         f"option {key!r} of a param group is a {type(value).__name__}: must be a number, string or tuple."
     )
+
+
+def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], optimizer_class: str) -> None:
+    """Raises CheckpointError if the state does not match the shape of the parameter."""
+    for key, value in state.items():
+        elementwise = isinstance(value, Tensor) and value.dim() and value.numel() == parameter.numel()
+        if elementwise and value.shape != parameter.shape:
+            raise CheckpointError(
+                f"optimizer state {key!r} of {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}. The "
+                "checkpoint was saved from a different model."
+            )
+    if optimizer_class == "Adafactor" and state and ("row_var" in state) != (parameter.dim() > 1):
+        raise CheckpointError(
+            f"{name} has {parameter.dim()} dimensions, which does not match the saved Adafactor state: row and column "
+            "sums exist only for full matrices. Resume with the saved layout."
+        )
+
+
+def like(current: Any, saved: Any) -> Any:
+    """`saved` (JSON) converted to the type of the current value of the option."""
+    if isinstance(current, Tensor):
+        return current.detach().clone().fill_(saved)
+    if isinstance(current, tuple) and isinstance(saved, list):
+        items = [*current, *[None] * (len(saved) - len(current))]
+        return tuple(like(item, value) for item, value in zip(items, saved, strict=False))
+    return saved

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
-from pipeloom.train.checkpoint.manifest import Piece, cover, verify_file
+from pipeloom.train.checkpoint.block_shards import BlockShard
+from pipeloom.train.checkpoint.boxes import Box, boxes_of, cover_box
+from pipeloom.train.checkpoint.manifest import verify_file
+from pipeloom.train.checkpoint.pieces import Piece, cover
 from pipeloom.train.checkpoint.tensor_file import FileRecord
 
 
@@ -45,36 +48,106 @@ class TensorFiles:
         part = pieces[0].range
         return tuple(self._entry(pieces[0]).get_shape()) if part is None else part.shape
 
-    def types(self, label: str, pieces: list[Piece], part: Range | None) -> list[str]:
-        """The safetensors types of all pieces with elements of a tensor or of its range `part`.
+    def types(self, label: str, pieces: list[Piece], part: Range | Box | None) -> list[str]:
+        """The safetensors types of all pieces with elements of a tensor or of a `part` of it.
 
         Args:
             label: the tensor in error messages.
             pieces: all pieces of the tensor.
-            part: a range of elements; None for the full tensor.
+            part: a range of elements, or a box; None for the full tensor.
         """
-        return [self._entry(piece).get_dtype() for piece, _, _ in self._found(label, pieces, part)]
+        return [self._entry(piece).get_dtype() for piece in self._sources(label, pieces, part)]
 
-    def tensor(self, label: str, pieces: list[Piece], part: Range | None = None, *, read: bool = True) -> Tensor:
-        """A full tensor in its shape, or a range of its elements in one dimension; arguments as for `types`.
+    def tensor(self, label: str, pieces: list[Piece], part: Range | Box | None = None, *, read: bool = True) -> Tensor:
+        """A full tensor or a box of it in its shape, or a range of its elements in one dimension; see `types`.
 
         Without `read`, the tensor is on the meta device.
         """
         if not read:
-            self._found(label, pieces, part)
-            return torch.empty(self.shape(pieces) if part is None else (part.stop - part.start,), device="meta")
+            self._sources(label, pieces, part)
+            if part is None:
+                return torch.empty(self.shape(pieces), device="meta")
+            return torch.empty(part.extents if isinstance(part, Box) else (part.stop - part.start,), device="meta")
         if part is None and pieces[0].range is None:
             return self.full(pieces[0])
+        if isinstance(part, Box):
+            return self._box(label, pieces, part)
+        if isinstance(pieces[0].range, Box):
+            boxes = boxes_of(part or self._everything(pieces))
+            flat = _joined([self._box(label, pieces, box).reshape(-1) for box in boxes])
+            return flat.reshape(self.shape(pieces)) if part is None else flat
         found = [self._elements(piece, first, end) for piece, first, end in self._found(label, pieces, part)]
         flat = found[0] if len(found) == 1 else _joined(found)
         return flat.reshape(self.shape(pieces)) if part is None else flat
 
+    def shard(self, label: str, pieces: list[Piece], shard: BlockShard, *, read: bool = True) -> Tensor:
+        """The elements of a shard in one dimension, where padding is 0; arguments as for `tensor`."""
+        found: Tensor | None = None
+        for box in shard.boxes(owned_only=False):
+            values = self.tensor(label, pieces, box, read=read)
+            if found is None:
+                found = values.new_zeros(shard.num_elements)
+            if read:
+                shard.view(found, box).copy_(values)
+        return torch.zeros(shard.num_elements, device="cpu" if read else "meta") if found is None else found
+
+    def _everything(self, pieces: list[Piece]) -> Range:
+        shape = self.shape(pieces)
+        return Range(0, math.prod(shape), shape)
+
+    def _sources(self, label: str, pieces: list[Piece], part: Range | Box | None) -> list[Piece]:
+        """The pieces with the elements of `part`, each once."""
+        if isinstance(pieces[0].range, Box):
+            boxes = [part] if isinstance(part, Box) else boxes_of(part or self._everything(pieces))
+            found = (piece for box in boxes for piece, _, _ in self._boxes(label, pieces, box))
+        elif isinstance(part, Box):
+            found = (piece for piece, _, _ in self._found(label, pieces, _rows(part)))
+        else:
+            found = (piece for piece, _, _ in self._found(label, pieces, part))
+        return list(dict.fromkeys(found))
+
     def _found(self, label: str, pieces: list[Piece], part: Range | None) -> list[tuple[Piece, int, int]]:
         """The pieces with the elements of `part`, each with the range needed, relative to the piece."""
-        shape = self.shape(pieces)
-        full = Range(0, math.prod(shape), shape)
+        full = self._everything(pieces)
         start, stop, _ = part or full
-        return cover(f"{label} in {self._path}", [(piece.range or full, piece) for piece in pieces], start, stop)
+        ranges = [(piece.range if isinstance(piece.range, Range) else full, piece) for piece in pieces]
+        return cover(f"{label} in {self._path}", ranges, start, stop)
+
+    def _boxes(self, label: str, pieces: list[Piece], wanted: Box) -> list[tuple[Piece, Box, Box]]:
+        """The pieces with elements of a box, each with its own box and the elements that both have."""
+        boxes = [(piece.range, piece) for piece in pieces if isinstance(piece.range, Box)]
+        found = cover_box(f"{label} in {self._path}", boxes, wanted)
+        for piece, box, _ in found:
+            if tuple(shape := self._entry(piece).get_shape()) != box.extents:
+                raise CheckpointError(
+                    f"{piece.key} in {self._path / piece.file} has shape {tuple(shape)}, not that of its block "
+                    f"{box.extents}: the file does not fit the manifest. Use another checkpoint."
+                )
+        return found
+
+    def _box(self, label: str, pieces: list[Piece], wanted: Box) -> Tensor:
+        """The elements of a box, in its shape."""
+        if isinstance(pieces[0].range, Box):
+            joined: Tensor | None = None
+            for piece, box, common in self._boxes(label, pieces, wanted):
+                part = self._slice(piece, common.slices_in(box))
+                if common == wanted:
+                    return part
+                if joined is None:
+                    joined = part.new_empty(wanted.extents)
+                joined[common.slices_in(wanted)] = part
+            assert joined is not None
+            return joined
+        if pieces[0].range is None:
+            return self._slice(pieces[0], wanted.slices_in())
+        rows = self.tensor(label, pieces, _rows(wanted)).reshape(-1, *wanted.shape[1:])
+        return rows[(slice(None), *wanted.slices_in()[1:])].clone()
+
+    def _slice(self, piece: Piece, slices: tuple[slice, ...]) -> Tensor:
+        if not slices:
+            return self.full(piece)
+        found: Tensor = self._get(piece, lambda file: file.get_slice(piece.key)[slices])
+        return found.clone()
 
     def full(self, piece: Piece) -> Tensor:
         """A tensor as stored. Cloned, because the library returns views of a mapped file, which may be unaligned."""
@@ -112,6 +185,12 @@ class TensorFiles:
             self.verify(file)
             self._open[file] = safe_open(self._path / file, framework="pt", device="cpu")
         return self._open[file]
+
+
+def _rows(box: Box) -> Range:
+    """The range of elements from the first to the last row with elements of a box."""
+    row = math.prod(box.shape[1:])
+    return Range(box.starts[0] * row, box.stops[0] * row, box.shape) if box.shape else Range(0, 1, ())
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:

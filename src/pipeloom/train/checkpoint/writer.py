@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
+from pipeloom.parallel.placed import PlacedBlock
 from pipeloom.train.checkpoint.directory import check_limit, keep_at_most, partial_directory, put_in_place
 from pipeloom.train.checkpoint.exchange import Exchange
 from pipeloom.train.checkpoint.manifest import (
@@ -23,9 +24,10 @@ from pipeloom.train.checkpoint.manifest import (
     root_name,
     seal,
 )
-from pipeloom.train.checkpoint.rank_files import HeldTensor, RankFiles, WrittenTensor, written_by
+from pipeloom.train.checkpoint.rank_files import RankFiles
 from pipeloom.train.checkpoint.state import OptimizerState, RandomState
 from pipeloom.train.checkpoint.tensor_file import FileRecord, write_bytes
+from pipeloom.train.checkpoint.written import HeldTensor, WrittenTensor, written_by
 
 T = TypeVar("T")
 
@@ -40,6 +42,7 @@ def save(
     state: Mapping[str, Any] | None = None,
     layout: Mapping[str, Any] | None = None,
     ranges: Mapping[str, Range] | None = None,
+    blocks: Mapping[str, PlacedBlock] | None = None,
     ties: Mapping[str, str] | None = None,
     compute_type: str | None = None,
     exchange: Exchange | None = None,
@@ -57,6 +60,8 @@ def save(
         ranges: the range of elements of each parameter that is sharded on this rank. Optimizer state with the same
             number of elements has the same range. Together, the ranks must hold all elements; an empty range has no
             state.
+        blocks: the block of each parameter that the ranks of a stage share; its range is then one of the flattened
+            block.
         ties: alias of a tied parameter -> its name in `model`; ties between tensors of `model` are found automatically.
         compute_type: the dtype of the model's computations, if `model` has main parameters of another dtype.
         exchange: the ranks that save together; defaults to a single process.
@@ -69,7 +74,11 @@ def save(
         CheckpointError: a rank failed (for example, its disk is full), or elements are missing, or ranges overlap
             partially. Raised on **every** rank, with the failed rank and file; earlier checkpoints are not changed.
     """
-    group, files, output_dir = exchange or Exchange(), RankFiles(model, optimizer, ranges or {}), Path(output_dir)
+    group, files, output_dir = (
+        exchange or Exchange(),
+        RankFiles(model, optimizer, ranges or {}, blocks or {}),
+        Path(output_dir),
+    )
     leads, known = group.rank == 0, {"layout": dict(layout or {}), "state": dict(state or {})}
     with ExitStack() as stack:
 
