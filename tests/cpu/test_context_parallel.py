@@ -1,0 +1,263 @@
+"""Pipelines over context-parallel ranks train as one process does; what they refuse; and that tests notice defects."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import pipeloom as pl
+from pipeloom.errors import InputError, StageError
+from pipeloom.models import loss_fn
+from pipeloom.parallel.context import KINDS, ContextParallel, ContextTokens, kernels, ring
+from pipeloom.parallel.context.order import Order
+from pipeloom.slicing import attention
+from pipeloom.transport.thread_members import run_threads
+from tests.cpu.context_cases import (
+    Heads,
+    Problem,
+    S,
+    attends,
+    batch,
+    differences,
+    error,
+    make_gpt,
+    train_alone,
+    train_together,
+    trains,
+)
+from tests.cpu.ranks import run_ranks
+
+
+@pytest.mark.parametrize("kind", [*KINDS, None])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"positions": "learned", "tie_embeddings": False}, {"kv_heads": 2}],
+    ids=["rotary-tied", "learned", "grouped"],
+)
+def test_a_gpt_trains_as_in_one_process(kind, settings):
+    trains(partial(make_gpt, **settings), "1f1b", {"pp": 2, "cp": 2}, kind)
+
+
+@pytest.mark.parametrize("degree", [3, 4])
+@pytest.mark.parametrize("kind", ["ring", "ring-self-attention"])
+def test_more_ranks(kind, degree):
+    trains(make_gpt, "1f1b", {"cp": degree}, kind)
+
+
+@pytest.mark.parametrize("family", ["gpipe", "interleaved", "zb-h1", "zb-v", "dualpipev"])
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_every_kind_of_schedule(kind, family):
+    trains(make_gpt, family, {"pp": 2, "cp": 2}, kind)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("degrees", [{"dp": 2, "cp": 2}, {"pp": 2, "dp": 2, "cp": 2}], ids=["one-stage", "pipeline"])
+def test_replicas_of_context_parallel_pipelines(strategy, degrees):
+    trains(make_gpt, "1f1b", degrees, "ring", data=strategy)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputation(kind, recompute):
+    trains(make_gpt, "zb-h1", {"pp": 2, "cp": 2}, kind, recompute=recompute)
+
+
+class Masked(TorchFunctionMode):
+    """Gives every attention a mask, in place of causal order."""
+
+    def __init__(self, allowed: torch.Tensor) -> None:
+        super().__init__()
+        self._allowed = allowed
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            q, k, v = args[:3]
+            return func(q, k, v, attn_mask=self._allowed)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("names", [("attention_mask",), ("document_ids",), ("attention_mask", "document_ids")])
+def test_masks_of_the_batch_reach_every_stage(kind, names):
+    position = torch.arange(S)
+    masks = {"attention_mask": (position < 19).long(), "document_ids": (position >= 5).long() + (position >= 14)}
+    allowed = position[:, None] >= position
+    if "attention_mask" in names:
+        allowed = allowed & masks["attention_mask"].bool()
+    if "document_ids" in names:
+        allowed = allowed & (masks["document_ids"][:, None] == masks["document_ids"])
+    with Masked(allowed[None, None]):
+        expected = train_alone(make_gpt())
+
+    def inputs(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"input_ids": x, **{name: masks[name].expand(len(x), -1) for name in names}}
+
+    trains(make_gpt, "1f1b", {"pp": 2, "cp": 2}, kind, expected=expected, inputs=inputs)
+
+
+class Both(nn.Module):
+    """Attention to earlier and later tokens, in place of a block of a GPT."""
+
+    sliceable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48, dtype=torch.float64)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        return x + attention(q, k, v, self, causal=False).transpose(1, 2).flatten(2)
+
+
+def make_both() -> nn.Sequential:
+    torch.manual_seed(1)
+    embedding, head = nn.Embedding(32, 16, dtype=torch.float64), nn.Linear(16, 32, dtype=torch.float64)
+    return nn.Sequential(embedding, Both(), Both(), head)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_both_ways_in_a_model_of_ones_own(kind):
+    model = make_both()
+    make = partial(copy.deepcopy, model)  # threads share the random generator
+    trains(make, "1f1b", {"pp": 2, "cp": 2}, kind, expected=train_alone(make()))
+
+
+def _in_processes(rank: int, kind: str, family: str, strategy: str, expected) -> float:
+    degrees = {"pp": 2, "cp": 2}
+    return max(differences(train_together(make_gpt(), family, degrees, kind, data=strategy), expected, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "strategy"),
+    [("ring", "1f1b", "ddp"), ("ring", "zb-v", "zero3"), ("ring-self-attention", "1f1b", "zero1"),
+     ("ulysses", "interleaved", "ddp")],
+)  # fmt: skip
+def test_in_processes(kind, family, strategy):
+    expected = train_alone(make_gpt())
+    assert max(run_ranks(_in_processes, 4, kind, family, strategy, expected)) < 1e-12
+
+
+# --- sabotage -------------------------------------------------------------------------------------------------------
+
+
+def test_a_skipped_block_is_noticed(monkeypatch):
+    blocks = Order.blocks
+
+    def skipping(self, rank, source, *, causal):
+        return [] if (rank, source) == (1, 0) else blocks(self, rank, source, causal=causal)
+
+    monkeypatch.setattr(Order, "blocks", skipping)
+    with pytest.raises(AssertionError):
+        attends("ring", 2, Problem(Heads(12, 12), causal=True, masks="none"))
+    with pytest.raises(AssertionError):
+        trains(make_gpt, "1f1b", {"pp": 2, "cp": 2}, "ring")
+
+
+def test_gradients_divided_by_the_number_of_ranks_are_noticed(monkeypatch):
+    backward = kernels.backward
+
+    def divided(*arguments, **settings):
+        dq, dk, dv = backward(*arguments, **settings)
+        return dq, dk / 2, dv
+
+    monkeypatch.setattr(ring.kernels, "backward", divided)
+    with pytest.raises(AssertionError):
+        attends("ring", 2, Problem(Heads(12, 12), causal=True, masks="none"))
+    with pytest.raises(AssertionError):
+        trains(make_gpt, "1f1b", {"pp": 2, "cp": 2}, "ring")
+
+
+def test_positions_of_another_order_are_noticed(monkeypatch):
+    with torch.no_grad():
+        expected = make_gpt()(batch()[0])
+
+    def run() -> float:
+        mesh = pl.Mesh(cp=2)
+        context = ContextParallel(mesh.axis("cp"))
+        with torch.no_grad(), context.tokens({"length": S}).current():
+            return error([context.gather(make_gpt()(context.cut(batch()[0])))], [expected])
+
+    assert max(run_threads(2, run)) < 1e-12
+    plain = {rank: torch.arange(rank * S // 2, (rank + 1) * S // 2) for rank in range(2)}
+    monkeypatch.setattr(ContextTokens, "_positions_of", lambda self, rank, device: plain[rank])
+    assert min(run_threads(2, run)) > 1e-3
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refused(degrees: dict[str, int], *, model=None, family="1f1b", length: int = S, inputs=None, **options) -> str:
+    def run() -> None:
+        mesh = pl.Mesh(**degrees)
+        num_slices = 2 if family == "seq1f1b" else 1
+        schedule = pl.schedules.build(family, num_ranks=mesh.degree("pp"), num_microbatches=4, num_slices=num_slices)
+        chosen = make_gpt() if model is None else model()
+        with pl.Pipeline(chosen, schedule, loss_fn=loss_fn, mesh=mesh, **options) as pipe:
+            x, y = (value[:, :length] for value in batch())
+            pipe.step(x if inputs is None else inputs(x), y)
+
+    with pytest.raises((InputError, StageError)) as caught:
+        run_threads(math.prod(degrees.values()), run)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_lengths_that_cannot_be_divided_are_refused():
+    said = refused({"cp": 2}, length=22)
+    assert (
+        said
+        == "sequences of 22 tokens for cp=2 with context 'ring': must be a multiple of 4. Pad or cut them to 20 or 24."
+    )
+    assert "multiple of 2. Pad or cut them to 20 or 22." in refused({"cp": 2}, length=21, context="ring-plain")
+    assert "sequences of 3 tokens" in refused({"cp": 2}, length=3)
+
+
+def test_heads_that_cannot_be_divided_are_refused():
+    said = refused({"cp": 3}, context="ulysses")
+    assert "attention with 4 query heads and 4 key heads on cp=3" in said
+    assert "Use cp=1 or 2 or 4, or context='ring'." in said
+
+
+def test_what_context_parallelism_does_not_support_is_refused():
+    assert "dropout of attention weights with probability 0.1" in refused(
+        {"cp": 2}, model=partial(make_gpt, dropout=0.1)
+    )
+    assert "slices with context parallelism (cp=2)" in refused({"pp": 2, "cp": 2}, family="seq1f1b")
+    assert "slices with context parallelism (cp=2)" in refused({"cp": 2}, slices=[24])
+    assert "context parallelism needs a synchronous schedule" in refused({"pp": 2, "cp": 2}, family="pipedream")
+    assert "context='rings': must be one of ring, ring-plain" in refused({"cp": 2}, context="rings")
+    assert "'attention_mask' of another form" in refused(
+        {"cp": 2}, inputs=lambda x: {"input_ids": x, "attention_mask": 1}
+    )
+    schedule = pl.schedules.one_f_one_b(num_ranks=1, num_microbatches=1)
+    with pytest.raises(InputError, match=r"^context='ring' needs a mesh with an axis cp"):
+        pl.Pipeline(make_gpt(), schedule, context="ring")
+
+
+class Raw(nn.Module):
+    sliceable = True
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_models_that_mix_tokens_by_themselves_are_refused():
+    def with_module(part: nn.Module) -> nn.Sequential:
+        model = make_both()
+        model[1] = part
+        return model
+
+    said = refused({"cp": 2}, model=lambda: with_module(Raw()))
+    assert "module '1' (Raw) calls F.scaled_dot_product_attention on the tokens of one context-parallel rank" in said
+    norm = nn.BatchNorm1d(S, dtype=torch.float64)
+    assert "normalises over several tokens, so its result on parts of a sequence" in refused(
+        {"cp": 2}, model=lambda: with_module(norm)
+    )
