@@ -7,7 +7,9 @@ from torch import Tensor
 
 from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.models import loss_fn
+from pipeloom.parallel.tensor.one_d.logits import VocabularyLogits
 from pipeloom.split import Stages
+from pipeloom.train.config.inside_stage import samples_multiple, tokens_multiple
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.text import Tokenizer
 from pipeloom.train.process_group import Group
@@ -39,18 +41,30 @@ def generate(
     separator = tokenizer.encode([""]).tolist()
     tokens: list[int] = tokenizer.encode([config.sample_prompt]).tolist()[: -len(separator)] or separator
     generator, temperature = torch.Generator().manual_seed(config.seed), config.sample_temperature
+    context = config.parallel.context_kind if config.parallel.context > 1 else None
     last = placement.rank_of(placement.num_stages - 1, 0)
     with ExitStack() as stack:
         pipeline = through or stack.enter_context(
-            Pipeline(stages, _one_forward(placement), loss_fn=loss_fn, transport=config.transport, mesh=group.mesh)
+            Pipeline(
+                stages,
+                _one_forward(placement),
+                loss_fn=loss_fn,
+                transport=config.transport,
+                mesh=group.mesh,
+                context=context,
+            )
         )
-        schedule = pipeline.schedule
+        schedule, multiple = pipeline.schedule, tokens_multiple(config)
+        num_samples = schedule.num_microbatches * samples_multiple(config)
         pipeline.eval()
         for _ in range(config.sample_tokens):
             window = tokens[-config.model.sequence_length :]
-            padding = [0] * (schedule.num_slices - len(window))  # later tokens do not matter to earlier ones
-            inputs = torch.tensor([window + padding] * schedule.num_microbatches, device=group.device)
+            length = -(-max(len(window), schedule.num_slices) // multiple) * multiple
+            padding = [0] * (length - len(window))  # later tokens do not matter to earlier ones
+            inputs = torch.tensor([window + padding] * num_samples, device=group.device)
             logits_BSV = pipeline.forward(inputs if pipeline.needs_inputs else None)
+            if isinstance(logits_BSV, VocabularyLogits):
+                logits_BSV = logits_BSV.full()
             token = torch.zeros(1, dtype=torch.int64)
             if isinstance(logits_BSV, Tensor):
                 logits = logits_BSV[0, len(window) - 1].float().cpu()

@@ -23,10 +23,12 @@ class Group(Exchange):
     Attributes:
         rank, size: of this process among the processes.
         device: where this process computes.
-        mesh: the process mesh; None for one data-parallel replica.
+        mesh: the process mesh; None for one data-parallel replica whose stages have a process each.
         data_degree, replica: the data-parallel degree, and the replica of this process.
         pipeline_rank: this process's rank in its replica; None where the process holds all ranks.
-        place: this process's number when all are listed replica after replica, the ranks of each in order.
+        leads: whether this process is in the first replica, and the first of those that share its stage.
+        place: this process's number when all pipelines are listed one after another, the ranks of each in order.
+        seed_rank: number of this process that is equal for all tensor-parallel ranks: they draw the same numbers.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, mesh: Mesh | None = None) -> None:
@@ -36,7 +38,13 @@ class Group(Exchange):
         self.mesh = mesh
         self.data_degree, self.replica = (mesh.degree("dp"), mesh.coordinate("dp")) if mesh else (1, 0)
         self.pipeline_rank = None if size == 1 else mesh.coordinate("pp") if mesh else rank
-        self.place = self.replica * mesh.degree("pp") + mesh.coordinate("pp") if mesh else rank
+        self.place = self.seed_rank = rank
+        self.leads = True
+        if mesh is not None:
+            at, degree = mesh.shape.coordinates(mesh.rank), mesh.degree
+            pipeline = (self.replica * degree("cp") + at["cp"]) * degree("tp") + at["tp"]
+            self.place, self.leads = pipeline * degree("pp") + at["pp"], pipeline == 0
+            self.seed_rank = mesh.shape.process({**at, "tp": 0})
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return [payload] if self.size == 1 else all_gather_bytes(payload)
@@ -74,7 +82,7 @@ def join(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rendezvous.join(member, backend)
     shape = config.mesh_shape(member.world_size)
-    degree = shape.degree("dp")
-    mesh = Mesh(pp=shape.degree("pp"), dp=degree, order=shape.axes) if degree > 1 else None
+    degrees = dict(zip(shape.axes, shape.degrees, strict=True))
+    mesh = Mesh(**degrees, order=shape.axes) if shape.num_processes > degrees["pp"] else None
     yield Group(member.rank, member.world_size, device, mesh)
     dist.destroy_process_group()  # not after an error: others may be gone

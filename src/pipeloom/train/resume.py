@@ -94,7 +94,7 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
     if random is not None:
         checkpoint.restore_random_state(random)
     else:
-        seed_generators(run.config.seed, saved.step, group.rank)
+        seed_generators(run.config.seed, saved.step, group.seed_rank)
     run.notices += resume_notices(run.config, saved.state["config"], path, saved.step, other_text=not same_text)
     limit = run.config.save_total_limit
     if limit is not None and path.absolute().parent == run.output_dir.absolute():
@@ -105,7 +105,10 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:
-    """Seed this process's generators from seed, step and process alone: dropout differs between replicas."""
+    """Seed this process's generators from seed, step and process alone: dropout differs between replicas.
+
+    Tensor-parallel ranks, of which each takes its part of one mask, pass the same `rank`.
+    """
     digest = blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -123,10 +126,16 @@ def _layout(run: RunParts) -> dict[str, Any]:
     """What each process holds, for readers, and to decide whether random states can be restored."""
     parallel, group = run.config.parallel, run.group
     replicas = {"copies": group.data_degree, "order": parallel.order, "data_strategy": parallel.data_strategy}
+    inside: dict[str, Any] = {}
+    if parallel.tensor > 1:
+        inside |= {"tensor": parallel.tensor, "tensor_layout": parallel.tensor_layout}
+    if parallel.context > 1:
+        inside |= {"context": parallel.context, "context_kind": parallel.context_kind}
     return {
         "ranks": run.pipeline.schedule.num_ranks,
         "processes": group.size,
         **(replicas if group.data_degree > 1 else {}),
+        **({"order": parallel.order, "data_strategy": parallel.data_strategy} | inside if inside else {}),
         "schedule": run.schedule.name,
         "stages": [list(layers) for layers in run.stages.layers],
     }

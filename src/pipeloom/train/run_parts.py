@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from pipeloom.ir import Schedule
 from pipeloom.models import GPT, loss_fn, materialize
 from pipeloom.parallel import OffloadedOptimizer
+from pipeloom.parallel.tensor.parallelize import parallelize
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.split import Stages, split
 from pipeloom.train.config.memory import activation_offload, offloads
@@ -63,6 +65,7 @@ class RunParts:
             transport=config.transport,
             slices=slice_lengths(config),
             mesh=group.mesh,
+            context=config.parallel.context_kind if config.parallel.context > 1 else None,
             data=config.shared and replace(config.shared, offload=main_parameters),
             precision=config.number_format if precision.dtype != "fp32" else None,
             recompute=memory.recompute,
@@ -76,7 +79,7 @@ class RunParts:
         self.scaler: LossScaler | None = None
         if precision.dtype == "fp16":
             self.scaler = LossScaler(precision.loss_scale, growth_steps=precision.loss_scale_steps)
-        self.predictor = Predictor(measure_data_costs(self.pipeline, group) if group.mesh else None)
+        self.predictor = Predictor(measure_data_costs(self.pipeline, group) if config.parameter_replicas > 1 else None)
         self.sampler = Sampler(self.corpus.num_windows(config.model.sequence_length), config.seed)
         self.samples_seen = 0
         self.notices = skipped_notice(self.corpus.skipped)
@@ -106,6 +109,16 @@ def _build_stages(config: TrainConfig, schedule: Schedule, corpus: Corpus, group
         cut = group.gather_json(counts)[0]
     with torch.device("meta"):
         model = GPT(sizes)
+    if group.mesh is not None and config.parallel.tensor > 1:
+        given = config.parallel.tensor_depth
+        depth: dict[str, Any] = {} if given is None else {"depth": given}
+        parallelize(
+            model,
+            group.mesh,
+            sequence=config.parallel.sequence,
+            layout=config.parallel.tensor_layout,
+            **depth,
+        )
     if group.pipeline_rank is None:  # all stages are here: tied parameters stay one parameter
         materialize(model, config.seed, group.device)
         return split(model, num_stages, cut=cut)

@@ -108,7 +108,7 @@ class Trainer:
 
     def resume(self, checkpoint: Path | None) -> int:
         """Load the checkpoint, if any; returns the number of completed steps."""
-        resume.seed_generators(self.config.seed, 0, self.group.rank)
+        resume.seed_generators(self.config.seed, 0, self.group.seed_rank)
         self._resumed = checkpoint
         if checkpoint is None:
             return 0
@@ -133,6 +133,11 @@ class Trainer:
         ranks = counted(schedule.num_ranks, "rank")
         if degree > 1:
             ranks = f"{degree} replicas of {ranks} ({config.parallel.data_strategy})"
+        inside = config.parallel
+        if inside.tensor > 1:
+            ranks += f", tensor {inside.tensor} ({inside.tensor_layout}{', sequence' if inside.sequence else ''})"
+        if inside.context > 1:
+            ranks += f", context {inside.context} ({inside.context_kind})"
         if config.precision.dtype != "fp32":
             ranks += f" in {config.precision.dtype}"
         start = f", from {self._resumed}" if self._resumed else ""

@@ -45,7 +45,7 @@ def activation_offload(config: TrainConfig) -> OffloadActivations | None:
 
 def data_axis(config: TrainConfig) -> DataAxis | None:
     """The data axis; None for one replica without master parameters."""
-    return axis_of(config.shared or DataParallel(), config.number_format, config.data_degree)
+    return axis_of(config.shared or DataParallel(), config.number_format, config.parameter_replicas)
 
 
 # Forecast
@@ -65,6 +65,11 @@ def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *,
     Raises:
         InputError: the cut follows measured times, which are unknown here.
     """
+    if config.stage_processes > 1:
+        raise InputError(
+            f"parallel.tensor={config.parallel.tensor}, parallel.context={config.parallel.context}: the memory "
+            "forecast does not support them. Use 1 for both."
+        )
     precision = config.number_format
     sizes, number_bytes = config.gpt(vocabulary_size), 2 if precision.has_masters else 4
     layers = gpt_layers(sizes, config.microbatch_size, number_bytes)

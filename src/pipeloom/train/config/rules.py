@@ -14,6 +14,7 @@ from pipeloom.ir import DataStrategy, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
 from pipeloom.parallel.options import OffloadTarget
 from pipeloom.passes import lower
+from pipeloom.train.config.inside_stage import check_inside_stage
 from pipeloom.train.config.memory import activation_offload
 from pipeloom.train.config.schedule import make_schedule, parse_cut, unused_data_options
 from pipeloom.train.config.train_config import TrainConfig, flat
@@ -22,6 +23,7 @@ DRAINS = ("steps", "eval_steps", "save_steps")  # a stream drains there, so all 
 STALENESS = ("none", "inverse", "pipemare")
 _AT_LEAST_1 = (
     *("batch.microbatches", "batch.size", "parallel.pipeline", "parallel.data", "model.layers", "model.width"),
+    *("parallel.tensor", "parallel.tensor_depth", "parallel.context"),
     *("model.heads", "model.kv_heads", "model.sequence_length", "eval_batches", "log_steps", "save_total_limit"),
     "precision.loss_scale_steps",
 )
@@ -65,6 +67,7 @@ def validate_settings(config: TrainConfig) -> None:
     schedule = make_schedule(config)
     parse_cut(config, schedule.num_stages)
     _check_stream_options(config, schedule)
+    check_inside_stage(config, schedule)
     _check_data_parallel(config, schedule)
     _check_memory(config, schedule)
     check_unused(config)
@@ -171,10 +174,12 @@ def _check_data_parallel(config: TrainConfig, schedule: Schedule) -> None:
     degree, dtype = config.data_degree, config.precision.dtype
     config.data_parallel  # noqa: B018  # a granularity that the strategy does not have
     config.number_format  # noqa: B018  # gradients that the format does not have
-    config.mesh_shape(config.num_ranks * degree if config.parallel.data == -1 else None)
+    config.mesh_shape(config.num_processes if config.parallel.data == -1 else None)
     unusual = f"precision.dtype={dtype}"
-    if config.shared is not None:
-        unusual = f"parallel.data={degree}" if degree > 1 else "memory.offload_parameters=true"
+    if config.shared is not None and degree * config.parallel.context > 1:
+        unusual = f"parallel.data={degree}" if degree > 1 else f"parallel.context={config.parallel.context}"
+    elif config.shared is not None:
+        unusual = "memory.offload_parameters=true"
     if degree > 1 and config.local:
         raise InputError(
             f"{unusual}: does not work with --local, which is one process. Remove --local, or parallel.data."
@@ -254,6 +259,11 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
     elif memory.offload_activations is None and not (memory.offload_states or memory.offload_parameters):
         fix = "add --memory.offload_activations, or offload states or parameters"
         yield "memory.offload", "where states, parameters and activations stay", fix
+    if config.parallel.tensor == 1:
+        for name in ("tensor_layout", "tensor_depth", "sequence"):
+            yield f"parallel.{name}", "with one tensor-parallel rank", "raise --parallel.tensor"
+    if config.parallel.context == 1:
+        yield "parallel.context_kind", "with one context-parallel rank", "raise --parallel.context"
     for name in unused_data_options(config):
         fix = "raise --parallel.data"
         if DataStrategy(config.parallel.data_strategy).shards_parameters and name != "order":

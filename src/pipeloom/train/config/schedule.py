@@ -211,21 +211,23 @@ def unused_data_options(config: TrainConfig) -> list[str]:
     With one replica and parameters in memory, nothing is sharded or communicated. Offloaded parameters of zero3 are
     gathered and freed in buckets, and so are float32 masters of 16-bit formats, also with one replica.
     """
-    if config.parallel.data != 1:
+    if config.parallel.data != 1 or config.parallel.context != 1:
         return []
     offloads = config.memory.offload_parameters
     gathers = offloads and DataStrategy(config.parallel.data_strategy).shards_parameters
     unused = [] if gathers else ["data_strategy", "data_granularity"]
-    return [*unused, *([] if offloads else ["data_bucket_bytes"]), "order"]
+    return [*unused, *([] if offloads else ["data_bucket_bytes"]), *(["order"] if config.parallel.tensor == 1 else [])]
 
 
 def process_names(config: TrainConfig) -> list[str]:
     """The name of each process in messages."""
     shape = config.mesh_shape()
-    if config.data_degree == 1:
-        return [f"rank {process}" for process in range(shape.num_processes)]
-    places = map(shape.coordinates, range(shape.num_processes))
-    return [f"rank {place['pp']} of replica {place['dp']}" for place in places]
+    names = []
+    for place in map(shape.coordinates, range(shape.num_processes)):
+        inside = ", ".join(f"{axis} {place[axis]}" for axis in ("cp", "tp") if shape.degree(axis) > 1)
+        replica = f" of replica {place['dp']}" if config.data_degree > 1 else ""
+        names.append(f"rank {place['pp']}{f' ({inside})' if inside else ''}{replica}")
+    return names
 
 
 def samples_of_replica(count: int, replica: int, degree: int) -> range:

@@ -77,6 +77,21 @@ class TrainConfig:
         return max(1, self.parallel.data)
 
     @property
+    def stage_processes(self) -> int:
+        """Processes that share a stage of a replica: along mesh axes cp and tp."""
+        return self.parallel.tensor * self.parallel.context
+
+    @property
+    def parameter_replicas(self) -> int:
+        """Processes with the same blocks of parameters: along mesh axes dp and cp."""
+        return self.data_degree * self.parallel.context
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the run."""
+        return self.num_ranks * self.data_degree * self.stage_processes
+
+    @property
     def transport(self) -> str:
         """The transport as a pipeline takes it."""
         return "loopback" if self.local else self.parallel.transport
@@ -100,7 +115,7 @@ class TrainConfig:
     @property
     def shared(self) -> DataParallel | None:
         """`data_parallel` where it has an effect; None for one replica whose parameters are the model's own."""
-        return self.data_parallel if self.data_degree > 1 or self.memory.offload_parameters else None
+        return self.data_parallel if self.parameter_replicas > 1 or self.memory.offload_parameters else None
 
     def gpt(self, vocabulary_size: int) -> GPTConfig:
         """The sizes of the model. Raises InputError where they do not fit each other."""
@@ -137,15 +152,23 @@ class TrainConfig:
         return sum(self.replicas)
 
     def mesh_shape(self, num_processes: int | None = None) -> MeshShape:
-        """The process mesh with axes pp and dp.
+        """The process mesh; axes cp and tp are innermost unless ``parallel.order`` names them.
 
         Raises:
             InputError: ``parallel.order`` is malformed, or the degrees do not make up the processes.
         """
         order = tuple(axis.strip() for axis in self.parallel.order.split(","))
-        if sorted(order) != ["dp", "pp"]:
-            raise InputError(f"parallel.order={self.parallel.order}: must be dp,pp or pp,dp.")
-        degrees = {"pp": self.num_ranks, "dp": self.parallel.data}
+        if not {"dp", "pp"} <= set(order) <= {"dp", "pp", "cp", "tp"} or len(set(order)) < len(order):
+            raise InputError(
+                f"parallel.order={self.parallel.order}: must be dp,pp or pp,dp, with cp and tp in any place."
+            )
+        order = (*order, *(axis for axis in ("cp", "tp") if axis not in order))
+        degrees = {
+            "pp": self.num_ranks,
+            "dp": self.parallel.data,
+            "cp": self.parallel.context,
+            "tp": self.parallel.tensor,
+        }
         return MeshShape.of(degrees, num_processes=num_processes, order=order)
 
     def changed(self, section: str, **values: Any) -> TrainConfig:

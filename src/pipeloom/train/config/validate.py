@@ -69,14 +69,20 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
 
 
 def _check_processes(config: TrainConfig, world_size: int | None) -> None:
-    ranks, degree = config.num_ranks, config.data_degree
+    ranks, degree, inside = config.num_ranks, config.data_degree, config.stage_processes
     if config.local and world_size not in (None, 1):
         raise InputError(
             f"--local runs all ranks in one process, but torchrun started {world_size}. Run `pipeloom train --local` "
             "without torchrun, or remove --local."
         )
-    if config.local or world_size in (None, ranks * degree):
+    if config.local or world_size in (None, config.num_processes):
         return
+    if inside > 1:
+        raise InputError(
+            f"{world_size} processes: parallel.pipeline={ranks} x parallel.data={degree} x parallel.tensor="
+            f"{config.parallel.tensor} x parallel.context={config.parallel.context} are {config.num_processes}. Start "
+            f"torchrun with {config.num_processes} processes."
+        )
     if degree > 1:
         raise InputError(
             f"parallel.data={degree}: {degree} replicas of {ranks} ranks are {degree * ranks} processes, not "
@@ -145,7 +151,7 @@ def _check_machine(config: TrainConfig) -> None:
     if _GPU.exists():
         return
     model, batch = _least_bytes(config)
-    processes = config.num_ranks * config.data_degree
+    processes = config.num_processes
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     share = min(1.0, int(local) / processes) if local.isdecimal() else 1.0
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

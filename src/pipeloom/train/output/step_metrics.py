@@ -39,8 +39,8 @@ class StepCost:
     Attributes:
         bubble_fraction: 1 - mean computing time of the ranks / longest time from a rank's first to its last
             computation or background transfer. Each rank uses its own clock, so it holds across machines.
-        peak_memory_bytes: for each process, its peak so far; replica after replica, the ranks of each in order.
-        live_activations: for each rank, its peak; equal in all replicas.
+        peak_memory_bytes: for each process, its peak so far; pipeline after pipeline, the ranks of each in order.
+        live_activations: for each rank, its peak; equal in all pipelines.
         stage_seconds: [stages, 4]: median seconds of F, B, I, W of one micro-batch (of its slices, added up), averaged
             over the ranks with the stage; 0 where there is none.
         slice_factors: [2, slices]: what the slices of a micro-batch take over their mean, forward and backward; None
@@ -208,7 +208,7 @@ def gathered_waits(group: Group, waits: Waits, num_ranks: int) -> list[float]:
     own = {
         rank: math.fsum(seconds for action, seconds in found.items() if action.op in _OPS)
         for rank, found in waits.items()
-        if group.replica == 0
+        if group.leads
     }
     gathered: dict[str, float] = {}
     for each in group.gather_json(own):
@@ -218,7 +218,7 @@ def gathered_waits(group: Group, waits: Waits, num_ranks: int) -> list[float]:
 
 def gathered_records(group: Group, records: Records) -> Records:
     """The records of all ranks of the first replica, by rank, on every process; `records` are this one's."""
-    shown = records if group.replica == 0 else []
+    shown = records if group.leads else []
     own = [(rank, [(str(action), start, end) for action, start, end in rows]) for rank, rows in shown]
     gathered = [item for each in group.gather_json(own) for item in each]
     return [
