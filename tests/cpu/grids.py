@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatch
-
 import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.models import GPT, GPTConfig, init_parameters
-from pipeloom.parallel.placed import Place, placed
-from pipeloom.parallel.tensor.grid import Grid
-from pipeloom.parallel.tensor.grid_model import Role, cut_model
-from pipeloom.parallel.tensor.grid_shape import GridShape
+from pipeloom.parallel.placed import Place, Placed, place_parameter, placed
+from pipeloom.parallel.tensor.grids.grid import Grid
+from pipeloom.parallel.tensor.grids.shape import GridShape
 
 SHAPES = [GridShape("2d", 2), GridShape("2d", 3), GridShape("2.5d", 2, 2), GridShape("3d", 2), GridShape("3d", 3)]
 
@@ -31,18 +28,27 @@ def size(shape: GridShape) -> int:
     return torch.Size(shape.axes.values()).numel()
 
 
+def own_samples(full: Tensor, grid: Grid, where) -> Tensor:
+    return full.chunk(grid.shape.batch_blocks)[grid.place.member(where.batch)]
+
+
 def cut(full: Tensor, grid: Grid, where) -> Tensor:
     """The block of activations [B, S, W]."""
-    own = grid.own_samples(full, where)
-    return own.chunk(grid.shape.side, -1)[grid.place.coordinates[where.width]].clone()
+    return own_samples(full, grid, where).chunk(grid.shape.side, -1)[grid.place.coordinates[where.width]].clone()
+
+
+def block(full: Tensor, how: Placed, grid: Grid) -> nn.Parameter:
+    """A placed parameter."""
+    parameter = nn.Parameter(how.cut(full, grid.place))
+    place_parameter(parameter, how, grid.place)
+    return parameter
 
 
 def gathered(blocks: list[tuple[Grid, Tensor]], where, full: Tensor) -> Tensor:
     """The full activations, from the blocks of all processes."""
     found = torch.full_like(full, float("nan"))
     for grid, block in blocks:
-        cut(found, grid, where)  # checks sizes
-        grid.own_samples(found, where).chunk(grid.shape.side, -1)[grid.place.coordinates[where.width]].copy_(block)
+        own_samples(found, grid, where).chunk(grid.shape.side, -1)[grid.place.coordinates[where.width]].copy_(block)
     return found
 
 
@@ -101,14 +107,9 @@ def batch(samples: int) -> tuple[Tensor, Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
-def on_grid(model: GPT, mesh: pl.Mesh, shape: GridShape) -> Grid:
-    grid, roles = Grid(mesh, shape), {}
-    for name, _ in model.named_modules():
-        for pattern, role in model.tensor_plan.items():
-            if fnmatch(name, pattern):
-                roles[name] = Role(role) if isinstance(role, str) else Role(*role)
-    cut_model(model, grid, roles)
-    return grid
+def on_grid(model: GPT, mesh: pl.Mesh, shape: GridShape) -> GPT:
+    """The model on a grid, in place."""
+    return pl.parallelize(model, mesh, layout=shape.layout, depth=shape.depth if shape.layout == "2.5d" else None)
 
 
 def compare(found: list, model: nn.Module, *, sums: bool = True) -> None:

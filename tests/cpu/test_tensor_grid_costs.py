@@ -13,9 +13,9 @@ import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.models import loss_fn
 from pipeloom.parallel.axis_forms import ChannelAxis
-from pipeloom.parallel.tensor.grid_bytes import gpt_bytes
-from pipeloom.parallel.tensor.grid_layers import GridLinear, GridLoss
-from pipeloom.parallel.tensor.grid_shape import GridShape
+from pipeloom.parallel.tensor.grids.layers import GridLinear
+from pipeloom.parallel.tensor.grids.shape import GridShape
+from pipeloom.parallel.tensor.grids.traffic import gpt_bytes
 from tests.cpu.grids import SHAPES, VOCABULARY, batch, compare, make_model, on_grid, size
 
 
@@ -35,11 +35,11 @@ def test_bytes_on_each_axis_equal_the_formulae(shape: GridShape, grouped: bool) 
 
     def work():
         mesh, own = pl.Mesh(tp=size(shape)), copy.deepcopy(model)
-        grid = on_grid(own, mesh, shape)
-        loss = GridLoss(grid, VOCABULARY)(own(inputs), targets)
+        on_grid(own, mesh, shape)
+        loss = loss_fn(own(inputs), targets)
         forward = sent(mesh)
         loss.backward()
-        return forward, sent(mesh) - forward, grid.place
+        return forward, sent(mesh) - forward, mesh.place
 
     for forward, backward, place in pl.run_threads(size(shape), work):
         wanted = gpt_bytes(
@@ -82,17 +82,20 @@ def test_each_process_saves_its_part_of_the_activations_alone(shape: GridShape) 
 
     def work():
         own = copy.deepcopy(model)
-        loss = GridLoss(on_grid(own, pl.Mesh(tp=size(shape)), shape), VOCABULARY)
-        return saved_bytes(own, lambda: loss(own(inputs), targets))
+        on_grid(own, pl.Mesh(tp=size(shape)), shape)
+        return saved_bytes(own, lambda: loss_fn(own(inputs), targets))
 
     full = saved_bytes(model, lambda: loss_fn(model(inputs), targets))
     for found in pl.run_threads(size(shape), work):
         assert found * size(shape) == pytest.approx(full, rel=0.02)
 
 
+FORWARD = GridLinear.forward
+
+
 def doubled(layer: GridLinear, x):
-    y = layer.grid.product(x, layer.weight, layer.source, layer.target)
-    return y if layer.bias is None else y + 2 * layer.bias
+    y = FORWARD(layer, x)
+    return y if layer.bias is None else y + layer.bias
 
 
 SABOTAGE = {
@@ -111,9 +114,9 @@ def trained(model, shape: GridShape) -> list:
 
     def work():
         own = copy.deepcopy(model)
-        grid = on_grid(own, pl.Mesh(tp=size(shape)), shape)
-        GridLoss(grid, VOCABULARY)(own(inputs), targets).backward()
-        return grid.place, own
+        mesh = pl.Mesh(tp=size(shape))
+        loss_fn(on_grid(own, mesh, shape)(inputs), targets).backward()
+        return mesh.place, own
 
     found = pl.run_threads(size(shape), work)
     loss_fn(model(inputs), targets).backward()
@@ -182,7 +185,9 @@ def test_layers_that_have_no_form_on_a_grid_are_refused() -> None:
     model.blocks[0].extra = nn.Conv1d(2, 2, 1)
 
     def work():
-        with pytest.raises(InputError, match=r"layer blocks\.0\.extra of type Conv1d: layout 2d \(2 x 2\) has linear"):
+        with pytest.raises(
+            InputError, match=r"layer blocks\.0\.extra of type Conv1d has no kind in the plan: with layout 2d"
+        ):
             on_grid(copy.deepcopy(model), pl.Mesh(tp=4), SHAPES[0])
 
     pl.run_threads(4, work)

@@ -9,9 +9,8 @@ import torch
 
 import pipeloom as pl
 from pipeloom.models import loss_fn
-from pipeloom.parallel.tensor.grid_layers import GridLoss
-from pipeloom.parallel.tensor.grid_shape import GridShape
-from tests.cpu.grids import VOCABULARY, batch, close, compare, make_model, on_grid, owned, size
+from pipeloom.parallel.tensor.grids.shape import GridShape
+from tests.cpu.grids import batch, close, compare, make_model, on_grid, owned, size
 
 SHAPES = [GridShape("2d", 2), GridShape("2.5d", 2, 2), GridShape("3d", 2)]
 VARIANTS = {
@@ -31,10 +30,10 @@ def test_a_gpt_equals_one_process(shape: GridShape, variant: str) -> None:
 
     def work():
         own = copy.deepcopy(model)
-        grid = on_grid(own, pl.Mesh(tp=size(shape)), shape)
-        loss = GridLoss(grid, VOCABULARY)(own(inputs), targets)
+        mesh = pl.Mesh(tp=size(shape))
+        loss = loss_fn(on_grid(own, mesh, shape)(inputs), targets)
         loss.backward()
-        return grid.place, own, loss.detach()
+        return mesh.place, own, loss.detach()
 
     results = pl.run_threads(size(shape), work)
     wanted = loss_fn(model(inputs), targets)
@@ -64,8 +63,8 @@ def test_a_pipeline_on_a_grid_equals_one_process(shape: GridShape, family: str) 
 
     def work():
         mesh, own = pl.Mesh(pp=2, tp=size(shape)), copy.deepcopy(model)
-        loss = GridLoss(on_grid(own, mesh, shape), VOCABULARY)
-        with pl.Pipeline(own, schedule, loss_fn=loss, mesh=mesh, **options) as pipe:
+        on_grid(own, mesh, shape)
+        with pl.Pipeline(own, schedule, loss_fn=loss_fn, mesh=mesh, **options) as pipe:
             losses = pipe.evaluate(inputs, targets), pipe.step(inputs, targets)
             return mesh.place, dict(pipe.named_parameters()), losses
 
@@ -88,8 +87,8 @@ def test_updates_on_a_grid_equal_one_process(shape: GridShape, data: str) -> Non
 
     def work():
         mesh, own = pl.Mesh(dp=2, tp=size(shape)), copy.deepcopy(model)
-        loss = GridLoss(on_grid(own, mesh, shape), VOCABULARY)
-        with pl.Pipeline(own, schedule, loss_fn=loss, mesh=mesh, data=data) as pipe:
+        on_grid(own, mesh, shape)
+        with pl.Pipeline(own, schedule, loss_fn=loss_fn, mesh=mesh, data=data) as pipe:
             optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3, eps=1e-5)
             samples = [part.chunk(2)[mesh.coordinate("dp")] for part in (inputs, targets)]
             losses = []

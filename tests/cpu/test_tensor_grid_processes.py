@@ -8,10 +8,9 @@ import torch
 import pipeloom as pl
 from pipeloom.models import loss_fn
 from pipeloom.parallel.placed import placed
-from pipeloom.parallel.tensor.grid_layers import GridLoss
-from pipeloom.parallel.tensor.grid_shape import GridShape
+from pipeloom.parallel.tensor.grids.shape import GridShape
 from pipeloom.transport import shared_memory
-from tests.cpu.grids import VOCABULARY, batch, close, make_model, on_grid, size
+from tests.cpu.grids import batch, close, make_model, on_grid, size
 from tests.cpu.ranks import run_ranks
 
 
@@ -19,9 +18,9 @@ def work(rank: int, shape: GridShape):
     model = make_model(tie_embeddings=True)
     inputs, targets = batch(2 * shape.batch_blocks)
     with pl.Mesh(tp=size(shape)) as mesh:
-        loss = GridLoss(on_grid(model, mesh, shape), VOCABULARY)
+        on_grid(model, mesh, shape)
         schedule = pl.schedules.build("1f1b", num_ranks=1, num_microbatches=2)
-        with pl.Pipeline(model, schedule, loss_fn=loss, mesh=mesh) as pipe:
+        with pl.Pipeline(model, schedule, loss_fn=loss_fn, mesh=mesh) as pipe:
             value = pipe.step(inputs, targets)
         found = {name: (placed(p), p.grad.numpy()) for name, p in pipe.named_parameters()}
         return mesh.place, found, value.item()

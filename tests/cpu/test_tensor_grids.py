@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.parallel.tensor.cross_entropy import token_losses
-from pipeloom.parallel.tensor.grid import Grid
-from pipeloom.parallel.tensor.grid_layers import GridLinear, GridNorm, Shards
-from pipeloom.parallel.tensor.grid_shape import GridShape
-from tests.cpu.grids import SHAPES, close, cut, drawn, gathered, size, summed_gradient
+from pipeloom.parallel.tensor.grids.grid import Grid
+from pipeloom.parallel.tensor.grids.layers import GridLinear, GridLookUp, GridNorm
+from pipeloom.parallel.tensor.grids.shape import GridShape
+from pipeloom.parallel.tensor.one_d.vocabulary import Vocabulary
+from tests.cpu.grids import SHAPES, block, close, cut, drawn, gathered, size, summed_gradient
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -32,8 +32,8 @@ def test_a_linear_layer_equals_one_process(shape: GridShape, inward: bool, bias:
 
     def work():
         grid = Grid(pl.Mesh(tp=size(shape)), shape)
-        own = Shards(grid).of(nn.Parameter(weight), shape.weight((outputs, inputs), source, target))
-        own_bias = Shards(grid).of(nn.Parameter(vector), shape.vector(outputs, target)) if bias else None
+        own = block(weight, shape.weight((outputs, inputs), source, target), grid)
+        own_bias = block(vector, shape.vector(outputs, target), grid) if bias else None
         layer = GridLinear(own, own_bias, grid, source, target)
         own_x = cut(x, grid, source).requires_grad_()
         y = layer(own_x)
@@ -61,8 +61,8 @@ def test_norms_equal_one_process(shape: GridShape, centered: bool) -> None:
     def work():
         grid = Grid(pl.Mesh(tp=size(shape)), shape)
         how = shape.vector(width, shape.outer)
-        own_bias = Shards(grid).of(nn.Parameter(bias), how) if centered else None
-        norm = GridNorm(Shards(grid).of(nn.Parameter(gain), how), own_bias, grid, 1e-5, centered=centered)
+        own_bias = block(bias, how, grid) if centered else None
+        norm = GridNorm(block(gain, how, grid), own_bias, grid, 1e-5, centered=centered)
         own_x = cut(x, grid, shape.outer).requires_grad_()
         y = norm(own_x)
         y.backward(cut(dy, grid, shape.outer))
@@ -90,8 +90,8 @@ def test_the_embedding_equals_one_process(shape: GridShape, vocabulary: int) -> 
 
     def work():
         grid = Grid(pl.Mesh(tp=size(shape)), shape)
-        own = Shards(grid).of(nn.Parameter(table), shape.weight((vocabulary, width), shape.outer, shape.inner))
-        y = grid.embed(ids, own)
+        own = block(table, shape.weight((vocabulary, width), shape.outer, shape.inner), grid)
+        y = GridLookUp(grid, Vocabulary(vocabulary, grid.axis(shape.inner.width)))(ids, own)
         y.backward(cut(dy, grid, shape.outer))
         return grid, y, own
 

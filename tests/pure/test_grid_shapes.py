@@ -10,8 +10,8 @@ import pytest
 
 from pipeloom.errors import InputError
 from pipeloom.parallel.placed import Place, Placed
-from pipeloom.parallel.tensor.grid_bytes import linear_bytes
-from pipeloom.parallel.tensor.grid_shape import GridShape
+from pipeloom.parallel.tensor.grids.shape import GridShape
+from pipeloom.parallel.tensor.grids.traffic import linear_bytes
 from tests.pure.test_import_rule import modules_after
 
 SHAPES = [GridShape("2d", 2), GridShape("2d", 3), GridShape("2.5d", 3, 2), GridShape("3d", 2), GridShape("3d", 3)]
@@ -98,4 +98,4 @@ def test_a_linear_layer_sends_what_the_papers_say(shape: GridShape, inward: bool
 
 
 def test_formulae_load_no_torch(tmp_path) -> None:
-    assert "torch" not in modules_after("import pipeloom.parallel.tensor.grid_bytes", tmp_path)
+    assert "torch" not in modules_after("import pipeloom.parallel.tensor.grids.traffic", tmp_path)

@@ -1,7 +1,7 @@
 """`parallelize`: cuts the layers of a model between the tensor-parallel ranks of a mesh, by a plan."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast, get_args
 
 from torch import nn
 
@@ -9,11 +9,12 @@ from pipeloom.errors import InputError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.placed import placed
 from pipeloom.parallel.tensor.decoders import adapted, plan_of
-from pipeloom.parallel.tensor.layout import Layout
+from pipeloom.parallel.tensor.grids.layout import OnGrid
+from pipeloom.parallel.tensor.grids.shape import GridLayout, GridShape
 from pipeloom.parallel.tensor.one_d.layers import OneD
 from pipeloom.parallel.tensor.plan import entries_of
 
-LAYOUTS = ("1d",)
+LAYOUTS = ("1d", *get_args(GridLayout))
 
 
 def parallelize(
@@ -23,6 +24,7 @@ def parallelize(
     *,
     sequence: bool = False,
     layout: str = "1d",
+    depth: int | None = None,
 ) -> nn.Module:
     """Cut the layers of a model, in place, between the processes along axis tp. Every process calls it.
 
@@ -43,7 +45,12 @@ def parallelize(
         plan: module names with ``*`` -> kinds, see `pipeloom.parallel.tensor.plan`. None: the model's own.
         sequence: Megatron's sequence parallelism: layers between cut ones have S / t of the tokens, with the
             communication of the plain form and less memory. The model's input is [batch, tokens].
-        layout: "1d" (arXiv:1909.08053).
+        layout: "1d" (arXiv:1909.08053), "2d" (q * q processes, arXiv:2104.05343), "2.5d" (depth * q * q,
+            arXiv:2105.14500) or "3d" (l * l * l, arXiv:2105.14450). With the last three, processes share weights and
+            activations along several dimensions, also the samples of a micro-batch: the inputs of the model are whole
+            micro-batches on all of them, its activations and logits are blocks. They know linear layers, norms and
+            token embeddings, such as those of `pipeloom.models.GPT`.
+        depth: of layout "2.5d", from 1 to q.
 
     Returns:
         The model itself.
@@ -61,10 +68,27 @@ def parallelize(
     if plan is None:
         plan = plan_of(model)
     entries = entries_of(model, plan)
+    shape = _grid_shape(mesh.degree("tp"), layout, depth, sequence=sequence)
     if mesh.degree("tp") == 1:
         return model
     if any(placed(parameter) is not None for parameter in model.parameters()):
         raise InputError("the model is cut already. Call parallelize once per model.")
-    form: Layout = OneD(mesh, sequence=sequence)
-    form.apply(model, adapted(model, entries, mesh, sequence=sequence))
+    if layout == "1d":
+        OneD(mesh, sequence=sequence).apply(model, adapted(model, entries, mesh, sequence=sequence))
+    else:
+        OnGrid(mesh, shape).apply(model, entries)
     return model
+
+
+def _grid_shape(degree: int, layout: str, depth: int | None, *, sequence: bool) -> GridShape:
+    """The grid of a layout; of 1d, of one process."""
+    if layout == "1d":
+        if depth is not None:
+            raise InputError(f"depth={depth} has no effect with layout 1d. Remove it, or use layout='2.5d'.")
+        return GridShape("2d", 1)
+    if sequence:
+        raise InputError(
+            f"sequence=True with layout {layout}: processes share samples and width between all layers already. Use "
+            "sequence=False, or layout='1d'."
+        )
+    return GridShape.of(degree, cast(GridLayout, layout), depth)

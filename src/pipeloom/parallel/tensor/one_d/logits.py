@@ -1,5 +1,9 @@
-"""Logits of which every process has a part of the vocabulary, and their cross-entropy; the whole never exists."""
+"""Logits of which every process has a part of the vocabulary, and their cross-entropy; the whole never exists.
 
+On a grid of processes (`pipeloom.parallel.tensor.grids`) a process has logits of a part of the samples, too.
+"""
+
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -7,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeloom.errors import InputError
-from pipeloom.parallel.axis_functions import gather
+from pipeloom.parallel.axis import Axis
+from pipeloom.parallel.axis_functions import gather, reduce_from
 from pipeloom.parallel.tensor.cross_entropy import token_losses
 from pipeloom.parallel.tensor.one_d.linear import ColumnLinear
 from pipeloom.parallel.tensor.one_d.vocabulary import Vocabulary
@@ -22,18 +27,30 @@ class VocabularyLogits(Tensor):
     """
 
     vocabulary: Vocabulary
+    batch: Axis | None
+    rows: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: Tensor, vocabulary: Vocabulary) -> "VocabularyLogits":
-        """`x` [.., block] as the logits of a part of the vocabulary."""
+    def of(
+        cls, x: Tensor, vocabulary: Vocabulary, batch: Axis | None = None, rows: tuple[int, ...] | None = None
+    ) -> "VocabularyLogits":
+        """`x` [.., block] as the logits of a part of the vocabulary.
+
+        Args:
+            batch: the processes that share the samples of a micro-batch, along dimension 0. None: every one has all.
+            rows: with `batch`, how many rows of `x` are of each micro-batch; None: there is one.
+        """
         logits = x.as_subclass(cls)
-        logits.vocabulary = vocabulary
+        logits.vocabulary, logits.batch = vocabulary, batch
+        logits.rows = (len(x),) if rows is None else rows
         return logits
 
     def full(self) -> Tensor:
         """All logits, on every process: a collective, which all tensor-parallel ranks call."""
-        plain = self.as_subclass(Tensor)
-        return gather(plain, self.vocabulary.axis, -1)[..., : self.vocabulary.size]
+        plain = gather(self.as_subclass(Tensor), self.vocabulary.axis, -1)[..., : self.vocabulary.size]
+        if self.batch is None:
+            return plain
+        return torch.cat([gather(part, self.batch, 0) for part in torch.split(plain, list(self.rows))])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,6 +59,8 @@ class VocabularyLogits(Tensor):
             return parallel_cross_entropy(*args, **kwargs)
         source = args[0] if args else None
         if isinstance(source, list | tuple) and source:
+            if func is torch.cat and getattr(source[0], "batch", None) is not None:
+                return _joined(source)
             source = source[0]
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
@@ -61,7 +80,22 @@ def _part(found: Tensor, source: Any, func: Any) -> Tensor:
             f"{name} of logits that are shared by the vocabulary: this process has {part}. Use F.cross_entropy, "
             "logits.full(), or the kind 'column_gather' for the last layer."
         )
-    return VocabularyLogits.of(found, source.vocabulary)
+    rows = source.rows
+    if source.batch is not None and len(found) != len(source):
+        if len(found) % len(source):
+            raise InputError(
+                f"{name} of logits of {len(source)} rows, which share a micro-batch with those of other processes. Use "
+                "logits.full()."
+            )
+        rows = tuple(number * (len(found) // len(source)) for number in rows)
+    return VocabularyLogits.of(found, source.vocabulary, source.batch, rows)
+
+
+def _joined(parts: Sequence[VocabularyLogits]) -> VocabularyLogits:
+    """Logits of several micro-batches, of each of which this process has some samples."""
+    first, rows = parts[0], tuple(number for part in parts for number in part.rows)
+    found = torch.cat([part.as_subclass(Tensor) for part in parts])
+    return VocabularyLogits.of(found, first.vocabulary, first.batch, rows)
 
 
 # Functions whose results are the logits again, if their last dimension is the same.
@@ -112,7 +146,7 @@ def parallel_cross_entropy(
     Args:
         input: `VocabularyLogits` [N, V] or [V]; other tensors go to ``F.cross_entropy``. Exponentials of 16-bit logits
             are computed in float32; the loss has their dtype.
-        target: token ids [N], equal on all tensor-parallel ranks.
+        target: token ids [N], equal on all tensor-parallel ranks. Where they share samples: of the whole micro-batch.
         ignore_index: a target without loss.
         reduction: "mean" over the targets with loss, "sum" or "none".
 
@@ -135,13 +169,23 @@ def parallel_cross_entropy(
             f"{list(target.shape)} of {target.dtype}: targets must be one id per token. Flatten the tokens: "
             "F.cross_entropy(logits.flatten(0, -2), targets.flatten())."
         )
-    own = input.vocabulary
+    own, batch = input.vocabulary, input.batch
     logits, ids = (input.unsqueeze(0), target.unsqueeze(0)) if input.dim() == 1 else (input, target)
-    losses = token_losses(logits.as_subclass(Tensor), ids, own.axis, own.size, ignored=ignore_index)
-    if reduction == "mean":
-        return losses.sum() / (ids != ignore_index).sum()
-    if reduction == "sum":
-        return losses.sum()
+    own_ids = ids if batch is None else _own_ids(ids, len(logits), batch)
+    losses = token_losses(logits.as_subclass(Tensor), own_ids, own.axis, own.size, ignored=ignore_index)
+    if reduction in ("mean", "sum"):
+        total = losses.sum() if batch is None else reduce_from(losses.sum(), batch)
+        return total / (ids != ignore_index).sum() if reduction == "mean" else total
     if reduction != "none":
         raise InputError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'.")
-    return losses.view(target.shape)
+    return (losses if batch is None else gather(losses, batch, 0)).view(target.shape)
+
+
+def _own_ids(ids: Tensor, rows: int, batch: Axis) -> Tensor:
+    """Of the targets of a whole micro-batch, those of the samples of this process."""
+    if len(ids) != rows * batch.degree:
+        raise InputError(
+            f"{len(ids)} targets for logits of {rows} tokens on each of {batch.degree} processes that share the batch: "
+            f"there must be {rows * batch.degree}. Pass the targets of the whole micro-batch."
+        )
+    return ids.chunk(batch.degree)[batch.index]

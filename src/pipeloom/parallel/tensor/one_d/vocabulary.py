@@ -3,6 +3,8 @@
 process r has rows [r n, (r + 1) n) of the table, n = ceil(V / t); rows from V on are padding, which no result reads
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,6 +45,27 @@ class Vocabulary:
         return local.masked_fill(outside, 0), outside
 
 
+def embed_own(tokens: Tensor, block: Tensor, own: Vocabulary, padding: int | None = None) -> Tensor:
+    """Embeddings [.., W] of tokens whose ids this process has; 0 for others.
+
+    Args:
+        tokens: token ids [..].
+        block: rows of the own ids, [block, W].
+        padding: the id whose row gets no gradient, as in nn.Embedding.
+
+    Raises:
+        IndexError: an id is outside of the vocabulary (noticed on the CPU alone).
+    """
+    if tokens.device.type == "cpu" and tokens.numel():  # elsewhere it would wait for the device
+        low, high = (int(value) for value in torch.aminmax(tokens))
+        if low < 0 or high >= own.size:
+            raise IndexError(f"token ids from {low} to {high}: must be from 0 to {own.size - 1}.")
+    rows, outside = own.local(tokens)
+    padding = None if padding is None else padding - own.start
+    inside = padding if padding is not None and 0 <= padding < own.valid else None
+    return F.embedding(rows, block, padding_idx=inside).masked_fill(outside.unsqueeze(-1), 0.0)
+
+
 class LookUp:
     """Looks up embeddings in blocks of a table: ``look_up(tokens [B, S], block) -> [B, S, W]``.
 
@@ -56,16 +79,8 @@ class LookUp:
         self.vocabulary, self.sequence, self.padding = vocabulary, sequence, padding
 
     def __call__(self, tokens: Tensor, block: Tensor) -> Tensor:
-        own = self.vocabulary
-        if tokens.device.type == "cpu" and tokens.numel():  # elsewhere it would wait for the device
-            low, high = (int(value) for value in torch.aminmax(tokens))
-            if low < 0 or high >= own.size:
-                raise IndexError(f"token ids from {low} to {high}: must be from 0 to {own.size - 1}.")
-        rows, outside = own.local(tokens)
-        padding = None if self.padding is None else self.padding - own.start
-        inside = padding if padding is not None and 0 <= padding < own.valid else None
-        x = F.embedding(rows, block, padding_idx=inside).masked_fill(outside.unsqueeze(-1), 0.0)
-        return scatter_sum(x, own.axis, sequence=self.sequence)
+        x = embed_own(tokens, block, self.vocabulary, self.padding)
+        return scatter_sum(x, self.vocabulary.axis, sequence=self.sequence)
 
 
 class VocabularyEmbedding(nn.Module):
@@ -73,7 +88,7 @@ class VocabularyEmbedding(nn.Module):
 
     sliceable = True
 
-    def __init__(self, weight: nn.Parameter, look_up: LookUp) -> None:
+    def __init__(self, weight: nn.Parameter, look_up: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.weight = weight
         self.look_up = look_up

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipeloom.parallel.placed import Place
-from pipeloom.parallel.tensor.grid_shape import GridShape
+from pipeloom.parallel.tensor.grids.shape import GridShape
 
 
 class AxisBytes(NamedTuple):

@@ -134,7 +134,7 @@ class GridShape:
     def vector(self, size: int, where: Activations, sections: Sequence[int] | None = None) -> Placed:
         """How the gain or bias of activations lies; see `weight` for `sections`."""
         cut = Cut((where.width,), tuple(Section(part, self.side) for part in sections or (size,)))
-        return Placed((size,), {0: cut}, where.batch)
+        return Placed((size,), {0: cut}, where.batch, {0: -(-size // self.side)} if size % self.side else {})
 
     def positions(self, length: int, width: int) -> Placed:
         """How learned positions [length, width] lie."""

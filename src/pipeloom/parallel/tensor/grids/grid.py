@@ -1,18 +1,18 @@
 """`Grid`: the axes of a `GridShape` on a mesh, and what layers do along them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
-from torch.nn import functional as F
 
 from pipeloom.parallel.axis import Axis
 from pipeloom.parallel.axis_functions import apply_function, exchange, reduce_scatter
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.tensor.cubic import product_3d
-from pipeloom.parallel.tensor.grid_shape import Activations, GridShape
-from pipeloom.parallel.tensor.summa import product_2d
+from pipeloom.parallel.tensor.grids.cubic import product_3d
+from pipeloom.parallel.tensor.grids.shape import Activations, GridShape
+from pipeloom.parallel.tensor.grids.summa import product_2d
 
 
 class Grid:
@@ -46,16 +46,7 @@ class Grid:
             return product_3d(x, weight, self.axis(target.width), self.axis("tp_i"), self.axis(source.width))
         return product_2d(x, weight, self.axis("tp_row"), self.axis("tp_column"))
 
-    def own_samples(self, batch: Tensor, where: Activations) -> Tensor:
-        """This process's block of a batch [B, ...] that all processes have.
-
-        Raises:
-            InputError: B is not a multiple of the number of blocks.
-        """
-        self.shape.check_divides(len(batch), self.shape.batch_blocks, "micro-batch size")
-        return batch.chunk(self.place.members(where.batch))[self.place.member(where.batch)]
-
-    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
         """Rows of a table that lies as the weight of a layer from `outer` to `inner`, such as a head's.
 
         Every process looks up its block of the features of the tokens in its block of the vocabulary. 2D: the process
@@ -64,23 +55,21 @@ class Grid:
         table does not travel, and the gradient of the table, in W of a split backward, needs no collective.
 
         Args:
-            ids: [B, S] of the whole batch.
-            table: [ceil(V/side), W/input_blocks].
+            ids: [B, S] of the whole micro-batch.
+            look_up: rows [.., W/input_blocks] of this process's block of the table for ids, 0 for ids of others.
 
         Returns:
             [B/batch_blocks, S, W/side].
+
+        Raises:
+            InputError: B is not a multiple of the number of blocks.
         """
         self.shape.check_divides(len(ids), self.shape.batch_blocks, "micro-batch size")
-        cube = self.shape.layout == "3d"
+        if self.shape.layout == "3d":
+            return reduce_scatter(exchange(look_up(ids), self.axis("tp_i"), 0, -1), self.axis("tp_j"), 0)
         if self.shape.layout == "2.5d":
             ids = ids.chunk(self.shape.depth)[self.place.coordinates["tp_depth"]]
-        ids = ids.long() - self.place.coordinates[self.shape.inner.width] * len(table)
-        elsewhere = (ids < 0) | (ids >= len(table))
-        found = F.embedding(ids.masked_fill_(elsewhere, 0), table).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        if cube:
-            found = exchange(found, self.axis("tp_i"), 0, -1)
-            return reduce_scatter(found, self.axis("tp_j"), 0)
-        return apply_function(_SumTransposed, found, self.axis("tp_row", "tp_column"), self.shape.side)
+        return apply_function(_SumTransposed, look_up(ids), self.axis("tp_row", "tp_column"), self.shape.side)
 
     def __deepcopy__(self, memo: object) -> "Grid":
         return self  # copies of a module communicate along the same axes
