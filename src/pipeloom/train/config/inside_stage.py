@@ -4,7 +4,7 @@ import math
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
-from pipeloom.parallel.tensor.grid_shape import GridShape
+from pipeloom.parallel.tensor.grids.shape import GridShape
 from pipeloom.train.config.schedule import slice_lengths
 from pipeloom.train.config.train_config import TrainConfig
 
