@@ -193,7 +193,7 @@ class Executor:
             elif refusal is not None:
                 raise refusal
         if self._sliced and not program.schedule.forward_only:
-            batch.seed = int(torch.randint(2**63 - 1, ()))
+            batch.seed = sharing.blocks.common(int(torch.randint(2**63 - 1, ())))
         return batch
 
     def drive(

@@ -71,6 +71,9 @@ class MeshBlocks(Blocks):
             how.join(row[:size].view(shape), place, full)
         return full
 
+    def common(self, number: int) -> int:
+        return int(self._mesh.axis("tp").broadcast(torch.tensor([number]), 0))
+
     def owned(self, parameter: nn.Parameter, values: Tensor, span: Range | None) -> list[Tensor]:
         if parameter not in self._owned:
             block = placed_block(parameter)

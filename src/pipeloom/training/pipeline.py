@@ -20,6 +20,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Action, Schedule
 from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
 from pipeloom.parallel.context import ContextKind
+from pipeloom.parallel.tensor.one_d.logits import full_logits
 from pipeloom.plan.plan import Plan
 from pipeloom.training.argument_checks import check_trains
 from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan
@@ -195,12 +196,14 @@ class Pipeline:
     def forward(self, inputs: Value = None) -> Value:
         """The model's output for a batch, on the ranks with the last stage; None elsewhere. Modes stay as set.
 
-        Under context parallelism, outputs are gathered: each of these ranks gets whole sequences.
+        Under context parallelism, outputs are gathered: each of these ranks gets whole sequences. So are logits whose
+        vocabulary tensor-parallel ranks share.
         """
         batch = self._evaluate(inputs, None, with_loss=False)
         if not batch.outputs:
             return None
-        output, parts = join_batch([batch.outputs[b] for b in sorted(batch.outputs)]), self.executor.parts
+        output = full_logits(join_batch([batch.outputs[b] for b in sorted(batch.outputs)]))
+        parts = self.executor.parts
         return output if parts is None else parts.join(output)
 
     def _evaluate(self, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:

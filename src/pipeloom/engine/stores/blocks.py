@@ -36,6 +36,10 @@ class Blocks:
         """The full tensor from the blocks of all processes inside the stage; every one of them calls it."""
         return block
 
+    def common(self, number: int) -> int:
+        """The number of the first process inside the stage; every one of them calls it."""
+        return number
+
     def owned(self, parameter: nn.Parameter, values: Tensor, span: Range | None) -> list[Tensor]:
         """The elements that this process owns: over all processes of a stage, each element of a parameter once.
 

@@ -41,6 +41,8 @@ class OneD(Layout):
         self._cutter = Cutter(mesh)
 
     def apply(self, model: nn.Module, entries: Mapping[str, Entry]) -> None:
+        for name, entry in entries.items():  # before anything changes
+            self._check(name, model.get_submodule(name), entry)
         for name, entry in entries.items():
             module = model.get_submodule(name)
             match entry.kind:
@@ -58,6 +60,15 @@ class OneD(Layout):
         if self.sequence:
             self._share_tokens(model, entries)
         self._share_dropouts(model, entries)
+
+    def _check(self, name: str, module: nn.Module, entry: Entry) -> None:
+        """Raises InputError where a layer cannot be cut."""
+        if entry.kind in ("sum_gradients", "whole", "tokens") or (entry.kind == "vocabulary" and _looks_up(module)):
+            return
+        weight, _, transposed = linear_parts(name, module, entry.kind)
+        if entry.kind in ("column", "row", "row_split"):
+            dim = int(transposed) if entry.kind == "column" else int(not transposed)
+            section_cut(name, weight.shape[dim], entry, _TP, self.axis.degree)
 
     # Layers
 
@@ -100,7 +111,7 @@ class OneD(Layout):
 
     def _vocabulary(self, model: nn.Module, name: str, module: nn.Module) -> None:
         """An embedding, or the last linear layer."""
-        if isinstance(module, nn.Embedding) or hasattr(module, "look_up"):
+        if _looks_up(module):
             self._embedding(model, name, module)
             return
         weight, bias, transposed = linear_parts(name, module, "vocabulary")
@@ -155,7 +166,7 @@ class OneD(Layout):
                 block = None if parameter is None else self._cutter.made(parameter)
                 if block is None or block is parameter:
                     continue
-                if not (isinstance(module, nn.Embedding) or hasattr(module, "look_up")):
+                if not _looks_up(module):
                     raise InputError(
                         f"module {name!r} ({type(module).__name__}) is not in the plan, and its parameter {key!r} is "
                         "tied to a layer that the plan cuts. Add it to the plan."
@@ -180,3 +191,8 @@ class OneD(Layout):
         parents = {name.rpartition(".")[0] for name, entry in entries.items() if entry.kind == "column"}
         values = {1: part} if self.sequence else {}
         split_dropouts(model, DropoutParts(values, {1: part}, self._threads), attention=parents)
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Whether a module is an embedding: torch's, or one whose attribute `look_up` is called for its rows."""
+    return isinstance(module, nn.Embedding) or hasattr(module, "look_up")

@@ -16,6 +16,7 @@ from pipeloom.parallel.axis_functions import gather, reduce_from
 from pipeloom.parallel.tensor.cross_entropy import token_losses
 from pipeloom.parallel.tensor.one_d.linear import ColumnLinear
 from pipeloom.parallel.tensor.one_d.vocabulary import Vocabulary
+from pipeloom.transport.values import Value, flatten, unflatten
 
 
 class VocabularyLogits(Tensor):
@@ -189,3 +190,9 @@ def _own_ids(ids: Tensor, rows: int, batch: Axis) -> Tensor:
             f"there must be {rows * batch.degree}. Pass the targets of the whole micro-batch."
         )
     return ids.chunk(batch.degree)[batch.index]
+
+
+def full_logits(value: Value) -> Value:
+    """A model's output with all logits in place of a part of the vocabulary; all tensor-parallel ranks call it."""
+    layout, tensors = flatten(value)
+    return unflatten(layout, [t.full() if isinstance(t, VocabularyLogits) else t for t in tensors])
