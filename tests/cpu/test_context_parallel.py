@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import pipeloom as pl
-from pipeloom.errors import InputError, StageError
+from pipeloom.errors import InputError, PeerLost, StageError
 from pipeloom.models import loss_fn
 from pipeloom.parallel.context import KINDS, ContextParallel, ContextTokens, kernels, ring
 from pipeloom.parallel.context.order import Order
 from pipeloom.slicing import attention
+from pipeloom.transport import shared_memory
 from pipeloom.transport.thread_members import run_threads
 from tests.cpu.context_cases import (
     Heads,
@@ -144,6 +145,20 @@ def test_in_processes(kind, family, strategy):
     assert max(run_ranks(_in_processes, 4, kind, family, strategy, expected)) < 1e-12
 
 
+def _over_gloo(rank: int, kind: str, degree: int, problem, expected) -> float:
+    shared_memory.available = lambda: False  # as between hosts
+    found, _ = problem.together(kind, degree)
+    return error(found, expected)
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+@pytest.mark.parametrize("kind", ["ring", "ring-self-attention", "ulysses"])
+def test_over_a_process_group(kind, degree):
+    heads = Heads(12, 12) if kind == "ulysses" else Heads(12, 4)
+    problem = Problem(heads, causal=True, masks="documents")
+    assert max(run_ranks(_over_gloo, degree, kind, degree, problem, problem.alone())) < 1e-12
+
+
 # --- sabotage -------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +255,26 @@ def test_what_context_parallelism_does_not_support_is_refused():
     schedule = pl.schedules.one_f_one_b(num_ranks=1, num_microbatches=1)
     with pytest.raises(InputError, match=r"^context='ring' needs a mesh with an axis cp"):
         pl.Pipeline(make_gpt(), schedule, context="ring")
+
+
+def test_ranks_with_other_batches_or_another_context_are_told():
+    def other_lengths() -> None:
+        mesh = pl.Mesh(cp=2)
+        schedule = pl.schedules.one_f_one_b(num_ranks=1, num_microbatches=4)
+        with pl.Pipeline(make_gpt(), schedule, loss_fn=loss_fn, mesh=mesh) as pipe:
+            pipe.step(*(value[:, : S - 8 * mesh.coordinate("cp")] for value in batch()))
+
+    with pytest.raises((StageError, PeerLost), match="all ranks that share sequences run the same batch"):
+        run_threads(2, other_lengths)
+
+    def other_context() -> None:
+        mesh = pl.Mesh(cp=2)
+        schedule = pl.schedules.one_f_one_b(num_ranks=1, num_microbatches=4)
+        kind = KINDS[mesh.coordinate("cp")]
+        pl.Pipeline(make_gpt(), schedule, loss_fn=loss_fn, mesh=mesh, context=kind)
+
+    with pytest.raises(InputError, match=r"differ in their context parallelism.* Pass the same `context` on each"):
+        run_threads(2, other_context)
 
 
 class Raw(nn.Module):

@@ -57,6 +57,7 @@ _ITEMS = {  # field of `RunFingerprint` -> what differs, and the arguments that 
     "tied": ("their tied parameters", "model"),
     "data": ("their data-parallel options", "`mesh`, `data` and `precision`"),
     "formats": ("their buckets, number formats or offload", "`data` and `precision`"),
+    "context": ("their context parallelism", "`context`"),
 }
 
 
@@ -65,7 +66,7 @@ class RunFingerprint(NamedTuple):
 
     Attributes:
         schedule: its name and sizes, for errors.
-        orders, stages, slices, tied, data, formats: hashes of what must be equal on all processes.
+        orders, stages, slices, tied, data, formats, context: hashes of what must be equal on all processes.
     """
 
     schedule: str
@@ -75,12 +76,18 @@ class RunFingerprint(NamedTuple):
     tied: str
     data: str
     formats: str
+    context: str
 
     @classmethod
     def of(
-        cls, program: Program, layers: Sequence[Sequence[str]], slices: Sequence[int] | None, others: Sequence[str] = ()
+        cls,
+        program: Program,
+        layers: Sequence[Sequence[str]],
+        slices: Sequence[int] | None,
+        others: Sequence[str] = (),
+        context: Sequence[str] = (),
     ) -> RunFingerprint:
-        """The fingerprint of a training program on a model of these `layers`, stage by stage, and `others`."""
+        """The fingerprint of a training program on a model of these `layers`, stage by stage, and other terms."""
         schedule = program.schedule
         cut = f", {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
         sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
@@ -94,6 +101,7 @@ class RunFingerprint(NamedTuple):
             tied=_digest(program.gradient_groups),
             data=_digest(program.data and astuple(program.data)),
             formats=_digest([*others]),
+            context=_digest([*context]),
         )
 
     def agree(self, members: Members, timeout_seconds: float) -> None:

@@ -84,7 +84,7 @@ def construct(
     sharing.check_device(device)
     open_mover = open_activation_offload(offload, device) if offload is not None else lambda: None
     fingerprint = RunFingerprint.of(
-        programs.train, () if is_cut else stages.layers, slices, [*sharing.terms, *(parts.terms if parts else ())]
+        programs.train, () if is_cut else stages.layers, slices, sharing.terms, parts.terms if parts else ()
     )
     replicas, members = (None, None) if mesh is None else (mesh.lines("pp"), mesh.members)
     connection = connect(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from pipeloom.errors import InputError
 from pipeloom.parallel.axis import Axis
 from pipeloom.parallel.context import kernels
 from pipeloom.parallel.context.masks import Mask
@@ -78,8 +79,31 @@ class Ring:
                 yield MaskedBlock(block, None)
 
     def shift(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """`Axis.shift`, between ranks that run the same batch."""
         assert self.axis is not None
-        return self.axis.shift(tensors)
+        return shift_equal(self.axis, tensors)
+
+
+def shift_equal(axis: Axis, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+    """`Axis.shift` of tensors that have the same shape on all ranks.
+
+    Raises:
+        InputError: from the function that waits: another shape has arrived.
+    """
+    wait = axis.shift(tensors)
+
+    def checked() -> list[Tensor]:
+        found = wait()
+        for own, other in zip(tensors, found, strict=True):
+            if own.shape != other.shape:
+                raise InputError(
+                    f"attention with keys of shape {list(own.shape)} on rank {axis.index} along cp, and of shape "
+                    f"{list(other.shape)} on another: all ranks that share sequences run the same batch. Pass the same "
+                    "full batch on each."
+                )
+        return found
+
+    return checked
 
 
 def ring_attention(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, ring: Ring) -> Tensor:

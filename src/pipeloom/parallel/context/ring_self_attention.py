@@ -25,6 +25,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from pipeloom.parallel.axis import Axis
 from pipeloom.parallel.context.kernels import lowest
+from pipeloom.parallel.context.ring import shift_equal
 
 
 def ring_self_attention(
@@ -49,7 +50,7 @@ def _travel(tensor: Tensor, axis: Axis) -> Iterator[tuple[slice, Tensor]]:
     """Every rank's tensor, as it comes by, with the columns of its tokens."""
     size = tensor.shape[-2]
     for hop in range(axis.degree):
-        arriving = axis.shift([tensor]) if hop < axis.degree - 1 else None
+        arriving = shift_equal(axis, [tensor]) if hop < axis.degree - 1 else None
         source = (axis.index - hop) % axis.degree
         yield slice(source * size, (source + 1) * size), tensor.unsqueeze(2)
         if arriving is not None:
