@@ -96,7 +96,8 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def pipeline(mesh: pl.Mesh | None = None, schedule: str = "1f1b", **options: object) -> pl.Pipeline:
-    made = pl.schedules.build(schedule, num_ranks=STAGES, num_microbatches=MICROBATCHES)
+    count = 2 * MICROBATCHES if schedule == "pipedream-2bw" else MICROBATCHES  # which needs a steady state
+    made = pl.schedules.build(schedule, num_ranks=STAGES, num_microbatches=count)
     return pl.Pipeline(build(mesh), made, loss_fn=loss_fn, mesh=mesh, **options)  # type: ignore[arg-type]
 
 

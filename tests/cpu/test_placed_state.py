@@ -10,7 +10,7 @@ from torch import Tensor
 
 import pipeloom as pl
 from pipeloom.errors import InputError
-from pipeloom.parallel.placed import placed_block
+from pipeloom.parallel.placed import Placed, even, place_parameter, placed_block
 from tests.cpu.placed_model import build, on_mesh, own_batch, pipeline
 
 LAYOUTS = [
@@ -159,3 +159,52 @@ def test_a_skipped_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MeshBlocks, "gradient_sum", lambda *_: None)
     with pytest.raises(AssertionError):
         test_gradients_and_norms_are_those_of_one_process({"pp": 2, "tp": 2}, {})
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_streams_update_as_one_process(schedule: str) -> None:
+    def train(pipe: pl.Pipeline) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+        stream = pl.Stream(pipe, torch.optim.AdamW(pipe.parameters(), lr=0.02), max_norm=0.3)
+        updates = stream.run([own_batch(pipe, step) for step in range(6)])
+        updates += stream.run([own_batch(pipe, step) for step in range(6, 8)])
+        return [(update.loss, update.grad_norm) for update in updates], pipe.state_dict()
+
+    with pipeline(schedule=schedule) as pipe:
+        wanted, values = train(pipe)
+
+    def work(mesh: pl.Mesh) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+        with pipeline(mesh, schedule) as pipe:
+            return train(pipe)
+
+    for found, held in on_mesh(work, pp=2, tp=2):
+        assert torch.allclose(torch.tensor(found), torch.tensor(wanted), rtol=1e-10)
+        assert all(torch.allclose(value, values[name], rtol=1e-9, atol=1e-10) for name, value in held.items())
+
+
+def test_what_needs_full_parameters_or_cancelled_forwards_is_refused() -> None:
+    def work(mesh: pl.Mesh) -> bool:
+        with pipeline(mesh) as pipe:
+            with pytest.raises(InputError, match=r"Adafactor cannot update blocks of parameters, which mesh axis tp"):
+                pl.BarrierStep(pipe, torch.optim.Adafactor(pipe.parameters()))
+            whole = [p for name, p in pipe.named_parameters() if name.endswith(("gain", "bias"))]
+            pl.BarrierStep(pipe, torch.optim.Adafactor(whole))
+            with pytest.raises(InputError, match=r"PostValidatedStep does not support tensor parallelism"):
+                pl.PostValidatedStep(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
+            return True
+
+    assert all(on_mesh(work, pp=2, tp=2))
+
+
+def test_shards_need_blocks_of_one_shape() -> None:
+    def work(mesh: pl.Mesh) -> bool:
+        model = [torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 2, bias=False)]
+        for layer, rows in zip(model, (5, 5), strict=True):
+            how = Placed((rows, layer.in_features), {0: even(rows, 2, ("tp",))})
+            layer.weight = torch.nn.Parameter(torch.zeros(how.local_shape(mesh.place)))
+            place_parameter(layer.weight, how, mesh.place)
+        schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2)
+        with pytest.raises(InputError, match=r"weight' lies in blocks of shapes \[2, \d\] and \[3, \d\]"):
+            pl.Pipeline(model, schedule, mesh=mesh, data="zero1", transport="auto")
+        return True
+
+    assert on_mesh(work, pp=2, tp=2, dp=2)

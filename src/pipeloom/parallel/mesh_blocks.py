@@ -38,12 +38,18 @@ class _Part(NamedTuple):
 
 
 class MeshBlocks(Blocks):
-    """The blocks of parameters on axis tp of a mesh, or the axes into which it is divided."""
+    """The blocks of parameters on axis tp of a mesh, or the axes into which it is divided.
+
+    Args:
+        mesh: of all processes.
+        sharded: whether data-parallel replicas have shards of the blocks.
+    """
 
     divides = True
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, *, sharded: bool) -> None:
+        self._mesh, self._sharded = mesh, sharded
+        self.leads = not any(mesh.place.coordinates.values())
         self._owned: dict[nn.Parameter, _Elements] = {}
 
     def full_shape(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -78,13 +84,15 @@ class MeshBlocks(Blocks):
         if parameter not in self._owned:
             block = placed_block(parameter)
             if block is None:
-                first = not any(self._mesh.place.coordinates.values())
-                self._owned[parameter] = None if first else []
+                self._owned[parameter] = None if self.leads else []
             else:
                 pieces = [here for _, here, owned in block.how.pieces(block.place) if owned]
                 self._owned[parameter] = _elements(block, pieces, span)
         elements = self._owned[parameter]
         return [values] if elements is None else _taken(values, elements)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self._mesh.axis("tp").all_reduce(values)
 
     def gradient_sum(
         self, parameters: Mapping[str, nn.Parameter], ranges: Mapping[str, Range], dtype: Callable[[str], torch.dtype]
@@ -95,7 +103,7 @@ class MeshBlocks(Blocks):
             block = placed_block(parameter)
             if block is None:
                 continue
-            if name in ranges:
+            if self._sharded:
                 _check_equal_blocks(name, block)
             if not block.how.sum_over or not parameter.requires_grad:
                 continue

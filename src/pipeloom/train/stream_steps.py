@@ -84,7 +84,7 @@ class StreamSteps:
         numbers = cost_numbers(self._parts.pipeline, self._parts.pipeline.records, self._parts.group)
         held = torch.zeros(self._parts.pipeline.schedule.num_ranks, dtype=torch.float64)
         for rank, versions in self._stream.peak_weight_versions.items():
-            held[rank] = versions
+            held[rank] = versions if self._parts.group.leads else 0
         summed = self._parts.group.sum(torch.cat([held, numbers]))
         cost = read_cost(summed[len(held) :], program.schedule, self._parts.group.size)
         self._records = gathered_records(self._parts.group, self._parts.pipeline.records)

@@ -15,9 +15,11 @@ class Blocks:
 
     Attributes:
         divides: whether several processes share each stage.
+        leads: whether this process is the first of them.
     """
 
     divides: bool = False
+    leads: bool = True
 
     def full_shape(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the full parameter.
@@ -49,6 +51,10 @@ class Blocks:
             span: the elements of the block that `parameter` holds; None: all.
         """
         return [values]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over the processes inside the stage; every one of them calls it."""
+        return values
 
     def gradient_sum(
         self, parameters: Mapping[str, nn.Parameter], ranges: Mapping[str, Range], dtype: Callable[[str], torch.dtype]

@@ -35,7 +35,8 @@ def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) 
     options, formats = DataParallel.of(data), Precision.of(precision)
     replicas = ReplicaGroup(mesh, timeout_seconds)
     axis = axis_of(options, formats, replicas.degree)
-    blocks = Blocks() if mesh is None or mesh.degree("tp") == 1 else MeshBlocks(mesh)
+    sharded = axis is not None and axis.shards_optimizer
+    blocks = Blocks() if mesh is None or mesh.degree("tp") == 1 else MeshBlocks(mesh, sharded=sharded)
     return Sharing(blocks) if axis is None else DataSharing(axis, options, formats, replicas, blocks)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeloom.engine.stores.blocks import BlockSum
 from pipeloom.errors import CallerError, InputError, RunError, one_line
 from pipeloom.training.optimizer_step import check_optimizer
 from pipeloom.training.pipeline import Pipeline
@@ -42,6 +43,8 @@ class StreamOptimizer:
         self.trained: set[nn.Parameter] = set()
         self._options = options
         self._bound = options.max_norm / math.sqrt(pipeline.schedule.num_stages)
+        self._blocks = pipeline.state.sharing.blocks
+        self._sums: dict[int, BlockSum | None] = {}  # by stage, of gradients that processes have in parts
         self._lock = threading.Lock()  # ranks of one process may have a thread each
         self._base: list[float] = []
         self._devices: set[str] = set()
@@ -131,8 +134,8 @@ class StreamOptimizer:
         Raises:
             RunError: it is not finite.
         """
-        found = [gradient for gradient in gradients if gradient is not None]
-        norm = _norm(found)
+        gradients = self._summed(weights, gradients, update.stage)
+        norm = self._norm_of(weights, gradients)
         number = float(norm)
         if not math.isfinite(number):
             raise RunError(
@@ -156,6 +159,34 @@ class StreamOptimizer:
                 self._set_rates(rates or self._base, self._options.factor(update))
             weights.update(update.update, gradients, step)
         return number
+
+    def _summed(self, weights: WeightVersions, gradients: Gradients, stage: int) -> Gradients:
+        """The gradients, with sums over the processes that share the stage where each has a part."""
+        if not self._blocks.divides:
+            return gradients
+        if stage not in self._sums:
+            named = {str(number): parameter for number, parameter in enumerate(weights.parameters)}
+            self._sums[stage] = self._blocks.gradient_sum(named, {}, lambda name: named[name].dtype)
+        sums = self._sums[stage]
+        if sums is None:
+            return gradients
+        number = {parameter: index for index, parameter in enumerate(weights.parameters)}
+        places, found = [number[parameter] for parameter in sums.parameters], list(gradients)
+        for place, total in zip(places, sums.total([gradients[place] for place in places]), strict=True):
+            found[place] = total
+        return found
+
+    def _norm_of(self, weights: WeightVersions, gradients: Gradients) -> Tensor:
+        """The 2-norm of the stage's gradient, over all processes that share the stage."""
+        pairs = [(p, g) for p, g in zip(weights.parameters, gradients, strict=True) if g is not None]
+        if not self._blocks.divides:
+            return _norm([gradient for _, gradient in pairs])
+        owned = [part for p, g in pairs for part in self._blocks.owned(p, g, None)]
+        device, dtype = (pairs[0][1].device, pairs[0][1].dtype) if pairs else (None, torch.float32)
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        for part in owned:
+            squares += torch.linalg.vector_norm(part).double().square()
+        return self._blocks.sum(squares).sqrt().to(dtype)
 
     def _step(self) -> None:
         if self._optimizer is None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.errors import InputError, shortened
@@ -158,10 +159,15 @@ class Stream:
         }
         updates: list[StreamUpdate] = []
 
+        def sum_over_pipelines(table: Tensor) -> Tensor:
+            """Of the processes that share a stage, which have the same results, the first alone counts."""
+            counts = self._pipeline.state.sharing.blocks.leads
+            return connection.sum_over_processes(table if counts else torch.zeros_like(table))
+
         def finish() -> None:
             taken.finish()
             norms = {rank: part.norms for rank, part in ranks.items()}
-            updates.extend(results.gather(norms, connection.sum_over_processes))
+            updates.extend(results.gather(norms, sum_over_pipelines))
 
         records = {rank: part.records.copy for rank, part in ranks.items()}  # keeps nothing else alive
         self._optimizer.begin()

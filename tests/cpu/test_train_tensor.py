@@ -1,0 +1,121 @@
+"""`pipeloom train` with processes that share stages: tensor, sequence and context parallelism, in real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeloom.cli import checkpoint as cli
+from pipeloom.train import checkpoint as ck
+
+from .test_train import local, metrics, metrics_so_far, story, text
+from .test_train_copies import assert_alike
+from .test_train_resharding import forked
+
+__all__ = ["text"]  # a fixture
+
+RUN = (
+    *("--batch.size=8", "--batch.microbatches=2", "--steps=8", "--save_steps=4", "--eval_steps=4", "--sample_tokens=4"),
+    *("--model.heads=4", "--model.width=32"),
+)
+
+
+@pytest.fixture(scope="module")
+def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process."""
+    output_dir = tmp_path_factory.mktemp("tensor") / "alone"
+    local(text, output_dir, *RUN)
+    return output_dir
+
+
+def final(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = ck.load(directory)
+    names = {name.partition("[")[0] for name in checkpoint.weight_map}
+    return {name: checkpoint.tensor(name) for name in sorted(names)}
+
+
+LAYOUTS = {
+    "pp2-tp2": "--parallel.pipeline=2 --parallel.tensor=2",
+    "tp2-dp2-sequence-zero2": "--parallel.pipeline=1 --parallel.tensor=2 --parallel.data=2 --parallel.sequence=true "
+    "--parallel.data_strategy=zero2 --parallel.order=tp,dp,pp",
+    "pp2-cp2": "--parallel.pipeline=2 --parallel.context=2",
+    "cp2-tp2-ulysses-zero3": "--parallel.pipeline=1 --parallel.context=2 --parallel.tensor=2 "
+    "--parallel.context_kind=ulysses --parallel.data_strategy=zero3",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shared_stages_train_as_one_process(
+    text: Path, alone: Path, tmp_path: Path, layout: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    forked(text, tmp_path / "out", *RUN, *LAYOUTS[layout].split())
+    assert_alike(alone, tmp_path / "out", 1e-5)
+    said, wanted = final(tmp_path / "out"), final(alone)
+    assert said.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.allclose(said[name], value, rtol=1e-3, atol=1e-5), name
+    rows = [row for row in metrics(tmp_path / "out") if "loss" in row]
+    assert all(len(row["peak_memory_bytes"]) == 4 and 0 < row["bubble_fraction"] < 1 for row in rows)
+    printed = capfd.readouterr().out
+    assert printed.count("step 8/8") == 1, "one process prints"
+
+
+def test_checkpoints_go_from_layout_to_layout(text: Path, alone: Path, tmp_path: Path) -> None:
+    """pp2 x tp2, one process, cp2 x tp2: as the run of one process, and no tensor changes on the way."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    forked(text, first, *RUN, "--steps=4", "--parallel.tensor=2")
+    assert json.loads((first / "checkpoint-4" / "manifest.json").read_text())["version"] == 3
+    local(text, second, *RUN, "--steps=6", "--save_steps=2", f"--resume_from_checkpoint={first / 'checkpoint-4'}")
+    assert json.loads((second / "checkpoint-6" / "manifest.json").read_text())["version"] == 2
+    more = ("--parallel.pipeline=1", "--parallel.tensor=2", "--parallel.context=2", "--parallel.data_strategy=zero1")
+    forked(text, third, *RUN, *more, "--eval_steps=0", f"--resume_from_checkpoint={second / 'checkpoint-6'}")
+    steps = {row["step"]: row["loss"] for row in metrics(alone) if "loss" in row}
+    for row in (*metrics(second), *metrics(third)):
+        if "loss" in row:
+            # The learning rate of a shorter run falls faster: only its first steps are those of the long one.
+            assert row["step"] not in (5, 7) or row["loss"] == pytest.approx(steps[row["step"]], rel=2e-2)
+    still = ("--optimizer.learning_rate=0", "--optimizer.weight_decay=0", "--steps=9", "--save_steps=9")
+    forked(text, tmp_path / "still", *RUN, *still, *more, f"--resume_from_checkpoint={first / 'checkpoint-4'}")
+    one, other = final(first), final(tmp_path / "still")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+DROPOUT = ("--model.dropout=0.1", "--steps=20", "--save_steps=4", "--eval_steps=4", "--sample_tokens=0")
+
+
+def test_a_killed_run_goes_on_to_the_last_bit(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = (*RUN, *DROPOUT, "--parallel.pipeline=2", "--parallel.tensor=2")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    forked(text, whole, *layout)
+    forked(text, killed, *layout, kill_after=6)
+    assert len([row for row in metrics_so_far(killed) if "loss" in row]) < 20, "the run was over before it was killed"
+    found = ck.latest(killed)
+    assert found is not None
+    ck.verify(found)
+    forked(text, killed, *layout, "--resume_from_checkpoint=latest")
+    assert story(killed) == story(whole)
+    ends = [ck.load(directory / "checkpoint-20") for directory in (killed, whole)]
+    assert ends[0].manifest.files == ends[1].manifest.files, "every byte of model, optimizer and random states"
+    capsys.readouterr()
+    assert cli.main(["verify", str(whole)]) == 0
+    assert cli.main(["ls", str(whole)]) == 0
+    assert "tensor 2" in capsys.readouterr().out
+    assert cli.main(["convert", str(whole), str(tmp_path / "exported")]) == 0
+
+
+def test_dropout_masks_are_equal_on_tensor_parallel_ranks(text: Path, tmp_path: Path) -> None:
+    """Masks are drawn whole and cut: tensor-parallel ranks with the generator of one process lose as it does."""
+    more = (
+        *RUN,
+        "--model.dropout=0.2",
+        "--parallel.pipeline=1",
+        "--steps=4",
+        "--sample_tokens=0",
+        "--parallel.slices=1",
+    )
+    local(text, tmp_path / "alone", *more)
+    forked(text, tmp_path / "out", *more, "--parallel.tensor=4")
+    assert_alike(tmp_path / "alone", tmp_path / "out", 1e-5)
