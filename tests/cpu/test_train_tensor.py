@@ -41,6 +41,7 @@ LAYOUTS = {
     "pp2-tp2": "--parallel.pipeline=2 --parallel.tensor=2",
     "tp2-dp2-sequence-zero2": "--parallel.pipeline=1 --parallel.tensor=2 --parallel.data=2 --parallel.sequence=true "
     "--parallel.data_strategy=zero2 --parallel.order=tp,dp,pp",
+    "2d": "--parallel.pipeline=1 --parallel.tensor=4 --parallel.tensor_layout=2d",
     "pp2-cp2": "--parallel.pipeline=2 --parallel.context=2",
     "cp2-tp2-ulysses-zero3": "--parallel.pipeline=1 --parallel.context=2 --parallel.tensor=2 "
     "--parallel.context_kind=ulysses --parallel.data_strategy=zero3",
@@ -63,24 +64,25 @@ def test_shared_stages_train_as_one_process(
     assert printed.count("step 8/8") == 1, "one process prints"
 
 
-def test_checkpoints_go_from_layout_to_layout(text: Path, alone: Path, tmp_path: Path) -> None:
-    """pp2 x tp2, one process, cp2 x tp2: as the run of one process, and no tensor changes on the way."""
-    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    forked(text, first, *RUN, "--steps=4", "--parallel.tensor=2")
-    assert json.loads((first / "checkpoint-4" / "manifest.json").read_text())["version"] == 3
-    local(text, second, *RUN, "--steps=6", "--save_steps=2", f"--resume_from_checkpoint={first / 'checkpoint-4'}")
-    assert json.loads((second / "checkpoint-6" / "manifest.json").read_text())["version"] == 2
-    more = ("--parallel.pipeline=1", "--parallel.tensor=2", "--parallel.context=2", "--parallel.data_strategy=zero1")
-    forked(text, third, *RUN, *more, "--eval_steps=0", f"--resume_from_checkpoint={second / 'checkpoint-6'}")
-    steps = {row["step"]: row["loss"] for row in metrics(alone) if "loss" in row}
-    for row in (*metrics(second), *metrics(third)):
-        if "loss" in row:
-            # The learning rate of a shorter run falls faster: only its first steps are those of the long one.
-            assert row["step"] not in (5, 7) or row["loss"] == pytest.approx(steps[row["step"]], rel=2e-2)
-    still = ("--optimizer.learning_rate=0", "--optimizer.weight_decay=0", "--steps=9", "--save_steps=9")
-    forked(text, tmp_path / "still", *RUN, *still, *more, f"--resume_from_checkpoint={first / 'checkpoint-4'}")
-    one, other = final(first), final(tmp_path / "still")
-    assert all(torch.equal(one[name], other[name]) for name in one)
+STILL = ("--optimizer.learning_rate=0", "--optimizer.weight_decay=0", "--eval_steps=0", "--sample_tokens=0")
+
+
+def test_checkpoints_go_from_layout_to_layout(text: Path, tmp_path: Path) -> None:
+    """pp2 x tp2, one process, a grid, cp2 x tp2 with zero1, one process: tensors and states stay, to the last bit."""
+    forked(text, tmp_path / "0", *RUN, "--steps=4", "--parallel.tensor=2")
+    path = tmp_path / "0" / "checkpoint-4"
+    assert json.loads((path / "manifest.json").read_text())["version"] == 3
+    tensors = final(path)
+    on = ("--parallel.pipeline=1", "--parallel.tensor=2", "--parallel.context=2", "--parallel.data_strategy=zero1")
+    ways = [(), ("--parallel.pipeline=1", "--parallel.tensor=4", "--parallel.tensor_layout=2d"), on, ()]
+    for number, way in enumerate(ways, 1):
+        more = (*RUN, *STILL, f"--steps={4 + number}", f"--save_steps={4 + number}")
+        start = local if not way else forked
+        start(text, tmp_path / str(number), *more, *way, f"--resume_from_checkpoint={path}")
+        path = tmp_path / str(number) / f"checkpoint-{4 + number}"
+        assert json.loads((path / "manifest.json").read_text())["version"] == (3 if way else 2)
+        for name, value in final(path).items():
+            assert torch.equal(value, tensors[name]), (name, way)
 
 
 DROPOUT = ("--model.dropout=0.1", "--steps=20", "--save_steps=4", "--eval_steps=4", "--sample_tokens=0")

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.models import loss_fn
-from pipeloom.parallel.tensor.one_d.logits import VocabularyLogits
 from pipeloom.split import Stages
 from pipeloom.train.config.inside_stage import samples_multiple, tokens_multiple
 from pipeloom.train.config.train_config import TrainConfig
@@ -63,8 +62,6 @@ def generate(
             padding = [0] * (length - len(window))  # later tokens do not matter to earlier ones
             inputs = torch.tensor([window + padding] * num_samples, device=group.device)
             logits_BSV = pipeline.forward(inputs if pipeline.needs_inputs else None)
-            if isinstance(logits_BSV, VocabularyLogits):
-                logits_BSV = logits_BSV.full()
             token = torch.zeros(1, dtype=torch.int64)
             if isinstance(logits_BSV, Tensor):
                 logits = logits_BSV[0, len(window) - 1].float().cpu()
