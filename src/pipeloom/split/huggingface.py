@@ -97,6 +97,7 @@ class DecoderStage(StageModule):
         self._config: Any = model.config
         self._decoder = decoder
         self._names = [name for name, _ in layers]
+        self._tokens_part: tuple[int, int] = getattr(model, "tokens_part", (0, 1))  # of hidden states: index, number
         blocks = tuple(pattern.removesuffix("*") for pattern in decoder.layers if pattern.endswith("*"))
         self._block_numbers = [int(n.rpartition(".")[2]) if n.startswith(blocks) else None for n in self._names]
         self._rotary: tuple[dict[str, nn.Module | None], str] | None = None
@@ -114,8 +115,10 @@ class DecoderStage(StageModule):
         x, extras = self._unpack(value)
         part: Slice | Tokens | None = current_part()
         positions = extras.get("position_ids")
+        own_part, parts = self._tokens_part
+        tokens = x.shape[1] * (1 if self._names[0] == self._decoder.layers[0] else parts)
         if positions is None:
-            positions = token_positions(x.shape[1], x.device).unsqueeze(0)
+            positions = token_positions(tokens, x.device).unsqueeze(0)
         shared: dict[str, Any] | None = None
         masks: Any = None
         links = zip(self._chain, self._names, self._block_numbers, strict=True)
@@ -129,13 +132,14 @@ class DecoderStage(StageModule):
                     if self._rotary is not None:
                         rotary: Any = self._rotary[0][self._rotary[1]]
                         shared["position_embeddings"] = rotary(x, position_ids=positions)
-                    masks = self._masks(x, extras.get("attention_mask"), positions, part)
+                    like = x if parts == 1 else x.new_empty(x.shape[0], tokens, 1)
+                    masks = self._masks(like, extras.get("attention_mask"), positions, part)
                 mask = masks[self._attention_type(number)] if isinstance(masks, dict) else masks
                 settings = {"attention_mask": mask, "past_key_values": None, "use_cache": False, **shared}
                 x = module(x, **settings) if run is None else run([module], module, x, **settings)
                 x = x[0] if isinstance(x, tuple) else x
             elif name == self._decoder.positions:
-                x = x + module(positions)
+                x = x + module(positions.chunk(parts, 1)[own_part])
             else:
                 x = module(x)
             if self.observer is not None:

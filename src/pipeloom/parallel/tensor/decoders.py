@@ -4,7 +4,7 @@ Their attention and MLP modules read their input several times (q, k, v; gate an
 stands once in front of such a module: a hook on its forward.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,37 +51,48 @@ def _gpt2_plan(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def adapted(model: nn.Module, entries: Mapping[str, Entry], mesh: Mesh, *, sequence: bool) -> Mapping[str, Entry]:
-    """`entries` with what the configuration of a decoder of transformers says; entries of other models as they are.
+def is_decoder(model: nn.Module) -> bool:
+    """Whether it is a model of transformers with attention heads."""
+    own = any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__)
+    return own and hasattr(getattr(model, "config", None), "num_attention_heads")
 
-    Modules get the hooks in front of their cut layers, and their own numbers of heads.
+
+def adapted(model: nn.Module, entries: Mapping[str, Entry], *, sequence: bool) -> Mapping[str, Entry]:
+    """`entries` with what the attention and MLP modules of a decoder of transformers need: heads, and one f for each.
 
     Raises:
-        InputError: heads that cannot be shared, or a module whose layers are not all in the plan, with `sequence`.
+        InputError: with `sequence`, the plan cuts some linear layers of a module and not all.
     """
-    config: Any = getattr(model, "config", None)
-    heads = getattr(config, "num_attention_heads", None)
-    if heads is None or not any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
-        return entries
-    degree, found = mesh.degree("tp"), dict(entries)
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] not in _ENTRANCES:
-            continue
-        inside = {each: entry for each, entry in entries.items() if each.startswith(f"{name}.")}
-        if not any(entry.kind.startswith("column") for entry in inside.values()):
-            continue
+    found = dict(entries)
+    for name, module, inside in _entrances(model, entries):
         if "head_dim" in vars(module):
             found.update(_by_heads(module, name, inside))
-            _divide_heads(module, config, degree)
-        entered = _enters(module, name, inside, sequence=sequence)
-        for each in inside:
-            found[each] = found[each]._replace(entered=entered)
-        if entered:
-            module.register_forward_pre_hook(_Entrance(mesh.axis("tp"), sequence=sequence), with_kwargs=True)
+        if _enters(module, name, inside, sequence=sequence):
+            for each in inside:
+                found[each] = found[each]._replace(entered=True)
             for each, child in module.named_modules():
                 if each and not child._modules and f"{name}.{each}" not in entries:
                     found[f"{name}.{each}"] = Entry("whole")  # it has all tokens
     return found
+
+
+def install(model: nn.Module, entries: Mapping[str, Entry], mesh: Mesh, *, sequence: bool) -> None:
+    """Give attention and MLP modules, whose layers are cut by `entries`, their f and their own numbers of heads."""
+    config: Any = model.config
+    for _, module, inside in _entrances(model, entries):
+        if any(entry.entered for entry in inside.values()):
+            module.register_forward_pre_hook(_Entrance(mesh.axis("tp"), sequence=sequence), with_kwargs=True)
+        if "head_dim" in vars(module) and any(entry.kind == "column" for entry in inside.values()):
+            _divide_heads(module, config, mesh.degree("tp"))
+
+
+def _entrances(model: nn.Module, entries: Mapping[str, Entry]) -> Iterator[tuple[str, nn.Module, dict[str, Entry]]]:
+    """Attention and MLP modules with column layers: name, module, and the entries inside."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in _ENTRANCES:
+            inside = {each: entry for each, entry in entries.items() if each.startswith(f"{name}.")}
+            if any(entry.kind.startswith("column") for entry in inside.values()):
+                yield name, module, inside
 
 
 def _by_heads(module: nn.Module, name: str, inside: Mapping[str, Entry]) -> dict[str, Entry]:

@@ -8,7 +8,7 @@ from torch import nn
 from pipeloom.errors import InputError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.placed import placed
-from pipeloom.parallel.tensor.decoders import adapted, plan_of
+from pipeloom.parallel.tensor.decoders import adapted, install, is_decoder, plan_of
 from pipeloom.parallel.tensor.grids.layout import OnGrid
 from pipeloom.parallel.tensor.grids.shape import GridLayout, GridShape
 from pipeloom.parallel.tensor.one_d.layers import OneD
@@ -74,7 +74,11 @@ def parallelize(
     if any(placed(parameter) is not None for parameter in model.parameters()):
         raise InputError("the model is cut already. Call parallelize once per model.")
     if layout == "1d":
-        OneD(mesh, sequence=sequence).apply(model, adapted(model, entries, mesh, sequence=sequence))
+        decoder = is_decoder(model)
+        found = adapted(model, entries, sequence=sequence) if decoder else entries
+        OneD(mesh, sequence=sequence).apply(model, found)
+        if decoder:
+            install(model, found, mesh, sequence=sequence)
     else:
         OnGrid(mesh, shape).apply(model, entries)
     return model
