@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeloom.cli.common.rank_order import order_lines, rank_order
 from pipeloom.errors import InputError
 from pipeloom.train.config.rules import validate_settings
 from pipeloom.train.config.schedule import process_names
@@ -113,3 +114,17 @@ def test_a_configuration_goes_to_yaml_and_back() -> None:
     one = config(parallel__tensor=4, parallel__tensor_layout="2d", parallel__context=2)
     assert TrainConfig.from_mapping(one.to_mapping()) == one
     assert one.num_processes == 16
+
+
+def test_the_rank_order_is_told_and_slow_links_are_warned_about() -> None:
+    one = config(parallel__data=4, parallel__tensor=8)
+    lines = order_lines(rank_order(one, 8))
+    assert lines == [
+        "tp     8 processes, such as ranks 0 1 2 3 ..: activations of each layer, within a node",
+        "pp     2 processes, such as ranks 0 8: activations between stages, between nodes",
+        "dp     4 processes, such as ranks 0 16 32 48: gradients and parameters once per step, between nodes",
+    ]
+    far = config(parallel__data=4, parallel__tensor=8, parallel__order="tp,dp,pp")
+    assert order_lines(rank_order(far, None))[-1].startswith("tp ")
+    assert order_lines(rank_order(far, 8))[-1].startswith("warning: tp communicates in each layer")
+    assert rank_order(config(parallel__pipeline=1), None) == []

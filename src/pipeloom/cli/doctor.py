@@ -12,12 +12,18 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipeloom.cli.common.parser import Parser
+from pipeloom.cli.common.rank_order import AxisRow, order_lines, rank_order
+from pipeloom.cli.common.train_options import add_option
 from pipeloom.common.quantities import bytes_text
-from pipeloom.errors import unwrapped
+from pipeloom.errors import InputError, unwrapped
+from pipeloom.train.config.sections import ParallelConfig
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.config.train_config import options as train_options
 from pipeloom.version import __version__
 
 # Required packages by import name, and their lowest versions.
@@ -30,6 +36,14 @@ _EXTRAS = {
     "transformers": ("Hugging Face models", "'pipeloom[huggingface]'"),
     "ortools": ("bounds of searched schedules (--prove)", "'pipeloom[search]'"),
 }
+
+
+_EXAMPLES = """\
+pipeloom doctor
+pipeloom doctor --json
+pipeloom doctor --parallel.data 4 --parallel.tensor 8 --processes_per_node 8
+"""
+_MESH = tuple(f"parallel.{name}" for name in ("pipeline", "data", "tensor", "context", "order"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +60,27 @@ class Check:
 def main(argv: list[str]) -> int:
     """Run `pipeloom doctor ARGV`: 0 when pipeloom can train on this machine, 1 when something required is missing."""
     about = "Check what a run needs on this machine, and say how to install what is missing."
-    parser = Parser("pipeloom doctor", about, examples="pipeloom doctor\npipeloom doctor --json")
+    parser = Parser("pipeloom doctor", about, examples=_EXAMPLES)
     parser.add_argument("--json", action="store_true", help="output as one JSON object")
+    parser.add_argument(
+        "--processes_per_node", type=int, default=None, metavar="N", help="for the rank order (default: all)"
+    )
+    known = {option.key: option for option in train_options()}
+    group = parser.add_argument_group("rank order of a run, as in pipeloom train")
+    for key in _MESH:
+        add_option(group, known[key])
     options = parser.parse_args(argv)
+    order = _rank_order(options)
     checks = examine()
     can_train = all(check.ok for check in checks if check.required)
     if options.json:
-        answer = {"pipeloom": __version__, "can_train": can_train, "checks": [asdict(check) for check in checks]}
+        answer: dict[str, Any] = {
+            "pipeloom": __version__,
+            "can_train": can_train,
+            "checks": [asdict(check) for check in checks],
+        }
+        if order:
+            answer["rank_order"] = [asdict(row) for row in order]
         print(json.dumps(answer, indent=2))
         return 0 if can_train else 1
     width = max(len(check.name) for check in checks)
@@ -60,8 +88,22 @@ def main(argv: list[str]) -> int:
         mark = "ok     " if check.ok else "MISSING" if check.required else "absent "
         fix = f"; {check.fix}" if check.fix and not check.ok else ""
         print(f"{mark}  {check.name:<{width}}  {check.found}{fix}")
+    for line in order_lines(order):
+        print(line)
     print(f"pipeloom {__version__} {'can' if can_train else 'cannot'} train on this machine")
     return 0 if can_train else 1
+
+
+def _rank_order(options: Any) -> list[AxisRow]:
+    """The rank order that the options describe; none where all have their defaults."""
+    given = {key.partition(".")[2]: options[key] for key in _MESH}
+    parallel = replace(ParallelConfig(), **given)
+    node = options.processes_per_node
+    if node is not None and node < 1:
+        raise InputError(f"--processes_per_node={node}: must be at least 1.")
+    if parallel == ParallelConfig():
+        return []
+    return rank_order(TrainConfig(parallel=parallel), node)
 
 
 def examine() -> list[Check]:

@@ -91,6 +91,9 @@ class MeshBlocks(Blocks):
         elements = self._owned[parameter]
         return [values] if elements is None else _taken(values, elements)
 
+    def leave(self) -> None:
+        self._mesh.leave("tp")
+
     def sum(self, values: Tensor) -> Tensor:
         return self._mesh.axis("tp").all_reduce(values)
 

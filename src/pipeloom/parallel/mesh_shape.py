@@ -113,6 +113,10 @@ class MeshShape:
         starts = (process for process in range(self.num_processes) if self.coordinates(process)[axis] == 0)
         return tuple(self.along(axis, process) for process in starts)
 
+    def crosses_nodes(self, axis: str, processes_per_node: int) -> bool:
+        """Whether processes along an axis are on several nodes, each with this number of adjacent processes."""
+        return any(len({process // processes_per_node for process in line}) > 1 for line in self.lines(axis))
+
     def __str__(self) -> str:
         named = [(axis, degree) for axis, degree in zip(self.axes, self.degrees, strict=True) if degree > 1]
         return " x ".join(f"{axis} {degree}" for axis, degree in named) or "one process"

@@ -1,5 +1,6 @@
 """`RunParts`: one process's model, pipeline and optimizer, made from the configuration."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -83,10 +84,25 @@ class RunParts:
         self.sampler = Sampler(self.corpus.num_windows(config.model.sequence_length), config.seed)
         self.samples_seen = 0
         self.notices = skipped_notice(self.corpus.skipped)
+        self.notices += _slow_links(group)
         if memory.offload is not None and not offloaded:
             self.notices.append(
                 "memory.offload=cpu: has no effect, because this run computes on the CPU. Use disk:PATH."
             )
+
+
+def _slow_links(group: Group) -> list[str]:
+    """Lines about mesh axes that communicate in each layer and between nodes, under torchrun."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if group.mesh is None or not local.isdecimal() or int(local) < 1:
+        return []
+    names = {"tp": "tensor", "cp": "context"}
+    return [
+        f"parallel.{name}={group.mesh.degree(axis)}: communicates in each layer, and {axis} ranks are on several nodes "
+        f"of {local} processes, with slower links. Lower it to {local} or less, or put {axis} last in parallel.order."
+        for axis, name in names.items()
+        if group.mesh.shape.crosses_nodes(axis, int(local))
+    ]
 
 
 def _build_stages(config: TrainConfig, schedule: Schedule, corpus: Corpus, group: Group) -> Stages:

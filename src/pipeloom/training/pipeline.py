@@ -255,7 +255,8 @@ class Pipeline:
         """Full parameters and persistent buffers held here, by their names in the uncut model.
 
         All ranks of one replica together have the model's own ``state_dict()``. With shards or masters (`data`,
-        `precision`) every process calls this, since values are gathered; see `ModelState.state_dict`.
+        `precision`), or several tensor-parallel ranks, every process calls this, since values are gathered; see
+        `ModelState.state_dict`.
         """
         return self.state.state_dict()
 

@@ -52,6 +52,9 @@ class Blocks:
         """
         return [values]
 
+    def leave(self) -> None:
+        """Called after an error: notifies the other processes inside the stage, which may wait for this one."""
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the processes inside the stage; every one of them calls it."""
         return values

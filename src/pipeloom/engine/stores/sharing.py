@@ -74,7 +74,8 @@ class Sharing:
         return loss
 
     def leave(self) -> None:
-        """Called after an error: notifies the other replicas, which may wait for this one."""
+        """Called after an error: notifies the other replicas and the processes inside the stage, which may wait."""
+        self.blocks.leave()
 
     def inputs(self, value: Value) -> Value:
         """The model's inputs in the format of its parameters."""

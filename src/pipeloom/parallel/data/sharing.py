@@ -80,6 +80,7 @@ class DataSharing(Sharing):
         return self._replicas.sum_in_order(loss)
 
     def leave(self) -> None:
+        super().leave()
         self._replicas.leave()
 
     def inputs(self, value: Value) -> Value:

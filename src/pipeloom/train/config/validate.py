@@ -13,6 +13,7 @@ from pipeloom.parallel.options import CPU
 from pipeloom.plan.memory.state_bytes import OPTIMIZERS, NumberBytes
 from pipeloom.train.checkpoint.directory import in_use, resume_path
 from pipeloom.train.checkpoint.manifest import Manifest, verify
+from pipeloom.train.config.inside_stage import samples_multiple
 from pipeloom.train.config.memory import under_cap
 from pipeloom.train.config.rules import check_sizes, needs_samples, validate_settings
 from pipeloom.train.config.schedule import AUTO, is_stream, make_schedule, schedule_name
@@ -111,6 +112,12 @@ def _check_data(config: TrainConfig, corpus: Corpus) -> None:
     if not config.eval_steps:
         return
     found = corpus.num_windows(length, "validation")
+    if found < config.batch.size and samples_multiple(config) > 1:
+        raise DataError(
+            f"the validation data has {found} samples of {length} tokens: parallel.tensor_layout="
+            f"{config.parallel.tensor_layout} needs a whole batch of {config.batch.size}. Raise "
+            "data.validation_fraction, add text, lower batch.size, or use --eval_steps 0."
+        )
     if found // config.data_degree < config.num_microbatches:
         needed = config.data_degree * config.num_microbatches
         raise DataError(
