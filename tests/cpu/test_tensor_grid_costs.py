@@ -205,3 +205,36 @@ def test_a_micro_batch_that_no_grid_divides_is_refused() -> None:
             own(batch(3)[0])
 
     pl.run_threads(4, work)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layout": "2d", "sequence": True}, "sequence=True with layout 2d: processes share samples and width"),
+        ({"layout": "3d"}, "tp=4 with layout 3d: must be a cube l * l * l. Use 1 or 8."),
+        ({"layout": "2.5d", "depth": 4}, "depth=4 with layout 2.5d and tp=4: the grid is 1 x 1, and depth must"),
+        ({"depth": 2}, "depth=2 has no effect with layout 1d. Remove it, or use layout='2.5d'."),
+        ({"layout": "2D"}, "layout='2D': must be one of 1d, 2d, 2.5d, 3d."),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(options, words) -> None:
+    model = make_model()
+
+    def work():
+        with pytest.raises(InputError) as refused:
+            pl.parallelize(copy.deepcopy(model), pl.Mesh(tp=4), **options)
+        assert str(refused.value).startswith(words), str(refused.value)
+
+    pl.run_threads(4, work)
+
+
+def test_the_loss_wants_the_targets_of_the_whole_micro_batch() -> None:
+    model = make_model()
+
+    def work():
+        own = on_grid(copy.deepcopy(model), pl.Mesh(tp=4), SHAPES[0])
+        inputs, targets = batch(2)
+        with pytest.raises(InputError, match="6 targets for logits of 6 tokens on each of 2 processes that share the"):
+            loss_fn(own(inputs), targets[:1])
+
+    pl.run_threads(4, work)

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import pipeloom as pl
+from pipeloom.engine.binders import sequence_slices
 from pipeloom.models import loss_fn
 from pipeloom.parallel.tensor.grids.shape import GridShape
-from tests.cpu.grids import batch, close, compare, make_model, on_grid, owned, size
+from pipeloom.parallel.tensor.one_d.logits import VocabularyLogits
+from pipeloom.slicing.context import SliceContext
+from tests.cpu.grids import LENGTH, batch, close, compare, make_model, on_grid, owned, size
 
 SHAPES = [GridShape("2d", 2), GridShape("2.5d", 2, 2), GridShape("3d", 2)]
 VARIANTS = {
@@ -110,3 +113,63 @@ def test_updates_on_a_grid_equal_one_process(shape: GridShape, data: str) -> Non
         assert all(losses[step] == pytest.approx(loss.item(), rel=1e-5) for losses, _ in results), step
     for name, value in model.state_dict().items():
         assert all(close(state[name], value, 1e-4) for _, state in results), name
+
+
+@pytest.mark.parametrize("slices", [[LENGTH], [2, 4]], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dropout_masks_are_those_of_one_process(
+    monkeypatch: pytest.MonkeyPatch, shape: GridShape, slices: list[int]
+) -> None:
+    model = make_model(dropout=0.2, positions="learned")
+    inputs, targets = batch(2 * shape.batch_blocks)
+    family, sizes = ("1f1b", {}) if len(slices) == 1 else ("seq1f1b", {"num_slices": 2})
+    schedule = pl.schedules.build(family, num_ranks=1, num_microbatches=2, **sizes)
+    monkeypatch.setattr(sequence_slices, "SliceContext", lambda seed: SliceContext((7, *seed[1:])))
+
+    def train(own, mesh):
+        with pl.Pipeline(own, schedule, loss_fn=loss_fn, mesh=mesh, slices=slices) as pipe:
+            return pipe.step(inputs, targets)
+
+    def work():
+        mesh, own = pl.Mesh(tp=size(shape)), copy.deepcopy(model)
+        on_grid(own, mesh, shape)
+        return mesh.place, own, train(own, mesh)
+
+    results = pl.run_threads(size(shape), work)
+    wanted = train(model, None)
+    assert all(close(loss, wanted) for *_, loss in results)
+    compare([(place, own) for place, own, _ in results], model, sums=False)
+
+
+def test_a_context_of_several_ranks_on_a_grid_equals_one_process() -> None:
+    model, shape = make_model(positions="learned"), SHAPES[0]
+    inputs, targets = (part[:, :4] for part in batch(4))
+    schedule = pl.schedules.build("1f1b", num_ranks=1, num_microbatches=2)
+
+    def work():
+        mesh, own = pl.Mesh(cp=2, tp=4), copy.deepcopy(model)
+        with pl.Pipeline(on_grid(own, mesh, shape), schedule, loss_fn=loss_fn, mesh=mesh) as pipe:
+            return mesh.place, dict(pipe.named_parameters()), pipe.step(inputs, targets)
+
+    results = pl.run_threads(8, work)
+    wanted = loss_fn(model(inputs), targets)
+    wanted.backward()
+    assert all(close(loss, wanted.detach()) for *_, loss in results)
+    for name, parameter in model.named_parameters():
+        assert close(owned([(place, own[name]) for place, own, _ in results]), parameter.grad), name
+
+
+def test_outputs_are_those_of_one_process() -> None:
+    model, shape = make_model(), SHAPES[1]
+    inputs, _ = batch(2 * shape.batch_blocks)
+    schedule = pl.schedules.build("1f1b", num_ranks=1, num_microbatches=2)
+
+    def work():
+        mesh, own = pl.Mesh(tp=size(shape)), copy.deepcopy(model)
+        with pl.Pipeline(on_grid(own, mesh, shape), schedule, mesh=mesh) as pipe:
+            found = pipe.forward(inputs)
+            return found.full() if isinstance(found, VocabularyLogits) else found
+
+    wanted = model(inputs).detach()
+    for found in pl.run_threads(size(shape), work):
+        assert close(found, wanted)

@@ -132,7 +132,7 @@ def _check(name: str, module: Any, entry: Entry | None, shape: GridShape) -> Non
         shape.check_divides(heads, shape.side, "heads", name)
     shape.check_divides(module.in_features, shape.input_blocks, "in_features", name)
     if entry.kind != "vocabulary":
-        shape.check_divides(module.out_features, shape.input_blocks, "out_features", name)
+        shape.check_divides(module.out_features, shape.side, "out_features", name)
 
 
 def _plain(module: nn.Module) -> bool:
