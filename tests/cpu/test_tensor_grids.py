@@ -12,6 +12,7 @@ from pipeloom.parallel.tensor.cross_entropy import token_losses
 from pipeloom.parallel.tensor.grids.grid import Grid
 from pipeloom.parallel.tensor.grids.layers import GridLinear, GridLookUp, GridNorm
 from pipeloom.parallel.tensor.grids.shape import GridShape
+from pipeloom.parallel.tensor.one_d.logits import VocabularyLogits
 from pipeloom.parallel.tensor.one_d.vocabulary import Vocabulary
 from tests.cpu.grids import SHAPES, block, close, cut, drawn, gathered, size, summed_gradient
 
@@ -126,3 +127,31 @@ def test_cross_entropy_equals_one_process(vocabulary: int) -> None:
     found = torch.cat([gradient for _, gradient in results], -1)
     assert close(found[:, :vocabulary], full.grad)
     assert not found[:, vocabulary:].any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_loss_equals_one_process(shape: GridShape, reduction: str) -> None:
+    B, S, vocabulary = 2 * shape.batch_blocks, 3, 7
+    logits, weights = drawn(B, S, vocabulary), drawn(B * S, seed=1) if reduction == "none" else 1.0
+    targets = torch.randint(0, vocabulary, (B * S,), generator=torch.Generator().manual_seed(4))
+    targets[1::4] = -100
+    padded = F.pad(logits, (0, -vocabulary % shape.side))
+
+    def work():
+        grid = Grid(pl.Mesh(tp=size(shape)), shape)
+        own = cut(padded, grid, shape.inner).requires_grad_()
+        part = Vocabulary(vocabulary, grid.axis(shape.inner.width))
+        wrapped = VocabularyLogits.of(own, part, grid.axis(*shape.inner.batch))
+        loss = F.cross_entropy(wrapped.flatten(0, -2), targets, reduction=reduction)
+        (loss * weights).sum().backward()
+        assert torch.equal(wrapped.full(), logits)
+        return grid, loss.detach(), own.grad
+
+    results = pl.run_threads(size(shape), work)
+    full = logits.clone().requires_grad_()
+    wanted = F.cross_entropy(full.flatten(0, -2), targets, reduction=reduction)
+    (wanted * weights).sum().backward()
+    assert all(close(loss, wanted.detach()) for _, loss, _ in results)
+    found = gathered([(grid, gradient) for grid, _, gradient in results], shape.inner, padded)
+    assert close(found[..., :vocabulary], full.grad)

@@ -80,12 +80,6 @@ def _check_grid(config: TrainConfig, shape: GridShape) -> None:
     _check_multiple("model.width", model.width, shape.input_blocks, why)
     for name, heads in (("heads", model.heads), ("kv_heads", sizes.key_heads)):
         _check_multiple(f"model.{name}", heads, shape.side, why)
-    rows = sum(size for size, _ in sizes.qkv_sections)
-    if rows % shape.input_blocks:
-        raise InputError(
-            f"model.kv_heads={sizes.key_heads}: queries, keys and values have {rows} features, which must be a "
-            f"multiple of {shape.input_blocks} with {why}. Use model.kv_heads={model.heads}."
-        )
     parts = config.data_degree * config.num_microbatches * shape.batch_blocks
     if config.batch.size % parts:
         above = -(-config.batch.size // parts) * parts
