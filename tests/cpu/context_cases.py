@@ -130,10 +130,22 @@ def train_alone(model: nn.Module) -> Trained:
 
 
 def train_together(
-    model: nn.Module, family: str, degrees: dict[str, int], context: str | None, inputs: Any = None, **options: Any
+    model: nn.Module,
+    family: str,
+    degrees: dict[str, int],
+    context: str | None,
+    inputs: Any = None,
+    prepare: Callable[[nn.Module, pl.Mesh], nn.Module] = lambda model, mesh: model,
+    **options: Any,
 ) -> Trained:
-    """The same with a pipeline on a mesh; on every rank, the parameters of its stages."""
+    """The same with a pipeline on a mesh; on every rank, the parameters of its stages.
+
+    Args:
+        inputs: makes the inputs of the batch from its token ids.
+        prepare: called with the model and the mesh before the pipeline is made.
+    """
     mesh = pl.Mesh(**degrees)
+    model = prepare(model, mesh)
     replicas, replica = mesh.degree("dp"), mesh.coordinate("dp")
     schedule = pl.schedules.build(family, num_ranks=mesh.degree("pp"), num_microbatches=4 // replicas)
     x, y = (value.chunk(replicas)[replica] for value in batch())

@@ -96,6 +96,25 @@ def test_ring_attention_keeps_its_inputs_its_output_and_one_number_per_row():
     assert [saved_elements(degree) for degree in (1, 2, 3)] == [whole, whole // 2, whole // 3]
 
 
+def test_rows_of_tables_are_found_once_for_each_version():
+    table = torch.arange(2.0 * S)
+
+    def run() -> None:
+        own, context = table.clone(), ContextParallel(pl.Mesh(cp=2).axis("cp"))
+        for length in (S, 2 * S, S):
+            with context.tokens({"length": length}).current() as tokens:
+                rows = position_rows(own, length // 2)
+                assert torch.equal(rows, own[tokens.positions()])
+                assert position_rows(own, length // 2) is rows
+        with context.tokens({"length": S}).current() as tokens:
+            assert position_rows(own, S // 2).data_ptr() == rows.data_ptr()
+            own += 1
+            assert torch.equal(position_rows(own, S // 2), own[tokens.positions()])
+            assert position_rows(own.requires_grad_(), S // 2).requires_grad
+
+    run_threads(2, run)
+
+
 def test_cut_and_gather_are_inverse_and_positions_say_what_is_held():
     whole = torch.arange(S).expand(3, S)
 

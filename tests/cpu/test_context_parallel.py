@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import pipeloom as pl
+from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.errors import InputError, PeerLost, StageError
 from pipeloom.models import loss_fn
 from pipeloom.parallel.context import KINDS, ContextParallel, ContextTokens, kernels, ring
@@ -143,6 +144,35 @@ def _in_processes(rank: int, kind: str, family: str, strategy: str, expected) ->
 def test_in_processes(kind, family, strategy):
     expected = train_alone(make_gpt())
     assert max(run_ranks(_in_processes, 4, kind, family, strategy, expected)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@pytest.mark.parametrize("degrees", [{"cp": 2, "tp": 2}, {"pp": 2, "cp": 2, "tp": 2}], ids=["one-stage", "pipeline"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
+def test_tensor_parallel_stages(kind, degrees, sequence):
+    def make() -> nn.Module:
+        return make_gpt(positions="learned")
+
+    trains(make, "1f1b", degrees, kind, prepare=lambda m, mesh: pl.parallelize(m, mesh, sequence=sequence))
+
+
+@pytest.mark.parametrize("kind", ["ring", "ring-plain"])
+def test_activations_kept_are_those_of_one_process_divided_by_the_ranks(kind):
+    def kept(degree: int) -> int:
+        def run() -> int:
+            mesh, model = pl.Mesh(cp=degree), make_gpt(sequence_length=8 * S)
+            schedule = pl.schedules.one_f_one_b(num_ranks=1, num_microbatches=1)
+            inputs, targets = (value.repeat(1, 8) for value in batch())
+            with pl.Pipeline(model, schedule, loss_fn=loss_fn, mesh=mesh, context=kind) as pipe:
+                saved = SavedBytes([*pipe.parameters(), *(b for m in pipe.modules() for b in m.buffers())])
+                with saved.counting():
+                    pipe.step(inputs, targets)
+                return saved.peak
+
+        (peak,) = set(run_threads(degree, run))
+        return peak
+
+    assert kept(2) == pytest.approx(kept(1) / 2, rel=0.02)
 
 
 def _over_gloo(rank: int, kind: str, degree: int, problem, expected) -> float:

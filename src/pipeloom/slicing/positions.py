@@ -24,12 +24,14 @@ def token_positions(num_tokens: int, device: torch.device | None = None) -> Tens
 def position_rows(table: Tensor, num_tokens: int) -> Tensor:
     """The rows of a table for the positions of the tokens that run now; a view where these are a range.
 
+    Of a table that requires no gradient, context-parallel ranks keep the rows, and use them again.
+
     Args:
         table: [length, ...], one row per position.
         num_tokens: tokens that run now.
     """
     part = current_part()
     if isinstance(part, Tokens):
-        return table[part.positions(table.device)]
+        return part.rows(table)
     start = 0 if part is None else part.start
     return table if start == 0 and num_tokens == table.shape[0] else table[start : start + num_tokens]

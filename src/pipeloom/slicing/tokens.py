@@ -38,6 +38,10 @@ class Tokens(ABC):
     def positions(self, device: torch.device | None = None) -> Tensor:
         """The positions of this rank's tokens in the whole sequence, ascending, int64 [num_held]."""
 
+    def rows(self, table: Tensor) -> Tensor:
+        """The rows of a table [length or more, ...] for this rank's tokens."""
+        return table[self.positions(table.device)]
+
     @abstractmethod
     def attend(
         self, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool, scale: float | None, window: int | None

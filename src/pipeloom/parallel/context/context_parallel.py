@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError, listed
 from pipeloom.parallel.axis import Axis
-from pipeloom.parallel.context.context_tokens import ORDERS, ContextKind, ContextTokens
+from pipeloom.parallel.context.context_tokens import ORDERS, ContextKind, ContextTokens, KeptRows
 from pipeloom.parallel.context.order import Order
 from pipeloom.slicing.sequence_parts import Marks, SequenceParts
 from pipeloom.transport.values import flatten, unflatten
@@ -41,6 +41,7 @@ class ContextParallel(SequenceParts):
             raise InputError(f"context={kind!r}: must be one of {', '.join(KINDS)}.")
         self.axis, self.kind = axis, kind
         self.terms = (f"context {kind}",)
+        self._kept_rows = KeptRows()
 
     def cut(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of whole sequences along `dim`, in order of position.
@@ -122,7 +123,9 @@ class ContextParallel(SequenceParts):
             marks: "length" of whole sequences; optionally "attention_mask" and "document_ids", [B, length].
         """
         padding, documents = (marks.get(name) for name in _MASKS)
-        return ContextTokens(self.axis, self.kind, marks["length"], padding=padding, documents=documents)
+        return ContextTokens(
+            *(self.axis, self.kind, marks["length"]), padding=padding, documents=documents, kept_rows=self._kept_rows
+        )
 
     def join(self, value: Any) -> Any:
         """Whole sequences of an output: tensors of two dimensions or more are gathered along dimension 1."""

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeloom.errors import InputError
 from pipeloom.parallel.axis import Axis
@@ -27,6 +29,24 @@ ORDERS: dict[ContextKind, OrderName] = {
 }
 
 
+class KeptRows:
+    """This rank's rows of tables such as rotary angles: for the last sequence length, as long as the table lives.
+
+    All blocks and micro-batches save the same rows for their backwards.
+    """
+
+    def __init__(self) -> None:
+        self._kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def of(self, table: Tensor, length: int, find: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `find` returns for a table; once for each of its versions."""
+        state = (table._version, length)
+        kept: tuple[tuple[int, int], Tensor] | None = self._kept.get(table)
+        if kept is None or kept[0] != state:
+            kept = self._kept[table] = (state, find(table))
+        return kept[1]
+
+
 class ContextTokens(Tokens):
     """This rank's tokens of sequences of equal length.
 
@@ -36,6 +56,7 @@ class ContextTokens(Tokens):
         length: tokens of a whole sequence.
         padding: [B, length], 0 for keys that no query attends to; None: there are none.
         documents: integers [B, length]; a query attends to keys with its own number alone. None: one document.
+        kept_rows: rows of tables, shared between micro-batches.
 
     Raises:
         InputError: a length that cannot be divided, or masks of another shape.
@@ -49,6 +70,7 @@ class ContextTokens(Tokens):
         *,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
+        kept_rows: KeptRows | None = None,
     ) -> None:
         self._order = Order.of(ORDERS[kind], axis.degree, length, why=f"cp={axis.degree} with context {kind!r}")
         super().__init__(length, self._order.num_held)
@@ -59,11 +81,17 @@ class ContextTokens(Tokens):
                 )
         self._axis, self._kind, self._documents = axis, kind, documents
         self._kept = None if padding is None else padding.bool()
+        self._kept_rows = KeptRows() if kept_rows is None else kept_rows
         self._positions: dict[tuple[int, torch.device | None], Tensor] = {}
         self._masks: dict[tuple[bool, int | None], Mask] = {}
 
     def positions(self, device: torch.device | None = None) -> Tensor:
         return self._positions_of(self._axis.index, device)
+
+    def rows(self, table: Tensor) -> Tensor:
+        if table.requires_grad or table.is_inference():
+            return super().rows(table)
+        return self._kept_rows.of(table, self.length, super().rows)
 
     def _positions_of(self, rank: int, device: torch.device | None) -> Tensor:
         key = rank, device
