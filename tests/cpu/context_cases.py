@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import pipeloom as pl
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.parallel.context import ContextParallel
+from pipeloom.slicing import attention
 from pipeloom.transport.thread_members import run_threads
 
 B, S, D = 2, 24, 8
@@ -189,3 +190,23 @@ def trains(
         return max(differences(found, wanted, pl.Mesh(**degrees).coordinate("dp"), degrees.get("dp", 1)))
 
     assert max(run_threads(math.prod(degrees.values()), run)) < 1e-12
+
+
+class Both(nn.Module):
+    """Attention to earlier and later tokens, in place of a block of a GPT."""
+
+    sliceable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48, dtype=torch.float64)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        return x + attention(q, k, v, self, causal=False).transpose(1, 2).flatten(2)
+
+
+def make_both() -> nn.Sequential:
+    torch.manual_seed(1)
+    embedding, head = nn.Embedding(32, 16, dtype=torch.float64), nn.Linear(16, 32, dtype=torch.float64)
+    return nn.Sequential(embedding, Both(), Both(), head)

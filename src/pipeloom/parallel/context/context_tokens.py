@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Literal
 
 import torch
@@ -36,12 +36,12 @@ class KeptRows:
     """
 
     def __init__(self) -> None:
-        self._kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._kept: MutableMapping[Tensor, tuple[tuple[int, int], Tensor]] = WeakTensorKeyDictionary()
 
     def of(self, table: Tensor, length: int, find: Callable[[Tensor], Tensor]) -> Tensor:
         """What `find` returns for a table; once for each of its versions."""
         state = (table._version, length)
-        kept: tuple[tuple[int, int], Tensor] | None = self._kept.get(table)
+        kept = self._kept.get(table)
         if kept is None or kept[0] != state:
             kept = self._kept[table] = (state, find(table))
         return kept[1]
