@@ -196,3 +196,38 @@ def test_a_lost_sum_is_noticed(lost, monkeypatch):
             monkeypatch.setattr(linear.RowLinear, "forward", lambda self, x: plain(self, x) + self.bias)
     with pytest.raises(AssertionError):
         assert_equal(run(model, plan=plan, tp=2, sequence=sequence), one_process(model()))
+
+
+# Memory
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_block_keeps_its_share_of_the_activations(tp, sequence):
+    """Of T tokens and width W: 4 T W on all ranks, with sequence parallelism on T / t tokens; 12 T W / t of cut layers.
+
+    Gathered tokens are not kept. In addition: two numbers per norm and token, one per head and token.
+    """
+    sizes = config(width=32, heads=4, layers=1)
+
+    def work(mesh):
+        block = pl.parallelize(build(sizes), mesh, sequence=sequence).blocks[0]
+        tokens = TOKENS // tp if sequence else TOKENS
+        x = torch.randn(2, tokens, 32, dtype=torch.float64, requires_grad=True)
+        own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers())}
+        kept: dict[int, int] = {}
+        held = []
+
+        def keep(tensor):
+            held.append(tensor)
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            block(x)
+        rows = 2 * tokens
+        assert sum(kept.values()) == 8 * (4 * rows * 32 + 2 * 2 * rows + (12 * 32 + 4) * 2 * TOKENS // tp)
+
+    on_mesh(work, tp=tp)

@@ -37,7 +37,7 @@ def parallelize(
     any loss.
 
     Dropout masks are those of one process in runs with slices (``slices=[tokens]`` for one slice). In other runs, seed
-    all tensor-parallel ranks with the same ``torch.manual_seed``.
+    all tensor-parallel ranks with the same ``torch.manual_seed``; masks of attention weights then repeat between ranks.
 
     Args:
         model: any module, such as `pipeloom.models.GPT` or a decoder of transformers.

@@ -1,0 +1,49 @@
+"""Tensor-parallel ranks as processes, whose collectives pass through shared memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import pipeloom as pl
+from pipeloom.models import loss_fn
+from pipeloom.parallel.placed import placed_block
+from tests.cpu.ranks import run_ranks
+from tests.cpu.tensor_cases import Result, assert_equal, batch, build, config, joined, one_process
+
+
+def _step(rank: int, degrees: dict[str, int], schedule: str, sequence: bool, dropout: float):
+    inputs, targets = batch()
+    torch.manual_seed(11)
+    with pl.Mesh(**degrees) as mesh:
+        model = pl.parallelize(build(config(kv_heads=2, dropout=dropout)), mesh, sequence=sequence)
+        made = pl.schedules.build(schedule, num_ranks=degrees["pp"], num_microbatches=4)
+        with pl.Pipeline(model, made, loss_fn=loss_fn, mesh=mesh) as pipe:
+            loss = pipe.step(inputs, targets).item()
+        pieces = [
+            (name, None if (block := placed_block(p)) is None else tuple(block), p.grad.numpy())
+            for name, p in pipe.named_parameters()
+        ]
+        return loss, pieces
+
+
+def _full_gradients(found):
+    return joined([(name, block, torch.from_numpy(array)) for name, block, array in own] for _, own in found)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_processes_equal_one_process(sequence):
+    found = run_ranks(_step, 4, {"pp": 2, "tp": 2}, "zb-h1", sequence, 0.0)
+    expected = one_process(build(config(kv_heads=2)))
+    assert_equal(Result(found[0][0], _full_gradients(found), {}), expected)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_dropout_without_slices_is_the_same_on_ranks_with_the_same_seed(sequence):
+    """`joined` compares all gradients that several ranks hold."""
+    found = run_ranks(_step, 2, {"pp": 1, "tp": 2}, "gpipe", sequence, 0.3)
+    assert found[0][0] == found[1][0]
+    assert math.isfinite(found[0][0])
+    _full_gradients(found)
