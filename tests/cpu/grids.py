@@ -86,6 +86,7 @@ def make_model(*, bias: bool = False, **options) -> GPT:
     config = GPTConfig(**{**sizes, **options})
     model = GPT(config)
     if bias:
+        model.head.bias = nn.Parameter(torch.empty(config.vocabulary_size))
         for block in model.blocks:
             block.attention_norm, block.mlp_norm = nn.LayerNorm(config.width), nn.RMSNorm(config.width)
             for name in ("qkv", "attention_out", "mlp_up", "mlp_down"):
