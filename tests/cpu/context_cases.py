@@ -102,8 +102,8 @@ def make_gpt(*, seed: int = 5, **changes: Any) -> GPT:
     return model
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, 32, (4, S + 1), generator=torch.Generator().manual_seed(1))
+def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 32, (4, S + 1), generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 

@@ -69,6 +69,40 @@ def test_recomputation(kind, recompute):
     trains(make_gpt, "zb-h1", {"pp": 2, "cp": 2}, kind, recompute=recompute)
 
 
+@pytest.mark.parametrize(
+    ("family", "strategy"), [("1f1b", "ddp"), ("interleaved", "zero1"), ("zb-v", "zero3"), ("dualpipev", "zero1")]
+)
+@pytest.mark.parametrize("kind", ["ring", "ring-self-attention", "ulysses"])
+def test_twenty_updates_in_32_bits(kind, family, strategy):
+    tied = strategy == "zero1"
+    model = make_gpt(tie_embeddings=tied, kv_heads=4 if tied else 2).float()
+    steps = [batch(seed) for seed in range(20)]
+
+    def losses(parameters, step) -> list[float]:
+        optimizer, found = torch.optim.AdamW(parameters, lr=1e-3), []
+        for inputs, targets in steps:
+            optimizer.zero_grad()
+            found.append(float(step(inputs, targets)))
+            optimizer.step()
+        return found
+
+    def together() -> list[float]:
+        schedule = pl.schedules.build(family, num_ranks=2, num_microbatches=4)
+        settings = {"mesh": pl.Mesh(pp=2, cp=2), "context": kind, "data": strategy}
+        with pl.Pipeline(copy.deepcopy(model), schedule, loss_fn=loss_fn, **settings) as pipe:
+            return losses(pipe.parameters(), pipe.step)
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = loss_fn(alone(inputs), targets)
+        loss.backward()
+        return loss.detach()
+
+    alone = copy.deepcopy(model)
+    expected = losses(alone.parameters(), step)
+    for found in run_threads(4, together):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 class Masked(TorchFunctionMode):
     """Gives every attention a mask, in place of causal order."""
 
