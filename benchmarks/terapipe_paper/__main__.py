@@ -16,7 +16,7 @@ from benchmarks.common.report import environment, markdown, save, table
 
 from pipeloom.plan.cluster import Cluster, parse_cluster
 from pipeloom.plan.slicing import slice_batch, slicing_seconds
-from pipeloom.plan.transformer import pipeline_stages, step_end_seconds
+from pipeloom.plan.transformer_times import pipeline_stages, step_end_seconds
 
 HERE = Path(__file__).parent
 

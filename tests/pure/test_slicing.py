@@ -31,7 +31,7 @@ from pipeloom.plan.slicing import (
     slicing_timeline,
     uniform,
 )
-from pipeloom.plan.slicing.scheduled import peak_along
+from pipeloom.plan.slicing.scheduled_slices import peak_along
 
 # --- brute force ----------------------------------------------------------------------------------------------------
 

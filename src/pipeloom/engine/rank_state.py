@@ -25,7 +25,8 @@ from pipeloom.ir import Action, Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing import SliceContext
 from pipeloom.split.profile import may_change_input
-from pipeloom.transport.interface import Transport, out_of_step
+from pipeloom.transport.call_numbers import out_of_step
+from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Layout, Value
 
 LossFn = Callable[[Any, Any], Tensor]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipeloom.errors import ScheduleError, folded, listed
-from pipeloom.ir.action import MOST_STAGES
 from pipeloom.ir.check.input_types import whole_number
+from pipeloom.ir.order import MOST_STAGES
 
 
 @dataclass(frozen=True, slots=False)

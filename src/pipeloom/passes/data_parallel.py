@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeloom.ir import Action, DataAxis, Granularity, Op, Program
-from pipeloom.passes.communication import ComputeBlock, blocks_of, woven
+from pipeloom.passes.blocks import ComputeBlock, blocks_of, woven
 
 _BACKWARDS = frozenset({Op.B, Op.W})  # those that add to gradients
 _Around = defaultdict[int, list[Action]]

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.ir.action import OPS
 from pipeloom.ir.large.columns import B, F, I, Ints, Proof, W
+from pipeloom.ir.order import OPS
 from pipeloom.ir.schedule import Schedule
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.network import Network

@@ -5,8 +5,8 @@ that the modules of a model give the same result on slices as on the full sequen
 """
 
 from pipeloom.slicing.attention import TokenDropout, causal_attention, dropout
-from pipeloom.slicing.check import RefuseRawAttention, make_sliceable
 from pipeloom.slicing.context import Slice, SliceContext, current_slice
+from pipeloom.slicing.sliceable import RefuseRawAttention, make_sliceable
 
 __all__ = [
     "RefuseRawAttention",

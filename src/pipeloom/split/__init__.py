@@ -3,17 +3,17 @@
 from typing import TYPE_CHECKING
 
 from pipeloom.common.lazy_exports import lazy_exports
-from pipeloom.split.layer_chain import Tie, partition
+from pipeloom.split.chain_partition import Tie, partition
 
 if TYPE_CHECKING:
-    from pipeloom.split.module import StageModule
     from pipeloom.split.profile import LayerTime, profile_layers
+    from pipeloom.split.stage_module import StageModule
     from pipeloom.split.stages import Stages, TiedParameter, profile_model, split
 
 # Public name -> the module that defines it.
 _HOMES = {
     "LayerTime": "pipeloom.split.profile",
-    "StageModule": "pipeloom.split.module",
+    "StageModule": "pipeloom.split.stage_module",
     "Stages": "pipeloom.split.stages",
     "TiedParameter": "pipeloom.split.stages",
     "profile_layers": "pipeloom.split.profile",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError, SplitError
 from pipeloom.slicing import Slice, causal_attention, current_slice
-from pipeloom.split.module import BlockRunner, StageModule
+from pipeloom.split.stage_module import BlockRunner, StageModule
 
 
 class Decoder(NamedTuple):

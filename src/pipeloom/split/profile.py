@@ -24,7 +24,7 @@ class LayerTime(NamedTuple):
         forward_seconds: median time of the forward.
         backward_seconds: median time of the full backward, with input and weight gradients.
         activation_bytes: size of all output tensors, which are sent to the next layer.
-        parameter_bytes: size of its parameters, with those shared with other layers (`pipeloom.split.layer_chain.Tie`).
+        parameter_bytes: size of its parameters, with those shared with other layers (`Tie`).
     """
 
     name: str

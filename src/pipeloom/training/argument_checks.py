@@ -13,7 +13,7 @@ from pipeloom.ir import Schedule, check
 from pipeloom.ir.recompute import Recompute, recompute_of_stages
 from pipeloom.parallel import Mesh, OffloadActivations
 from pipeloom.passes import check_has_backwards
-from pipeloom.split.module import StageModule
+from pipeloom.split.stage_module import StageModule
 from pipeloom.transport.interface import OneProcessTransport
 
 

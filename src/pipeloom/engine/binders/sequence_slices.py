@@ -21,7 +21,7 @@ from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import InputError, listed
 from pipeloom.ir import Action, Program
 from pipeloom.slicing import RefuseRawAttention, SliceContext
-from pipeloom.split.layer_chain import even_parts
+from pipeloom.split.chain_partition import even_parts
 from pipeloom.transport.values import Value, flatten, unflatten
 
 

@@ -24,7 +24,7 @@ from pipeloom.parallel.offload.main_parameters import offloaded_parameter
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.store import open_store
 from pipeloom.parallel.options import DataParallel, OffloadTarget, Precision
-from pipeloom.split.module import StageModule
+from pipeloom.split.stage_module import StageModule
 
 _HELD = "_held_in_units"  # an attribute of parameters in a store
 

@@ -22,7 +22,7 @@ from pipeloom.common.field_types import check_fields
 from pipeloom.common.json_reader import Entry, read_json
 from pipeloom.errors import InputError, folded
 from pipeloom.models.gpt_config import GPTConfig
-from pipeloom.split.layer_chain import Tie
+from pipeloom.split.chain_partition import Tie
 
 _VERSION = 1
 _KEYS_OF_TIES = ("bytes", "layers")

@@ -21,7 +21,7 @@ from pipeloom.plan.memory import (
     memory_of_ranks,
 )
 from pipeloom.sim import CostsFile
-from pipeloom.split.layer_chain import consecutive, even_parts, find_ties, partition
+from pipeloom.split.chain_partition import consecutive, even_parts, find_ties, partition
 from pipeloom.train.config.schedule import make_schedule, parse_cut
 from pipeloom.train.config.train_config import TrainConfig
 

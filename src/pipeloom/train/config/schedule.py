@@ -9,7 +9,7 @@ from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import DataStrategy, Schedule, check
 from pipeloom.passes import check_has_backwards
 from pipeloom.schedules import FAMILIES, steady_length
-from pipeloom.split.layer_chain import even_parts
+from pipeloom.split.chain_partition import even_parts
 from pipeloom.train.config.sections import ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig, whole_numbers
 

@@ -19,11 +19,11 @@ from pipeloom.passes import lower, stretch
 from pipeloom.processes.agreement import first_difference, gather_json
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.stream.batches import StreamBatches
-from pipeloom.training.stream.rank_run import StreamPlan, StreamRank
 from pipeloom.training.stream.results import OnUpdate, StreamResults, StreamUpdate
-from pipeloom.training.stream.stage_updates import Rules, StreamOptimizer
+from pipeloom.training.stream.stream_optimizer import Rules, StreamOptimizer
+from pipeloom.training.stream.stream_rank import StreamPlan, StreamRank
 from pipeloom.training.stream.update_options import Discount, LearningRate, UpdateOptions
-from pipeloom.transport.interface import call_number
+from pipeloom.transport.call_numbers import call_number
 
 
 class Stream:
