@@ -1,9 +1,8 @@
 """`Mesh`: the processes of a run on named axes, with one process group per axis. `mesh_shape` has the arithmetic."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
+from typing import Self
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -139,7 +138,7 @@ class Mesh:
         if hasattr(self, "device_mesh"):  # part of a reference cycle, which would keep the groups alive
             getattr(self.device_mesh, "_pg_registry", {}).clear()
 
-    def __enter__(self) -> Mesh:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

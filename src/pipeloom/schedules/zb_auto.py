@@ -15,8 +15,6 @@ with split backwards), which are shorter with fewer micro-batches than ranks. Of
 the shortest hand-made one, the order with the shortest span is used.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import product
@@ -72,18 +70,6 @@ def zb_auto(*, num_ranks: int, num_microbatches: int, conditions: Conditions | N
     return Schedule(name="zb-auto", num_microbatches=m, placement=placement, orders=orders)
 
 
-def _handmade(conditions: Conditions, m: int) -> Iterator[_Timed]:
-    """Hand-made orders with split backwards, the one that holds least (naive) first."""
-    p = conditions.num_ranks
-    one = [p - 1 - d for d in range(p)]
-    two = [2 * warmup for warmup in one]
-    for warmups, delay in (([0] * p, 0), (one, 0), (two, 0), ([m] * p, 0), (one, 1), (two, 2)):
-        timed = _Timed(conditions, m)
-        for rank, action, _ in walk(delayed_weights("zb-auto", m, warmups, delay=delay)):
-            timed.put(action.op, rank)
-        yield timed
-
-
 class _Timed:
     """Orders that grow action by action, each as early as it can start.
 
@@ -136,6 +122,18 @@ class _Timed:
         self.fits = self.fits and self._held[d] <= self._conditions.caps[d] * (1 + _NEAR)
         self._count[op][d] += 1
         self.orders[d].append(Action(d, op, b))
+
+
+def _handmade(conditions: Conditions, m: int) -> Iterator[_Timed]:
+    """Hand-made orders with split backwards, the one that holds least (naive) first."""
+    p = conditions.num_ranks
+    one = [p - 1 - d for d in range(p)]
+    two = [2 * warmup for warmup in one]
+    for warmups, delay in (([0] * p, 0), (one, 0), (two, 0), ([m] * p, 0), (one, 1), (two, 2)):
+        timed = _Timed(conditions, m)
+        for rank, action, _ in walk(delayed_weights("zb-auto", m, warmups, delay=delay)):
+            timed.put(action.op, rank)
+        yield timed
 
 
 class _Greedy(_Timed):

@@ -1,13 +1,11 @@
 """`train`: the loop of `pipeloom train`. `Trainer`: its steps on one process."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -97,7 +95,7 @@ class Trainer:
         self._resumed: Path | None = None
         self._first_step = 1
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -14,11 +14,10 @@ segments. Gradients are full until they are reduced, and parameters of zero3 are
 says when (`pipeloom.plan.memory.rank_memory`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import DataAxis
@@ -50,7 +49,7 @@ class NumberBytes:
     has_masters: bool
 
     @classmethod
-    def of(cls, precision: Precision) -> NumberBytes:
+    def of(cls, precision: Precision) -> Self:
         compute = _NUMBER_BYTES[precision.dtype]
         return cls(compute, compute if precision.gradients == "same" else _UPDATE_BYTES, precision.has_masters)
 

@@ -18,11 +18,10 @@ Time: (layers r)**2 for the outermost level, layers**3 components**2 for those i
 value of `behind`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -43,7 +42,7 @@ class StageNode:
     first: int
     last: int
     replicas: int
-    inside: tuple[StageNode, ...] = ()
+    inside: tuple[Self, ...] = ()
 
 
 def best_suffixes(

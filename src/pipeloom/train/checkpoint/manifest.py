@@ -14,14 +14,12 @@ A rank may hold the elements start..stop of a flattened parameter. It writes thi
 Reading and verification need no torch, so a damaged checkpoint is reported before a slow start.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.engine.stores.parameter_range import Range
@@ -52,7 +50,7 @@ class Part:
     random_values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Part:
+    def from_dict(cls, data: dict[str, Any]) -> Self:
         pieces = {
             name: Range(int(start), int(stop), tuple(map(int, shape)))
             for name, (start, stop, shape) in data.get("pieces", {}).items()
@@ -88,7 +86,7 @@ class Manifest:
         return json_bytes({"format": FORMAT, "version": VERSION, **asdict(self)})
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Manifest:
+    def from_dict(cls, data: dict[str, Any]) -> Self:
         files = {name: FileRecord(int(row["bytes"]), str(row["sha256"])) for name, row in data["files"].items()}
         if any(Path(name).name != name for name in files):  # never read outside of the directory
             raise ValueError("a file name has a directory")

@@ -1,12 +1,10 @@
 """The files of one rank: which tensors and shards of the model and optimizer state it holds, and which it writes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +29,7 @@ class HeldTensor(NamedTuple):
     states: tuple[str, ...] = ()  # keys of the optimizer state with one number per element
 
     @classmethod
-    def from_json(cls, row: list[Any]) -> HeldTensor:
+    def from_json(cls, row: list[Any]) -> Self:
         part, states = row
         return cls(part and Range(part[0], part[1], tuple(part[2])), tuple(states))
 

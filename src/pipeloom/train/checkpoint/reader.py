@@ -1,7 +1,5 @@
 """Loads a checkpoint by parameter name into any layout. Nothing is unpickled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -32,19 +30,6 @@ from pipeloom.train.checkpoint.state import (
     unwrapped,
 )
 from pipeloom.train.checkpoint.tensor_reader import TensorFiles
-
-
-def load(path: Path, *, verify_files: bool = True) -> Checkpoint:
-    """Open a checkpoint, or the latest one in an output directory. Tensors are read lazily.
-
-    Args:
-        path: the checkpoint or output directory.
-        verify_files: whether to compare each file with its hash before its first use; pass False after `verify(path)`.
-
-    Raises:
-        CheckpointError: the directory is missing, damaged, not a checkpoint, or of an unsupported version.
-    """
-    return Checkpoint(resolve(Path(path)), verify_files=verify_files)
 
 
 class Checkpoint:
@@ -251,6 +236,19 @@ class Checkpoint:
                     f"{name} has {attribute} {old} in {self.path} and {new} in the model. Build the model with the "
                     "saved configuration."
                 )
+
+
+def load(path: Path, *, verify_files: bool = True) -> Checkpoint:
+    """Open a checkpoint, or the latest one in an output directory. Tensors are read lazily.
+
+    Args:
+        path: the checkpoint or output directory.
+        verify_files: whether to compare each file with its hash before its first use; pass False after `verify(path)`.
+
+    Raises:
+        CheckpointError: the directory is missing, damaged, not a checkpoint, or of an unsupported version.
+    """
+    return Checkpoint(resolve(Path(path)), verify_files=verify_files)
 
 
 def _check_state(name: str, parameter: Tensor, state: Mapping[str, Any], optimizer_class: str) -> None:
