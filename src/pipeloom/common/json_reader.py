@@ -15,25 +15,32 @@ Word = TypeVar("Word", bound=StrEnum)
 T = TypeVar("T")
 
 
-def parse_file(name: str, path: str | Path, parse: Callable[[str], T], kind: str = "JSON file") -> T:
+def parse_file(
+    name: str,
+    path: str | Path,
+    parse: Callable[[str], T],
+    kind: str = "JSON file",
+    error: type[InputError] = InputError,
+) -> T:
     """Parse the file `path`; a leading byte order mark is dropped.
 
     Args:
         name: the option or the thing that names the file, for error messages.
         path: the file.
-        parse: parses its text; raises InputError.
+        read: parses its text; raises InputError.
         kind: the kind of the file, for error messages.
+        error: the error class to raise.
 
     Raises:
         InputError: the file cannot be read or parsed; the message begins with `name` and the path.
     """
     try:
-        return parse(Path(path).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise InputError(f"{name} {path}: {reason}. Name a readable {kind}.") from error
-    except InputError as error:
-        raise InputError(f"{name} {path}: {error}") from error
+        return read(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as cause:
+        reason = cause.strerror if isinstance(cause, OSError) else "not a text file"
+        raise error(f"{name} {path}: {reason}. Name a readable {kind}.") from cause
+    except InputError as cause:
+        raise error(f"{name} {path}: {cause}") from cause
 
 
 def load_json(text: str) -> Any:

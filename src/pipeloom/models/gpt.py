@@ -8,7 +8,6 @@ The model supports slices of a sequence (see `pipeloom.slicing`).
 Shapes: B batch, S tokens of the sequence or slice, W width, H heads, D = W / H, V vocabulary, T = B * S.
 """
 
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from pipeloom.errors import InputError
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.slicing import causal_attention, current_slice, dropout
+from pipeloom.slicing.context import hashed
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes of torch.compile and checkpointing, ignored
 _STD = 0.02  # GPT-2's
@@ -179,8 +179,7 @@ def init_parameters(module: nn.Module, *, seed: int) -> None:
             key = canonical.get(name, name)
             for wrapper in _WRAPPERS:
                 key = key.replace(wrapper, "")
-            digest = blake2b(f"{seed}/{key}".encode(), digest_size=8).digest()
-            draw, std = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1), stds.get(child, _STD)
+            draw, std = torch.Generator().manual_seed(hashed(seed, key)), stds.get(child, _STD)
             parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=draw))
 
 

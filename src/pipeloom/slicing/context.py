@@ -165,7 +165,7 @@ class Slice:
         """The random seed of a block of tokens of one call; the same in every slice and in recomputation."""
         context = self._context
         slot = context.slots.setdefault(call_key, len(context.slots))
-        return _hash(context.random_seed(), slot, block)
+        return hashed(context.random_seed(), slot, block)
 
     def call_key(self, owner: Hashable) -> Hashable:
         """`owner`, and the number of its calls in this slice so far.
@@ -231,7 +231,7 @@ class SliceContext:
         """The seed of all random streams of this context."""
         if self.seed is None:
             self.seed = (int(torch.randint(2**63 - 1, ())),)
-        return _hash(*self.seed)
+        return hashed(*self.seed)
 
     def close(self) -> None:
         """Release all tensors, except those that autograd graphs still reference."""
@@ -254,9 +254,9 @@ def current_slice() -> Slice | None:
     return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
 
 
-def _hash(*numbers: int) -> int:
-    """A number below 2**63."""
-    digest = blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
+def hashed(*parts: int | str) -> int:
+    """A seed below 2**63."""
+    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -2,13 +2,13 @@
 
 import os
 from dataclasses import asdict
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeloom.slicing.context import hashed
 from pipeloom.train import checkpoint
 from pipeloom.train.checkpoint.directory import resume_path
 from pipeloom.train.config.train_config import TrainConfig
@@ -92,7 +92,7 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
     if random is not None:
         checkpoint.restore_random_state(random)
     else:
-        seed_generators(run.config.seed, saved.step, group.rank)
+        torch.manual_seed(hashed(run.config.seed, saved.step, group.rank))  # dropout differs between replicas
     run.notices += resume_notices(run.config, saved.state["config"], path, saved.step, other_text=not same_text)
     limit = run.config.save_total_limit
     if limit is not None and path.absolute().parent == run.output_dir.absolute():
@@ -100,12 +100,6 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
         if before is None or limit < before:
             run.notices.append(f"the next save deletes all checkpoints but the newest {limit}")
     return saved
-
-
-def seed_generators(seed: int, step: int, rank: int) -> None:
-    """Seed this process's generators from seed, step and process alone: dropout differs between replicas."""
-    digest = blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def _names(run: RunParts) -> dict[Tensor, str]:

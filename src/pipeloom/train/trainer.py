@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from pipeloom.common.atomic_file import write_whole
@@ -15,6 +16,7 @@ from pipeloom.errors import InputError, RunError
 from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.processes.launcher import Membership
 from pipeloom.report import write_report
+from pipeloom.slicing.context import hashed
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import in_use
 from pipeloom.train.config.memory import chosen_words, under_cap
@@ -106,7 +108,7 @@ class Trainer:
 
     def resume(self, checkpoint: Path | None) -> int:
         """Load the checkpoint, if any; returns the number of completed steps."""
-        run_checkpoints.seed_generators(self.config.seed, 0, self.group.rank)
+        torch.manual_seed(hashed(self.config.seed, 0, self.group.rank))  # dropout differs between replicas
         self._resumed = checkpoint
         if checkpoint is None:
             return 0

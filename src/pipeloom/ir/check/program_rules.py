@@ -22,6 +22,7 @@ from pipeloom.ir.check.schedule_rules import (
     known_stages,
     one_order_per_rank,
     overlapped_pairs,
+    repeated,
     rule,
 )
 from pipeloom.ir.schedule import Program, peer_of
@@ -72,11 +73,7 @@ def messages_between_ranks(program: Program) -> Breaches:
 
 @rule("each message is sent and received once", PROGRAM_RULES)
 def messages_once(program: Program) -> Breaches:
-    seen: set[Action] = set()
-    for _, action in _messages(program):
-        if action in seen:
-            yield f"{action} appears twice", "Remove one"
-        seen.add(action)
+    yield from repeated(_messages(program))
 
 
 @rule("both sides must list the same messages in one order", PROGRAM_RULES)
@@ -253,12 +250,7 @@ def updates_of_a_stream(program: Program) -> Breaches:
 
 @rule("an activation is offloaded and reloaded at most once", PROGRAM_RULES)
 def moves_once(program: Program) -> Breaches:
-    seen: set[tuple[int, Action]] = set()
-    for rank, action in program.actions():
-        if action.op in _MOVES:
-            if (rank, action) in seen:
-                yield f"{at(action, rank)} appears twice", "Remove one"
-            seen.add((rank, action))
+    yield from repeated((rank, action) for rank, action in program.actions() if action.op in _MOVES)
 
 
 @rule("OFFLOAD comes between F and the backward, RELOAD between OFFLOAD and the backward", PROGRAM_RULES)

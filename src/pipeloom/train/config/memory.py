@@ -1,9 +1,5 @@
 """Memory of a run, from its configuration: offload, predicted memory per rank, and the choice under a cap. No torch."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, Granularity, Program, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
@@ -24,10 +20,6 @@ from pipeloom.sim import CostsFile
 from pipeloom.split.chain_partition import consecutive, even_parts, find_ties, partition
 from pipeloom.train.config.schedule import make_schedule, parse_cut
 from pipeloom.train.config.train_config import TrainConfig
-
-if TYPE_CHECKING:
-    import torch
-
 
 # Offload
 
@@ -111,12 +103,12 @@ def planned_memory(
     return memory_of_ranks(program, model, replica=replica)
 
 
-def memory_rows(config: TrainConfig, vocabulary_size: int, device: torch.device) -> list[MemoryRow]:
+def memory_rows(config: TrainConfig, vocabulary_size: int, device: str) -> list[MemoryRow]:
     """The prediction for every process of a run, by process number on the mesh."""
     shape = config.mesh_shape(config.num_ranks * config.data_degree)
     rows = []
     for replica in range(config.data_degree):
-        for memory in planned_memory(config, vocabulary_size, replica=replica, device=device.type):
+        for memory in planned_memory(config, vocabulary_size, replica=replica, device=device):
             process = shape.process({"dp": replica, "pp": memory.rank})
             predicted: dict[str, float | None] = {**memory.kinds, "peak": memory.peak}
             rows.append(MemoryRow(process=process, replica=replica, rank=memory.rank, predicted=predicted, measured={}))
