@@ -16,11 +16,7 @@ T = TypeVar("T")
 
 
 def parse_file(
-    name: str,
-    path: str | Path,
-    parse: Callable[[str], T],
-    kind: str = "JSON file",
-    error: type[InputError] = InputError,
+    name: str, path: str | Path, read: Callable[[str], T], kind: str = "JSON file", error: type[InputError] = InputError
 ) -> T:
     """Parse the file `path`; a leading byte order mark is dropped.
 
