@@ -56,7 +56,7 @@ def repeated(actions: Iterable[tuple[int, Action]]) -> Breaches:
     seen: set[Action] = set()
     for rank, action in actions:
         if action in seen:
-            yield f"{at(action, rank)} appears twice", "Remove one"
+            yield f"{action} appears twice on rank {rank}", "Remove one"
         seen.add(action)
 
 
