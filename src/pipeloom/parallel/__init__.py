@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from pipeloom.parallel.mixed_precision import update_parameters
     from pipeloom.parallel.offload.offloaded_optimizer import OffloadedOptimizer
 
-# Public names, and the module that each lives in.
-_HOMES = {
-    "update_parameters": "pipeloom.parallel.mixed_precision",
-    "Mesh": "pipeloom.parallel.mesh",
-    "OffloadedOptimizer": "pipeloom.parallel.offload.offloaded_optimizer",
+# Module -> its public names, loaded at first use.
+_LAZY = {
+    "pipeloom.parallel.mesh": ("Mesh",),
+    "pipeloom.parallel.mixed_precision": ("update_parameters",),
+    "pipeloom.parallel.offload.offloaded_optimizer": ("OffloadedOptimizer",),
 }
 
 __all__ = [
@@ -38,4 +38,4 @@ __all__ = [
     "update_parameters",
 ]
 
-__getattr__ = lazy_exports(__name__, _HOMES)
+__getattr__ = lazy_exports(__name__, _LAZY)

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from pipeloom.processes.black_box import BLACKBOX_BYTES
     from pipeloom.processes.collectives import all_gather_bytes
 
-# Public names, and the module that each lives in.
-_HOMES = {"BLACKBOX_BYTES": "pipeloom.processes.black_box", "all_gather_bytes": "pipeloom.processes.collectives"}
+# Module -> its public names, loaded at first use.
+_LAZY = {
+    "pipeloom.processes.black_box": ("BLACKBOX_BYTES",),
+    "pipeloom.processes.collectives": ("all_gather_bytes",),
+}
 
 __all__ = ["BLACKBOX_BYTES", "all_gather_bytes"]
 
-__getattr__ = lazy_exports(__name__, _HOMES)
+__getattr__ = lazy_exports(__name__, _LAZY)

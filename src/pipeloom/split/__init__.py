@@ -10,15 +10,11 @@ if TYPE_CHECKING:
     from pipeloom.split.stage_module import StageModule
     from pipeloom.split.stages import Stages, TiedParameter, profile_model, split
 
-# Public name -> the module that defines it.
-_HOMES = {
-    "LayerTime": "pipeloom.split.profile",
-    "StageModule": "pipeloom.split.stage_module",
-    "Stages": "pipeloom.split.stages",
-    "TiedParameter": "pipeloom.split.stages",
-    "profile_layers": "pipeloom.split.profile",
-    "profile_model": "pipeloom.split.stages",
-    "split": "pipeloom.split.stages",
+# Module -> its public names, loaded at first use.
+_LAZY = {
+    "pipeloom.split.profile": ("LayerTime", "profile_layers"),
+    "pipeloom.split.stage_module": ("StageModule",),
+    "pipeloom.split.stages": ("Stages", "TiedParameter", "profile_model", "split"),
 }
 
 __all__ = [
@@ -33,4 +29,4 @@ __all__ = [
     "split",
 ]
 
-__getattr__ = lazy_exports(__name__, _HOMES)
+__getattr__ = lazy_exports(__name__, _LAZY)
