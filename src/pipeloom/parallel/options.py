@@ -8,7 +8,7 @@ from typing import Literal, Self, get_args
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
-from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program
+from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule
 from pipeloom.passes import insert_offload
 from pipeloom.passes.offload import least_held
 
@@ -161,6 +161,15 @@ class Precision:
     def has_masters(self) -> bool:
         """Whether the optimizer updates master parameters, in another format than forwards read."""
         return self.dtype != "fp32"
+
+
+def check_synchronous(schedule: Schedule, option: str) -> None:
+    """Raises InputError for an asynchronous schedule with an `option` of data parallelism or number formats."""
+    if schedule.microbatches_per_update is not None:
+        raise InputError(
+            f"{option}: does not work with asynchronous schedule {schedule.name!r}. Use a synchronous one such as "
+            "1f1b, or replicas of stages for more processes."
+        )
 
 
 def axis_of(data: DataParallel, precision: Precision, degree: int) -> DataAxis | None:

@@ -12,7 +12,7 @@ from typing import Any
 from pipeloom.errors import InputError
 from pipeloom.ir import DataStrategy, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
-from pipeloom.parallel.options import OffloadTarget
+from pipeloom.parallel.options import OffloadTarget, check_synchronous
 from pipeloom.passes import lower
 from pipeloom.train.config.memory import activation_offload
 from pipeloom.train.config.schedule import make_schedule, parse_cut, unused_data_options
@@ -181,11 +181,7 @@ def _check_data_parallel(config: TrainConfig, schedule: Schedule) -> None:
         )
     if config.shared is None and dtype == "fp32":
         return
-    if schedule.microbatches_per_update is not None:
-        raise InputError(
-            f"{unusual}: does not work with asynchronous schedule {schedule.name!r}. Use a synchronous one such as "
-            "1f1b, or parallel.replicas for more processes."
-        )
+    check_synchronous(schedule, unusual)
     if not config.optimizer.barrier:
         raise InputError(
             f"optimizer.barrier=false: does not work with {unusual}: updates without a barrier support neither "
