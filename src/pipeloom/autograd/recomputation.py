@@ -26,8 +26,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from pipeloom.errors import RunError
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing.attention import attention_core
-from pipeloom.split.profile import may_change_input
-from pipeloom.split.stage_module import StageModule, is_plain_sequential, run_blocks
+from pipeloom.split.stage_module import StageModule, is_plain_sequential, may_change_input, run_blocks
 from pipeloom.transport.values import Value, copied
 
 # `attention_core` is what `causal_attention` runs in slices; torch's own module comes with its projections.

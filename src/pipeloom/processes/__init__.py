@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from pipeloom.processes.collectives import all_gather_bytes
 
 # Module -> its public names, loaded at first use.
-_LAZY = {
-    "pipeloom.processes.black_box": ("BLACKBOX_BYTES",),
-    "pipeloom.processes.collectives": ("all_gather_bytes",),
-}
+_LAZY = {"pipeloom.processes.black_box": ("BLACKBOX_BYTES",), "pipeloom.processes.collectives": ("all_gather_bytes",)}
 
 __all__ = ["BLACKBOX_BYTES", "all_gather_bytes"]
 
