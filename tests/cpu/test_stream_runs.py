@@ -450,7 +450,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
             ),
             ((iter(batches),), "without a length.* Pass num_batches"),
             (([],), "num_batches=0: must be at least 1"),
-            ((None, 12), "batches are a NoneType: .* Pass an iterable"),
+            ((None, 12), "batches is a NoneType: .* Pass an iterable"),
         ):
             with pytest.raises(InputError, match=text):
                 stream.run(*arguments)

@@ -152,7 +152,10 @@ def _plan_json(made: _Simulated, inputs: Inputs) -> str:
         kind = "an evaluation" if schedule.forward_only else "a stream"
         raise InputError(f"--out={options.out}: schedule {name!r} is {kind}. `pipeloom partition --out` plans streams.")
     if options.offload is not None:
-        raise InputError(f"--out={options.out}: --offload has no offload target. Remove --offload, and add it by hand.")
+        raise InputError(
+            f"--out={options.out}: --offload has no offload target, which a plan needs. Remove --offload, and add "
+            "`offload` and `offload_activations` to the plan file."
+        )
     named = name in schedules.FAMILIES and not schedules.find(name).to_measure
     why = [f"The simulated bubble is {percent_text(answer['bubble_fraction'])} of the step."]
     if best := answer.get("best_named"):

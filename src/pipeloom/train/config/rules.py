@@ -60,7 +60,8 @@ def validate_settings(config: TrainConfig) -> None:
         raise InputError("output_dir=null: must be a directory. Write ./null for a directory of this name.")
     if config.local and config.parallel.transport != "auto":
         raise InputError(
-            f"parallel.transport={config.parallel.transport}: has no effect with --local, which sends no messages."
+            f"parallel.transport={config.parallel.transport}: has no effect with --local, which sends no messages. "
+            "Remove parallel.transport, or --local."
         )
     schedule = make_schedule(config)
     parse_cut(config, schedule.num_stages)
@@ -146,7 +147,9 @@ def check_stream(config: TrainConfig) -> None:
     """
     name = config.schedule
     if not config.optimizer.barrier:
-        raise InputError(f"optimizer.barrier=false: has no effect with schedule {name!r}, which has no barrier.")
+        raise InputError(
+            f"optimizer.barrier=false: has no effect with schedule {name!r}, which has no barrier. Remove it."
+        )
     if config.model.tie_embeddings and config.parallel.pipeline > 1:
         raise InputError(
             f"model.tie_embeddings=true: does not work with schedule {name!r}, whose first and last stage update at "

@@ -185,14 +185,14 @@ class Stream:
             length = None
         if num_batches is None and length is None:
             raise InputError(
-                f"batches are a {type(batches).__name__} without a length: a run needs the number of its batches. Pass "
+                f"batches is a {type(batches).__name__} without a length: a run needs the number of its batches. Pass "
                 "num_batches."
             )
         count = _integer(length if num_batches is None else num_batches, least=1)
         reads = self._pipeline.needs_inputs or self._pipeline.needs_targets
         if reads and not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
             raise InputError(
-                f"batches are a {type(batches).__name__}: ranks with the first or the last stage take pairs (inputs, "
+                f"batches is a {type(batches).__name__}: ranks with the first or the last stage take pairs (inputs, "
                 "targets) from them. Pass an iterable."
             )
         if reads and length is not None and length < count:
