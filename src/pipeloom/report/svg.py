@@ -77,16 +77,21 @@ def timeline_svg(
         y += 8
     parts[:0] = _grid(seconds, scale, y)
     parts += _legend(timelines, y + 30, critical)
-    pad = 14 if standalone else 0
-    box = f"{-pad} {-pad} {width + 2 * pad:.0f} {y + 42 + 2 * pad:.0f}"
     style = _STYLE + (_CRITICAL_STYLE if critical else "")
     style += _LINK_STYLE if any(timeline.links for timeline in timelines) else ""
     style += _UPDATE_STYLE if any(timeline.is_stream for timeline in timelines) else ""
+    return _document(parts, style, "; ".join(map(_title, timelines)), width, y + 42, standalone)
+
+
+def _document(parts: Sequence[str], style: str, label: str, width: float, height: float, standalone: bool) -> str:
+    """The SVG element with its parts; a separate file has a margin and a background."""
+    pad = 14 if standalone else 0
+    box = f"{-pad} {-pad} {width + 2 * pad:.0f} {height + 2 * pad:.0f}"
     paper = f'<rect class="paper" x="{-pad}" y="{-pad}" width="100%" height="100%"/>' if standalone else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pl" viewBox="{box}" '
         f'style="width:100%;max-width:{width:.0f}px;height:auto" role="img" '
-        f'aria-label="{escape("; ".join(map(_title, timelines)), quote=True)}">'
+        f'aria-label="{escape(label, quote=True)}">'
         f"<style>{style}{_STANDALONE_STYLE if standalone else ''}</style>{paper}{''.join(parts)}</svg>"
     )
 
