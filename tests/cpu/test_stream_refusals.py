@@ -66,7 +66,7 @@ def test_an_optimizer_that_counts_in_its_groups_has_one_stage(count) -> None:
         ({"max_norm": None}, "max_norm=None"),
         ({"max_norm": True}, "max_norm=True"),
         ({"num_batches": -1}, "num_batches=-1"),
-        ({"num_batches": 2.5}, "num_batches is 2.5: must be an int"),
+        ({"num_batches": 2.5}, "num_batches=2.5: must be an integer"),
     ],
 )
 def test_options_are_checked_when_a_stream_is_made(options, text: str) -> None:

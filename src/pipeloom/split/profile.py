@@ -42,6 +42,7 @@ def profile_layers(
     loss_fn: LossFn | None = None,
     num_warmups: int = 2,
     num_rounds: int = 5,
+    timer: Callable[[], float] = perf_counter,
 ) -> list[LayerTime]:
     """Run every layer forward and backward and return the median times.
 
@@ -54,13 +55,14 @@ def profile_layers(
         loss_fn: its time is added to the last layer's.
         num_warmups: rounds that are discarded.
         num_rounds: rounds whose median is reported.
+        timer: returns seconds; called after the devices are synchronized.
 
     Raises:
         SplitError: a layer is on the meta device.
     """
     value, targets = sample if loss_fn is not None else (sample, None)
     modules = [module for _, module in layers]
-    clock = Clock(modules, value, perf_counter)
+    clock = Clock(modules, value, timer)
     loss = None if loss_fn is None else lambda output: loss_fn(output, targets)
     times: list[LayerTime] = []
     with untouched(modules, clock.cuda):

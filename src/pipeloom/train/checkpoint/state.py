@@ -16,11 +16,8 @@ from pipeloom.parallel import OffloadedOptimizer
 
 # torch dtype -> its name in safetensors.
 SAFETENSORS_TYPES: dict[torch.dtype, str] = {
-    **{
-        getattr(torch, f"{kind}{bits}"): f"{kind[0].upper()}{bits}"
-        for kind in ("int", "uint")
-        for bits in (8, 16, 32, 64)
-    },
+    **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (8, 16, 32, 64)},
     **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)},
     torch.bool: "BOOL",
     torch.bfloat16: "BF16",

@@ -5,6 +5,7 @@ cool-down.
 """
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.errors import InputError, shortened
 from pipeloom.ir import Program, check
-from pipeloom.ir.check.input_types import whole_number
 from pipeloom.ir.versions import check_drained, versions_used
 from pipeloom.passes import lower, stretch
 from pipeloom.processes.agreement import first_difference, gather_json
@@ -272,7 +272,9 @@ class Stream:
 
 
 def _integer(num_batches: Any, *, least: int) -> int:
-    count = whole_number(num_batches, "num_batches")
+    if isinstance(num_batches, bool) or not hasattr(num_batches, "__index__"):
+        raise InputError(f"num_batches={num_batches!r}: must be an integer.")
+    count = operator.index(num_batches)
     if count < least:
         raise InputError(f"num_batches={count}: must be at least {least}.")
     return count
