@@ -91,8 +91,7 @@ def check_schedule(given: Mapping[str, Any], schedule: Schedule) -> None:
         if cut not in CUTS:
             raise InputError(
                 f"cut={cut!r}: must be {', '.join(map(repr, CUTS))}, or a list with the number of layers of each "
-                "stage, "
-                "such as [3, 2]."
+                "stage, such as [3, 2]."
             )
     elif len(cut) != stages:
         rule = f"{counted(len(cut), 'stage')}, but schedule {schedule.name!r} has {stages}."

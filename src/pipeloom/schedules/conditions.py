@@ -57,8 +57,7 @@ class Conditions:
             if left > kept:
                 raise ScheduleError(
                     f"weight_gradient[{stage}]={left:g}: must be at most activation[{stage}]={kept:g}: what remains "
-                    "for W "
-                    "(the backward of the weights) is a part of what F (the forward) kept. Lower "
+                    "for W (the backward of the weights) is a part of what F (the forward) kept. Lower "
                     f"weight_gradient[{stage}]."
                 )
 

@@ -138,9 +138,8 @@ class Trainer:
         start = f", from {self._resumed}" if self._resumed else ""
         sizes = config.gpt(corpus.tokenizer.vocabulary_size)
         shown.say(
-            f"{sizes.num_parameters:,} parameters in {schedule.num_stages} stages, schedule {schedule.name}, "
-            f"{ranks}, {counted(config.num_microbatches, 'micro-batch')} per step; "
-            f"{found_text(corpus)}{start}"
+            f"{sizes.num_parameters:,} parameters in {schedule.num_stages} stages, schedule {schedule.name}, {ranks}, "
+            f"{counted(config.num_microbatches, 'micro-batch')} per step; {found_text(corpus)}{start}"
         )
         for line in self.run.notices:
             shown.say(line)

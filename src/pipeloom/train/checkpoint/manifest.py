@@ -139,8 +139,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if found[0] != FORMAT:
         raise CheckpointError(
             f"{checkpoint / MANIFEST_NAME} is not a manifest of pipeloom: format is {folded(found[0])}, must be "
-            f"{FORMAT!r}. "
-            "Pass a checkpoint-N directory that pipeloom wrote."
+            f"{FORMAT!r}. Pass a checkpoint-N directory that pipeloom wrote."
         )
     if found[1] not in READABLE:
         raise CheckpointError(

@@ -124,8 +124,7 @@ def tensor_sources(path: Path) -> dict[str, TensorSource]:
         if length > size - 8:
             raise CheckpointError(
                 f"{path}: its safetensors header is longer than the file; the file is damaged or has another format. "
-                "Use "
-                "another checkpoint."
+                "Use another checkpoint."
             )
         with suppress(ValueError, KeyError, TypeError):
             header = json.loads(file.read(length))

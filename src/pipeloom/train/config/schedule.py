@@ -154,9 +154,8 @@ def _check_slices(config: TrainConfig) -> None:
         rule = "supports only some numbers of slices" if family is not None else "has a fixed number of slices"
         number = "a divisor of parallel.pipeline" if family is not None else "the number of the file"
         raise ScheduleError(
-            f"parallel.slices=auto: schedule {name!r} {rule}, and auto needs any. Set parallel.slices to {number}, "
-            "or use "
-            "seq1f1b or terapipe."
+            f"parallel.slices=auto: schedule {name!r} {rule}, and auto needs any. Set parallel.slices to {number}, or "
+            "use seq1f1b or terapipe."
         )
 
 
