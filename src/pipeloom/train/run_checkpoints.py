@@ -38,11 +38,7 @@ def save(run: RunParts, step: int) -> Path:
     config, pipe = run.config, run.pipeline
     state: dict[str, Any] = {
         "model": asdict(config.gpt(run.corpus.tokenizer.vocabulary_size)),
-        "sampler": {
-            "samples_seen": run.samples_seen,
-            "seed": run.sampler.seed,
-            "num_windows": run.sampler.num_windows,
-        },
+        "sampler": {"samples_seen": run.samples_seen, "seed": run.sampler.seed, "num_windows": run.sampler.num_windows},
         "config": config.to_mapping(),
     }
     if run.scaler is not None:

@@ -96,9 +96,7 @@ class Profile:
 
     @classmethod
     def of(
-        cls,
-        rows: Iterable[tuple[str, float, float, float, float]],
-        ties: Iterable[tuple[float, tuple[int, ...]]] = (),
+        cls, rows: Iterable[tuple[str, float, float, float, float]], ties: Iterable[tuple[float, tuple[int, ...]]] = ()
     ) -> Self:
         """From rows in the order of `LayerProfile`, and ties."""
         return cls(tuple(LayerProfile(*row) for row in rows), tuple(Tie(*tie) for tie in ties))

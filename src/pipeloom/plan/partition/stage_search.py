@@ -46,13 +46,7 @@ class StageNode:
 
 
 def best_suffixes(
-    num_layers: int,
-    components: int,
-    step: Step,
-    *,
-    most_replicas: int,
-    add: bool = False,
-    every_end: bool = False,
+    num_layers: int, components: int, step: Step, *, most_replicas: int, add: bool = False, every_end: bool = False
 ) -> Array:
     """Values of the best pipelines that begin with each layer, shape (components + 1, layers + 1, ends).
 

@@ -96,10 +96,7 @@ class Checkpoint:
                     tensor.copy_(loaded.reshape(tensor.shape))
 
     def load_optimizer(
-        self,
-        optimizer: torch.optim.Optimizer,
-        names: Mapping[Tensor, str],
-        ranges: Mapping[str, Range] | None = None,
+        self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], ranges: Mapping[str, Range] | None = None
     ) -> None:
         """Restore the state and hyperparameters of `optimizer`.
 
