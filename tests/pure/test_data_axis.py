@@ -113,11 +113,11 @@ def test_every_schedule_gathers_and_reduces_as_often_as_it_should(name):
                 shared = any(a.op is Op.REDUCE_GRAD and a.microbatch is None for a in here)
                 gathers, frees, reductions = (found[op, *place] for op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD))
                 reductions -= shared
-                assert frees == (gathers if data.shards_parameters else 0)
+                assert frees == (gathers if data.strategy.shards_parameters else 0)
                 if data.granularity is STEP:
                     assert (gathers, reductions) == (int(data.unshards), 1)
                 elif data.granularity is MICROBATCH:
-                    assert (gathers, reductions) == (reads if data.shards_parameters else 1, adds)
+                    assert (gathers, reductions) == (reads if data.strategy.shards_parameters else 1, adds)
                 else:
                     assert 1 <= gathers <= reads
                     assert 1 <= reductions <= adds

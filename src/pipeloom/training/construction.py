@@ -84,7 +84,7 @@ def construct(
     replicas, group = (None, None) if mesh is None else (mesh.lines("pp"), mesh.cpu_group)
     connection = connect(schedule.num_ranks, transport, timeout_seconds, fingerprint, replicas=replicas, group=group)
     if connection.rank is not None:
-        frees = sharing.axis is not None and sharing.axis.shards_parameters
+        frees = sharing.axis is not None and sharing.axis.strategy.shards_parameters
         give_back_freed_memory() if frees else keep_freed_memory()
 
     ranks = range(schedule.num_ranks) if connection.rank is None else [connection.rank]

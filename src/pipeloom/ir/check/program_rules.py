@@ -113,7 +113,7 @@ def gathers_of_the_strategy(program: Program) -> Breaches:
             continue
         if data is None:
             yield f"{at(action, rank)} without a data axis", "Remove it, or add a data axis"
-        elif not (data.unshards if action.op is Op.UNSHARD else data.shards_parameters):
+        elif not (data.unshards if action.op is Op.UNSHARD else data.strategy.shards_parameters):
             yield f"{at(action, rank)} with {data.strategy.value}, which keeps full parameters", "Remove it"
         elif action.microbatch is not None:
             yield at(action, rank), "Remove its micro-batch"
@@ -150,7 +150,7 @@ def gathers_alternate(program: Program) -> Breaches:
 
 @rule("a step of zero3 ends with sharded parameters", PROGRAM_RULES)
 def sharded_at_the_end(program: Program) -> Breaches:
-    if program.data is not None and program.data.shards_parameters:
+    if program.data is not None and program.data.strategy.shards_parameters:
         for rank, order in enumerate(program.orders):
             last = {action.stage: action.op for action in order if action.op in _GATHERS}
             for stage in sorted(stage for stage, op in last.items() if op is Op.UNSHARD):
@@ -193,7 +193,7 @@ def reductions_cover_backwards(program: Program) -> Breaches:
 
 @rule("gradients that are not sharded are reduced once, or they would be summed twice", PROGRAM_RULES)
 def full_gradients_reduced_once(program: Program) -> Breaches:
-    if _has_data_gradients(program) and program.data is not None and not program.data.shards_gradients:
+    if _has_data_gradients(program) and program.data is not None and not program.data.strategy.shards_gradients:
         for rank, order in enumerate(program.orders):
             reduced: set[int] = set()
             for action in order:

@@ -44,7 +44,7 @@ class DataSharing(Sharing):
         self._data, self._precision, self._replicas = data, precision, replicas
         self.axis = axis
         self.replica = replicas.index
-        self.sharded = axis.shards_optimizer
+        self.sharded = axis.strategy.shards_optimizer
         target = "memory" if data.offload is None else OffloadTarget.parse(data.offload).kind
         self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients, target]
 

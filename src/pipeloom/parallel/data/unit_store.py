@@ -191,7 +191,7 @@ class UnitStore(ParameterStore):
         for module in self._modules:
             if isinstance(module, StageModule):
                 module.observer = None
-        if not self._axis.shards_parameters:
+        if not self._axis.strategy.shards_parameters:
             for parameter in (parameter for module in self._modules for parameter in module.parameters()):
                 vars(parameter).pop(_HELD, None)
         if self._mover is not None:
@@ -242,7 +242,7 @@ class UnitStore(ParameterStore):
             unit.assign(values)
 
     def refresh(self) -> None:
-        if not self._axis.shards_parameters:
+        if not self._axis.strategy.shards_parameters:
             for unit in self._units:
                 unit.stale()
                 unit.start_gather()

@@ -118,9 +118,9 @@ def unit_bytes(
     shards = [layout.shard(index, segment) for index in range(len(sizes))]
     parts = [(stop - start) / size if size else 0.0 for (start, stop), size in zip(shards, sizes, strict=True)]
     own = layout.segment_elements if segment is not None else 0
-    plain = not data.shards_optimizer and not formats.has_masters
+    plain = not data.strategy.shards_optimizer and not formats.has_masters
     compute = formats.compute * (count if plain else layout.num_elements)
-    sharded = data.shards_parameters
+    sharded = data.strategy.shards_parameters
     return UnitBytes(
         parameters=0.0 if sharded else compute,
         masters=_UPDATE_BYTES * own if formats.has_masters or sharded else 0.0,

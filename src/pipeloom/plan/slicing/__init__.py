@@ -3,12 +3,7 @@
 `measure_slices` needs torch and is not imported here.
 """
 
-from pipeloom.plan.slicing.scheduled_slices import (
-    scheduled_timeline,
-    slice_for_schedule,
-    slicing_seconds,
-    slicing_timeline,
-)
+from pipeloom.plan.slicing.scheduled_slices import scheduled_timeline, slice_for_schedule, slicing_timeline
 from pipeloom.plan.slicing.slice_costs import LinearTime, Sample, SliceCosts, SliceTime, fit, parse_slice_costs
 from pipeloom.plan.slicing.slicer import Slicing, balanced, check_sizes, peak_tokens, slice_batch, uniform
 
@@ -26,7 +21,6 @@ __all__ = [
     "scheduled_timeline",
     "slice_batch",
     "slice_for_schedule",
-    "slicing_seconds",
     "slicing_timeline",
     "uniform",
 ]

@@ -141,7 +141,7 @@ def under_cap(
     schedule = make_schedule(config)
     model = planned_model(config, vocabulary_size, schedule.num_stages, device=device)
     ways, data = [config], data_axis(config)
-    if data is not None and data.shards_gradients:
+    if data is not None and data.strategy.shards_gradients:
         ways = [config.changed("parallel", data_granularity=granularity.value) for granularity in Granularity]
     programs = [planned_program(way, schedule, device=device) for way in ways]
     costs, network = (None, None) if file is None else (file.costs, file.network)
@@ -149,7 +149,7 @@ def under_cap(
     kinds = [str(kind) for kind in choice.model.recompute]
     config = config.changed("memory", recompute=kinds[0] if len(set(kinds)) == 1 else ",".join(kinds))
     data = choice.program.data
-    if data is not None and data.shards_gradients and (data.degree > 1 or data.shards_parameters):
+    if data is not None and data.strategy.shards_gradients and (data.degree > 1 or data.strategy.shards_parameters):
         config = config.changed("parallel", data_granularity=data.granularity.value)
     return config, choice
 
