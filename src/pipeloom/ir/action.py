@@ -1,7 +1,5 @@
 """`Action`: one `Op` of one stage on one micro-batch."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -56,11 +54,11 @@ class Action(NamedTuple):
             text += f".{self.slice}"
         return text
 
-    def with_op(self, op: Op) -> Action:
+    def with_op(self, op: Op) -> "Action":
         """The same stage, micro-batch and slice under another op."""
         return Action(self.stage, op, self.microbatch, self.slice)
 
-    def other_end(self) -> Action:
+    def other_end(self) -> "Action":
         """The RECV of this SEND, or the SEND of this RECV."""
         step, op = OTHER_ENDS[self.op]
         return Action(self.stage + step, op, self.microbatch, self.slice)

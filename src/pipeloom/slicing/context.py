@@ -11,8 +11,6 @@ graph. Here both are kept outside of the graph (`GrowingSequence`), so the backw
 its stage as usual, and recomputation of a slice writes the same values to the same place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -124,7 +122,7 @@ class Slice:
     __slots__ = ("_calls", "_context", "_first_time", "cache", "end", "index", "length", "start")
 
     def __init__(
-        self, context: SliceContext, index: int, start: int, end: int, length: int, *, first_time: bool
+        self, context: "SliceContext", index: int, start: int, end: int, length: int, *, first_time: bool
     ) -> None:
         self.index, self.start, self.end, self.length = index, start, end, length
         self.cache: dict[Hashable, Tensor] = {}
