@@ -34,28 +34,12 @@ if TYPE_CHECKING:
 
 # Module -> its public names, all loaded at first use, so that a command is soon where it can answer an interrupt.
 _LAZY = {
-    "pipeloom": ("ir", "passes", "report", "schedules", "sim", "split"),
-    "pipeloom.ir": ("Action", "Op", "Placement", "Program", "Schedule", "check"),
-    "pipeloom.parallel": (
-        "DataParallel",
-        "Mesh",
-        "OffloadActivations",
-        "OffloadedOptimizer",
-        "Precision",
-        "update_parameters",
-    ),
-    "pipeloom.plan.plan": ("Plan",),
-    "pipeloom.sim": ("Costs", "Network", "Timeline", "simulate"),
-    "pipeloom.training": (
-        "BarrierStep",
-        "LossScaler",
-        "Pipeline",
-        "PostValidatedStep",
-        "Stream",
-        "StreamUpdate",
-        "Update",
-        "clip_grad_norm",
-    ),
+    "pipeloom": "ir passes report schedules sim split",
+    "pipeloom.ir": "Action Op Placement Program Schedule check",
+    "pipeloom.parallel": "DataParallel Mesh OffloadActivations OffloadedOptimizer Precision update_parameters",
+    "pipeloom.plan.plan": "Plan",
+    "pipeloom.sim": "Costs Network Timeline simulate",
+    "pipeloom.training": "BarrierStep LossScaler Pipeline PostValidatedStep Stream StreamUpdate Update clip_grad_norm",
 }
 
 __all__ = [
@@ -95,4 +79,4 @@ __getattr__ = lazy_exports(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *(name for names in _LAZY.values() for name in names)})
+    return sorted({*globals(), *" ".join(_LAZY.values()).split()})

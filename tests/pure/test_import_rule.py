@@ -98,7 +98,7 @@ def lazy_homes(path: Path) -> set[str]:
     assert len(tables) == 1, f"{path}: lazy_exports without a table of literals"
     package = next(name for name, file in MODULES.items() if file == path)
     table = ast.literal_eval(tables[0])
-    homes = {*table, *(f"{package}.{name}" for name in table.get(package, ()))} - {package}
+    homes = {*table, *(f"{package}.{name}" for name in table.get(package, "").split())} - {package}
     assert homes <= MODULES.keys(), f"{path}: {homes - MODULES.keys()} are no modules"
     return homes
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pipeloom.models.gpt import GPT, init_parameters, loss_fn, materialize
 
 # Module -> its public names, loaded at first use.
-_LAZY = {"pipeloom.models.gpt": ("GPT", "init_parameters", "loss_fn", "materialize")}
+_LAZY = {"pipeloom.models.gpt": "GPT init_parameters loss_fn materialize"}
 
 __all__ = ["GPT", "GPTConfig", "init_parameters", "loss_fn", "materialize"]
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 # Module -> its public names, loaded at first use.
 _LAZY = {
-    "pipeloom.parallel.mesh": ("Mesh",),
-    "pipeloom.parallel.mixed_precision": ("update_parameters",),
-    "pipeloom.parallel.offload.offloaded_optimizer": ("OffloadedOptimizer",),
+    "pipeloom.parallel.mesh": "Mesh",
+    "pipeloom.parallel.mixed_precision": "update_parameters",
+    "pipeloom.parallel.offload.offloaded_optimizer": "OffloadedOptimizer",
 }
 
 __all__ = [

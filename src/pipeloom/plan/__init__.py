@@ -9,5 +9,5 @@ if TYPE_CHECKING:
 __all__ = ["Plan"]
 
 # Module -> its public names, loaded at first use.
-_LAZY = {"pipeloom.plan.plan": ("Plan",)}
+_LAZY = {"pipeloom.plan.plan": "Plan"}
 __getattr__ = lazy_exports(__name__, _LAZY)

@@ -4,7 +4,7 @@ launcher        starts the ranks of a run on this host, and ends them all when o
 black_box       a page of memory with a rank's step, action and error, which outlives the rank
 rendezvous      how processes meet, also after torchrun has restarted them
 agreement       compares what processes are about to run
-collectives     small collectives; gloo_threads: the end of gloo's threads
+collectives     small collectives; also the end of gloo's threads
 host_memory     whether freed host memory stays in the process
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipeloom.processes.collectives import all_gather_bytes
 
 # Module -> its public names, loaded at first use.
-_LAZY = {"pipeloom.processes.black_box": ("BLACKBOX_BYTES",), "pipeloom.processes.collectives": ("all_gather_bytes",)}
+_LAZY = {"pipeloom.processes.black_box": "BLACKBOX_BYTES", "pipeloom.processes.collectives": "all_gather_bytes"}
 
 __all__ = ["BLACKBOX_BYTES", "all_gather_bytes"]
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 # Module -> its public names, loaded at first use.
 _LAZY = {
-    "pipeloom.split.profile": ("LayerTime", "profile_layers"),
-    "pipeloom.split.stage_module": ("StageModule",),
-    "pipeloom.split.stages": ("Stages", "TiedParameter", "profile_model", "split"),
+    "pipeloom.split.profile": "LayerTime profile_layers",
+    "pipeloom.split.stage_module": "StageModule",
+    "pipeloom.split.stages": "Stages TiedParameter profile_model split",
 }
 
 __all__ = [

@@ -39,17 +39,11 @@ if TYPE_CHECKING:
 
 # Module -> its public names, loaded at first use.
 _LAZY = {
-    "pipeloom.train.checkpoint.directory": ("latest", "list_checkpoints", "resolve"),
-    "pipeloom.train.checkpoint.manifest": ("verify",),
-    "pipeloom.train.checkpoint.reader": ("Checkpoint", "load"),
-    "pipeloom.train.checkpoint.state": (
-        "OptimizerState",
-        "RandomState",
-        "optimizer_state",
-        "random_state",
-        "restore_random_state",
-    ),
-    "pipeloom.train.checkpoint.writer": ("save",),
+    "pipeloom.train.checkpoint.directory": "latest list_checkpoints resolve",
+    "pipeloom.train.checkpoint.manifest": "verify",
+    "pipeloom.train.checkpoint.reader": "Checkpoint load",
+    "pipeloom.train.checkpoint.state": "OptimizerState RandomState optimizer_state random_state restore_random_state",
+    "pipeloom.train.checkpoint.writer": "save",
 }
 
 __all__ = [
