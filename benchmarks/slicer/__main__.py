@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.equal_work import equal_work
 from benchmarks.common.report import Parts, environment, markdown, save, table
 
-from pipeloom.plan.slicing import Sample, SliceCosts, Slicing, balanced, fit, slice_batch, slicing_timeline, uniform
+from pipeloom.plan.slicing import Sample, SliceCosts, Slicing, fit, slice_batch, slicing_timeline, uniform
 
 GRID = 8
 SEQUENCES = (2048, 8192)
@@ -43,7 +44,7 @@ def check(found: Slicing, costs: SliceCosts, sequence: int) -> None:
     for count in (1, 2, 4, 8, 16, 32, 64):
         for other in (
             uniform(sequence=sequence, num_slices=count, multiple=GRID),
-            balanced(sequence=sequence, num_slices=count, width=256, multiple=GRID),
+            equal_work(sequence=sequence, num_slices=count, width=256, multiple=GRID),
         ):
             assert seconds <= slicing_timeline(costs, [other], num_ranks=found.num_ranks).makespan + found.gap_seconds
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from benchmarks.common.equal_work import equal_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from pipeloom.plan.slicing import (
     LinearTime,
     Sample,
     SliceCosts,
-    balanced,
     fit,
     parse_slice_costs,
     peak_tokens,
@@ -211,7 +211,7 @@ def test_many_cells_make_no_worse_answer_than_even_ones():
     for count in (1, 2, 4, 8, 16, 32):
         for other in (
             uniform(sequence=2048, num_slices=count, multiple=8),
-            balanced(sequence=2048, num_slices=count, width=512, multiple=8),
+            equal_work(sequence=2048, num_slices=count, width=512, multiple=8),
         ):
             assert (
                 found.predicted_seconds <= slicing_timeline(costs, [other], num_ranks=16).makespan + found.gap_seconds
@@ -386,7 +386,7 @@ def test_even_slicings(data):
     sequence = data.draw(st.integers(1, 700))
     count = data.draw(st.integers(1, min(20, -(-sequence // multiple))))
     equal = uniform(sequence=sequence, num_slices=count, multiple=multiple)
-    lighter = balanced(sequence=sequence, num_slices=count, width=data.draw(st.integers(1, 256)), multiple=multiple)
+    lighter = equal_work(sequence=sequence, num_slices=count, width=data.draw(st.integers(1, 256)), multiple=multiple)
     for lengths in (equal, lighter):
         assert len(lengths) == count
         assert sum(lengths) == sequence
@@ -398,9 +398,9 @@ def test_even_slicings(data):
         uniform(sequence=sequence, num_slices=-(-sequence // multiple) + 1, multiple=multiple)
 
 
-def test_balanced_slices_have_equal_arithmetic():
+def test_slices_of_equal_work_have_equal_arithmetic():
     width, sequence = 64, 65536
-    lengths = balanced(sequence=sequence, num_slices=7, width=width)
+    lengths = equal_work(sequence=sequence, num_slices=7, width=width)
 
     def operations(end):  # of the first tokens in one block: matrices, then scores and values
         return 24 * width**2 * end + sum((2 * 2 * width) * position for position in (end * (end - 1) / 2,))
@@ -524,8 +524,3 @@ def test_costs_may_be_whole_numbers(costs):
 def test_costs_that_are_no_pairs_are_refused(costs, said):
     with pytest.raises(InputError, match=said):
         slice_batch(costs, sequence=16, num_ranks=2, grid=4)
-
-
-def test_equal_work_needs_a_width():
-    with pytest.raises(InputError, match=r"width=0, .*: the width must be at least 1"):
-        balanced(sequence=64, num_slices=2, width=0)
