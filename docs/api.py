@@ -32,7 +32,6 @@ TITLES = {
     "pipeloom.plan.slicing": "Where to slice a sequence",
     "pipeloom.plan.memory": "Memory estimates",
     "pipeloom.transport": "Messages between ranks",
-    "pipeloom.processes": "Launcher and collectives between processes",
 }
 CONSTANTS = {"__version__": "the version of pipeloom, a string"}  # top-level names without a package of their own
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +120,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=20, help="timed steps of a case in a round")
     parser.add_argument("--microbatches", type=int, default=64)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    installed = [name for name in CASES if CASES[name].system.kind != "deepspeed" or find_spec("deepspeed")]
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=installed)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "action_overhead.json")
     arguments = parser.parse_args()
     machine = environment()

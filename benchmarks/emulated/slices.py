@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.common.equal_work import equal_work
 from benchmarks.common.ping_pong import one_way_seconds
 from benchmarks.common.processes import Crew
 from benchmarks.common.reference import write_reference
@@ -21,7 +22,7 @@ from benchmarks.common.workloads import SequenceCosts, WaitingSequences
 import pipeloom as pl
 from pipeloom.ir import Op, Schedule
 from pipeloom.passes import lower
-from pipeloom.plan.slicing import balanced, slice_for_schedule, uniform
+from pipeloom.plan.slicing import slice_for_schedule, uniform
 
 NUM_RANKS = 8
 MICROBATCHES = (1, 2)
@@ -39,7 +40,7 @@ def cuts(num_microbatches: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         for count in (4, 8):
             found[f"{name}, {count} even"] = name, uniform(sequence=SEQUENCE, num_slices=count)
         # Matrices and attention take the same for a whole sequence: the width at which arithmetic says so, too.
-        found[f"{name}, 8 of equal work"] = name, balanced(sequence=SEQUENCE, num_slices=8, width=SEQUENCE // 12)
+        found[f"{name}, 8 of equal work"] = name, equal_work(sequence=SEQUENCE, num_slices=8, width=SEQUENCE // 12)
         best = slice_for_schedule(
             COSTS,
             schedule=name,

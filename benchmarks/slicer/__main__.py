@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.equal_work import equal_work
 from benchmarks.common.report import Parts, environment, markdown, save, table
 
-from pipeloom.plan.slicing import Sample, SliceCosts, Slicing, balanced, fit, slice_batch, slicing_seconds, uniform
+from pipeloom.plan.slicing import Sample, SliceCosts, Slicing, fit, slice_batch, slicing_timeline, uniform
 
 GRID = 8
 SEQUENCES = (2048, 8192)
@@ -38,14 +39,14 @@ def costs(noise: float, short: int, seed: int) -> SliceCosts:
 
 def check(found: Slicing, costs: SliceCosts, sequence: int) -> None:
     """What is said is what the slices take, and nothing even is better by more than is allowed."""
-    seconds = slicing_seconds(costs, found.slices, num_ranks=found.num_ranks)
+    seconds = slicing_timeline(costs, found.slices, num_ranks=found.num_ranks).makespan
     assert abs(seconds - found.predicted_seconds) <= 1e-9 * seconds
     for count in (1, 2, 4, 8, 16, 32, 64):
         for other in (
             uniform(sequence=sequence, num_slices=count, multiple=GRID),
-            balanced(sequence=sequence, num_slices=count, width=256, multiple=GRID),
+            equal_work(sequence=sequence, num_slices=count, width=256, multiple=GRID),
         ):
-            assert seconds <= slicing_seconds(costs, [other], num_ranks=found.num_ranks) + found.gap_seconds
+            assert seconds <= slicing_timeline(costs, [other], num_ranks=found.num_ranks).makespan + found.gap_seconds
 
 
 def measure(num_seeds: int) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,7 +131,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a system in a round")
     parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
-    parser.add_argument("--systems", nargs="+", choices=ENTRIES, default=list(ENTRIES))
+    installed = [name for name in ENTRIES if ENTRIES[name].system.kind != "deepspeed" or find_spec("deepspeed")]
+    parser.add_argument("--systems", nargs="+", choices=ENTRIES, default=installed)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "step_time.json")
     arguments = parser.parse_args()
     machine = environment()

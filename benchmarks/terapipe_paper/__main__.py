@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import environment, markdown, save, table
+from benchmarks.terapipe_paper.transformer_times import pipeline_stages, step_end_seconds
 
 from pipeloom.plan.cluster import Cluster, parse_cluster
-from pipeloom.plan.slicing import slice_batch, slicing_seconds
-from pipeloom.plan.transformer import pipeline_stages, step_end_seconds
+from pipeloom.plan.slicing import slice_batch, slicing_timeline
 
 HERE = Path(__file__).parent
 
@@ -58,7 +58,7 @@ def predict(row: Row, cluster: Cluster, *, grid: int = 8) -> dict[str, Any]:
     )
 
     def seconds(slices: tuple[int, ...]) -> float:
-        return end + slicing_seconds(stages, [slices] * row.microbatches, num_ranks=row.pipeline)
+        return end + slicing_timeline(stages, [slices] * row.microbatches, num_ranks=row.pipeline).makespan
 
     return {
         "row": row.number,

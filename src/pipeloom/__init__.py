@@ -35,43 +35,17 @@ if TYPE_CHECKING:
         clip_grad_norm,
     )
 
-# Public names and the module each lives in. All are loaded at first use, so that a command is soon where it can answer
-# an interrupt.
+# Module -> its public names, all loaded at first use, so that a command is soon where it can answer an interrupt.
 _LAZY = {
-    "Action": "pipeloom.ir",
-    "Op": "pipeloom.ir",
-    "Placement": "pipeloom.ir",
-    "Program": "pipeloom.ir",
-    "Schedule": "pipeloom.ir",
-    "check": "pipeloom.ir",
-    "ir": "pipeloom.ir",
-    "passes": "pipeloom.passes",
-    "schedules": "pipeloom.schedules",
-    "Plan": "pipeloom.plan.plan",
-    "Costs": "pipeloom.sim",
-    "Network": "pipeloom.sim",
-    "Timeline": "pipeloom.sim",
-    "simulate": "pipeloom.sim",
-    "BarrierStep": "pipeloom.training",
-    "LossScaler": "pipeloom.training",
-    "DataParallel": "pipeloom.parallel",
-    "Mesh": "pipeloom.parallel",
-    "OffloadActivations": "pipeloom.parallel",
-    "OffloadedOptimizer": "pipeloom.parallel",
-    "Precision": "pipeloom.parallel",
-    "Pipeline": "pipeloom.training",
-    "PostValidatedStep": "pipeloom.training",
-    "Stream": "pipeloom.training",
-    "StreamUpdate": "pipeloom.training",
-    "Update": "pipeloom.training",
-    "clip_grad_norm": "pipeloom.training",
-    "parallel_cross_entropy": "pipeloom.parallel",
-    "parallelize": "pipeloom.parallel",
-    "run_threads": "pipeloom.parallel",
-    "update_parameters": "pipeloom.parallel",
-    "split": "pipeloom.split",
-    "sim": "pipeloom.sim",
-    "report": "pipeloom.report",
+    "pipeloom": "ir passes report schedules sim split",
+    "pipeloom.ir": "Action Op Placement Program Schedule check",
+    "pipeloom.parallel": (
+        "DataParallel Mesh OffloadActivations OffloadedOptimizer Precision parallel_cross_entropy parallelize "
+        "run_threads update_parameters"
+    ),
+    "pipeloom.plan.plan": "Plan",
+    "pipeloom.sim": "Costs Network Timeline simulate",
+    "pipeloom.training": "BarrierStep LossScaler Pipeline PostValidatedStep Stream StreamUpdate Update clip_grad_norm",
 }
 
 __all__ = [
@@ -110,9 +84,8 @@ __all__ = [
     "update_parameters",
 ]
 
-
 __getattr__ = lazy_exports(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *" ".join(_LAZY.values()).split()})

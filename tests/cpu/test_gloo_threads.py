@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeloom.processes import gloo_threads
+from pipeloom.processes import collectives
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -34,11 +34,11 @@ def test_a_thread_at_work_is_seen_and_one_that_sleeps_is_not() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        assert eventually(gloo_threads._others_work)
+        assert eventually(collectives._others_work)
     finally:
         ended.set()
         thread.join()
-    assert eventually(lambda: not gloo_threads._others_work())
+    assert eventually(lambda: not collectives._others_work())
 
 
 @pytest.mark.parametrize(
@@ -58,17 +58,17 @@ def test_threads_are_waited_for_until_they_sleep_or_for_some_seconds(
         looks += 1
         return at_work[min(looks, len(at_work)) - 1]
 
-    monkeypatch.setattr(gloo_threads, "_others_work", look)
-    monkeypatch.setattr(gloo_threads.time, "sleep", sleep)
-    monkeypatch.setattr(gloo_threads.time, "monotonic", lambda: now)
-    gloo_threads._wait_for_threads()
-    assert looks == num_looks or (num_looks is None and now == pytest.approx(gloo_threads._MOST_SECONDS, abs=0.1))
+    monkeypatch.setattr(collectives, "_others_work", look)
+    monkeypatch.setattr(collectives.time, "sleep", sleep)
+    monkeypatch.setattr(collectives.time, "monotonic", lambda: now)
+    collectives._wait_for_threads()
+    assert looks == num_looks or (num_looks is None and now == pytest.approx(collectives._MOST_SECONDS, abs=0.1))
 
 
 def test_it_is_what_comes_last() -> None:
     """Whatever else is registered to be called at the end uses gloo perhaps."""
     words = (
-        "import atexit; from pipeloom.processes import gloo_threads as g;"
+        "import atexit; from pipeloom.processes import collectives as g;"
         "g._wait_for_threads = lambda: print('waits');"
         "g.let_gloo_finish(); atexit.register(print, 'closes'); g.let_gloo_finish()"
     )

@@ -194,7 +194,7 @@ def test_a_disk_without_room_is_told_before_the_first_step(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--memory.cap=1KiB"], "cap=1024 bytes (1 KiB): rank 1 takes at least"),
+        (["--memory.cap=1KiB"], "cap=1024 bytes (1 KiB): rank 1 needs at least"),
         (["--memory.cap=1QB"], "--memory.cap=1QB: must be a size in bytes, such as 8e9"),
         (["--memory.recompute=most"], "recompute='most': must be none, selective, full"),
         (["--memory.recompute=full,none,none"], "recompute='full,none,none': has 3 values for 2 stages. Use one value"),

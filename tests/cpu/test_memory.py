@@ -28,7 +28,7 @@ from pipeloom.plan.memory import (
 )
 from pipeloom.plan.memory.state_bytes import state_elements
 from pipeloom.split import split
-from pipeloom.split.layer_chain import partition
+from pipeloom.split.chain_partition import partition
 from tests.cpu.ranks import run_ranks
 
 

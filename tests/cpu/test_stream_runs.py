@@ -383,7 +383,7 @@ def test_a_run_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long run is bound block by block: same numbers, and every action is recorded once."""
     rule, batches = Rule("stash", (1, 2, 1)), make_batches(30)
     expected, _ = run(make_stages(3), make_schedule(rule, 30), batches)
-    monkeypatch.setattr("pipeloom.training.stream.rank_run._BLOCK", 7)
+    monkeypatch.setattr("pipeloom.training.stream.stream_rank._BLOCK", 7)
     pipe, stream = run(make_stages(3), make_schedule(rule, 30), batches)
     compare(pipe, {name: parameter.detach() for name, parameter in expected.named_parameters()})
     for (rank, found), (_, whole) in zip(pipe.records, expected.records, strict=True):
@@ -450,7 +450,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
             ),
             ((iter(batches),), "without a length.* Pass num_batches"),
             (([],), "num_batches=0: must be at least 1"),
-            ((None, 12), "batches are a NoneType: .* Pass an iterable"),
+            ((None, 12), "batches is a NoneType: .* Pass an iterable"),
         ):
             with pytest.raises(InputError, match=text):
                 stream.run(*arguments)

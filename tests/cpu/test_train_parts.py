@@ -31,14 +31,14 @@ from pipeloom.train.checkpoint.manifest import SEAL_NAME
 from pipeloom.train.config.sections import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.text import ByteTokenizer
+from pipeloom.train.data_parallel_costs import DataCosts, slowdown_of_host
 from pipeloom.train.generation import generate
-from pipeloom.train.link_costs import DataCosts, slowdown_of_host
 from pipeloom.train.optimizers import learning_rate, learning_rates, make_optimizer, set_learning_rates
 from pipeloom.train.output.directory import Journal, prepare_output, writing
 from pipeloom.train.output.display import describe, display, resume_notices, skipped_notice
 from pipeloom.train.output.step_metrics import Predictor, StepCost, cost_numbers, message_times, read_cost
 from pipeloom.train.process_group import Group
-from pipeloom.train.resume import agreed_checkpoint
+from pipeloom.train.run_checkpoints import agreed_checkpoint
 from pipeloom.training import LossScaler, Pipeline
 
 ROW = {

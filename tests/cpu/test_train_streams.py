@@ -274,7 +274,7 @@ def test_of_a_long_stream_the_last_records_are_enough(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks keep so many records, which is of different micro-batches on each."""
-    monkeypatch.setattr("pipeloom.training.stream.rank_run._NUM_RECORDS", 60)
+    monkeypatch.setattr("pipeloom.training.stream.stream_rank._NUM_RECORDS", 60)
     more = ("--schedule=pipedream", "--batch.microbatches=1", "--parallel.pipeline=3", "--steps=40")
     local(text, tmp_path, *more, "--eval_steps=0", "--save_steps=0")
     rows = metrics(tmp_path)

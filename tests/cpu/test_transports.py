@@ -14,7 +14,7 @@ import torch
 
 import pipeloom as pl
 from pipeloom.errors import InputError, PeerLost, StageError
-from pipeloom.processes import all_gather_bytes
+from pipeloom.processes.collectives import all_gather_bytes
 from pipeloom.transport import (
     Channel,
     HybridTransport,

@@ -59,7 +59,7 @@ def expected(program: Program, pipe: pl.Pipeline) -> Iterator[Event]:
     for action, (op, unit) in unit_actions_of_rank(
         program, 0, layers, {stage: len(found) for stage, found in sizes.items()}
     ):
-        if data.shards_parameters:
+        if data.strategy.shards_parameters:
             held += {Op.UNSHARD: 1, Op.RESHARD: -1}.get(op, 0) * sizes[action.stage][unit]
         yield Event(op, action.stage, unit, action, held)
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from pipeloom.split.layer_chain import Tie, find_ties, partition
+from pipeloom.split.chain_partition import Tie, find_ties, partition
 
 
 def test_what_layers_share_is_found_once_for_each_group_of_layers():

@@ -87,7 +87,7 @@ def test_a_cap_chooses_the_options_that_keep_it(capsys):
     words = printed.splitlines()[-1].partition("with ")[2]
     assert max(r["peak"] for r in memory(capsys, f"{MODEL} {words}")["ranks"]) <= alone * 0.9
     assert main(["memory", *MODEL.split(), "--memory.cap", "1KiB"]) == 2
-    assert "cap=1024 bytes (1 KiB): rank 1 takes at least" in capsys.readouterr().err
+    assert "cap=1024 bytes (1 KiB): rank 1 needs at least" in capsys.readouterr().err
 
 
 def test_a_cap_weighs_the_program_that_runs():

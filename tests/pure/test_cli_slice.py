@@ -9,7 +9,7 @@ import pytest
 
 from pipeloom.cli import main
 from pipeloom.plan.plan import Plan
-from pipeloom.plan.slicing.scheduled import peak_along
+from pipeloom.plan.slicing.scheduled_slices import peak_along
 from pipeloom.schedules import seq1f1b
 
 COSTS = {

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmarks.terapipe_paper.__main__ import HERE, predict, read_rows
+from benchmarks.terapipe_paper.transformer_times import StageTime, pipeline_stages, step_end_seconds
 
 from pipeloom.errors import InputError
 from pipeloom.plan.cluster import parse_cluster
-from pipeloom.plan.transformer import StageTime, pipeline_stages, step_end_seconds
 
 TEXT = (HERE / "p3.16xlarge.json").read_text()
 V100 = parse_cluster(TEXT)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pipeloom import schedules
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Action, Op, Placement, Schedule, check, dependencies
-from pipeloom.ir.action import LARGE, Order, decode, encode
 from pipeloom.ir.large import columns, rounds
+from pipeloom.ir.order import LARGE, Order, decode, encode
 from pipeloom.passes import forward_only
 from pipeloom.schedules.phases import Phases
 from pipeloom.sim import Costs, Network, critical_path, large_schedules, simulate

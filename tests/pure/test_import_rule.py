@@ -92,11 +92,13 @@ def module_names(argument: ast.expr, path: Path) -> set[str]:
 
 
 def lazy_homes(path: Path) -> set[str]:
-    """The modules in the values of a file's table of lazy exports."""
-    tables = [node.value for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign)]
-    values = [value for table in tables if isinstance(table, ast.Dict) for value in table.values]
-    homes = {str(value.value) for value in values if isinstance(value, ast.Constant)}
-    assert homes, f"{path}: lazy_exports without a table of literals"
+    """The modules of a file's table of lazy exports; the package itself stands for its submodules."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    tables = [node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_LAZY"]
+    assert len(tables) == 1, f"{path}: lazy_exports without a table of literals"
+    package = next(name for name, file in MODULES.items() if file == path)
+    table = ast.literal_eval(tables[0])
+    homes = {*table, *(f"{package}.{name}" for name in table.get(package, "").split())} - {package}
     assert homes <= MODULES.keys(), f"{path}: {homes - MODULES.keys()} are no modules"
     return homes
 

@@ -11,9 +11,8 @@ import pytest
 from pipeloom import schedules
 from pipeloom.common.json_reader import Entry
 from pipeloom.errors import InputError
-from pipeloom.ir import DataAxis, DataStrategy
-from pipeloom.ir.text import from_json, program_from_json, program_to_json, to_json
-from pipeloom.passes import lower
+from pipeloom.ir import DataStrategy
+from pipeloom.ir.text import from_json, to_json
 from pipeloom.plan.cluster import parse_cluster
 from pipeloom.plan.memory import read_memory
 from pipeloom.plan.partition import parse_profile
@@ -26,7 +25,6 @@ PHASE = {"base": [[8, 1.0]], "context": [0, 0, 0, 0]}
 NETWORK = {"bytes_per_second": 1e9, "latency_seconds": 0}
 FILES: dict[str, tuple[Callable[[str], object], Any]] = {
     "schedule": (from_json, json.loads(to_json(SCHEDULE))),
-    "program": (program_from_json, json.loads(program_to_json(lower(SCHEDULE, data=DataAxis(degree=2))))),
     "costs": (
         parse_costs,
         {"stages": [{"forward": 1, "backward_input": 1, "backward_weight": 1, "units": 2, "parameter_bytes": 8}]},
@@ -84,10 +82,6 @@ def test_good_files_are_read_and_a_key_twice_is_refused(name: str) -> None:
         ("schedule", "overlapped", [["0F0"]], "the schedule: overlapped[0]=['0F0']: must be a list of length 2"),
         ("schedule", "microbatches_per_update", 2.5, "the schedule: microbatches_per_update=2.5"),
         ("schedule", "num_slice", 2, "the schedule: unknown key 'num_slice'. Remove it (keys name, num_microbatches"),
-        ("program", "schedule/num_slices", 1.5, "the program: schedule.num_slices=1.5"),
-        ("program", "data/degree", 1.5, "the program: data.degree=1.5"),
-        ("program", "data/strategy", "zero4", "the program: data.strategy='zero4': must be one of ddp"),
-        ("program", "gradient_groups", [[0.5]], "the program: gradient_groups[0][0]=0.5"),
         ("costs", "stages/0/units", 1.5, "the costs file: stages[0].units=1.5"),
         ("costs", "stages/0/forward", float("nan"), "the costs file: stages[0].forward=nan"),
         ("costs", "stages/0/forward", float("inf"), "the costs file: stages[0].forward=inf"),

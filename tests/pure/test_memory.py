@@ -239,7 +239,7 @@ def test_the_coarsest_granularity_that_fits_is_chosen_where_the_network_is_slow(
         choice = choose_memory(ways(schedule), small, cap, costs=costs, network=slow)
         assert choice.program.data.granularity is granularity
         assert choice.peak <= cap
-    with pytest.raises(InputError, match=rf"takes at least {fine:.0f} \(.*\)\. Raise the cap"):
+    with pytest.raises(InputError, match=rf"needs at least {fine:.0f} \(.*\)\. Raise the cap"):
         choose_memory(ways(schedule), small, fine - 1)
 
 

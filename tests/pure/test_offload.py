@@ -167,7 +167,7 @@ def test_moves_that_make_no_sense_are_refused():
         ("0OFFLOAD3 ", "", "0RELOAD3 on rank 0, where nothing is offloaded"),
         ("0RELOAD3 ", "", "0B3 on rank 0, where its activation is offloaded: .*Put 0RELOAD3 before it"),
         ("0F3 0OFFLOAD3", "0OFFLOAD3 0F3", "0OFFLOAD3 on rank 0, where no activation is kept: .*Put it behind 0F3"),
-        ("0RELOAD3 ", "0RELOAD3 0OFFLOAD3 ", "0OFFLOAD3 on rank 0 appears twice: .* at most once"),
+        ("0RELOAD3 ", "0RELOAD3 0OFFLOAD3 ", "0OFFLOAD3 appears twice on rank 0: .* at most once"),
         ("0OFFLOAD2 ", "0OFFLOAD ", "0OFFLOAD on rank 0, where no activation is kept"),
     ):
         assert old in text

@@ -82,7 +82,7 @@ def test_files(tmp_path, path):
 
 
 REFUSED = {
-    "missing.csv": r"schedule '.*missing.csv': No such file or directory. Name a readable file",
+    "missing.csv": r"schedule .*missing.csv: No such file or directory. Name a readable file",
     "mine.py": r"mine.py' names no function. Write .*mine.py:NAME",
     "mine.py:absent": r"has no function 'absent'. Write .*mine.py:NAME",
     "mine.py:NUMBER": r"has no function 'NUMBER'",
@@ -93,7 +93,7 @@ REFUSED = {
     "mine.py:fixed": r"function 'fixed' is for 1 micro-batches, the run has 3: they must be equal. Use 1",
     "broken.py:f": r"schedule file .*broken.py cannot be imported \(SyntaxError",
     "bad.csv": r"'zero': an action is stage, op",
-    "bad.json": r"bad.json': the schedule: missing key 'name'",
+    "bad.json": r"bad.json: the schedule: missing key 'name'",
 }
 
 

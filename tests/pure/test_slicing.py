@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from benchmarks.common.equal_work import equal_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,18 +21,16 @@ from pipeloom.plan.slicing import (
     LinearTime,
     Sample,
     SliceCosts,
-    balanced,
     fit,
     parse_slice_costs,
     peak_tokens,
     scheduled_timeline,
     slice_batch,
     slice_for_schedule,
-    slicing_seconds,
     slicing_timeline,
     uniform,
 )
-from pipeloom.plan.slicing.scheduled import peak_along
+from pipeloom.plan.slicing.scheduled_slices import peak_along
 
 # --- brute force ----------------------------------------------------------------------------------------------------
 
@@ -159,7 +158,7 @@ def test_ranks_that_differ(seed):
     assert found.predicted_seconds == pytest.approx(best, rel=1e-9)
     different = [arbitrary(rng) for _ in range(num_ranks)]
     found = slice_batch(different, sequence=sequence, num_ranks=num_ranks, batch=batch, grid=1, epsilon=0.0)
-    seconds = slicing_seconds(different, found.slices, num_ranks=num_ranks, batch=found.batch)
+    seconds = slicing_timeline(different, found.slices, num_ranks=num_ranks, batch=found.batch).makespan
     assert seconds <= found.predicted_seconds * (1 + 1e-9)
 
 
@@ -208,13 +207,15 @@ def test_many_cells_make_no_worse_answer_than_even_ones():
     backward = LinearTime(base=tuple((n, 2 * t) for n, t in base), context=(0.0, 0.0, 2e-8, 2e-9))
     costs = SliceCosts(forward=forward, backward=backward, latency=1e-4)
     found = slice_batch(costs, sequence=2048, num_ranks=16)
-    assert slicing_seconds(costs, found.slices, num_ranks=16) == pytest.approx(found.predicted_seconds)
+    assert slicing_timeline(costs, found.slices, num_ranks=16).makespan == pytest.approx(found.predicted_seconds)
     for count in (1, 2, 4, 8, 16, 32):
         for other in (
             uniform(sequence=2048, num_slices=count, multiple=8),
-            balanced(sequence=2048, num_slices=count, width=512, multiple=8),
+            equal_work(sequence=2048, num_slices=count, width=512, multiple=8),
         ):
-            assert found.predicted_seconds <= slicing_seconds(costs, [other], num_ranks=16) + found.gap_seconds
+            assert (
+                found.predicted_seconds <= slicing_timeline(costs, [other], num_ranks=16).makespan + found.gap_seconds
+            )
     lengths = found.slices[0]
     assert lengths[0] > lengths[-1]  # what has more before it is shorter
 
@@ -255,7 +256,7 @@ def test_refused_costs():
     with pytest.raises(InputError, match="costs has 2 entries for 3 ranks"):
         slice_batch([lambda b, n, c: (1.0, 1.0)] * 2, sequence=8, num_ranks=3, grid=4)
     with pytest.raises(InputError, match="slices"):
-        slicing_seconds(lambda b, n, c: (1.0, 1.0), [(4, 0)], num_ranks=2)
+        slicing_timeline(lambda b, n, c: (1.0, 1.0), [(4, 0)], num_ranks=2)
 
 
 # --- costs ----------------------------------------------------------------------------------------------------------
@@ -385,7 +386,7 @@ def test_even_slicings(data):
     sequence = data.draw(st.integers(1, 700))
     count = data.draw(st.integers(1, min(20, -(-sequence // multiple))))
     equal = uniform(sequence=sequence, num_slices=count, multiple=multiple)
-    lighter = balanced(sequence=sequence, num_slices=count, width=data.draw(st.integers(1, 256)), multiple=multiple)
+    lighter = equal_work(sequence=sequence, num_slices=count, width=data.draw(st.integers(1, 256)), multiple=multiple)
     for lengths in (equal, lighter):
         assert len(lengths) == count
         assert sum(lengths) == sequence
@@ -397,9 +398,9 @@ def test_even_slicings(data):
         uniform(sequence=sequence, num_slices=-(-sequence // multiple) + 1, multiple=multiple)
 
 
-def test_balanced_slices_have_equal_arithmetic():
+def test_slices_of_equal_work_have_equal_arithmetic():
     width, sequence = 64, 65536
-    lengths = balanced(sequence=sequence, num_slices=7, width=width)
+    lengths = equal_work(sequence=sequence, num_slices=7, width=width)
 
     def operations(end):  # of the first tokens in one block: matrices, then scores and values
         return 24 * width**2 * end + sum((2 * 2 * width) * position for position in (end * (end - 1) / 2,))
@@ -419,7 +420,6 @@ def test_timelines_take_what_the_formula_says(seed, num_ranks):
     batch = [rng.randint(1, 3) for _ in slices]
     timeline = slicing_timeline(cost, slices, num_ranks=num_ranks, batch=batch)
     assert timeline.makespan == pytest.approx(objective([cost] * num_ranks, slices, batch))
-    assert timeline.makespan == slicing_seconds(cost, slices, num_ranks=num_ranks, batch=batch)
     ended = {span.action: span.end for row in timeline.spans for span in row}
     for rank, row in enumerate(timeline.spans):
         assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(row))
@@ -456,7 +456,7 @@ def test_slices_for_a_schedule_beat_all_that_are_alike(seed):
         if schedule == "terapipe":
             exact = slice_batch(costs, **sizes)
             assert found.predicted_seconds >= exact.predicted_seconds - exact.gap_seconds
-            again = slicing_seconds(costs, found.slices, num_ranks=sizes["num_ranks"], batch=found.batch)
+            again = slicing_timeline(costs, found.slices, num_ranks=sizes["num_ranks"], batch=found.batch).makespan
             assert found.predicted_seconds == pytest.approx(again)
 
 
@@ -524,8 +524,3 @@ def test_costs_may_be_whole_numbers(costs):
 def test_costs_that_are_no_pairs_are_refused(costs, said):
     with pytest.raises(InputError, match=said):
         slice_batch(costs, sequence=16, num_ranks=2, grid=4)
-
-
-def test_equal_work_needs_a_width():
-    with pytest.raises(InputError, match=r"width=0, .*: the width must be at least 1"):
-        balanced(sequence=64, num_slices=2, width=0)

@@ -10,7 +10,7 @@ from pipeloom import Action, Op, Placement, Schedule, schedules
 from pipeloom.cli import main
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import DataAxis, Program, WeightPolicy, check
-from pipeloom.ir.text import from_json, parse_action, parse_orders, program_from_json, to_json
+from pipeloom.ir.text import from_json, parse_action, parse_orders, to_json
 from pipeloom.ir.torch_csv import from_csv, to_csv
 from pipeloom.passes import lower
 from pipeloom.sim import Costs, simulate
@@ -124,7 +124,7 @@ SLIPS = {
         lambda: from_json(TEXT.replace('"0F0 0F1 0B0 0B1"', "3")),
         r"the schedule: orders\[0\]=3: must be a string",
     ),
-    "program": (lambda: program_from_json("[]"), "the program is \\[\\]: must be an object with keys"),
+    "no object": (lambda: from_json("[]"), "the schedule is \\[\\]: must be an object with keys"),
     "unchecked": (lambda: simulate(BEHIND, Costs.uniform()), "2F0 on rank 1: the stage does not exist"),
     "unchecked lowered": (lambda: lower(having(3)), "rank 0 has 3 at position 0"),
     "unchecked written": (lambda: to_csv(having([])), "position 0"),

@@ -110,7 +110,7 @@ def test_units_are_never_slower_than_whole_stages_nor_quicker_than_what_has_to_b
     sizes = tuple(float(rng.randrange(8)) for _ in range(stages))
     whole = replace(costs(1.0, 0.0, None, stages), parameter_bytes=sizes)
     network = Network(data_bytes_per_second=2.0)
-    if data.shards_optimizer and rng.randrange(2):
+    if data.strategy.shards_optimizer and rng.randrange(2):
         schedule = forward_only(schedule)
     program = lower(schedule, data=data)
     plain = simulate(lower(schedule), whole)
@@ -119,8 +119,8 @@ def test_units_are_never_slower_than_whole_stages_nor_quicker_than_what_has_to_b
     timeline = simulate(program, replace(whole, units=counts), network)
     # Where reductions are one at a time, backwards wait for them inside, and other ranks for those backwards. And one
     # unit ahead is less than the whole stage that a rank could gather while it waits for a message.
-    waits = data.shards_parameters and data.granularity is MICROBATCH and schedule.num_ranks > 1
-    if not (schedule.overlapped or waits) and (schedule.forward_only or not data.shards_optimizer):
+    waits = data.strategy.shards_parameters and data.granularity is MICROBATCH and schedule.num_ranks > 1
+    if not (schedule.overlapped or waits) and (schedule.forward_only or not data.strategy.shards_optimizer):
         assert timeline.makespan <= gathered_whole.makespan * (1 + 1e-9)
     assert timeline.makespan >= plain.makespan * (1 - 1e-9)
     busy = [sum(end - start for _, start, end in row) for row in timeline.background]

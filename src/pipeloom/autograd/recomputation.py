@@ -27,8 +27,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from pipeloom.errors import RunError
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing.attention import attention_core, context_attention
-from pipeloom.split.module import StageModule, is_plain_sequential, run_blocks
-from pipeloom.split.profile import may_change_input
+from pipeloom.split.stage_module import StageModule, is_plain_sequential, may_change_input, run_blocks
 from pipeloom.transport.values import Value, copied
 
 # `attention` runs `attention_core` in slices and `context_attention` under context parallelism; torch's own module

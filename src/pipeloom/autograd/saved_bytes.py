@@ -1,10 +1,9 @@
 """`SavedBytes`: counts the bytes that autograd saves for backwards during a run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ class _Saved(Repeatable):
 
     __slots__ = ("_counter", "tensor")
 
-    def __init__(self, tensor: Tensor, counter: SavedBytes | None) -> None:
+    def __init__(self, tensor: Tensor, counter: "SavedBytes | None") -> None:
         self.tensor, self._counter = tensor, counter
         if counter is not None:
             counter.change(tensor.untyped_storage(), 1)
@@ -46,7 +45,7 @@ class SavedBytes:
         self.now = self.peak = 0
 
     @classmethod
-    def beyond(cls, *modules: nn.Module) -> SavedBytes:
+    def beyond(cls, *modules: nn.Module) -> Self:
         """Counts everything except parameters and buffers of `modules`."""
         return cls(held for module in modules for held in (*module.parameters(), *module.buffers()))
 

@@ -1,16 +1,10 @@
 """The command line: one thin module per command, imported only when its command runs."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 
 from pipeloom.errors import InputError, PipeloomError, unwrapped
 from pipeloom.version import __version__
-
-TYPE_CHECKING = False  # imports here take no time, so that Ctrl-C is answered from `main` on
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # Each command and its purpose; the module of the same name has `main(argv) -> int`.
 COMMANDS = {
@@ -46,9 +40,9 @@ exit codes: 0 success, 1 failure during the run, 2 invalid input, 128+N ended by
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the command that `argv` names (default: the command line of this process); returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
     try:
         from pipeloom.cli.common.standard_streams import standard_streams
 
@@ -68,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130)
 
 
-def _run(words: Sequence[str]) -> int:
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())

@@ -55,7 +55,12 @@ def _parser() -> Parser:
     option("--bandwidth", type=BytesPerSecond | None, help="bandwidth per rank in bytes per second")
     levels = "hierarchical cluster: components@bandwidth per level, innermost first"
     option("--levels", type=str, metavar="N@RATE,..", help=levels)
-    option("--form", type=Form, default="summed", help="compute + sync per stage; published: their maximum")
+    option(
+        "--form",
+        type=Form,
+        default="summed",
+        help="stage time: computation + synchronization; published: their maximum",
+    )
     option("--memory-cap", type=Bytes | None, help="limit of peak memory per rank")
     states = "gradients and optimizer states, in multiples of the weights (AdamW: 3)"
     option("--state-copies", type=float, default=0.0, help=states)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from pipeloom import schedules
@@ -151,7 +152,10 @@ def _plan_json(made: _Simulated, inputs: Inputs) -> str:
         kind = "an evaluation" if schedule.forward_only else "a stream"
         raise InputError(f"--out={options.out}: schedule {name!r} is {kind}. `pipeloom partition --out` plans streams.")
     if options.offload is not None:
-        raise InputError(f"--out={options.out}: --offload has no offload target. Remove --offload, and add it by hand.")
+        raise InputError(
+            f"--out={options.out}: --offload has no offload target, which a plan needs. Remove --offload, and add "
+            "`offload` and `offload_activations` to the plan file."
+        )
     named = name in schedules.FAMILIES and not schedules.find(name).to_measure
     why = [f"The simulated bubble is {percent_text(answer['bubble_fraction'])} of the step."]
     if best := answer.get("best_named"):
@@ -209,58 +213,55 @@ def _parser() -> Parser:
     )
     names = f"schedule, or `compare` and several: {', '.join(schedules.FAMILIES)}"
     option = parser.add_argument
-    option("names", type=str, nargs="+", help=f"{names}; or a file: .csv, .json, .py:function")
-    option("--ranks", type=int, required=True, help="pipeline-parallel degree")
-    option("--microbatches", type=int, required=True, help="micro-batches per step; asynchronous schedules: in total")
-    option("--chunks", type=int, help="virtual stages (chunks) per rank (default: the schedule's own)")
-    option("--slices", type=int, default=1, help="slices per sequence")
-    option("--weights", type=str, metavar="stash|vertical", help="weight versioning of pipedream (default: stash)")
-    option(
-        "--replicas", type=str, metavar="N,N,..", help="asynchronous schedules: replicas per stage (default: 1 each)"
-    )
-    option("--microbatches-per-update", type=int, help="asynchronous schedules: micro-batches per update of a stage")
+    text, whole, number, rate = (partial(option, type=kind) for kind in (str, int, float, BytesPerSecond))
+    text("names", nargs="+", help=f"{names}; or a file: .csv, .json, .py:function")
+    whole("--ranks", required=True, help="pipeline-parallel degree")
+    whole("--microbatches", required=True, help="micro-batches per step; asynchronous schedules: in total")
+    whole("--chunks", help="virtual stages (chunks) per rank (default: the schedule's own)")
+    whole("--slices", default=1, help="slices per sequence")
+    text("--weights", metavar="stash|vertical", help="weight versioning of pipedream (default: stash)")
+    text("--replicas", metavar="N,N,..", help="asynchronous schedules: replicas per stage (default: 1 each)")
+    whole("--microbatches-per-update", help="asynchronous schedules: micro-batches per update of a stage")
     in_flight = "asynchronous schedules: limit on in-flight micro-batches (default: noam)"
-    option("--in-flight", type=str, metavar="noam|full|N", help=in_flight)
-    option("--forward", type=float, help="seconds per forward (default: 1)")
-    option("--backward-input", type=float, help="seconds per backward of the inputs (default: 1)")
-    option("--backward-weight", type=float, help="seconds per backward of the weights (default: 1)")
-    option("--overlap", type=float, default=1.0, help="time of an overlapped F and B, as a fraction of their sum")
-    option("--latency", type=float, help="latency of a message between two ranks in seconds (default: 0)")
-    option("--costs", type=str, metavar="FILE", help="JSON file with times and sizes per stage, instead of the options")
-    slow = "slowdown factor of a rank's computations; repeatable"
-    option("--slow-rank", type=str, action="append", metavar="RANK:FACTOR", help=slow)
-    option("--memory-limit", type=float, help="peak activation limit; 1: activations of one rank for one micro-batch")
-    option("--weight-gradient-memory", type=float, help="fraction of an activation kept between I and W (default: 1)")
+    text("--in-flight", metavar="noam|full|N", help=in_flight)
+    number("--forward", help="seconds per forward (default: 1)")
+    number("--backward-input", help="seconds per backward of the inputs (default: 1)")
+    number("--backward-weight", help="seconds per backward of the weights (default: 1)")
+    number("--overlap", default=1.0, help="time of an overlapped F and B, as a fraction of their sum")
+    number("--latency", help="latency of a message between two ranks in seconds (default: 0)")
+    text("--costs", metavar="FILE", help="JSON file with times and sizes per stage, instead of the options")
+    text(
+        "--slow-rank",
+        action="append",
+        metavar="RANK:FACTOR",
+        help="slowdown factor of a rank's computations; repeatable",
+    )
+    number("--memory-limit", help="peak activation limit; 1: activations of one rank for one micro-batch")
+    number("--weight-gradient-memory", help="fraction of an activation kept between I and W (default: 1)")
     option("--placement", choices=("loop", "v"), help="search: placement of virtual stages (default: loop)")
-    option("--effort", type=float, help="search: fixed amount of work, about X seconds (default: 6)")
-    option("--prove", type=float, help="search: time limit in seconds for OR-Tools CP-SAT")
-    strategies, granularities = ([each.value for each in kind] for kind in (DataStrategy, Granularity))
-    option("--data", type=int, help="data-parallel degree; micro-batches are per replica (default: none)")
+    number("--effort", help="search: fixed amount of work, about X seconds (default: 6)")
+    number("--prove", help="search: time limit in seconds for OR-Tools CP-SAT")
+    strategies, periods = ([each.value for each in kind] for kind in (DataStrategy, Granularity))
+    whole("--data", help="data-parallel degree; micro-batches are per replica (default: none)")
     option("--data-strategy", choices=strategies, help="strategy (default: ddp)")
-    option(
-        "--data-granularity", choices=granularities, help="how often zero2 and zero3 gather and reduce (default: step)"
-    )
-    option("--data-bandwidth", type=BytesPerSecond, help="bandwidth per rank to other replicas (default: no limit)")
-    option(
-        "--data-sum-bandwidth", type=BytesPerSecond, help="bandwidth per rank of reductions (default: --data-bandwidth)"
-    )
-    option("--data-latency", type=float, help="latency of a message between replicas in seconds (default: 0)")
-    option("--data-slowdown", type=float, help="slowdown of computations during collectives, 0 to 1 (default: 0)")
-    option("--units", type=int, help="communication buckets per stage (default: 1)")
-    option(
-        "--cluster", type=str, metavar="FILE", help="JSON file with bandwidths and latencies for --data and --offload"
-    )
+    option("--data-granularity", choices=periods, help="how often zero2 and zero3 gather and reduce (default: step)")
+    rate("--data-bandwidth", help="bandwidth per rank to other replicas (default: no limit)")
+    rate("--data-sum-bandwidth", help="bandwidth per rank of reductions (default: --data-bandwidth)")
+    number("--data-latency", help="latency of a message between replicas in seconds (default: 0)")
+    number("--data-slowdown", help="slowdown of computations during collectives, 0 to 1 (default: 0)")
+    whole("--units", help="communication buckets per stage (default: 1)")
+    text("--cluster", metavar="FILE", help="JSON file with bandwidths and latencies for --data and --offload")
     option("--parameter-bytes", type=Bytes, help="bytes of parameters per rank")
-    option("--offload", type=float, help="live activations kept per rank; the others are offloaded (default: all)")
-    option("--memory-bandwidth", type=BytesPerSecond, help="bandwidth to the offload target (default: no limit)")
+    number("--offload", help="live activations kept per rank; the others are offloaded (default: all)")
+    rate("--memory-bandwidth", help="bandwidth to the offload target (default: no limit)")
     option("--activation-bytes", type=Bytes, help="bytes of activations per rank and micro-batch")
     option("--json", action="store_true", help="output as one JSON object")
-    option("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
-    option("--csv", type=str, metavar="FILE", help="CSV file to write, in the format of torch.distributed.pipelining")
-    option("--html", type=str, metavar="FILE", help="HTML file to write, with timeline and numbers")
-    option("--svg", type=str, metavar="FILE", help="SVG file to write, with the timeline")
+    text("--out", metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
+    text("--csv", metavar="FILE", help="CSV file to write, in the format of torch.distributed.pipelining")
+    text("--html", metavar="FILE", help="HTML file to write, with timeline and numbers")
+    text("--svg", metavar="FILE", help="SVG file to write, with the timeline")
     option("--critical-path", action="store_true", help="underline the critical path in --svg and --html")
-    option("--trace", type=str, metavar="FILE", help="trace to write for https://ui.perfetto.dev, .json or .json.gz")
+    text("--trace", metavar="FILE", help="trace to write for https://ui.perfetto.dev, .json or .json.gz")
     return parser
 
 

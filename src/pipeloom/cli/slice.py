@@ -24,7 +24,7 @@ from pipeloom.plan.slicing import (
     slicing_timeline,
 )
 from pipeloom.schedules import FAMILIES
-from pipeloom.split.layer_chain import even_parts
+from pipeloom.split.chain_partition import even_parts
 
 _GRID = 8
 _MOST_SPANS = 200_000  # of the timeline; more are too small to see

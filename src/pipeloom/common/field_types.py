@@ -1,6 +1,6 @@
 """`check_fields`: checks the fields of a dataclass against their type annotations."""
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import fields
 from enum import EnumType
@@ -21,19 +21,18 @@ _NAMES = {
 _KINDS = {float: Real, int: Integral}  # which include numpy's scalars
 
 
-def check_fields(made: Any, *, but: Collection[str] = (), error: type[InputError] = InputError) -> None:
+def check_fields(made: Any, *, error: type[InputError] = InputError) -> None:
     """Check the fields of a dataclass against their annotations. Numbers and bools are distinct.
 
     Args:
         made: the instance; call this in its ``__post_init__``.
-        but: fields that are not checked.
         error: the error class to raise.
 
     Raises:
         InputError: a field has the wrong type; the message has the first one's name, value and expected type.
     """
     for name, hint in _hints(made.__class__):
-        fault = None if name in but else _fault(getattr(made, name), hint, name)
+        fault = _fault(getattr(made, name), hint, name)
         if fault is not None:
             place, value, wanted = fault
             raise error(f"{type(made).__name__}.{place}={folded(value)}: must be {_named(wanted)}.")

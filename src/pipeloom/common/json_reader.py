@@ -1,14 +1,12 @@
 """Reads files that people write, mostly JSON, and reports the first wrong entry in one line with its path."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 from pipeloom.errors import InputError, folded
 
@@ -17,25 +15,28 @@ Word = TypeVar("Word", bound=StrEnum)
 T = TypeVar("T")
 
 
-def parse_file(name: str, path: str | Path, parse: Callable[[str], T], kind: str = "JSON file") -> T:
+def parse_file(
+    name: str, path: str | Path, read: Callable[[str], T], kind: str = "JSON file", error: type[InputError] = InputError
+) -> T:
     """Parse the file `path`; a leading byte order mark is dropped.
 
     Args:
         name: the option or the thing that names the file, for error messages.
         path: the file.
-        parse: parses its text; raises InputError.
+        read: parses its text; raises InputError.
         kind: the kind of the file, for error messages.
+        error: the error class to raise.
 
     Raises:
         InputError: the file cannot be read or parsed; the message begins with `name` and the path.
     """
     try:
-        return parse(Path(path).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise InputError(f"{name} {path}: {reason}. Name a readable {kind}.") from error
-    except InputError as error:
-        raise InputError(f"{name} {path}: {error}") from error
+        return read(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as cause:
+        reason = cause.strerror if isinstance(cause, OSError) else "not a text file"
+        raise error(f"{name} {path}: {reason}. Name a readable {kind}.") from cause
+    except InputError as cause:
+        raise error(f"{name} {path}: {cause}") from cause
 
 
 def load_json(text: str) -> Any:
@@ -48,24 +49,6 @@ def load_json(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
-
-
-def read_json(text: str, source: str, form: str, error: type[InputError] = InputError) -> Entry:
-    """Parse JSON and return its root entry.
-
-    Args:
-        text: the content of a file.
-        source: the name of the file's content in error messages, such as ``the profile``.
-        form: the expected content, for error messages.
-        error: the error class that the returned entry raises.
-
-    Raises:
-        InputError: the text is not valid JSON.
-    """
-    try:
-        return Entry(load_json(text), source, error=error)
-    except (TypeError, ValueError) as cause:
-        raise error(f"{source} is not valid JSON ({cause}). Expected {form}.") from cause
 
 
 class Entry(NamedTuple):
@@ -93,7 +76,7 @@ class Entry(NamedTuple):
         is_value = "=" if self.path else " is "
         raise self.error(f"{self.place}{is_value}{folded(self.value)}: {rule}.{fix and f' {fix}.'}")
 
-    def fields(self, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Entry]:
+    def fields(self, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Self]:
         """The entries of an object that has all `required` keys, and no others but `optional` ones."""
         known = (*required, *optional)
         keys = f"keys {', '.join(known)}"
@@ -106,15 +89,15 @@ class Entry(NamedTuple):
             if key not in known:
                 raise self.error(f"{self.place}: unknown key {folded(key)}. Remove it ({keys}).")
         prefix = f"{self.path}." if self.path else ""
-        return {key: Entry(value, self.source, prefix + key, self.error) for key, value in self.value.items()}
+        return {key: type(self)(value, self.source, prefix + key, self.error) for key, value in self.value.items()}
 
-    def members(self, *, length: int | None = None) -> list[Entry]:
+    def members(self, *, length: int | None = None) -> list[Self]:
         """The entries of a list, which has `length` of them if that is given."""
         if not isinstance(self.value, list):
             self.refuse("must be a list")
         if length is not None and len(self.value) != length:
             self.refuse(f"must be a list of length {length}")
-        return [Entry(value, self.source, f"{self.path}[{n}]", self.error) for n, value in enumerate(self.value)]
+        return [type(self)(value, self.source, f"{self.path}[{n}]", self.error) for n, value in enumerate(self.value)]
 
     def _is_finite(self) -> bool:
         number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
@@ -153,6 +136,24 @@ class Entry(NamedTuple):
         if self.value not in list(kind):
             self.refuse(f"must be one of {', '.join(kind)}")
         return kind(self.value)
+
+
+def read_json(text: str, source: str, form: str, error: type[InputError] = InputError) -> Entry:
+    """Parse JSON and return its root entry.
+
+    Args:
+        text: the content of a file.
+        source: the name of the file's content in error messages, such as ``the profile``.
+        form: the expected content, for error messages.
+        error: the error class that the returned entry raises.
+
+    Raises:
+        InputError: the text is not valid JSON.
+    """
+    try:
+        return Entry(load_json(text), source, error=error)
+    except (TypeError, ValueError) as cause:
+        raise error(f"{source} is not valid JSON ({cause}). Expected {form}.") from cause
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

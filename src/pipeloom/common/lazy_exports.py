@@ -10,19 +10,21 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_exports(package: str, exports: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a ``__getattr__`` for a package.
 
     Args:
         package: the package's ``__name__``.
-        homes: public name -> full name of the module that defines it, or of the submodule with that name.
+        exports: full name of a module -> its public names, with blanks between; the package itself -> its submodules.
     """
+    homes = {name: module for module, names in exports.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(home)
-        return module if home == f"{package}.{name}" else getattr(module, name)
+        if home == package:
+            return importlib.import_module(f"{package}.{name}")
+        return getattr(importlib.import_module(home), name)
 
     return __getattr__

@@ -1,11 +1,10 @@
 """Formats numbers and tables for messages and reports, and parses the sizes and bandwidths of options."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Container, Sequence
 from decimal import Decimal
+from typing import Self
 
 from pipeloom.errors import InputError
 
@@ -18,7 +17,7 @@ class Bytes(int):
     __slots__ = ()
 
     @classmethod
-    def parse(cls, given: object) -> Bytes:
+    def parse(cls, given: object) -> Self:
         """Parse a number (``8e9``) or a string with a unit (``16GB``, ``16GiB``); fractions of a byte are dropped.
 
         Raises:
@@ -48,7 +47,7 @@ class BytesPerSecond(float):
     __slots__ = ()
 
     @classmethod
-    def parse(cls, given: object) -> BytesPerSecond:
+    def parse(cls, given: object) -> Self:
         """Parse a number (``1.25e9``) or a string with a unit.
 
         Raises:

@@ -1,10 +1,8 @@
 """`Batch`: the inputs and results of one step, cut into micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -50,7 +48,7 @@ class Batch:
     @classmethod
     def cut(
         cls, num_microbatches: int, inputs: Value, targets: Value, *, needs_inputs: bool, needs_targets: bool
-    ) -> Batch:
+    ) -> Self:
         """Cut the batch into micro-batches, as far as this process reads it; `weigh` sets the weights.
 
         Raises:

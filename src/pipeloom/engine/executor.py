@@ -24,8 +24,9 @@ from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing import SequenceParts
+from pipeloom.transport.call_numbers import call_count, call_number
 from pipeloom.transport.connect import Connection
-from pipeloom.transport.interface import Channel, OneProcessTransport, call_count, call_number, program_channels
+from pipeloom.transport.interface import Channel, OneProcessTransport, program_channels
 from pipeloom.transport.values import Value
 
 

@@ -25,8 +25,9 @@ from pipeloom.engine.batch import Batch, Extent
 from pipeloom.ir import Action, Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing import SequenceParts, SliceContext, Tokens
-from pipeloom.split.profile import may_change_input
-from pipeloom.transport.interface import Transport, out_of_step
+from pipeloom.split.stage_module import may_change_input
+from pipeloom.transport.call_numbers import out_of_step
+from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Layout, Value
 
 LossFn = Callable[[Any, Any], Tensor]

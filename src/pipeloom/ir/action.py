@@ -1,18 +1,7 @@
-"""`Op`, `Action`, and `Order`: one rank's actions as integers, for schedules of millions of actions.
+"""`Action`: one `Op` of one stage on one micro-batch."""
 
-An action of an `Order` is one integer of 63 bits, so a range of micro-batches is a range of integers:
-
-    | op, 5 bits | stage, 20 | micro-batch + 1, 22 | slice + 1, 16 |        0 in a field of + 1 stands for None
-"""
-
-from __future__ import annotations
-
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import NamedTuple, overload
-
-from pipeloom.errors import ScheduleError
+from typing import NamedTuple
 
 
 class Op(StrEnum):
@@ -65,82 +54,11 @@ class Action(NamedTuple):
             text += f".{self.slice}"
         return text
 
-    def with_op(self, op: Op) -> Action:
+    def with_op(self, op: Op) -> "Action":
         """The same stage, micro-batch and slice under another op."""
         return Action(self.stage, op, self.microbatch, self.slice)
 
-    def other_end(self) -> Action:
+    def other_end(self) -> "Action":
         """The RECV of this SEND, or the SEND of this RECV."""
         step, op = OTHER_ENDS[self.op]
         return Action(self.stage + step, op, self.microbatch, self.slice)
-
-
-LARGE = 8192  # actions from which on a schedule is checked and timed by columns; below, loading numpy takes longer
-OPS = tuple(Op)
-OP_NUMBER = {op: number for number, op in enumerate(OPS)}
-MICROBATCH_SHIFT, STAGE_SHIFT, OP_SHIFT = 16, 38, 58
-SLICE_MASK, MICROBATCH_MASK, STAGE_MASK = (1 << 16) - 1, (1 << 22) - 1, (1 << 20) - 1
-MOST_STAGES, MOST_MICROBATCHES, MOST_SLICES = STAGE_MASK, MICROBATCH_MASK, SLICE_MASK  # that can be counted
-MICROBATCH_STEP = 1 << MICROBATCH_SHIFT  # from one micro-batch to the next
-STAGE_STEP = 1 << STAGE_SHIFT  # from one stage to the next
-
-
-def encode(action: Action) -> int:
-    """The integer of an action.
-
-    Raises:
-        ScheduleError: a number is negative or too large for its field.
-    """
-    stage, op, microbatch, piece = action
-    b = 0 if microbatch is None else microbatch + 1
-    q = 0 if piece is None else piece + 1
-    fits = 0 <= stage <= STAGE_MASK and 0 <= b <= MICROBATCH_MASK and 0 <= q <= SLICE_MASK
-    if not fits or (b == 0) != (microbatch is None) or (q == 0) != (piece is None):
-        raise ScheduleError(
-            f"{action}: a schedule has at most {STAGE_MASK:,} stages, {MICROBATCH_MASK:,} micro-batches and "
-            f"{SLICE_MASK:,} slices. Use smaller sizes."
-        )
-    return OP_NUMBER[op] << OP_SHIFT | stage << STAGE_SHIFT | b << MICROBATCH_SHIFT | q
-
-
-def decode(code: int) -> Action:
-    """The inverse of `encode`."""
-    b, q = code >> MICROBATCH_SHIFT & MICROBATCH_MASK, code & SLICE_MASK
-    return Action(code >> STAGE_SHIFT & STAGE_MASK, OPS[code >> OP_SHIFT], b - 1 if b else None, q - 1 if q else None)
-
-
-class Order(Sequence[Action]):
-    """A sequence of actions that makes each when it is asked for; equal to a tuple of the same actions.
-
-    Args:
-        codes: the integers of the actions.
-    """
-
-    __slots__ = ("codes",)
-
-    def __init__(self, codes: Iterable[int]) -> None:
-        self.codes = array("q", codes)
-
-    def __len__(self) -> int:
-        return len(self.codes)
-
-    @overload
-    def __getitem__(self, index: int) -> Action: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Action, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Action | tuple[Action, ...]:
-        return tuple(map(decode, self.codes[index])) if isinstance(index, slice) else decode(self.codes[index])
-
-    def __iter__(self) -> Iterator[Action]:
-        return map(decode, self.codes)
-
-    def __eq__(self, other: object) -> bool:
-        return self.codes == other.codes if isinstance(other, Order) else tuple(self) == other
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))

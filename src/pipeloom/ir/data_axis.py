@@ -105,26 +105,13 @@ class DataAxis:
         check_fields(self)
         if self.degree < 1:
             raise InputError(f"degree={self.degree}: the data-parallel degree must be at least 1.")
-        if self.granularity is not Granularity.STEP and not self.shards_gradients:
+        if self.granularity is not Granularity.STEP and not self.strategy.shards_gradients:
             raise InputError(
                 f"granularity={self.granularity.value!r}: strategy {self.strategy.value!r} gathers and reduces once "
                 "per step. Use 'step', or strategy zero2 or zero3."
             )
 
     @property
-    def shards_optimizer(self) -> bool:
-        """Whether a rank updates only a shard of the parameters that it computes with."""
-        return self.strategy.shards_optimizer
-
-    @property
-    def shards_gradients(self) -> bool:
-        return self.strategy.shards_gradients
-
-    @property
-    def shards_parameters(self) -> bool:
-        return self.strategy.shards_parameters
-
-    @property
     def unshards(self) -> bool:
         """Whether parameters are gathered, or copied from masters, before a step computes with them."""
-        return self.shards_optimizer or self.separate_master
+        return self.strategy.shards_optimizer or self.separate_master

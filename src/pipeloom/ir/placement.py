@@ -1,14 +1,13 @@
 """`Placement`: which ranks hold which stage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from pipeloom.errors import ScheduleError, folded, listed
-from pipeloom.ir.action import MOST_STAGES
 from pipeloom.ir.check.input_types import whole_number
+from pipeloom.ir.order import MOST_STAGES
 
 
 @dataclass(frozen=True, slots=False)
@@ -47,13 +46,13 @@ class Placement:
                 )
 
     @classmethod
-    def loop(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
+    def loop(cls, num_ranks: int, num_chunks: int = 1) -> Self:
         """Stage ``c * num_ranks + d`` on rank ``d`` (Megatron-LM, arXiv:2104.04473)."""
         _check_count(num_ranks, num_chunks)
         return cls(tuple((d,) for _ in range(num_chunks) for d in range(num_ranks)))
 
     @classmethod
-    def v(cls, num_ranks: int, num_chunks: int = 2) -> Placement:
+    def v(cls, num_ranks: int, num_chunks: int = 2) -> Self:
         """Down the ranks, then up, then down: chunk ``c`` runs backwards where ``c`` is odd (arXiv:2405.15362)."""
         _check_count(num_ranks, num_chunks)
         down = list(range(num_ranks))
@@ -61,7 +60,7 @@ class Placement:
         return cls(tuple((d,) for d in order))
 
     @classmethod
-    def bidirectional(cls, num_ranks: int) -> Placement:
+    def bidirectional(cls, num_ranks: int) -> Self:
         """Stage ``s`` on ranks ``s`` and ``num_ranks - 1 - s`` (Chimera, DualPipe); ``num_ranks`` is even."""
         _check_count(num_ranks)
         if num_ranks % 2:
@@ -72,7 +71,7 @@ class Placement:
         return cls(tuple((s, num_ranks - 1 - s) for s in range(num_ranks)))
 
     @classmethod
-    def replicated(cls, replicas: Sequence[int]) -> Placement:
+    def replicated(cls, replicas: Sequence[int]) -> Self:
         """Stage ``s`` on ``replicas[s]`` consecutive ranks (PipeDream 1F1B-RR, arXiv:1806.03377)."""
         if isinstance(replicas, str) or not isinstance(replicas, Iterable):
             raise ScheduleError(f"replicas={folded(replicas)}: must have one number of ranks per stage, as [2, 1, 1].")

@@ -17,9 +17,10 @@ from math import lcm
 from typing import ClassVar, TypeVar, cast
 
 from pipeloom.errors import ScheduleError, folded
-from pipeloom.ir.action import COMPUTE_OPS, LARGE, OTHER_ENDS, Action, Op, Order
+from pipeloom.ir.action import COMPUTE_OPS, OTHER_ENDS, Action, Op
 from pipeloom.ir.check.input_types import as_orders, as_pairs, check_groups, of_type, whole_number
 from pipeloom.ir.data_axis import DataAxis
+from pipeloom.ir.order import LARGE, Order
 from pipeloom.ir.placement import Placement
 
 T = TypeVar("T")

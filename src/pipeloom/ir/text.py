@@ -1,4 +1,4 @@
-"""Schedules and programs as text and JSON, with exact round trips, and schedules from their orders alone.
+"""Schedules as text and JSON, with exact round trips, and schedules from their orders alone.
 
 0F0 0F1 0B0 0B1        one line per rank: actions in order
 1F0 1B0 1F1 1B1
@@ -7,15 +7,13 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 
 from pipeloom.common.json_reader import Entry, read_json
 from pipeloom.errors import ScheduleError, folded, listed
 from pipeloom.ir.action import Action, Op
 from pipeloom.ir.check.input_types import ACTIONS_ONLY, as_orders, foreign_entries, of_type
-from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
 from pipeloom.ir.placement import Placement
-from pipeloom.ir.schedule import Orders, Program, Schedule, WeightPolicy, schedule_of
+from pipeloom.ir.schedule import Orders, Schedule, WeightPolicy, schedule_of
 
 # Longest names first, so that SEND_F is not read as an op S...
 _OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
@@ -112,7 +110,7 @@ def to_json(schedule: Schedule) -> str:
 
 
 def from_json(text: str) -> Schedule:
-    """The inverse of `to_json`; also reads the schedule from the JSON of a plan or a program.
+    """The inverse of `to_json`; also reads the schedule from the JSON of a plan.
 
     Raises:
         ScheduleError: `text` is not the JSON of a schedule.
@@ -120,10 +118,6 @@ def from_json(text: str) -> Schedule:
     entry = read_json(text, "the schedule", "the output of pipeloom.ir.text.to_json", ScheduleError)
     if isinstance(entry.value, Mapping) and "schedule" in entry.value:
         entry = Entry(entry.value["schedule"], entry.source, "schedule", ScheduleError)
-    return _schedule(entry)
-
-
-def _schedule(entry: Entry) -> Schedule:
     data = entry.fields(_SCHEDULE_KEYS, ("microbatches_per_update",))
     count = data.get("microbatches_per_update")
     places = [place.members() for place in data["placement"].members()]
@@ -137,49 +131,5 @@ def _schedule(entry: Entry) -> Schedule:
         microbatches_per_update=None if count is None or count.value is None else count.whole(),
         forward_only=data["forward_only"].flag(),
         overlapped=frozenset((parse_action(a.text()), parse_action(b.text())) for a, b in pairs),
-        orders=_orders(data["orders"]),
-    )
-
-
-def _orders(entry: Entry) -> Orders:
-    return tuple(tuple(parse_action(word) for word in order.text().split()) for order in entry.members())
-
-
-def program_to_json(program: Program) -> str:
-    """The program as one JSON object, with its schedule under the key ``schedule``."""
-    of_type(program, Program, "program")
-    return json.dumps(
-        {
-            "schedule": json.loads(to_json(program.schedule)),
-            "gradient_groups": program.gradient_groups,
-            "data": None if program.data is None else asdict(program.data),
-            "orders": [" ".join(map(str, order)) for order in program.orders],
-        },
-        indent=1,
-    )
-
-
-def program_from_json(text: str) -> Program:
-    """The inverse of `program_to_json`.
-
-    Raises:
-        ScheduleError: `text` is not the JSON of a program.
-    """
-    entry = read_json(text, "the program", "the output of pipeloom.ir.text.program_to_json", ScheduleError)
-    data = entry.fields(("schedule", "gradient_groups", "data", "orders"))
-    groups = [group.members() for group in data["gradient_groups"].members()]
-    axis = None
-    if data["data"].value is not None:
-        given = data["data"].fields(("degree", "strategy", "granularity", "separate_master"))
-        axis = DataAxis(
-            degree=given["degree"].whole(least=1),
-            strategy=given["strategy"].word(DataStrategy),
-            granularity=given["granularity"].word(Granularity),
-            separate_master=given["separate_master"].flag(),
-        )
-    return Program(
-        schedule=_schedule(data["schedule"]),
-        orders=_orders(data["orders"]),
-        gradient_groups=tuple(tuple(stage.whole() for stage in group) for group in groups),
-        data=axis,
+        orders=tuple(tuple(map(parse_action, order.text().split())) for order in data["orders"].members()),
     )

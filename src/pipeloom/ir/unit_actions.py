@@ -59,7 +59,7 @@ class UnitActions:
 
 def gathers_inside(data: DataAxis) -> bool:
     """Whether computations themselves gather the next unit and free the previous one."""
-    return data.shards_parameters and data.granularity is Granularity.MICROBATCH
+    return data.strategy.shards_parameters and data.granularity is Granularity.MICROBATCH
 
 
 def unit_actions(

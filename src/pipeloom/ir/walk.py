@@ -1,7 +1,5 @@
 """Walk a pipeline action by action in an order that respects all dependencies, or explain a deadlock."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -87,7 +85,7 @@ def in_background(action: Action, schedule: Schedule) -> bool:
     return action.op in (Op.UNSHARD, Op.OFFLOAD, Op.RELOAD)
 
 
-def proof_of(schedule: Schedule) -> Proof | None:
+def proof_of(schedule: Schedule) -> "Proof | None":
     """The proof that a large schedule is legal; None for illegal ones, and for small ones, which load no numpy."""
     if not schedule.large:
         return None

@@ -8,14 +8,9 @@ from pipeloom.models.gpt_config import GPTConfig
 if TYPE_CHECKING:
     from pipeloom.models.gpt import GPT, init_parameters, loss_fn, materialize
 
-# Public name -> the module that defines it.
-_HOMES = {
-    "GPT": "pipeloom.models.gpt",
-    "init_parameters": "pipeloom.models.gpt",
-    "loss_fn": "pipeloom.models.gpt",
-    "materialize": "pipeloom.models.gpt",
-}
+# Module -> its public names, loaded at first use.
+_LAZY = {"pipeloom.models.gpt": "GPT init_parameters loss_fn materialize"}
 
 __all__ = ["GPT", "GPTConfig", "init_parameters", "loss_fn", "materialize"]
 
-__getattr__ = lazy_exports(__name__, _HOMES)
+__getattr__ = lazy_exports(__name__, _LAZY)

@@ -11,7 +11,6 @@ holds a part of a layer (`GPT.tensor_plan`), these are the sizes of its part.
 """
 
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.nn import functional as F
 from pipeloom.errors import InputError
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.slicing import causal_attention, dropout, position_rows, sequence_length
+from pipeloom.slicing.context import hashed
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes of torch.compile and checkpointing, ignored
 _STD = 0.02  # GPT-2's
@@ -226,8 +226,7 @@ def init_parameters(module: nn.Module, *, seed: int) -> None:
             key = canonical.get(name, name)
             for wrapper in _WRAPPERS:
                 key = key.replace(wrapper, "")
-            digest = blake2b(f"{seed}/{key}".encode(), digest_size=8).digest()
-            draw, std = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1), stds.get(child, _STD)
+            draw, std = torch.Generator().manual_seed(hashed(seed, key)), stds.get(child, _STD)
             full = torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=draw)
         parameter.copy_(full if block is None else block.cut(full))
 

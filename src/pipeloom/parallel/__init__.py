@@ -28,15 +28,14 @@ if TYPE_CHECKING:
     from pipeloom.parallel.tensor.parallelize import parallelize
     from pipeloom.transport.thread_members import run_threads
 
-# Public names, and the module that each lives in.
-_HOMES = {
-    "update_parameters": "pipeloom.parallel.mixed_precision",
-    "Mesh": "pipeloom.parallel.mesh",
-    "OffloadedOptimizer": "pipeloom.parallel.offload.offloaded_optimizer",
-    "VocabularyLogits": "pipeloom.parallel.tensor.one_d.logits",
-    "parallel_cross_entropy": "pipeloom.parallel.tensor.one_d.logits",
-    "parallelize": "pipeloom.parallel.tensor.parallelize",
-    "run_threads": "pipeloom.transport.thread_members",
+# Module -> its public names, loaded at first use.
+_LAZY = {
+    "pipeloom.parallel.mesh": "Mesh",
+    "pipeloom.parallel.mixed_precision": "update_parameters",
+    "pipeloom.parallel.offload.offloaded_optimizer": "OffloadedOptimizer",
+    "pipeloom.parallel.tensor.one_d.logits": "VocabularyLogits parallel_cross_entropy",
+    "pipeloom.parallel.tensor.parallelize": "parallelize",
+    "pipeloom.transport.thread_members": "run_threads",
 }
 
 __all__ = [
@@ -54,4 +53,4 @@ __all__ = [
     "update_parameters",
 ]
 
-__getattr__ = lazy_exports(__name__, _HOMES)
+__getattr__ = lazy_exports(__name__, _LAZY)

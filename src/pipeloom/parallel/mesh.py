@@ -5,12 +5,11 @@ links(axes)       collectives that overlap computations, between data-parallel r
 axis(name)        `Axis`: collectives inside actions, between the processes that share a stage
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence
 from itertools import product
+from typing import Self
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -300,7 +299,7 @@ class Mesh:
         # Part of a reference cycle, which would keep the groups alive.
         getattr(getattr(self, "device_mesh", None), "_pg_registry", {}).clear()
 
-    def __enter__(self) -> Mesh:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

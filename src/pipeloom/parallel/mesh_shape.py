@@ -13,12 +13,11 @@ The last axis is the innermost: its neighbours have adjacent ranks, which launch
 that communicate most innermost.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Self
 
 from pipeloom.errors import InputError
 
@@ -38,9 +37,7 @@ class MeshShape:
     degrees: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, degrees: Mapping[str, int], *, num_processes: int | None = None, order: Sequence[str] = AXES
-    ) -> MeshShape:
+    def of(cls, degrees: Mapping[str, int], *, num_processes: int | None = None, order: Sequence[str] = AXES) -> Self:
         """The shape with these degrees.
 
         Args:

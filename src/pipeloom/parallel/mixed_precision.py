@@ -1,9 +1,8 @@
 """Number formats of parameters and gradients, and the optimizer step that widens 16-bit gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ class NumberFormats:
     gradient: torch.dtype
 
     @classmethod
-    def of(cls, dtype: torch.dtype, precision: Precision, *, keeps_dtype: bool) -> NumberFormats:
+    def of(cls, dtype: torch.dtype, precision: Precision, *, keeps_dtype: bool) -> Self:
         """The formats of parameters that the model has in `dtype`; with `keeps_dtype` all three are `dtype`."""
         if keeps_dtype or not precision.has_masters or not dtype.is_floating_point:
             return cls(dtype, dtype, dtype)

@@ -1,16 +1,14 @@
 """The user's options for data parallelism, number formats and offload. No torch here."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
-from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program
+from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule
 from pipeloom.passes import insert_offload
 from pipeloom.passes.offload import least_held
 
@@ -38,7 +36,7 @@ class OffloadTarget:
     directory: Path | None = None
 
     @classmethod
-    def parse(cls, text: str) -> OffloadTarget:
+    def parse(cls, text: str) -> Self:
         """The target that "cpu" or "disk:PATH" names.
 
         Raises:
@@ -110,7 +108,7 @@ class DataParallel:
             OffloadTarget.parse(self.offload)
 
     @classmethod
-    def of(cls, given: DataParallel | str | None) -> DataParallel:
+    def of(cls, given: Self | str | None) -> Self:
         """Options, the name of a strategy, or None for the default."""
         return given if isinstance(given, cls) else cls() if given is None else cls(str(given))
 
@@ -155,7 +153,7 @@ class Precision:
             )
 
     @classmethod
-    def of(cls, given: Precision | str | None) -> Precision:
+    def of(cls, given: Self | str | None) -> Self:
         """Options, the name of a format, or None for the default."""
         return given if isinstance(given, cls) else cls() if given is None else cls(given)  # type: ignore[arg-type]
 
@@ -163,6 +161,15 @@ class Precision:
     def has_masters(self) -> bool:
         """Whether the optimizer updates master parameters, in another format than forwards read."""
         return self.dtype != "fp32"
+
+
+def check_synchronous(schedule: Schedule, option: str) -> None:
+    """Raises InputError for an asynchronous schedule with an `option` of data parallelism or number formats."""
+    if schedule.microbatches_per_update is not None:
+        raise InputError(
+            f"{option}: does not work with asynchronous schedule {schedule.name!r}. Use a synchronous one such as "
+            "1f1b, or replicas of stages for more processes."
+        )
 
 
 def axis_of(data: DataParallel, precision: Precision, degree: int) -> DataAxis | None:

@@ -8,14 +8,12 @@ Messages from one rank to another use one first-in, first-out channel. A rank th
 in the peer's sending order. If it needs the second message before the first (chunks of both directions on one pair of
 ranks), it receives the first early and keeps it in memory. This cannot deadlock: the peer sends the first before the
 second anyway. An overlapped pair stays together: both receives, F and B, both sends. Later passes find these
-blocks again (`blocks_of`) and insert their actions around them.
+blocks again (`pipeloom.passes.blocks`) and insert their actions around them.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
-from pipeloom.ir.action import COMPUTE_OPS, RECEIVES, SENDS, Action, Op
+from pipeloom.ir.action import Action, Op
 from pipeloom.ir.schedule import Program, Schedule, dependencies, message_after, peer_of
 
 
@@ -82,50 +80,3 @@ def warm_up_lengths(program: Program) -> tuple[int, ...]:
                 length[rank] += 1
             moved = moved or length[rank] > start
     return tuple(length)
-
-
-class ComputeBlock(NamedTuple):
-    """One computation, or an overlapped pair, with the receives before and the sends after it.
-
-    Attributes:
-        first, last: positions of its first and last action in the order of the rank.
-        computations: one action, or two.
-    """
-
-    first: int
-    last: int
-    computations: tuple[Action, ...]
-
-
-def blocks_of(order: Sequence[Action], program: Program) -> list[ComputeBlock]:
-    """The blocks of one rank's `order`. Other actions are in no block."""
-    partners = program.schedule.partners
-    blocks: list[ComputeBlock] = []
-    position = free = 0
-    while position < len(order):
-        action = order[position]
-        if action.op not in COMPUTE_OPS:
-            position += 1
-            continue
-        first = position
-        while first > free and order[first - 1].op in RECEIVES:
-            first -= 1
-        last = position + (action in partners)
-        computations = tuple(order[position : last + 1])
-        while last + 1 < len(order) and order[last + 1].op in SENDS:
-            last += 1
-        blocks.append(ComputeBlock(first, last, computations))
-        position = free = last + 1
-    return blocks
-
-
-def woven(
-    order: Sequence[Action], front: Mapping[int, Sequence[Action]], behind: Mapping[int, Sequence[Action]]
-) -> tuple[Action, ...]:
-    """`order` with actions inserted before and after some positions."""
-    result: list[Action] = []
-    for position, action in enumerate(order):
-        result += front.get(position, ())
-        result.append(action)
-        result += behind.get(position, ())
-    return tuple(result)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeloom.ir import Action, DataAxis, Granularity, Op, Program
-from pipeloom.passes.communication import ComputeBlock, blocks_of, woven
+from pipeloom.passes.blocks import ComputeBlock, blocks_of, woven
 
 _BACKWARDS = frozenset({Op.B, Op.W})  # those that add to gradients
 _Around = defaultdict[int, list[Action]]
@@ -55,7 +55,7 @@ def _gather(
     stages: Sequence[int], blocks: Sequence[ComputeBlock], data: DataAxis, ahead: int, front: _Around, behind: _Around
 ) -> None:
     """UNSHARD and RESHARD of all stages of a rank."""
-    granularity = data.granularity if data.shards_parameters else Granularity.STEP
+    granularity = data.granularity if data.strategy.shards_parameters else Granularity.STEP
     ahead = {Granularity.STEP: len(blocks), Granularity.CHUNK: ahead, Granularity.MICROBATCH: 0}[granularity]
     runs = [(*run, stage) for stage in stages for run in _reading_runs(stage, blocks, granularity)]
     # By first block; of an overlapped pair, the F is first.
@@ -65,7 +65,7 @@ def _gather(
         begin = min(first, runs[max(0, index - ahead)][0])
         begin = max(begin, gathered.get(stage, -1) + 1)
         front[blocks[begin].first].append(Action(stage, Op.UNSHARD))
-        if data.shards_parameters:
+        if data.strategy.shards_parameters:
             behind[blocks[last].last].append(Action(stage, Op.RESHARD))
         gathered[stage] = last
 
@@ -86,7 +86,7 @@ def _reading_runs(stage: int, blocks: Sequence[ComputeBlock], granularity: Granu
 
 def _reduce(stage: int, blocks: Sequence[ComputeBlock], data: DataAxis, behind: _Around) -> None:
     """REDUCE_GRAD of one stage, behind the last backward of every run that has one."""
-    granularity = data.granularity if data.shards_gradients else Granularity.STEP
+    granularity = data.granularity if data.strategy.shards_gradients else Granularity.STEP
     for first, last in _runs(stage, blocks, granularity):
         backwards = [
             (block, action)

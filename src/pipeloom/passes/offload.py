@@ -22,7 +22,7 @@ from typing import NamedTuple
 from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Op, Program
-from pipeloom.passes.communication import ComputeBlock, blocks_of, woven
+from pipeloom.passes.blocks import ComputeBlock, blocks_of, woven
 
 _SLACK = 1 + 1e-9  # rounding of sums of sizes
 

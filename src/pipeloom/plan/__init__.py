@@ -8,5 +8,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan"]
 
-_LAZY = {"Plan": "pipeloom.plan.plan"}
+# Module -> its public names, loaded at first use.
+_LAZY = {"pipeloom.plan.plan": "Plan"}
 __getattr__ = lazy_exports(__name__, _LAZY)

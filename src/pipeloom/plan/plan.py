@@ -10,14 +10,12 @@ will be such keys, with default 1. So a newer pipeloom can read older plans, and
 in one line instead of ignoring a degree that it does not know.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.field_types import check_fields
@@ -186,7 +184,7 @@ class Plan:
         return "{\n" + ",\n".join(rows) + "\n}"
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> Self:
         """The inverse of `to_json`.
 
         Raises:
@@ -214,7 +212,7 @@ class Plan:
         write_whole(Path(path), self.to_json() + "\n")
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | Path) -> Self:
         """Read a plan from a file.
 
         Raises:

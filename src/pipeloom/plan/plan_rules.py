@@ -9,6 +9,7 @@ from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError
 from pipeloom.ir import DataStrategy, Schedule, check
 from pipeloom.ir.recompute import recompute_of_stages
+from pipeloom.parallel.options import check_synchronous
 from pipeloom.schedules import find
 
 CUTS = ("layers", "parameters", "time")
@@ -82,22 +83,15 @@ def check_schedule(given: Mapping[str, Any], schedule: Schedule) -> None:
     if schedule.num_slices != (len(slices) if isinstance(slices, tuple) else slices):
         rule = f"schedule {schedule.name!r} has {counted(schedule.num_slices, 'slice')}. Make both agree."
         raise _refusal(given, "slices", rule)
-    if schedule.microbatches_per_update is not None:
-        for name in ("data", "precision"):
-            if given.get(name) not in (None, 1, "fp32"):
-                raise _refusal(
-                    given,
-                    name,
-                    f"stages of schedule {schedule.name!r} update by themselves, on one data-parallel replica in fp32. "
-                    "Use replicas, or a schedule that flushes, such as 1f1b.",
-                )
+    for name in ("data", "precision"):
+        if given.get(name) not in (None, 1, "fp32"):
+            check_synchronous(schedule, f"{name}={given[name]}")
     cut = given.get("cut", CUTS[0])
     if isinstance(cut, str):
         if cut not in CUTS:
             raise InputError(
                 f"cut={cut!r}: must be {', '.join(map(repr, CUTS))}, or a list with the number of layers of each "
-                "stage, "
-                "such as [3, 2]."
+                "stage, such as [3, 2]."
             )
     elif len(cut) != stages:
         rule = f"{counted(len(cut), 'stage')}, but schedule {schedule.name!r} has {stages}."

@@ -5,13 +5,11 @@ differ. `RunFingerprint` holds the terms of a pipeline. A stream compares its ow
 `pipeloom.training.stream.stream`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
@@ -86,7 +84,7 @@ class RunFingerprint(NamedTuple):
         slices: Sequence[int] | None,
         others: Sequence[str] = (),
         context: Sequence[str] = (),
-    ) -> RunFingerprint:
+    ) -> Self:
         """The fingerprint of a training program on a model of these `layers`, stage by stage, and other terms."""
         schedule = program.schedule
         cut = f", {schedule.num_slices} slices" if schedule.num_slices > 1 else ""

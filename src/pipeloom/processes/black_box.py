@@ -1,7 +1,5 @@
 """`BlackBox`: a page of memory with a rank's step, action and error, which outlives the rank."""
 
-from __future__ import annotations
-
 import mmap
 from typing import Any
 
@@ -21,10 +19,10 @@ class _Text:
     def __init__(self, start: int, stop: int) -> None:
         self.place = slice(start, stop)
 
-    def __get__(self, box: BlackBox, kind: type[Any] | None = None) -> str:
+    def __get__(self, box: "BlackBox", kind: type[Any] | None = None) -> str:
         return box.page[self.place].split(b"\0", 1)[0].decode(errors="replace")
 
-    def __set__(self, box: BlackBox, text: str) -> None:
+    def __set__(self, box: "BlackBox", text: str) -> None:
         size = self.place.stop - self.place.start
         box.page[self.place] = " ".join(text.split()).encode()[: size - 1].ljust(size, b"\0")
 

@@ -1,17 +1,26 @@
-"""Small collectives between the processes of a run. They pickle nothing, and raise PeerLost where one was lost."""
+"""Small collectives between the processes of a run, and the end of gloo's threads.
 
+They pickle nothing, and raise PeerLost where a process was lost.
+"""
+
+import atexit
 import re
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import PeerLost, PipeloomError, shortened
-from pipeloom.processes.gloo_threads import let_gloo_finish
 
+_LOOK_SECONDS = 0.05  # between two checks of gloo's threads
+_MOST_SECONDS = 5.0  # the user's threads may never be idle
 _LOST = "another process ended, or timed out, during a collective"
 
 # Found in RuntimeErrors about a lost process: of gloo's connections, of torch.distributed and of its stores.
@@ -49,6 +58,38 @@ def noticing_lost_peers(lost: str = _LOST) -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """The first line of an error; backends may append a stack."""
     return shortened(str(error).strip().split("\n")[0], 200)
+
+
+@cache
+def let_gloo_finish() -> None:
+    """Register a wait for gloo's threads before the interpreter shuts down. Call it before using gloo.
+
+    Gloo's threads release tensors shortly after a collective has returned, and need the interpreter lock for that. A
+    thread that requests the lock during the shutdown is ended inside C++ code, which aborts the process.
+    """
+    atexit.register(_wait_for_threads)
+
+
+def _wait_for_threads() -> None:
+    """Wait until all other threads sleep in two checks. A thread that waits for the interpreter lock sleeps too, but
+    runs between the checks. On a busy host a runnable thread may wait long for a core.
+    """
+    deadline = time.monotonic() + _MOST_SECONDS
+    num_quiet = 0
+    while num_quiet < 2 and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        num_quiet = 0 if _others_work() else num_quiet + 1
+
+
+def _others_work() -> bool:
+    """Whether another thread of this process is runnable; False where /proc does not show threads."""
+    own = str(threading.get_native_id())
+    with suppress(OSError):
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # the thread has just ended
+                if task.name != own and (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD":
+                    return True
+    return False
 
 
 def cpu_group() -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:

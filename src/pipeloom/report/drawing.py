@@ -7,29 +7,20 @@ from pipeloom.ir.action import COMPUTE_OPS, Op
 from pipeloom.ir.schedule import Uses
 from pipeloom.sim.timeline import Span, Timeline
 
-# The palette of Okabe and Ito, which colour-blind readers can distinguish; dark text is readable on each colour.
-COLOURS = {
-    Op.F: "#56b4e9",
-    Op.B: "#e69f00",
-    Op.I: "#009e73",
-    Op.W: "#cc79a7",
-    Op.REDUCE_GRAD: "#b3aa99",
-    Op.STEP: "#0072b2",
-    Op.UNSHARD: "#f0e442",
-    Op.OFFLOAD: "#d9773f",
-    Op.RELOAD: "#a7b84c",
+# The colour of each op, and its name in legends. The palette is that of Okabe and Ito, which colour-blind readers can
+# distinguish; dark text is readable on each colour.
+_LOOKS = {
+    Op.F: ("#56b4e9", "forward"),
+    Op.B: ("#e69f00", "backward"),
+    Op.I: ("#009e73", "input gradients"),
+    Op.W: ("#cc79a7", "weight gradients"),
+    Op.REDUCE_GRAD: ("#b3aa99", "gradient reduction"),
+    Op.STEP: ("#0072b2", "optimizer step"),
+    Op.UNSHARD: ("#f0e442", "parameter all-gather"),
+    Op.OFFLOAD: ("#d9773f", "activation offload"),
+    Op.RELOAD: ("#a7b84c", "activation reload"),
 }
-OP_NAMES = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input gradients",
-    Op.W: "weight gradients",
-    Op.REDUCE_GRAD: "gradient reduction",
-    Op.STEP: "optimizer step",
-    Op.UNSHARD: "parameter all-gather",
-    Op.OFFLOAD: "activation offload",
-    Op.RELOAD: "activation reload",
-}
+COLOURS, OP_NAMES = ({op: look[place] for op, look in _LOOKS.items()} for place in (0, 1))
 
 
 def label(span: Span) -> str:

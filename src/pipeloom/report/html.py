@@ -26,17 +26,16 @@ _CHARTS = (
 )
 
 
-def simulation_html(timelines: Sequence[Timeline], *, title: str | None = None, critical: bool = False) -> str:
+def simulation_html(timelines: Sequence[Timeline], *, critical: bool = False) -> str:
     """A page with pictures of `timelines` at the same scale, and tables of their per-rank numbers.
 
     Args:
         timelines: at least one.
-        title: the heading; defaults to the names of the timelines.
         critical: whether to mark the critical path.
     """
     return _render(
         "simulation.html.j2",
-        title=title or " and ".join(dict.fromkeys(timeline.name for timeline in timelines)),
+        title=" and ".join(dict.fromkeys(timeline.name for timeline in timelines)),
         lead=f"{timelines[0].num_ranks} ranks, {timelines[0].num_microbatches} micro-batches",
         timelines=timelines,
         picture=Markup(timeline_svg(timelines, critical=critical)),

@@ -9,7 +9,7 @@ from pipeloom.report.drawing import COLOURS, OP_NAMES, described, label, op_shar
 from pipeloom.sim import Span, Timeline, critical_path
 from pipeloom.sim.background import LINKS
 
-_LEFT, _RIGHT, _BAR, _LINK, _MEMORY, _GAP = 58.0, 46.0, 22.0, 6.0, 13.0, 9.0
+_WIDTH, _LEFT, _RIGHT, _BAR, _LINK, _MEMORY, _GAP = 1040.0, 58.0, 46.0, 22.0, 6.0, 13.0, 9.0
 _TICK = 1.6  # width of an optimizer step of zero duration
 _MOST_TOOLTIPS = 2000  # a tooltip multiplies the bytes of a span
 _STYLE = """
@@ -32,7 +32,6 @@ def timeline_svg(
     timelines: Sequence[Timeline],
     *,
     titles: Sequence[str] = (),
-    width: float = 1040.0,
     seconds: float | None = None,
     standalone: bool = False,
     critical: bool = False,
@@ -42,14 +41,13 @@ def timeline_svg(
     Args:
         timelines: at least one.
         titles: a heading per timeline; defaults to its name, makespan and bubble.
-        width: maximum width of the picture in CSS pixels; it shrinks with the page.
-        seconds: the time that the width stands for, to make pictures comparable; defaults to the longest makespan.
+        seconds: what the width of a picture stands for, to make pictures comparable; defaults to the longest makespan.
         standalone: whether the picture is a separate file with a background and two colour schemes. Otherwise it
             inherits the text colour of the page.
         critical: whether to underline the spans on the critical path, if they are wide enough to draw.
     """
     seconds = seconds or max(timeline.makespan for timeline in timelines) or 1.0
-    scale = (width - _LEFT - _RIGHT) / seconds
+    scale = (_WIDTH - _LEFT - _RIGHT) / seconds
     most = max((peak for timeline in timelines for peak in timeline.peak_activations), default=0.0) or 1.0
     tooltips = sum(len(row) for timeline in timelines for row in timeline.spans) <= _MOST_TOOLTIPS
     parts: list[str] = []
@@ -63,7 +61,7 @@ def timeline_svg(
             drawn = len(row) <= timeline.makespan * scale / 2  # its spans are wide enough
             own = [span for at, span in path if at == rank and drawn]
             parts.append(f'<text x="0" y="{y + 15:.0f}">rank {rank}</text>')
-            parts.append(f'<text class="soft" x="{width - _RIGHT + 6:.0f}" y="{y + _BAR + 11:.0f}">')
+            parts.append(f'<text class="soft" x="{_WIDTH - _RIGHT + 6:.0f}" y="{y + _BAR + 11:.0f}">')
             tip = "<title>peak live activations; one micro-batch on one rank is 1</title>"
             parts.append(f"{tip}{number_text(timeline.peak_activations[rank])}</text>")
             parts += _bars(timeline, rank, row, y, scale, tooltips)
@@ -77,16 +75,21 @@ def timeline_svg(
         y += 8
     parts[:0] = _grid(seconds, scale, y)
     parts += _legend(timelines, y + 30, critical)
-    pad = 14 if standalone else 0
-    box = f"{-pad} {-pad} {width + 2 * pad:.0f} {y + 42 + 2 * pad:.0f}"
     style = _STYLE + (_CRITICAL_STYLE if critical else "")
     style += _LINK_STYLE if any(timeline.links for timeline in timelines) else ""
     style += _UPDATE_STYLE if any(timeline.is_stream for timeline in timelines) else ""
+    return _document(parts, style, "; ".join(map(_title, timelines)), y + 42, standalone)
+
+
+def _document(parts: Sequence[str], style: str, label: str, height: float, standalone: bool) -> str:
+    """The SVG element with its parts; a separate file has a margin and a background."""
+    pad = 14 if standalone else 0
+    box = f"{-pad} {-pad} {_WIDTH + 2 * pad:.0f} {height + 2 * pad:.0f}"
     paper = f'<rect class="paper" x="{-pad}" y="{-pad}" width="100%" height="100%"/>' if standalone else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pl" viewBox="{box}" '
-        f'style="width:100%;max-width:{width:.0f}px;height:auto" role="img" '
-        f'aria-label="{escape("; ".join(map(_title, timelines)), quote=True)}">'
+        f'style="width:100%;max-width:{_WIDTH:.0f}px;height:auto" role="img" '
+        f'aria-label="{escape(label, quote=True)}">'
         f"<style>{style}{_STANDALONE_STYLE if standalone else ''}</style>{paper}{''.join(parts)}</svg>"
     )
 

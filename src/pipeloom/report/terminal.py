@@ -5,20 +5,19 @@ rank 1     F0 F1 F2    B0--- F3 B1--- F4 ...
   data  U1--              R1--                    the link between data-parallel replicas, with the stage
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from pipeloom.common.quantities import number_text, seconds_text
 from pipeloom.ir.action import Op
 from pipeloom.report.drawing import COLOURS, OP_NAMES, label, op_shares, ops_in
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.timeline import Span, Timeline
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Cell = tuple[str, Op | None]  # text, and the op whose colour it has
 _LETTERS = {Op.UNSHARD: "U", Op.REDUCE_GRAD: "R", Op.OFFLOAD: "O", Op.RELOAD: "L"}  # ops on the links of a rank
@@ -29,8 +28,6 @@ _MOST_RANKS = 32
 
 def print_timeline(timeline: Timeline, console: Console | None = None) -> None:
     """Print the timeline, one row per rank, and a table of its per-rank numbers."""
-    from rich.console import Console
-
     console = console or Console(highlight=False)
     _print_picture(timeline, console, ())
     _print_table(timeline, console)
@@ -38,10 +35,6 @@ def print_timeline(timeline: Timeline, console: Console | None = None) -> None:
 
 def print_comparison(timelines: Sequence[Timeline], console: Console | None = None) -> None:
     """Print timelines one below the other at the same scale, and a table of their numbers, shortest first."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     console = console or Console(highlight=False)
     for timeline in timelines:
         console.print(f"{timeline.name}", markup=False)
@@ -65,8 +58,6 @@ def print_comparison(timelines: Sequence[Timeline], console: Console | None = No
 
 
 def _print_picture(timeline: Timeline, console: Console, others: Sequence[Timeline], *, legend: bool = True) -> None:
-    from rich.text import Text
-
     coloured = console.is_terminal and console.color_system is not None and not console.no_color
     margin = max(len(f"rank {timeline.num_ranks - 1}  "), *(len(f"  {link}  ") for link in ("", *timeline.links)))
     columns = max(8, (console.width if console.is_terminal else _PLAIN_COLUMNS) - margin)
@@ -195,9 +186,6 @@ def _dominant(row: Sequence[Span], seconds: float, columns: int) -> list[Cell]:
 
 
 def _print_table(timeline: Timeline, console: Console) -> None:
-    from rich import box
-    from rich.table import Table
-
     console.print(
         f"\n{timeline.name}, {timeline.kind}: {timeline.num_ranks} ranks, {timeline.num_microbatches} micro-batches"
         + (f", {timeline.num_chunks} virtual stages per rank" if timeline.num_chunks > 1 else "")

@@ -1,10 +1,9 @@
 """`Conditions`: the times, latencies and memory that some schedules are optimized for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Op, Placement, Schedule
@@ -58,8 +57,7 @@ class Conditions:
             if left > kept:
                 raise ScheduleError(
                     f"weight_gradient[{stage}]={left:g}: must be at most activation[{stage}]={kept:g}: what remains "
-                    "for W "
-                    "(the backward of the weights) is a part of what F (the forward) kept. Lower "
+                    "for W (the backward of the weights) is a part of what F (the forward) kept. Lower "
                     f"weight_gradient[{stage}]."
                 )
 
@@ -74,7 +72,7 @@ class Conditions:
         latency: float = 0.0,
         weight_gradient: float = 1.0,
         memory_limit: float = math.inf,
-    ) -> Conditions:
+    ) -> Self:
         """Equal conditions on all ranks, per rank-share of one micro-batch.
 
         Args:

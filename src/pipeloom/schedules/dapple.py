@@ -14,12 +14,7 @@ from pipeloom.schedules.phases import alternating
 from pipeloom.schedules.table import family
 
 
-@family(
-    "dapple-pb",
-    paper="DAPPLE policy PB, arXiv:2007.01045",
-    bubble="(p-1)/(m+p-1)",
-    peak="min(2*(p-d)-1, m)",
-)
+@family("dapple-pb", paper="DAPPLE policy PB, arXiv:2007.01045", bubble="(p-1)/(m+p-1)", peak="min(2*(p-d)-1, m)")
 def dapple_pb(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B's order with twice its warm-up."""
     return alternating("dapple-pb", num_microbatches, [2 * (num_ranks - 1 - d) for d in range(num_ranks)])

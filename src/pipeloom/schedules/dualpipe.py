@@ -20,8 +20,6 @@ and it holds ``p + 1`` activations. DualPipeV on p ranks has the bubble of DualP
     5 B, then an overlapped pair   6 B of both, the later ones split   7 a W, then I   8 the W that are left
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 
@@ -87,16 +85,6 @@ def dualpipev(*, num_ranks: int, num_microbatches: int) -> Schedule:
     return _schedule("dualpipev", m, Placement.v(p), ranks)
 
 
-def _schedule(name: str, m: int, placement: Placement, ranks: list[_RankOrder]) -> Schedule:
-    return Schedule(
-        name=name,
-        num_microbatches=m,
-        placement=placement,
-        orders=tuple(tuple(rank.order) for rank in ranks),
-        overlapped=frozenset(pair for rank in ranks for pair in rank.overlapped),
-    )
-
-
 class _RankOrder:
     """One rank's order.
 
@@ -153,3 +141,13 @@ class _RankOrder:
 
     def _both(self, forward: int, backward: int) -> None:
         self.overlapped.append((self._run(Op.F, forward), self._run(Op.B, backward)))
+
+
+def _schedule(name: str, m: int, placement: Placement, ranks: list[_RankOrder]) -> Schedule:
+    return Schedule(
+        name=name,
+        num_microbatches=m,
+        placement=placement,
+        orders=tuple(tuple(rank.order) for rank in ranks),
+        overlapped=frozenset(pair for rank in ranks for pair in rank.overlapped),
+    )

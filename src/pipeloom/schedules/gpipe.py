@@ -13,12 +13,7 @@ from pipeloom.schedules.phases import alternating
 from pipeloom.schedules.table import family
 
 
-@family(
-    "gpipe",
-    paper="GPipe, arXiv:1811.06965",
-    bubble="(p-1)/(m+p-1)",
-    peak="m",
-)
+@family("gpipe", paper="GPipe, arXiv:1811.06965", bubble="(p-1)/(m+p-1)", peak="m")
 def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards of the step, then all its backwards."""
     return alternating("gpipe", num_microbatches, [num_microbatches] * num_ranks)

@@ -12,7 +12,7 @@ With N = p, a latency c of at most min(tF, tB) / v adds ``2 * (p*v - 1) * c`` to
 from pipeloom.common.quantities import counted
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Action, Op, Placement, Schedule
-from pipeloom.ir.action import STAGE_STEP, Order, encode
+from pipeloom.ir.order import STAGE_STEP, Order, encode
 from pipeloom.schedules.table import family
 
 

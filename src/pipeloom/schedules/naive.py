@@ -12,12 +12,7 @@ from pipeloom.schedules.phases import alternating
 from pipeloom.schedules.table import family
 
 
-@family(
-    "naive",
-    paper="naive model parallelism",
-    bubble="(p-1)/p",
-    peak="1",
-)
+@family("naive", paper="naive model parallelism", bubble="(p-1)/p", peak="1")
 def naive(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Each micro-batch goes all the way down and back up before the next one enters."""
     return alternating("naive", num_microbatches, [0] * num_ranks)

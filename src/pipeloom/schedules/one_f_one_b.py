@@ -12,12 +12,7 @@ from pipeloom.schedules.phases import alternating
 from pipeloom.schedules.table import family
 
 
-@family(
-    "1f1b",
-    paper="PipeDream-Flush, arXiv:2006.09503",
-    bubble="(p-1)/(m+p-1)",
-    peak="min(p-d, m)",
-)
+@family("1f1b", paper="PipeDream-Flush, arXiv:2006.09503", bubble="(p-1)/(m+p-1)", peak="min(p-d, m)")
 def one_f_one_b(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """A warm-up of ``p - 1 - d`` forwards on rank ``d``, then forward and backward in turn, then the backwards left."""
     return alternating("1f1b", num_microbatches, [num_ranks - 1 - d for d in range(num_ranks)])

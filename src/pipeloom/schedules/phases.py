@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from pipeloom.ir import Action, Op, Placement, Schedule
-from pipeloom.ir.action import MICROBATCH_MASK, MICROBATCH_SHIFT, MICROBATCH_STEP, Order, encode
+from pipeloom.ir.order import MICROBATCH_MASK, MICROBATCH_SHIFT, MICROBATCH_STEP, Order, encode
 
 
 class Phases:

@@ -57,8 +57,7 @@ def seq1f1b_interleaved(*, num_ranks: int, num_microbatches: int, num_chunks: in
         fix = f"Use num_slices={fits[0]}" if fits else f"Use a multiple of {p} micro-batches"
         raise ScheduleError(
             f"num_slices={k}, num_microbatches={m}: seq1f1b-interleaved on {p} ranks needs {' or '.join(counts)} "
-            "slices, "
-            f"and micro-batches x slices ({m * k}) must be a multiple of {p}. {fix}, or use seq1f1b."
+            f"slices, and micro-batches x slices ({m * k}) must be a multiple of {p}. {fix}, or use seq1f1b."
         )
     return _alternating("seq1f1b-interleaved", p, m, k, num_chunks)
 

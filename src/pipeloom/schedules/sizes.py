@@ -8,7 +8,7 @@ from math import prod
 from typing import ParamSpec, TypeVar
 
 from pipeloom.errors import ScheduleError, folded
-from pipeloom.ir.action import MOST_MICROBATCHES, MOST_SLICES, MOST_STAGES
+from pipeloom.ir.order import MOST_MICROBATCHES, MOST_SLICES, MOST_STAGES
 
 P = ParamSpec("P")
 R = TypeVar("R")

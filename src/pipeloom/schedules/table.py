@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypedDict, Unpack
+from typing import Any, ParamSpec, Required, TypedDict, Unpack
 
 from pipeloom.common.quantities import counted
 from pipeloom.errors import ScheduleError
@@ -110,13 +110,23 @@ FAMILIES: dict[str, Family] = {}
 """All families by name, in the order in which `pipeloom.schedules` imports them."""
 
 
-def family(name: str, **row: Any) -> Callable[[Callable[P, Schedule]], Callable[P, Schedule]]:
-    """List the decorated function in `FAMILIES`, and validate its keywords and sizes as `sized` does.
+class Row(TypedDict, total=False):
+    """The fields of `Family` beside `name` and `build`."""
 
-    Args:
-        name: as on the command line.
-        row: the other fields of `Family`.
-    """
+    paper: Required[str]
+    constraints: str
+    bubble: Required[str]
+    peak: Required[str]
+    chunks: int | None
+    usual_chunks: int
+    sliced: bool
+    to_measure: bool
+    stream: tuple[str, ...]
+    most_actions: int
+
+
+def family(name: str, **row: Unpack[Row]) -> Callable[[Callable[P, Schedule]], Callable[P, Schedule]]:
+    """List the decorated function in `FAMILIES`, and validate its keywords and sizes as `sized` does."""
 
     def listed(build: Callable[P, Schedule]) -> Callable[P, Schedule]:
         checked = sized(build)

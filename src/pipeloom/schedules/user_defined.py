@@ -10,9 +10,11 @@ All are validated like built-in schedules.
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipeloom.common.json_reader import parse_file
 from pipeloom.errors import InputError, ScheduleError, folded, one_line
 from pipeloom.ir import Action, Schedule, check
 from pipeloom.ir.check.input_types import as_pairs
@@ -129,15 +131,8 @@ def from_file(source: str, *, num_ranks: int, num_microbatches: int, num_chunks:
             seen = f"has no function {function!r}" if function else "names no function"
             raise ScheduleError(f"schedule {source!r} {seen}. Write {path}:NAME, with the name of a function.")
         return from_function(found, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ScheduleError(f"schedule {source!r}: {reason}. Name a readable file.") from error
-    try:
-        schedule = from_json(text) if path.endswith(".json") else from_csv(text, name=Path(path).stem)
-    except ScheduleError as error:
-        raise ScheduleError(f"schedule {source!r}: {error}") from error
+    parse = from_json if path.endswith(".json") else partial(from_csv, name=Path(path).stem)
+    schedule = parse_file("schedule", source, parse, "file", ScheduleError)
     check(schedule)
     _check_sizes(schedule, f"schedule {source!r}", num_ranks, num_microbatches, num_chunks)
     return schedule

@@ -15,11 +15,10 @@ with split backwards), which are shorter with fewer micro-batches than ranks. Of
 the shortest hand-made one, the order with the shortest span is used.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import product
+from operator import add, sub
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Action, Op, Placement, Schedule
@@ -64,24 +63,8 @@ def zb_auto(*, num_ranks: int, num_microbatches: int, conditions: Conditions | N
                 f"zb-auto: rank {rank} has a cap of {cap:g}, but one micro-batch keeps {kept:g} there. Raise the cap."
             )
     m = num_microbatches
-    greedy: list[_Timed] = [_Greedy(conditions, m, *choices) for choices in product((True, False), repeat=3)]
-    handmade = [timed for timed in _handmade(conditions, m) if timed.fits]
-    longest = min(timed.makespan for timed in handmade) * (1 + _NEAR)
-    allowed = [timed for timed in (*greedy, *handmade) if timed.makespan <= longest]
-    orders = tuple(map(tuple, min(allowed, key=lambda timed: timed.span).orders))
+    orders = tuple(map(tuple, _best(conditions, m).orders))
     return Schedule(name="zb-auto", num_microbatches=m, placement=placement, orders=orders)
-
-
-def _handmade(conditions: Conditions, m: int) -> Iterator[_Timed]:
-    """Hand-made orders with split backwards, the one that holds least (naive) first."""
-    p = conditions.num_ranks
-    one = [p - 1 - d for d in range(p)]
-    two = [2 * warmup for warmup in one]
-    for warmups, delay in (([0] * p, 0), (one, 0), (two, 0), ([m] * p, 0), (one, 1), (two, 2)):
-        timed = _Timed(conditions, m)
-        for rank, action, _ in walk(delayed_weights("zb-auto", m, warmups, delay=delay)):
-            timed.put(action.op, rank)
-        yield timed
 
 
 class _Timed:
@@ -96,6 +79,9 @@ class _Timed:
         p = conditions.num_ranks
         self._conditions, self._p, self._m = conditions, p, m
         self._seconds = {Op.F: conditions.forward, Op.I: conditions.backward_input, Op.W: conditions.backward_weight}
+        left, freed = conditions.weight_gradient, [-x for x in conditions.weight_gradient]
+        self._kept = {Op.F: conditions.activation, Op.I: [*map(sub, left, conditions.activation)], Op.W: freed}
+        self._caps = [cap * (1 + _NEAR) for cap in conditions.caps]
         self._clock = [0.0] * p
         self._first = [0.0] * p
         self._held = [0.0] * p
@@ -131,9 +117,8 @@ class _Timed:
             self._idle[d] += start - self._clock[d]
             self._most_idle = max(self._most_idle, self._idle[d])
         self._clock[d] = self._ends[op, d, b] = start + self._seconds[op][d]
-        kept, left = self._conditions.activation[d], self._conditions.weight_gradient[d]
-        self._held[d] += {Op.F: kept, Op.I: left - kept, Op.W: -left}[op]
-        self.fits = self.fits and self._held[d] <= self._conditions.caps[d] * (1 + _NEAR)
+        self._held[d] += self._kept[op][d]
+        self.fits = self.fits and self._held[d] <= self._caps[d]
         self._count[op][d] += 1
         self.orders[d].append(Action(d, op, b))
 
@@ -152,7 +137,7 @@ class _Greedy(_Timed):
 
     def _room(self, d: int, more: float = 0.0) -> bool:
         """Whether rank d can hold one more activation, beside `more`."""
-        return self._held[d] + more + self._conditions.activation[d] <= self._conditions.caps[d] * (1 + _NEAR)
+        return self._held[d] + more + self._conditions.activation[d] <= self._caps[d]
 
     def _pending(self, d: int) -> bool:
         return self._count[Op.W][d] < self._count[Op.I][d]
@@ -229,3 +214,36 @@ class _Greedy(_Timed):
         if self._clock[d] + self._seconds[Op.F][d] + needed <= limit:
             return True
         return limit - self._clock[d] > self._most_idle - self._idle[d]
+
+
+def _best(conditions: Conditions, m: int) -> _Timed:
+    """The greedy run or hand-made order with the shortest span, within the makespan of the hand-made orders."""
+    each = zip(conditions.forward, conditions.backward_input, conditions.backward_weight, strict=True)
+    busy, arrival = [m * sum(seconds) for seconds in each], [0.0]
+    for d, seconds in enumerate(conditions.forward[:-1]):
+        arrival.append(arrival[d] + seconds + conditions.latency[d][d + 1])
+    span, makespan = (max(bound) * (1 + _NEAR) for bound in (busy, map(add, busy, arrival)))  # without a bubble
+    greedy: list[_Timed] = []
+    for choices in product((True, False), repeat=3):
+        greedy.append(_Greedy(conditions, m, *choices))
+        if greedy[-1].span <= span and greedy[-1].makespan <= makespan:
+            return greedy[-1]  # none is better
+    handmade = list(_handmade(conditions, m))
+    longest = min(timed.makespan for timed in handmade) * (1 + _NEAR)
+    allowed = [timed for timed in (*greedy, *handmade) if timed.makespan <= longest]
+    return min(allowed, key=lambda timed: timed.span)
+
+
+def _handmade(conditions: Conditions, m: int) -> Iterator[_Timed]:
+    """Hand-made orders with split backwards that keep the caps, the one that holds least (naive) first."""
+    p = conditions.num_ranks
+    one = [p - 1 - d for d in range(p)]
+    two = [2 * warmup for warmup in one]
+    for warmups, delay in (([0] * p, 0), (one, 0), (two, 0), ([m] * p, 0), (one, 1), (two, 2)):
+        timed = _Timed(conditions, m)
+        for rank, action, _ in walk(delayed_weights("zb-auto", m, warmups, delay=delay)):
+            timed.put(action.op, rank)
+            if not timed.fits:
+                break
+        else:
+            yield timed

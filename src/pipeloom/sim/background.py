@@ -16,7 +16,8 @@ and the next unit's computation waits for that.
 
 from collections import deque
 
-from pipeloom.ir import Action, Granularity, Op, Program, Schedule
+from pipeloom.ir import Action, Op, Program, Schedule
+from pipeloom.ir.unit_actions import gathers_inside
 from pipeloom.ir.walk import meets
 from pipeloom.sim.costs import Costs, no_bytes
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds
@@ -46,8 +47,8 @@ class Background:
         self._seconds = _seconds(pipeline, schedule, costs, network, self._counts)  # of one unit
         self._slowdown = network.data_slowdown if data is not None else 0.0
         self.inside = self._in_units or self._slowdown > 0
-        self._one_by_one = data is not None and data.shards_parameters and data.granularity is Granularity.MICROBATCH
-        self._one_reduction = data is not None and data.shards_optimizer
+        self._one_by_one = data is not None and gathers_inside(data)
+        self._one_reduction = data is not None and data.strategy.shards_optimizer
         reductions = pipeline.data_reductions if isinstance(pipeline, Program) and self._in_units else frozenset()
         self._last_backwards = frozenset(a.with_op(op) for a in reductions for op in (Op.B, Op.W))
         self._free: dict[tuple[int, str], float] = {}

@@ -1,11 +1,10 @@
 """`Costs`: seconds of computations, and bytes of memory and messages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import add
+from typing import Self
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
@@ -119,7 +118,7 @@ class Costs:
         backward_input: float | None = None,
         backward_weight: float | None = None,
         other: Mapping[Op, float | tuple[float, ...]] | None = None,
-    ) -> Costs:
+    ) -> Self:
         """Equal costs for every rank's share. `backward` (default 2.0) splits into equal halves."""
         if backward is not None and (backward_input is not None or backward_weight is not None):
             raise InputError("costs have both backward and its parts, whose sum it is. Pass one or the other.")
@@ -140,7 +139,7 @@ class Costs:
         backward_input: Sequence[float] | None = None,
         backward_weight: Sequence[float] | None = None,
         other: Mapping[Op, float | tuple[float, ...]] | None = None,
-    ) -> Costs:
+    ) -> Self:
         """One time for each stage. `backward` splits into equal halves unless both parts are given instead."""
         if (backward is None) == (backward_input is None) or (backward_input is None) != (backward_weight is None):
             raise InputError("costs per stage need either backward, or both backward_input and backward_weight.")

@@ -22,7 +22,7 @@ addition to `parameter_bytes`, and `units`, the number of units in which they ar
 `memory_bytes_per_second` is the bandwidth to the offload target of activations.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pipeloom.common.json_reader import Entry, read_json
@@ -31,13 +31,7 @@ from pipeloom.sim.costs import SIZES, Costs
 from pipeloom.sim.network import Link, Network
 
 _TIMES = ("forward", "backward_input", "backward_weight")
-_BESIDE = (
-    "data_bytes_per_second",
-    "data_sum_bytes_per_second",
-    "data_latency_seconds",
-    "data_slowdown",
-    "memory_bytes_per_second",
-)
+_BESIDE = tuple(each.name for each in fields(Network) if each.name.startswith(("data_", "memory_")))
 _OPTIONAL = (*SIZES, "units")  # of stages
 _ENTRIES = ("stages", "latency", "memory_cap_bytes", "links", "bytes_per_second", "overlap_communication", *_BESIDE)
 

@@ -16,14 +16,15 @@ from pipeloom.sim.network import Network
 
 def gather_seconds(data: DataAxis, size: float, network: Network) -> float:
     """Seconds of an UNSHARD of `size` bytes of parameters."""
-    return _link_seconds(data, size, network.data_bytes_per_second, network) if data.shards_optimizer else 0.0
+    return _link_seconds(data, size, network.data_bytes_per_second, network) if data.strategy.shards_optimizer else 0.0
 
 
 def reduce_seconds(data: DataAxis, size: float, network: Network) -> float:
     """Seconds of a REDUCE_GRAD of `size` bytes of gradients."""
     bandwidth = network.data_sum_bytes_per_second or network.data_bytes_per_second
     seconds = _link_seconds(data, size, bandwidth, network)
-    return seconds if data.shards_optimizer else 2 * seconds  # an all-reduce is a reduce-scatter and an all-gather
+    # An all-reduce is a reduce-scatter and an all-gather.
+    return seconds if data.strategy.shards_optimizer else 2 * seconds
 
 
 def _link_seconds(data: DataAxis, size: float, bytes_per_second: float | None, network: Network) -> float:

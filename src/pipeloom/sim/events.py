@@ -1,7 +1,5 @@
 """Event-driven simulation of a schedule or program, with links that transfer one message at a time."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -51,21 +49,6 @@ class _Result(NamedTuple):
     rank: int
     at: float
     taking: float = 0.0
-
-
-def spans_by_events(pipeline: Schedule | Program, costs: Costs, network: Network) -> EventRun:
-    """Run each action as early as possible. Raises ScheduleError for a deadlock."""
-    run = EventRun(pipeline, costs, network)
-    for rank in range(len(run.orders)):
-        run.begin(rank)
-    while run.moments:
-        now, rank = heapq.heappop(run.moments)
-        run.finish(now, rank)
-    if any(position < len(order) for position, order in zip(run.position, run.orders, strict=True)):
-        for _ in walk(pipeline):  # says who waits for whom
-            pass
-        raise AssertionError("a walk found an order of actions that the simulation did not")
-    return run
 
 
 class EventRun:
@@ -221,3 +204,18 @@ class EventRun:
             return _Result(rank, end)
         self.clock[rank] = end
         return _Result(rank, start, end - start)
+
+
+def spans_by_events(pipeline: Schedule | Program, costs: Costs, network: Network) -> EventRun:
+    """Run each action as early as possible. Raises ScheduleError for a deadlock."""
+    run = EventRun(pipeline, costs, network)
+    for rank in range(len(run.orders)):
+        run.begin(rank)
+    while run.moments:
+        now, rank = heapq.heappop(run.moments)
+        run.finish(now, rank)
+    if any(position < len(order) for position, order in zip(run.position, run.orders, strict=True)):
+        for _ in walk(pipeline):  # says who waits for whom
+            pass
+        raise AssertionError("a walk found an order of actions that the simulation did not")
+    return run

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.ir.action import OPS
 from pipeloom.ir.large.columns import B, F, I, Ints, Proof, W
+from pipeloom.ir.order import OPS
 from pipeloom.ir.schedule import Schedule
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.network import Network
@@ -115,11 +115,7 @@ def live_curves(schedule: Schedule, proof: Proof, rows: tuple[SpanRow, ...]) -> 
 
 
 def byte_curves(
-    schedule: Schedule,
-    proof: Proof,
-    rows: tuple[SpanRow, ...],
-    activation: tuple[float, ...],
-    left: tuple[float, ...],
+    schedule: Schedule, proof: Proof, rows: tuple[SpanRow, ...], activation: tuple[float, ...], left: tuple[float, ...]
 ) -> tuple[Curve, ...]:
     """Change points of each rank's bytes: F takes all at its start, I gives all but `left` back, W or B the rest."""
     whole, part = np.array(activation), np.array(left)

@@ -1,7 +1,5 @@
 """Exact earliest start times of every action of a schedule or program, and timelines of simulated and measured runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from operator import itemgetter
@@ -72,7 +70,7 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
         )
 
 
-def _timed_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Network) -> Timeline:
+def _timed_by_rounds(schedule: Schedule, proof: "Proof", costs: Costs, network: Network) -> Timeline:
     from pipeloom.sim.large_schedules import byte_curves, live_curves, spans_by_rounds
 
     rows = spans_by_rounds(schedule, proof, costs, network)

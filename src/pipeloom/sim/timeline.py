@@ -1,14 +1,12 @@
 """`Timeline`: times and live activations of a simulated or measured step."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import sub
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pipeloom.common.json_reader import Entry, load_json
 from pipeloom.errors import InputError
@@ -187,7 +185,7 @@ class Timeline:
         return json.dumps(data)
 
     @classmethod
-    def from_json(cls, text: str) -> Timeline:
+    def from_json(cls, text: str) -> Self:
         """The inverse of `to_json`.
 
         Raises:

@@ -6,10 +6,10 @@ same result on parts as on the full sequence.
 """
 
 from pipeloom.slicing.attention import TokenDropout, attention, causal_attention, dropout
-from pipeloom.slicing.check import RefuseRawAttention, make_sliceable
 from pipeloom.slicing.context import Slice, SliceContext, current_slice
 from pipeloom.slicing.positions import position_rows, sequence_length, token_positions
 from pipeloom.slicing.sequence_parts import SequenceParts
+from pipeloom.slicing.sliceable import RefuseRawAttention, make_sliceable
 from pipeloom.slicing.tokens import Tokens, current_tokens
 
 __all__ = [

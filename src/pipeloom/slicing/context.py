@@ -11,8 +11,6 @@ graph. Here both are kept outside of the graph (`GrowingSequence`), so the backw
 its stage as usual, and recomputation of a slice writes the same values to the same place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -121,7 +119,7 @@ class Slice:
     __slots__ = ("_calls", "_context", "_first_time", "cache", "end", "index", "length", "start")
 
     def __init__(
-        self, context: SliceContext, index: int, start: int, end: int, length: int, *, first_time: bool
+        self, context: "SliceContext", index: int, start: int, end: int, length: int, *, first_time: bool
     ) -> None:
         self.index, self.start, self.end, self.length = index, start, end, length
         self.cache: dict[Hashable, Tensor] = {}
@@ -162,7 +160,7 @@ class Slice:
         """The random seed of a block of tokens of one call; the same in every slice and in recomputation."""
         context = self._context
         slot = context.slots.setdefault(call_key, len(context.slots))
-        return _hash(context.random_seed(), slot, block)
+        return hashed(context.random_seed(), slot, block)
 
     def call_key(self, owner: Hashable) -> Hashable:
         """`owner`, and the number of its calls in this slice so far.
@@ -225,7 +223,7 @@ class SliceContext:
         """The seed of all random streams of this context."""
         if self.seed is None:
             self.seed = (int(torch.randint(2**63 - 1, ())),)
-        return _hash(*self.seed)
+        return hashed(*self.seed)
 
     def close(self) -> None:
         """Release all tensors, except those that autograd graphs still reference."""
@@ -256,9 +254,9 @@ def current_slice() -> Slice | None:
     return part if isinstance(part, Slice) else None
 
 
-def _hash(*numbers: int) -> int:
-    """A number below 2**63."""
-    digest = blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
+def hashed(*parts: int | str) -> int:
+    """A seed below 2**63."""
+    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -3,22 +3,18 @@
 from typing import TYPE_CHECKING
 
 from pipeloom.common.lazy_exports import lazy_exports
-from pipeloom.split.layer_chain import Tie, partition
+from pipeloom.split.chain_partition import Tie, partition
 
 if TYPE_CHECKING:
-    from pipeloom.split.module import StageModule
     from pipeloom.split.profile import LayerTime, profile_layers
+    from pipeloom.split.stage_module import StageModule
     from pipeloom.split.stages import Stages, TiedParameter, profile_model, split
 
-# Public name -> the module that defines it.
-_HOMES = {
-    "LayerTime": "pipeloom.split.profile",
-    "StageModule": "pipeloom.split.module",
-    "Stages": "pipeloom.split.stages",
-    "TiedParameter": "pipeloom.split.stages",
-    "profile_layers": "pipeloom.split.profile",
-    "profile_model": "pipeloom.split.stages",
-    "split": "pipeloom.split.stages",
+# Module -> its public names, loaded at first use.
+_LAZY = {
+    "pipeloom.split.profile": "LayerTime profile_layers",
+    "pipeloom.split.stage_module": "StageModule",
+    "pipeloom.split.stages": "Stages TiedParameter profile_model split",
 }
 
 __all__ = [
@@ -33,4 +29,4 @@ __all__ = [
     "split",
 ]
 
-__getattr__ = lazy_exports(__name__, _HOMES)
+__getattr__ = lazy_exports(__name__, _LAZY)

@@ -24,7 +24,7 @@ from pipeloom.errors import InputError, SplitError
 from pipeloom.slicing import Slice, Tokens, causal_attention, token_positions
 from pipeloom.slicing.attention import context_attention
 from pipeloom.slicing.tokens import current_part
-from pipeloom.split.module import BlockRunner, StageModule
+from pipeloom.split.stage_module import BlockRunner, StageModule
 
 
 class Decoder(NamedTuple):

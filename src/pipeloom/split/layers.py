@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeloom.common.quantities import counted
 from pipeloom.errors import SplitError
-from pipeloom.split.layer_chain import find_ties, partition
+from pipeloom.split.chain_partition import find_ties, partition
 from pipeloom.split.profile import LossFn, profile_layers
 
 _CUTS = "must be 'layers', 'parameters', 'time' or a list of integers (layers per stage)."

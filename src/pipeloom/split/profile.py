@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeloom.errors import SplitError
+from pipeloom.split.stage_module import may_change_input
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -24,7 +25,7 @@ class LayerTime(NamedTuple):
         forward_seconds: median time of the forward.
         backward_seconds: median time of the full backward, with input and weight gradients.
         activation_bytes: size of all output tensors, which are sent to the next layer.
-        parameter_bytes: size of its parameters, with those shared with other layers (`pipeloom.split.layer_chain.Tie`).
+        parameter_bytes: size of its parameters, with those shared with other layers (`Tie`).
     """
 
     name: str
@@ -130,11 +131,6 @@ def threads_of_a_rank(num_ranks: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def may_change_input(module: nn.Module) -> bool:
-    """Whether a submodule works in place, which autograd forbids on a leaf tensor that requires a gradient."""
-    return any(getattr(part, "inplace", False) is True for part in module.modules())
 
 
 def time_once(

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from pipeloom.common.quantities import counted
 from pipeloom.errors import SplitError, folded
+from pipeloom.split.chain_partition import Tie, consecutive, find_ties
 from pipeloom.split.huggingface import Decoder, DecoderStage, find_decoder
-from pipeloom.split.layer_chain import Tie, consecutive, find_ties
 from pipeloom.split.layers import ChainLayer, check_complete, count_layers, find_layers
-from pipeloom.split.module import StageModule
 from pipeloom.split.profile import LayerTime, LossFn, profile_layers
+from pipeloom.split.stage_module import StageModule
 
 
 @dataclass(frozen=True)

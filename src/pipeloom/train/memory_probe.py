@@ -63,7 +63,7 @@ class MemoryProbe:
             return
         if config.parallel.cut == "time":
             config = config.changed("parallel", cut=",".join(map(str, blocks_of(parts.stages))))
-        rows = memory_rows(config, parts.corpus.tokenizer.vocabulary_size, parts.group.device)
+        rows = memory_rows(config, parts.corpus.tokenizer.vocabulary_size, parts.group.device.type)
         if len(gathered) == 1:  # all ranks are one process
             together = {kind: sum(row.predicted[kind] or 0.0 for row in rows) for kind in rows[0].predicted}
             rows = [replace(rows[0], predicted=together)]

@@ -19,7 +19,7 @@ from pipeloom.train.config.memory import activation_offload, offloads
 from pipeloom.train.config.schedule import make_schedule, parse_cut, slice_lengths
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import Corpus, Sampler, open_corpus
-from pipeloom.train.link_costs import measure_data_costs
+from pipeloom.train.data_parallel_costs import measure_data_costs
 from pipeloom.train.optimizers import HIDDEN, make_optimizer
 from pipeloom.train.output.directory import Journal
 from pipeloom.train.output.display import skipped_notice

@@ -1,13 +1,11 @@
 """`train`: the loop of `pipeloom train`. `Trainer`: its steps on one process."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from pipeloom.errors import InputError, RunError
 from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.processes.launcher import Membership
 from pipeloom.report import write_report
-from pipeloom.train import resume
+from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import in_use
 from pipeloom.train.config.memory import chosen_words, under_cap
 from pipeloom.train.config.schedule import AUTO, samples_of_replica
@@ -41,7 +39,7 @@ def train(config: TrainConfig, member: Membership | None) -> None:
     """
     with ExitStack() as stack:
         group = stack.enter_context(join(member, config))
-        checkpoint = resume.agreed_checkpoint(config, group)
+        checkpoint = run_checkpoints.agreed_checkpoint(config, group)
         note = None
         if config.parallel.slices == AUTO:
             from pipeloom.train.measured_slices import choose_slices  # here: imports the planner
@@ -71,7 +69,7 @@ def train(config: TrainConfig, member: Membership | None) -> None:
                     if evaluates:
                         shown.say(f"step {last}  validation loss {trainer.evaluate(last):.4f}")
                     if saves:
-                        shown.say(f"step {last}  saved {resume.save(trainer.run, last)}")
+                        shown.say(f"step {last}  saved {run_checkpoints.save(trainer.run, last)}")
                     first = last + 1
             trainer.report(shown)
             if config.sample_tokens:
@@ -97,7 +95,7 @@ class Trainer:
         self._resumed: Path | None = None
         self._first_step = 1
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -108,12 +106,12 @@ class Trainer:
 
     def resume(self, checkpoint: Path | None) -> int:
         """Load the checkpoint, if any; returns the number of completed steps."""
-        resume.seed_generators(self.config.seed, 0, self.group.seed_rank)
+        run_checkpoints.seed_generators(self.config.seed, 0, self.group.seed_rank)
         self._resumed = checkpoint
         if checkpoint is None:
             return 0
         self.run.journal.enter(f"loading {checkpoint}")
-        done = resume.load(self.run, checkpoint).step
+        done = run_checkpoints.load(self.run, checkpoint).step
         self._first_step = done + 1
         self._steps.done = done
         return done
@@ -143,9 +141,8 @@ class Trainer:
         start = f", from {self._resumed}" if self._resumed else ""
         sizes = config.gpt(corpus.tokenizer.vocabulary_size)
         shown.say(
-            f"{sizes.num_parameters:,} parameters in {schedule.num_stages} stages, schedule {schedule.name}, "
-            f"{ranks}, {counted(config.num_microbatches, 'micro-batch')} per step; "
-            f"{found_text(corpus)}{start}"
+            f"{sizes.num_parameters:,} parameters in {schedule.num_stages} stages, schedule {schedule.name}, {ranks}, "
+            f"{counted(config.num_microbatches, 'micro-batch')} per step; {found_text(corpus)}{start}"
         )
         for line in self.run.notices:
             shown.say(line)

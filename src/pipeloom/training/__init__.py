@@ -1,14 +1,8 @@
 """The front door: `Pipeline` and `Stream` train a model, with optimizer steps and gradient clipping."""
 
-from pipeloom.training.optimizer_step import (
-    BarrierStep,
-    LossScaler,
-    OptimizerStep,
-    Update,
-    clip_by_norms,
-    clip_grad_norm,
-    gradient_norms,
-)
+from pipeloom.training.clipping import clip_by_norms, clip_grad_norm, gradient_norms
+from pipeloom.training.loss_scaler import LossScaler
+from pipeloom.training.optimizer_step import BarrierStep, OptimizerStep, Update
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.post_validation.step import PostValidatedStep
 from pipeloom.training.stream.results import StreamUpdate

@@ -15,7 +15,7 @@ from pipeloom.parallel import Mesh, OffloadActivations
 from pipeloom.parallel.context import KINDS, ContextKind, ContextParallel
 from pipeloom.parallel.placed import placed
 from pipeloom.passes import check_has_backwards
-from pipeloom.split.module import StageModule
+from pipeloom.split.stage_module import StageModule
 from pipeloom.transport.interface import OneProcessTransport
 
 

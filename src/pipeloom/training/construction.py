@@ -19,6 +19,7 @@ from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
 from pipeloom.parallel.context import ContextKind
 from pipeloom.parallel.data.sharing import share
 from pipeloom.parallel.offload.activations import open_activation_offload
+from pipeloom.parallel.options import check_synchronous
 from pipeloom.passes import evaluation_schedule, lower, merge_backwards, separate_units
 from pipeloom.plan.plan import Plan
 from pipeloom.processes.agreement import RunFingerprint
@@ -91,7 +92,7 @@ def construct(
         schedule.num_ranks, transport, timeout_seconds, fingerprint, replicas=replicas, members=members
     )
     if connection.rank is not None:
-        frees = sharing.axis is not None and sharing.axis.shards_parameters
+        frees = sharing.axis is not None and sharing.axis.strategy.shards_parameters
         give_back_freed_memory() if frees else keep_freed_memory()
 
     ranks = range(schedule.num_ranks) if connection.rank is None else [connection.rank]
@@ -114,11 +115,8 @@ def _programs(
     schedule: Schedule, tied: list[tuple[int, ...]], data: DataAxis | None, offload: OffloadActivations | None
 ) -> Programs:
     """The checked programs of a training step and of evaluation; `tied` are the stages of each shared parameter."""
-    if data is not None and schedule.microbatches_per_update is not None:
-        raise InputError(
-            f"schedule {schedule.name!r} updates parameters while it runs: data parallelism, ZeRO and 16-bit formats "
-            "need a synchronous schedule. Give stages replicas of their own, or use a schedule such as 1f1b."
-        )
+    if data is not None:
+        check_synchronous(schedule, "data parallelism, ZeRO or a 16-bit format")
     train = lower(schedule, tied_stages=tuple(tied), data=data)
     if offload is not None and not schedule.forward_only:
         train = offload.insert(train)

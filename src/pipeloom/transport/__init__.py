@@ -1,6 +1,6 @@
 """Messages between ranks: one interface, and transports for one process, one host and several hosts.
 
-interface           `Transport`, `Channel` and its two ends; numbers of calls
+interface           `Transport`, `Channel` and its two ends; call_numbers: the number of the call in every message
 values              tensors and nested containers as messages; batches cut into micro-batches
 connect             chooses the transport of a run and connects its ranks
 loopback            ranks that share one process

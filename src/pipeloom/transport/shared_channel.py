@@ -1,7 +1,5 @@
 """The two ends of a channel over shared memory (see `pipeloom.transport.shared_memory`)."""
 
-from __future__ import annotations
-
 import errno
 import math
 import mmap
@@ -46,7 +44,7 @@ class Waiting(Protocol):
 class SharedOutgoing(Outgoing):
     """Copies messages into blocks; a send never waits."""
 
-    def __init__(self, connection: socket.socket, channel: Channel, backlogged: set[SharedOutgoing]) -> None:
+    def __init__(self, connection: socket.socket, channel: Channel, backlogged: set["SharedOutgoing"]) -> None:
         self._socket, self.channel = connection, channel
         self._blocks: list[SharedBlock] = []
         self._num_made = 0

@@ -1,7 +1,5 @@
 """Standard streams of a command: closed ones, and writes that fail."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys
@@ -23,7 +21,7 @@ class _Stream(io.FileIO):
         self._lasting = lasting
         self._failed = False
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: "ReadableBuffer", /) -> int:
         if not self._failed:
             try:
                 return super().write(data)

@@ -93,8 +93,7 @@ def _read_plan(parser: Parser, path: str, given: Namespace) -> Namespace:
             own, shown = ("none" if each is None else each for each in (given[key], value))
             raise InputError(
                 f"{key}={own}: plan {path} has {shown}, and options must not contradict the plan. Remove {key}, or "
-                "make a "
-                "new plan."
+                "make a new plan."
             )
     return planned
 

@@ -21,7 +21,7 @@ from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import InputError, listed
 from pipeloom.ir import Action, Program
 from pipeloom.slicing import RefuseRawAttention, SliceContext
-from pipeloom.split.layer_chain import even_parts
+from pipeloom.split.chain_partition import even_parts
 from pipeloom.transport.values import Value, flatten, unflatten
 
 
@@ -65,9 +65,8 @@ def cut_sequences(batch: Batch, num_slices: int, lengths: Sequence[int] | None) 
                     "tensors of shape (samples, tokens, ...), or use a schedule without slices."
                 )
             raise InputError(
-                f"{what} hold tensors of {listed(sorted(tokens))} along dimension 1: slices cut this "
-                "dimension, the tokens, so it must be equal in all tensors. Pad the sequences, or use a schedule "
-                "without slices."
+                f"{what} hold tensors of {listed(sorted(tokens))} along dimension 1: slices cut this dimension, the "
+                "tokens, so it must be equal in all tensors. Pad the sequences, or use a schedule without slices."
             )
         (found[what],) = tokens
         batch.extents = slice_extents(found[what], num_slices, lengths)

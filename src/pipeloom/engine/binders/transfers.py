@@ -20,7 +20,8 @@ from pipeloom.engine.binders.computations import bind_entry
 from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, Op, Program, peer_of
-from pipeloom.transport.interface import Channel, Lane, Message, call_only, num_samples_of
+from pipeloom.transport.call_numbers import call_only, num_samples_of
+from pipeloom.transport.interface import Channel, Lane, Message
 from pipeloom.transport.values import flatten, unflatten
 
 

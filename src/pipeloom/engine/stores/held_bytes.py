@@ -1,9 +1,7 @@
 """Bytes of a rank's parameters and gradients: held now, at their peak, and offloaded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -22,7 +20,7 @@ class HeldBytes(NamedTuple):
     gradients: int
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module], main: Iterable[nn.Parameter], gradients: Iterable[Tensor]) -> HeldBytes:
+    def of(cls, modules: Iterable[nn.Module], main: Iterable[nn.Parameter], gradients: Iterable[Tensor]) -> Self:
         """Counted storage by storage, each once and as the first kind that has it."""
         seen: set[int] = set()
         counts = []

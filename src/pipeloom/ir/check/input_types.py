@@ -5,7 +5,8 @@ from operator import index, itemgetter
 from typing import Any, TypeVar, cast
 
 from pipeloom.errors import ScheduleError, folded
-from pipeloom.ir.action import Action, Op, Order
+from pipeloom.ir.action import Action, Op
+from pipeloom.ir.order import Order
 
 T = TypeVar("T")
 

@@ -22,6 +22,7 @@ from pipeloom.ir.check.schedule_rules import (
     known_stages,
     one_order_per_rank,
     overlapped_pairs,
+    repeated,
     rule,
 )
 from pipeloom.ir.schedule import Program, peer_of
@@ -72,11 +73,7 @@ def messages_between_ranks(program: Program) -> Breaches:
 
 @rule("each message is sent and received once", PROGRAM_RULES)
 def messages_once(program: Program) -> Breaches:
-    seen: set[Action] = set()
-    for _, action in _messages(program):
-        if action in seen:
-            yield f"{action} appears twice", "Remove one"
-        seen.add(action)
+    yield from repeated(_messages(program))
 
 
 @rule("both sides must list the same messages in one order", PROGRAM_RULES)
@@ -116,7 +113,7 @@ def gathers_of_the_strategy(program: Program) -> Breaches:
             continue
         if data is None:
             yield f"{at(action, rank)} without a data axis", "Remove it, or add a data axis"
-        elif not (data.unshards if action.op is Op.UNSHARD else data.shards_parameters):
+        elif not (data.unshards if action.op is Op.UNSHARD else data.strategy.shards_parameters):
             yield f"{at(action, rank)} with {data.strategy.value}, which keeps full parameters", "Remove it"
         elif action.microbatch is not None:
             yield at(action, rank), "Remove its micro-batch"
@@ -153,7 +150,7 @@ def gathers_alternate(program: Program) -> Breaches:
 
 @rule("a step of zero3 ends with sharded parameters", PROGRAM_RULES)
 def sharded_at_the_end(program: Program) -> Breaches:
-    if program.data is not None and program.data.shards_parameters:
+    if program.data is not None and program.data.strategy.shards_parameters:
         for rank, order in enumerate(program.orders):
             last = {action.stage: action.op for action in order if action.op in _GATHERS}
             for stage in sorted(stage for stage, op in last.items() if op is Op.UNSHARD):
@@ -196,7 +193,7 @@ def reductions_cover_backwards(program: Program) -> Breaches:
 
 @rule("gradients that are not sharded are reduced once, or they would be summed twice", PROGRAM_RULES)
 def full_gradients_reduced_once(program: Program) -> Breaches:
-    if _has_data_gradients(program) and program.data is not None and not program.data.shards_gradients:
+    if _has_data_gradients(program) and program.data is not None and not program.data.strategy.shards_gradients:
         for rank, order in enumerate(program.orders):
             reduced: set[int] = set()
             for action in order:
@@ -253,12 +250,7 @@ def updates_of_a_stream(program: Program) -> Breaches:
 
 @rule("an activation is offloaded and reloaded at most once", PROGRAM_RULES)
 def moves_once(program: Program) -> Breaches:
-    seen: set[tuple[int, Action]] = set()
-    for rank, action in program.actions():
-        if action.op in _MOVES:
-            if (rank, action) in seen:
-                yield f"{at(action, rank)} appears twice", "Remove one"
-            seen.add((rank, action))
+    yield from repeated((rank, action) for rank, action in program.actions() if action.op in _MOVES)
 
 
 @rule("OFFLOAD comes between F and the backward, RELOAD between OFFLOAD and the backward", PROGRAM_RULES)

@@ -5,7 +5,7 @@ wait for each other in a circle is asked last, by `pipeloom.ir.walk`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -49,6 +49,15 @@ def rule(sentence: str, rules: list[Rule]) -> Callable[[Callable[[Any], Breaches
         return rules[-1]
 
     return made
+
+
+def repeated(actions: Iterable[tuple[int, Action]]) -> Breaches:
+    """The actions, each with its rank, that have come before."""
+    seen: set[Action] = set()
+    for rank, action in actions:
+        if action in seen:
+            yield f"{action} appears twice on rank {rank}", "Remove one"
+        seen.add(action)
 
 
 def at(action: Action, rank: int) -> str:
@@ -152,11 +161,7 @@ def known_slices(schedule: Schedule) -> Breaches:
 
 @rule("each action runs exactly once", SCHEDULE_RULES)
 def once(schedule: Schedule) -> Breaches:
-    seen: set[Action] = set()
-    for rank, action in schedule.actions():
-        if action in seen:
-            yield f"{action} appears twice on rank {rank}", "Remove one"
-        seen.add(action)
+    yield from repeated(schedule.actions())
 
 
 @rule("a backward is either B, or I and W; a forward-only schedule has none", SCHEDULE_RULES)

@@ -14,7 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import (
+from pipeloom.ir.action import Op
+from pipeloom.ir.check.input_types import has_actions
+from pipeloom.ir.large.rounds import walk_columns
+from pipeloom.ir.order import (
     MICROBATCH_MASK,
     MICROBATCH_SHIFT,
     OP_NUMBER,
@@ -22,12 +25,9 @@ from pipeloom.ir.action import (
     SLICE_MASK,
     STAGE_MASK,
     STAGE_SHIFT,
-    Op,
     Order,
     encode,
 )
-from pipeloom.ir.check.input_types import has_actions
-from pipeloom.ir.large.rounds import walk_columns
 from pipeloom.ir.schedule import Schedule, once_per_schedule
 
 Ints = npt.NDArray[np.int32]

@@ -12,15 +12,33 @@ layers are not cut, and only small layers share a bucket.
 No torch here: runs and predictions (`pipeloom.plan.memory`) use this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from pipeloom.ir import Granularity
 
 # The minimum size of a bucket at granularity microbatch. Below it the start-up of a collective exceeds its transfer.
 _SMALL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUse:
+    """A parameter of a stage, and the layers and stages that read it.
+
+    Attributes:
+        name: the canonical name.
+        num_bytes: of the parameter, in the format of forwards.
+        layers: numbers of the stage's layers that read it; (-1,) for a parameter outside all layers.
+        stages: all stages that hold it.
+        kind: parameters of different kinds never share a unit: number format, device, whether they are trained.
+    """
+
+    name: str
+    num_bytes: int
+    layers: tuple[int, ...]
+    stages: tuple[int, ...]
+    kind: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +54,7 @@ class BucketRule:
     whole_layers: bool
 
     @classmethod
-    def of(cls, granularity: Granularity, bucket_bytes: int, *, whole_parameters: bool) -> BucketRule:
+    def of(cls, granularity: Granularity, bucket_bytes: int, *, whole_parameters: bool) -> Self:
         """With `whole_parameters`, layers are not cut: only many parameters spread evenly over replicas."""
         by_microbatch = granularity is Granularity.MICROBATCH
         least = min(bucket_bytes, _SMALL_BYTES) if by_microbatch else bucket_bytes
@@ -57,25 +75,6 @@ class BucketRule:
         if stop:
             found.append(range(stop))
         return found[::-1]
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterUse:
-    """A parameter of a stage, and the layers and stages that read it.
-
-    Attributes:
-        name: the canonical name.
-        num_bytes: of the parameter, in the format of forwards.
-        layers: numbers of the stage's layers that read it; (-1,) for a parameter outside all layers.
-        stages: all stages that hold it.
-        kind: parameters of different kinds never share a unit: number format, device, whether they are trained.
-    """
-
-    name: str
-    num_bytes: int
-    layers: tuple[int, ...]
-    stages: tuple[int, ...]
-    kind: Hashable = None
 
 
 def group_parameters(parameters: Sequence[ParameterUse], rule: BucketRule) -> list[list[int]]:

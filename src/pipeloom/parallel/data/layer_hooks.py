@@ -26,7 +26,7 @@ from pipeloom.parallel.mixed_precision import with_statistics
 
 
 class LayerHooks:
-    """Has every layer of a stage wait for its units. A `pipeloom.split.module.LayerObserver`.
+    """Has every layer of a stage wait for its units. A `pipeloom.split.stage_module.LayerObserver`.
 
     `layers` has the numbers of the units that each layer reads.
 

@@ -99,7 +99,7 @@ class Reductions:
         """
         if action not in self._completions:
             units = [*reversed(self._by_stage[action.stage])]
-            if not self._data.shards_gradients or self._data.granularity is Granularity.STEP:
+            if not self._data.strategy.shards_gradients or self._data.granularity is Granularity.STEP:
                 order = next(order for order in program.orders if action in order)
                 behind = order[order.index(action) + 1 :]
                 later = {a.stage for a in behind if a.op is Op.REDUCE_GRAD and a.microbatch is not None}
@@ -111,7 +111,7 @@ class Reductions:
     def _start(self, unit: UnitGradients) -> None:
         if self._replicas.degree == 1:  # autograd accumulates in place until the run ends
             return
-        if self._data.shards_optimizer:
+        if self._data.strategy.shards_optimizer:
             self._wait()
         unit.start(self._look)
         self._reducing.append(unit)

@@ -35,7 +35,7 @@ def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) 
     options, formats = DataParallel.of(data), Precision.of(precision)
     replicas = ReplicaGroup(mesh, timeout_seconds)
     axis = axis_of(options, formats, replicas.degree)
-    sharded = axis is not None and axis.shards_optimizer
+    sharded = axis is not None and axis.strategy.shards_optimizer
     blocks = Blocks() if mesh is None or mesh.degree("tp") == 1 else MeshBlocks(mesh, sharded=sharded)
     return Sharing(blocks) if axis is None else DataSharing(axis, options, formats, replicas, blocks)
 
@@ -50,7 +50,7 @@ class DataSharing(Sharing):
         self._data, self._precision, self._replicas = data, precision, replicas
         self.axis = axis
         self.replica = replicas.index
-        self.sharded = axis.shards_optimizer
+        self.sharded = axis.strategy.shards_optimizer
         target = "memory" if data.offload is None else OffloadTarget.parse(data.offload).kind
         self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients, target]
 

@@ -61,7 +61,7 @@ class FlatLayout:
             data: one segment per replica where replicas update different elements, else one segment.
             loads: for layout "parameters", the elements that each replica owns so far (see `by_parameters`).
         """
-        if not data.shards_optimizer or data.strategy.has_server:
+        if not data.strategy.shards_optimizer or data.strategy.has_server:
             return cls.by_elements(sizes, 1)
         return cls.by_elements(sizes, data.degree) if loads is None else cls.by_parameters(sizes, loads)
 

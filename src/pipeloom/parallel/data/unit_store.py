@@ -25,7 +25,7 @@ from pipeloom.parallel.offload.main_parameters import offloaded_parameter
 from pipeloom.parallel.offload.mover import Mover
 from pipeloom.parallel.offload.store import open_store
 from pipeloom.parallel.options import DataParallel, OffloadTarget, Precision
-from pipeloom.split.module import StageModule
+from pipeloom.split.stage_module import StageModule
 
 _HELD = "_held_in_units"  # an attribute of parameters in a store
 
@@ -192,7 +192,7 @@ class UnitStore(ParameterStore):
         for module in self._modules:
             if isinstance(module, StageModule):
                 module.observer = None
-        if not self._axis.shards_parameters:
+        if not self._axis.strategy.shards_parameters:
             for parameter in (parameter for module in self._modules for parameter in module.parameters()):
                 vars(parameter).pop(_HELD, None)
         if self._mover is not None:
@@ -246,7 +246,7 @@ class UnitStore(ParameterStore):
             unit.assign(values)
 
     def refresh(self) -> None:
-        if not self._axis.shards_parameters:
+        if not self._axis.strategy.shards_parameters:
             for unit in self._units:
                 unit.stale()
                 unit.start_gather()

@@ -6,8 +6,6 @@
 Reads and writes block.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os
@@ -35,7 +33,7 @@ class Region(NamedTuple):
     offset: int
     num_bytes: int
 
-    def part(self, offset: int, num_bytes: int) -> Region:
+    def part(self, offset: int, num_bytes: int) -> "Region":
         """Some bytes of this region."""
         return Region(self.offset + offset, num_bytes)
 

@@ -74,7 +74,7 @@ def choose_memory(
         least = min(choices, key=lambda choice: choice.peak)
         rank = max(least.memory, key=lambda each: each.peak)
         raise InputError(
-            f"cap={cap:.0f} bytes ({bytes_text(cap)}): rank {rank.rank} takes at least {rank.peak:.0f} "
+            f"cap={cap:.0f} bytes ({bytes_text(cap)}): rank {rank.rank} needs at least {rank.peak:.0f} "
             f"({bytes_text(rank.peak)}). Raise the cap, or use more ranks, more replicas or smaller micro-batches."
         )
     return min(fitting, key=lambda choice: choice.seconds)  # of equal ones the first, which communicates least

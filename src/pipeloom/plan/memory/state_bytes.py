@@ -14,11 +14,10 @@ segments. Gradients are full until they are reduced, and parameters of zero3 are
 says when (`pipeloom.plan.memory.rank_memory`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import DataAxis
@@ -50,7 +49,7 @@ class NumberBytes:
     has_masters: bool
 
     @classmethod
-    def of(cls, precision: Precision) -> NumberBytes:
+    def of(cls, precision: Precision) -> Self:
         compute = _NUMBER_BYTES[precision.dtype]
         return cls(compute, compute if precision.gradients == "same" else _UPDATE_BYTES, precision.has_masters)
 
@@ -119,9 +118,9 @@ def unit_bytes(
     shards = [layout.shard(index, segment) for index in range(len(sizes))]
     parts = [(stop - start) / size if size else 0.0 for (start, stop), size in zip(shards, sizes, strict=True)]
     own = layout.segment_elements if segment is not None else 0
-    plain = not data.shards_optimizer and not formats.has_masters
+    plain = not data.strategy.shards_optimizer and not formats.has_masters
     compute = formats.compute * (count if plain else layout.num_elements)
-    sharded = data.shards_parameters
+    sharded = data.strategy.shards_parameters
     return UnitBytes(
         parameters=0.0 if sharded else compute,
         masters=_UPDATE_BYTES * own if formats.has_masters or sharded else 0.0,

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError, folded
 from pipeloom.plan.partition.profile import MOST, Profile
-from pipeloom.split.layer_chain import Tie, weights_added
+from pipeloom.split.chain_partition import Tie, weights_added
 
 Array = NDArray[np.float64]
 Form = Literal["summed", "published"]

@@ -11,18 +11,16 @@ from 0. They count in the `parameter_bytes` of each layer, and a stage with seve
 `version` and `ties` are optional.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.common.json_reader import Entry, read_json
 from pipeloom.errors import InputError, folded
 from pipeloom.models.gpt_config import GPTConfig
-from pipeloom.split.layer_chain import Tie
+from pipeloom.split.chain_partition import Tie
 
 _VERSION = 1
 _KEYS_OF_TIES = ("bytes", "layers")
@@ -98,10 +96,8 @@ class Profile:
 
     @classmethod
     def of(
-        cls,
-        rows: Iterable[tuple[str, float, float, float, float]],
-        ties: Iterable[tuple[float, tuple[int, ...]]] = (),
-    ) -> Profile:
+        cls, rows: Iterable[tuple[str, float, float, float, float]], ties: Iterable[tuple[float, tuple[int, ...]]] = ()
+    ) -> Self:
         """From rows in the order of `LayerProfile`, and ties."""
         return cls(tuple(LayerProfile(*row) for row in rows), tuple(Tie(*tie) for tie in ties))
 

@@ -18,11 +18,10 @@ Time: (layers r)**2 for the outermost level, layers**3 components**2 for those i
 value of `behind`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -43,17 +42,11 @@ class StageNode:
     first: int
     last: int
     replicas: int
-    inside: tuple[StageNode, ...] = ()
+    inside: tuple[Self, ...] = ()
 
 
 def best_suffixes(
-    num_layers: int,
-    components: int,
-    step: Step,
-    *,
-    most_replicas: int,
-    add: bool = False,
-    every_end: bool = False,
+    num_layers: int, components: int, step: Step, *, most_replicas: int, add: bool = False, every_end: bool = False
 ) -> Array:
     """Values of the best pipelines that begin with each layer, shape (components + 1, layers + 1, ends).
 

@@ -3,9 +3,9 @@
 `measure_slices` needs torch and is not imported here.
 """
 
-from pipeloom.plan.slicing.scheduled import scheduled_timeline, slice_for_schedule, slicing_seconds, slicing_timeline
+from pipeloom.plan.slicing.scheduled_slices import scheduled_timeline, slice_for_schedule, slicing_timeline
 from pipeloom.plan.slicing.slice_costs import LinearTime, Sample, SliceCosts, SliceTime, fit, parse_slice_costs
-from pipeloom.plan.slicing.slicer import Slicing, balanced, check_sizes, peak_tokens, slice_batch, uniform
+from pipeloom.plan.slicing.slicer import Slicing, check_sizes, peak_tokens, slice_batch, uniform
 
 __all__ = [
     "LinearTime",
@@ -13,7 +13,6 @@ __all__ = [
     "SliceCosts",
     "SliceTime",
     "Slicing",
-    "balanced",
     "check_sizes",
     "fit",
     "parse_slice_costs",
@@ -21,7 +20,6 @@ __all__ = [
     "scheduled_timeline",
     "slice_batch",
     "slice_for_schedule",
-    "slicing_seconds",
     "slicing_timeline",
     "uniform",
 ]

@@ -31,9 +31,7 @@ class Measured(NamedTuple):
     backward_error: float
 
 
-def measure_slices(
-    config: GPTConfig, *, num_ranks: int, grid: int = 8, piece: int = 1, batch: int = 1, num_rounds: int = 3
-) -> Measured:
+def measure_slices(config: GPTConfig, *, num_ranks: int, grid: int = 8, piece: int = 1, batch: int = 1) -> Measured:
     """Costs of slices of sequences of ``config.sequence_length`` tokens on a rank of pipeloom's GPT.
 
     The measured rank has the most blocks; embedding and head are left out.
@@ -41,7 +39,7 @@ def measure_slices(
     Args:
         config: sizes of the model.
         num_ranks: pipeline-parallel degree.
-        grid, piece, batch, num_rounds: as for `measure_stage_slices`.
+        grid, piece, batch: as for `measure_stage_slices`.
 
     Raises:
         InputError: more ranks than blocks.
@@ -61,7 +59,6 @@ def measure_slices(
             grid=grid,
             piece=piece,
             batch=batch,
-            num_rounds=num_rounds,
         )
 
 

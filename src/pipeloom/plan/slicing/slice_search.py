@@ -7,12 +7,11 @@ slices that no better answer can contain are dropped. Then a branch-and-bound ov
 the answer under a box's highest limits bounds the sum from below, and its lowest limits bound the rest.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +39,7 @@ class Tables:
     sizes: tuple[int, ...]
     batch: int
 
-    def keep(self, allowed: NDArray[np.bool_]) -> Tables:
+    def keep(self, allowed: NDArray[np.bool_]) -> Self:
         """The allowed slices only, as narrow as possible."""
         wide = np.flatnonzero(allowed.any(axis=(0, 1)))
         first = int(wide[0]) if len(wide) else allowed.shape[2] - 1

@@ -5,12 +5,10 @@ is free and when in-flight values arrive. If one is nowhere later than the other
 whose bound is not below the best known makespan are dropped.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from pipeloom.ir import Action, Op, Placement
 from pipeloom.schedules.conditions import PER_STAGE, Conditions
@@ -29,7 +27,7 @@ class _Beginning:
     reach: float  # no continuation is shorter for what has been put in
     bound: float  # no continuation is shorter
     last: int
-    parent: _Beginning | None
+    parent: Self | None
 
 
 def shortest(work: Work, makespan: float, width: int) -> tuple[float, IntOrders | None, float]:

@@ -39,19 +39,13 @@ if TYPE_CHECKING:
     )
     from pipeloom.train.checkpoint.writer import save
 
-_HOMES = {
-    "Checkpoint": "pipeloom.train.checkpoint.reader",
-    "OptimizerState": "pipeloom.train.checkpoint.state",
-    "RandomState": "pipeloom.train.checkpoint.state",
-    "latest": "pipeloom.train.checkpoint.directory",
-    "list_checkpoints": "pipeloom.train.checkpoint.directory",
-    "load": "pipeloom.train.checkpoint.reader",
-    "optimizer_state": "pipeloom.train.checkpoint.state",
-    "random_state": "pipeloom.train.checkpoint.state",
-    "resolve": "pipeloom.train.checkpoint.directory",
-    "restore_random_state": "pipeloom.train.checkpoint.state",
-    "save": "pipeloom.train.checkpoint.writer",
-    "verify": "pipeloom.train.checkpoint.manifest",
+# Module -> its public names, loaded at first use.
+_LAZY = {
+    "pipeloom.train.checkpoint.directory": "latest list_checkpoints resolve",
+    "pipeloom.train.checkpoint.manifest": "verify",
+    "pipeloom.train.checkpoint.reader": "Checkpoint load",
+    "pipeloom.train.checkpoint.state": "OptimizerState RandomState optimizer_state random_state restore_random_state",
+    "pipeloom.train.checkpoint.writer": "save",
 }
 
 __all__ = [
@@ -70,4 +64,4 @@ __all__ = [
 ]
 
 
-__getattr__ = lazy_exports(__name__, _HOMES)
+__getattr__ = lazy_exports(__name__, _LAZY)

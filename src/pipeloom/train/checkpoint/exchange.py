@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from pipeloom.processes.collectives import all_gather_bytes
-from pipeloom.processes.gloo_threads import let_gloo_finish
+from pipeloom.processes.collectives import all_gather_bytes, let_gloo_finish
 
 
 class Exchange:

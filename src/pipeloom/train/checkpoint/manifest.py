@@ -16,14 +16,12 @@ parameter that the ranks of a stage share, a rank may hold a block: it writes it
 Reading and verification need no torch, so a damaged checkpoint is reported before a slow start.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.engine.stores.parameter_range import Range
@@ -59,7 +57,7 @@ class Part:
     random_values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Part:
+    def from_dict(cls, data: dict[str, Any]) -> Self:
         pieces = {
             name: Range(int(start), int(stop), tuple(map(int, shape)))
             for name, (start, stop, shape) in data.get("pieces", {}).items()
@@ -116,7 +114,7 @@ class Manifest:
         return json_bytes({"format": FORMAT, "version": version, **asdict(self), "parts": parts})
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Manifest:
+    def from_dict(cls, data: dict[str, Any]) -> Self:
         files = {name: FileRecord(int(row["bytes"]), str(row["sha256"])) for name, row in data["files"].items()}
         if any(Path(name).name != name for name in files):  # never read outside of the directory
             raise ValueError("a file name has a directory")
@@ -169,8 +167,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if found[0] != FORMAT:
         raise CheckpointError(
             f"{checkpoint / MANIFEST_NAME} is not a manifest of pipeloom: format is {folded(found[0])}, must be "
-            f"{FORMAT!r}. "
-            "Pass a checkpoint-N directory that pipeloom wrote."
+            f"{FORMAT!r}. Pass a checkpoint-N directory that pipeloom wrote."
         )
     if found[1] not in READABLE:
         raise CheckpointError(

@@ -1,7 +1,5 @@
 """The files of one rank: which tensors and shards of the model and optimizer state it holds, and which it writes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path

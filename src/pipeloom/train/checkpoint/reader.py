@@ -1,7 +1,5 @@
 """Loads a checkpoint by parameter name into any layout. Nothing is unpickled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -34,19 +32,6 @@ from pipeloom.train.checkpoint.state import (
     unwrapped,
 )
 from pipeloom.train.checkpoint.tensor_reader import TensorFiles
-
-
-def load(path: Path, *, verify_files: bool = True) -> Checkpoint:
-    """Open a checkpoint, or the latest one in an output directory. Tensors are read lazily.
-
-    Args:
-        path: the checkpoint or output directory.
-        verify_files: whether to compare each file with its hash before its first use; pass False after `verify(path)`.
-
-    Raises:
-        CheckpointError: the directory is missing, damaged, not a checkpoint, or of an unsupported version.
-    """
-    return Checkpoint(resolve(Path(path)), verify_files=verify_files)
 
 
 class Checkpoint:
@@ -275,3 +260,16 @@ def _parts(
     """What this rank holds of each tensor that it does not hold in full."""
     spans = ranges or {}
     return {**spans, **{name: BlockShard(block, spans.get(name)) for name, block in (blocks or {}).items()}}
+
+
+def load(path: Path, *, verify_files: bool = True) -> Checkpoint:
+    """Open a checkpoint, or the latest one in an output directory. Tensors are read lazily.
+
+    Args:
+        path: the checkpoint or output directory.
+        verify_files: whether to compare each file with its hash before its first use; pass False after `verify(path)`.
+
+    Raises:
+        CheckpointError: the directory is missing, damaged, not a checkpoint, or of an unsupported version.
+    """
+    return Checkpoint(resolve(Path(path)), verify_files=verify_files)

@@ -16,22 +16,14 @@ from pipeloom.parallel import OffloadedOptimizer
 
 # torch dtype -> its name in safetensors.
 SAFETENSORS_TYPES: dict[torch.dtype, str] = {
+    **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)},
     torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
+    torch.bfloat16: "BF16",
+    torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
 }
 
 

@@ -6,8 +6,6 @@ library reads the files. The format is that of https://github.com/huggingface/sa
 header, bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -17,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pipeloom.errors import CheckpointError
 
@@ -71,7 +69,7 @@ class HashingFile:
                 raise OSError(error.errno, error.strerror, str(self._path)) from error
             view = view[written or 0 :]
 
-    def __enter__(self) -> HashingFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -126,8 +124,7 @@ def tensor_sources(path: Path) -> dict[str, TensorSource]:
         if length > size - 8:
             raise CheckpointError(
                 f"{path}: its safetensors header is longer than the file; the file is damaged or has another format. "
-                "Use "
-                "another checkpoint."
+                "Use another checkpoint."
             )
         with suppress(ValueError, KeyError, TypeError):
             header = json.loads(file.read(length))

@@ -1,9 +1,5 @@
 """Memory of a run, from its configuration: offload, predicted memory per rank, and the choice under a cap. No torch."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, Granularity, Program, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
@@ -21,13 +17,9 @@ from pipeloom.plan.memory import (
     memory_of_ranks,
 )
 from pipeloom.sim import CostsFile
-from pipeloom.split.layer_chain import consecutive, even_parts, find_ties, partition
+from pipeloom.split.chain_partition import consecutive, even_parts, find_ties, partition
 from pipeloom.train.config.schedule import make_schedule, parse_cut
 from pipeloom.train.config.train_config import TrainConfig
-
-if TYPE_CHECKING:
-    import torch
-
 
 # Offload
 
@@ -116,12 +108,12 @@ def planned_memory(
     return memory_of_ranks(program, model, replica=replica)
 
 
-def memory_rows(config: TrainConfig, vocabulary_size: int, device: torch.device) -> list[MemoryRow]:
+def memory_rows(config: TrainConfig, vocabulary_size: int, device: str) -> list[MemoryRow]:
     """The prediction for every process of a run, by process number on the mesh."""
     shape = config.mesh_shape(config.num_ranks * config.data_degree)
     rows = []
     for replica in range(config.data_degree):
-        for memory in planned_memory(config, vocabulary_size, replica=replica, device=device.type):
+        for memory in planned_memory(config, vocabulary_size, replica=replica, device=device):
             process = shape.process({"dp": replica, "pp": memory.rank})
             predicted: dict[str, float | None] = {**memory.kinds, "peak": memory.peak}
             rows.append(MemoryRow(process=process, replica=replica, rank=memory.rank, predicted=predicted, measured={}))
@@ -154,7 +146,7 @@ def under_cap(
     schedule = make_schedule(config)
     model = planned_model(config, vocabulary_size, schedule.num_stages, device=device)
     ways, data = [config], data_axis(config)
-    if data is not None and data.shards_gradients:
+    if data is not None and data.strategy.shards_gradients:
         ways = [config.changed("parallel", data_granularity=granularity.value) for granularity in Granularity]
     programs = [planned_program(way, schedule, device=device) for way in ways]
     costs, network = (None, None) if file is None else (file.costs, file.network)
@@ -162,7 +154,7 @@ def under_cap(
     kinds = [str(kind) for kind in choice.model.recompute]
     config = config.changed("memory", recompute=kinds[0] if len(set(kinds)) == 1 else ",".join(kinds))
     data = choice.program.data
-    if data is not None and data.shards_gradients and (data.degree > 1 or data.shards_parameters):
+    if data is not None and data.strategy.shards_gradients and (data.degree > 1 or data.strategy.shards_parameters):
         config = config.changed("parallel", data_granularity=data.granularity.value)
     return config, choice
 

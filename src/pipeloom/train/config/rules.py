@@ -12,7 +12,7 @@ from typing import Any
 from pipeloom.errors import InputError
 from pipeloom.ir import DataStrategy, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
-from pipeloom.parallel.options import OffloadTarget
+from pipeloom.parallel.options import OffloadTarget, check_synchronous
 from pipeloom.passes import lower
 from pipeloom.train.config.inside_stage import check_inside_stage
 from pipeloom.train.config.memory import activation_offload
@@ -62,7 +62,8 @@ def validate_settings(config: TrainConfig) -> None:
         raise InputError("output_dir=null: must be a directory. Write ./null for a directory of this name.")
     if config.local and config.parallel.transport != "auto":
         raise InputError(
-            f"parallel.transport={config.parallel.transport}: has no effect with --local, which sends no messages."
+            f"parallel.transport={config.parallel.transport}: has no effect with --local, which sends no messages. "
+            "Remove parallel.transport, or --local."
         )
     schedule = make_schedule(config)
     parse_cut(config, schedule.num_stages)
@@ -149,7 +150,9 @@ def check_stream(config: TrainConfig) -> None:
     """
     name = config.schedule
     if not config.optimizer.barrier:
-        raise InputError(f"optimizer.barrier=false: has no effect with schedule {name!r}, which has no barrier.")
+        raise InputError(
+            f"optimizer.barrier=false: has no effect with schedule {name!r}, which has no barrier. Remove it."
+        )
     if config.model.tie_embeddings and config.parallel.pipeline > 1:
         raise InputError(
             f"model.tie_embeddings=true: does not work with schedule {name!r}, whose first and last stage update at "
@@ -186,11 +189,7 @@ def _check_data_parallel(config: TrainConfig, schedule: Schedule) -> None:
         )
     if config.shared is None and dtype == "fp32":
         return
-    if schedule.microbatches_per_update is not None:
-        raise InputError(
-            f"{unusual}: does not work with asynchronous schedule {schedule.name!r}. Use a synchronous one such as "
-            "1f1b, or parallel.replicas for more processes."
-        )
+    check_synchronous(schedule, unusual)
     if not config.optimizer.barrier:
         raise InputError(
             f"optimizer.barrier=false: does not work with {unusual}: updates without a barrier support neither "

@@ -9,7 +9,7 @@ from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import DataStrategy, Schedule, check
 from pipeloom.passes import check_has_backwards
 from pipeloom.schedules import FAMILIES, steady_length
-from pipeloom.split.layer_chain import even_parts
+from pipeloom.split.chain_partition import even_parts
 from pipeloom.train.config.sections import ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig, whole_numbers
 
@@ -154,9 +154,8 @@ def _check_slices(config: TrainConfig) -> None:
         rule = "supports only some numbers of slices" if family is not None else "has a fixed number of slices"
         number = "a divisor of parallel.pipeline" if family is not None else "the number of the file"
         raise ScheduleError(
-            f"parallel.slices=auto: schedule {name!r} {rule}, and auto needs any. Set parallel.slices to {number}, "
-            "or use "
-            "seq1f1b or terapipe."
+            f"parallel.slices=auto: schedule {name!r} {rule}, and auto needs any. Set parallel.slices to {number}, or "
+            "use seq1f1b or terapipe."
         )
 
 

@@ -47,13 +47,13 @@ class ParallelConfig:
     replicas: str | None = option(None, "replicas per stage of an asynchronous schedule", value="N,N,..", unset="1")
     in_flight: Literal["noam", "full"] = option("noam", "in-flight limit of asynchronous schedules")
     chunks: int | None = option(None, "virtual stages (chunks) per rank", unset="the schedule's own")
-    cut: str = option("layers", "balance stages by layers, parameters or time; or 5,3", value="CUT")
+    cut: str = option("layers", "balance layers, parameters or time; or blocks: 5,3", value="CUT")
     slices: int | str | None = option(None, "sequence slices: count, lengths or auto", value="SLICES", unset="1")
     transport: Literal["auto", "shared-memory", "torch"] = option("auto", "transport between ranks")
-    data: int = option(1, "data-parallel degree; -1: processes / ranks of a pipeline")
+    data: int = option(1, "data-parallel degree; -1: all remaining processes")
     data_strategy: Literal["ddp", "parameter-server", "zero1", "zero2", "zero3"] = option("ddp", "data strategy")
     data_granularity: Literal["step", "chunk", "microbatch"] | None = option(
-        None, "zero2 and zero3 communicate per", unset="step"
+        None, "zero2, zero3 gather, reduce per", unset="step"
     )
     data_bucket_bytes: Bytes = option(  # noqa: RUF009  # it makes a field, of an immutable default
         Bytes(BUCKET_BYTES), "size of gradient and parameter buckets"

@@ -4,13 +4,11 @@ Every field is an option (``--model.layers 6``), an environment variable (``PIPE
 YAML file (``model: {layers: 6}``). `pipeloom.cli.common.train_options` reads them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from pipeloom.common.quantities import Bytes
 from pipeloom.errors import InputError
@@ -171,7 +169,7 @@ class TrainConfig:
         }
         return MeshShape.of(degrees, num_processes=num_processes, order=order)
 
-    def changed(self, section: str, **values: Any) -> TrainConfig:
+    def changed(self, section: str, **values: Any) -> Self:
         """A copy with other values in a section."""
         return dataclasses.replace(self, **{section: dataclasses.replace(getattr(self, section), **values)})
 
@@ -180,7 +178,7 @@ class TrainConfig:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> TrainConfig:
+    def from_json(cls, text: str) -> Self:
         return cls.from_mapping(json.loads(text))
 
     def to_mapping(self) -> dict[str, Any]:
@@ -188,9 +186,9 @@ class TrainConfig:
         return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> TrainConfig:
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
         """The inverse of `to_mapping`; missing keys take their defaults."""
-        made: TrainConfig = _from_mapping(cls, mapping)
+        made: Self = _from_mapping(cls, mapping)
         return made
 
 

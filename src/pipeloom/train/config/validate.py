@@ -122,8 +122,7 @@ def _check_data(config: TrainConfig, corpus: Corpus) -> None:
         needed = config.data_degree * config.num_microbatches
         raise DataError(
             f"the validation data has {found} samples of {length} tokens: {needs_samples(config)}, {needed} in all. "
-            "Raise "
-            "data.validation_fraction, add text, lower batch.microbatches, or use --eval_steps 0."
+            "Raise data.validation_fraction, add text, lower batch.microbatches, or use --eval_steps 0."
         )
 
 

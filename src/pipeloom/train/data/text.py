@@ -85,11 +85,8 @@ def find_files(
 
 def _writer(root: Path, tokens_dir: Path, output_dir: Path | None) -> Callable[[Path], Path | None]:
     """A function that returns the directory of the run that wrote a file, or None."""
-    real_root, real_tokens_dir, real_output_dir = (
-        root.resolve(),
-        tokens_dir.resolve(),
-        output_dir and output_dir.resolve(),
-    )
+    real_root, real_tokens_dir = root.resolve(), tokens_dir.resolve()
+    real_output_dir = output_dir and output_dir.resolve()
     is_output = cache(_is_output)
 
     def is_written(file: Path, place: Path, root: Path) -> bool:

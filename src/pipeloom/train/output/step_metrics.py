@@ -16,7 +16,7 @@ from pipeloom.ir import Action, Op, Program, Schedule
 from pipeloom.ir.text import parse_action
 from pipeloom.ir.walk import in_background
 from pipeloom.sim import Costs, Network, Timeline, simulate
-from pipeloom.train.link_costs import DataCosts
+from pipeloom.train.data_parallel_costs import DataCosts
 from pipeloom.train.process_group import Group
 from pipeloom.training import Pipeline
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from pipeloom.engine.executor import Executor
 from pipeloom.engine.result_exchange import total
 from pipeloom.errors import InputError, RunError
-from pipeloom.training.optimizer_step import Update, gradient_norms, total_norm
+from pipeloom.training.clipping import gradient_norms, total_norm
+from pipeloom.training.optimizer_step import Update
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.transport.interface import Channel, Incoming, Lane, Outgoing
 from pipeloom.transport.values import flatten, unflatten

@@ -13,16 +13,8 @@ from pipeloom.engine.worker import Bound, Worker
 from pipeloom.errors import PeerLost, RunError, StageError
 from pipeloom.passes import warm_up_lengths
 from pipeloom.training.post_validation.rank_update import RankUpdate
-from pipeloom.transport.interface import (
-    Lane,
-    call_count,
-    call_name,
-    call_number,
-    call_only,
-    cancel_number,
-    num_samples_of,
-    program_channels,
-)
+from pipeloom.transport.call_numbers import call_count, call_name, call_number, call_only, cancel_number, num_samples_of
+from pipeloom.transport.interface import Lane, program_channels
 from pipeloom.transport.values import copied, flatten
 
 

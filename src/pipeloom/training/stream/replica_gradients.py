@@ -19,7 +19,8 @@ from pipeloom.engine.stores.gradient_sum import FLATTEN_ERROR, GradientExchange,
 from pipeloom.engine.stores.shared_buffers import SharedBuffers
 from pipeloom.errors import CallerError
 from pipeloom.training.stream.weight_versions import Gradients
-from pipeloom.transport.interface import Channel, Lane, Transport, call_only, out_of_step
+from pipeloom.transport.call_numbers import call_only, out_of_step
+from pipeloom.transport.interface import Channel, Lane, Transport
 from pipeloom.transport.values import flatten, unflatten
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.errors import CallerError, one_line
 from pipeloom.ir.versions import num_updates
-from pipeloom.training.stream.rank_run import StreamPlan
+from pipeloom.training.stream.stream_rank import StreamPlan
 
 OnUpdate = Callable[[int, float], None]
 

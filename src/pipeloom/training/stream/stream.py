@@ -20,11 +20,11 @@ from pipeloom.passes import lower, stretch
 from pipeloom.processes.agreement import first_difference, gather_json
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.stream.batches import StreamBatches
-from pipeloom.training.stream.rank_run import StreamPlan, StreamRank
 from pipeloom.training.stream.results import OnUpdate, StreamResults, StreamUpdate
-from pipeloom.training.stream.stage_updates import Rules, StreamOptimizer
+from pipeloom.training.stream.stream_optimizer import Rules, StreamOptimizer
+from pipeloom.training.stream.stream_rank import StreamPlan, StreamRank
 from pipeloom.training.stream.update_options import Discount, LearningRate, UpdateOptions
-from pipeloom.transport.interface import call_number
+from pipeloom.transport.call_numbers import call_number
 
 
 class Stream:
@@ -191,14 +191,14 @@ class Stream:
             length = None
         if num_batches is None and length is None:
             raise InputError(
-                f"batches are a {type(batches).__name__} without a length: a run needs the number of its batches. Pass "
+                f"batches is a {type(batches).__name__} without a length: a run needs the number of its batches. Pass "
                 "num_batches."
             )
         count = _integer(length if num_batches is None else num_batches, least=1)
         reads = self._pipeline.needs_inputs or self._pipeline.needs_targets
         if reads and not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
             raise InputError(
-                f"batches are a {type(batches).__name__}: ranks with the first or the last stage take pairs (inputs, "
+                f"batches is a {type(batches).__name__}: ranks with the first or the last stage take pairs (inputs, "
                 "targets) from them. Pass an iterable."
             )
         if reads and length is not None and length < count:

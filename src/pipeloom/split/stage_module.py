@@ -109,3 +109,8 @@ def is_plain_sequential(module: nn.Module) -> bool:
     """Whether a module's forward only runs its children in order."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return type(module).forward is nn.Sequential.forward and "forward" not in vars(module) and not any(hooks)
+
+
+def may_change_input(module: nn.Module) -> bool:
+    """Whether a submodule works in place, which autograd forbids on a leaf tensor that requires a gradient."""
+    return any(getattr(part, "inplace", False) is True for part in module.modules())

@@ -173,24 +173,6 @@ def _simulated(built: Schedule, times: Array, name: str) -> Timeline:
     return replace(simulate(built, costs), name=name)
 
 
-def slicing_seconds(
-    costs: SliceTime | Sequence[SliceTime],
-    slices: Sequence[Sequence[int]],
-    *,
-    num_ranks: int,
-    batch: Sequence[int] | None = None,
-) -> float:
-    """Exact seconds of a step with given slices; ranks may have different costs.
-
-    Args:
-        costs: seconds of a rank on one slice; a list has one entry per rank.
-        slices: lengths of the slices of every piece of the batch.
-        num_ranks: pipeline-parallel degree.
-        batch: sequences per piece (default: 1 each).
-    """
-    return slicing_timeline(costs, slices, num_ranks=num_ranks, batch=batch).makespan
-
-
 def slicing_timeline(
     costs: SliceTime | Sequence[SliceTime],
     slices: Sequence[Sequence[int]],
@@ -199,9 +181,16 @@ def slicing_timeline(
     batch: Sequence[int] | None = None,
     name: str = "slices",
 ) -> Timeline:
-    """The step of `slicing_seconds` as a timeline: each piece of the batch is a micro-batch.
+    """A step with given slices: each piece of the batch is a micro-batch, and times are exact.
 
     A micro-batch counts as one activation and a slice as an even part of one.
+
+    Args:
+        costs: seconds of a rank on one slice; a list has one entry per rank.
+        slices: lengths of the slices of every piece of the batch.
+        num_ranks: pipeline-parallel degree.
+        batch: sequences per piece (default: 1 each).
+        name: of the timeline.
     """
     sizes = [1] * len(slices) if batch is None else list(batch)
     if len(sizes) != len(slices) or not slices or any(not lengths or min(lengths) < 1 for lengths in slices):

@@ -29,10 +29,10 @@ from pipeloom.ir import Action, Op, Program
 from pipeloom.ir.versions import num_updates
 from pipeloom.training.stream.batches import StreamBatches
 from pipeloom.training.stream.replica_gradients import Mailbox, ReplicaGradients
-from pipeloom.training.stream.stage_updates import StreamOptimizer
+from pipeloom.training.stream.stream_optimizer import StreamOptimizer
 from pipeloom.training.stream.update_options import StageUpdate
 from pipeloom.training.stream.weight_versions import WeightVersions
-from pipeloom.transport.interface import call_number, num_samples_of
+from pipeloom.transport.call_numbers import call_number, num_samples_of
 
 _NUM_RECORDS = 1 << 16  # kept of the end of a run
 _BLOCK = 1 << 13  # actions that are bound at once: a kilobyte or two each

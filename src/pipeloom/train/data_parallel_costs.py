@@ -44,7 +44,7 @@ class DataCosts:
             ]
             for form, sizes in ((gather_seconds, self.parameter_bytes), (reduce_seconds, self.gradient_bytes))
         )
-        if not data.shards_parameters:  # gathered once per step
+        if not data.strategy.shards_parameters:  # gathered once per step
             gathers = [0.0] * len(gathers)
         both = [a + b for a, b in zip(gathers, reductions, strict=True)]
         lost = {"forward": gathers, "backward": both, "backward_input": gathers, "backward_weight": reductions}

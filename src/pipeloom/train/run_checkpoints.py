@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import asdict
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.parallel.placed import PlacedBlock, cut_blocks
+from pipeloom.slicing.context import hashed
 from pipeloom.train import checkpoint
 from pipeloom.train.checkpoint.directory import resume_path
 from pipeloom.train.config.train_config import TrainConfig
@@ -39,11 +39,7 @@ def save(run: RunParts, step: int) -> Path:
     config, pipe = run.config, run.pipeline
     state: dict[str, Any] = {
         "model": asdict(config.gpt(run.corpus.tokenizer.vocabulary_size)),
-        "sampler": {
-            "samples_seen": run.samples_seen,
-            "seed": run.sampler.seed,
-            "num_windows": run.sampler.num_windows,
-        },
+        "sampler": {"samples_seen": run.samples_seen, "seed": run.sampler.seed, "num_windows": run.sampler.num_windows},
         "config": config.to_mapping(),
     }
     if run.scaler is not None:
@@ -109,8 +105,7 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 
     Tensor-parallel ranks, of which each takes its part of one mask, pass the same `rank`.
     """
-    digest = blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    torch.manual_seed(hashed(seed, step, rank))
 
 
 def _names(run: RunParts) -> dict[Tensor, str]:

@@ -118,14 +118,7 @@ class StageTime:
 
 
 def pipeline_stages(
-    cluster: Cluster,
-    *,
-    layers: int,
-    width: int,
-    heads: int,
-    pipeline: int,
-    tensor: int = 1,
-    recompute: bool = False,
+    cluster: Cluster, *, layers: int, width: int, heads: int, pipeline: int, tensor: int = 1, recompute: bool = False
 ) -> list[StageTime]:
     """The stages of a pipeline, packed into nodes; the last stage of each node sends over the network.
 

@@ -1,0 +1,50 @@
+"""Numbers of a pipeline's calls.
+
+The number of the call travels with every message, so that ranks notice when they make different calls. It also
+has the number of samples of the batch. A rank that reads neither inputs nor targets learns it from the first message
+that has it, and passes it on.
+"""
+
+from pipeloom.errors import RunError
+
+_TRAINING, _CANCEL, _KINDS = 1, 2, 4  # number = samples, then _KINDS * count + _TRAINING + _CANCEL
+_COUNT_BITS = 36  # of 64; the other 28 are for the number of samples
+_MAX_SAMPLES = 1 << 28
+
+
+def call_number(count: int, training: bool, num_samples: int = 0) -> int:
+    """The number of every message of a pipeline's `count`-th call; `num_samples` is 0 where it is not known yet."""
+    return (min(num_samples, _MAX_SAMPLES - 1) << _COUNT_BITS) | _KINDS * count + (_TRAINING if training else 0)
+
+
+def call_only(call: int) -> int:
+    """The number without the samples."""
+    return call & ((1 << _COUNT_BITS) - 1)
+
+
+def num_samples_of(call: int) -> int:
+    """How many samples the batch has; 0 where that is not known."""
+    return call >> _COUNT_BITS
+
+
+def call_count(call: int) -> int:
+    """The inverse of `call_number`."""
+    return call_only(call) // _KINDS
+
+
+def cancel_number(call: int) -> int:
+    """The number of a message that cancels `call`: no message of it will follow."""
+    return call + _CANCEL
+
+
+def out_of_step(source: int, theirs: int, ours: int) -> RunError:
+    """The error on a rank in call `ours` that got a message of call `theirs` from rank `source`."""
+    return RunError(
+        f"rank {source} is in {call_name(theirs)}, this rank in {call_name(ours)}: all ranks must make the same "
+        "calls of the Pipeline in the same order. Look for a call that some ranks skip."
+    )
+
+
+def call_name(call: int) -> str:
+    """The call in words, for error messages."""
+    return f"call {call_count(call)} ({'step' if call & _TRAINING else 'evaluate or forward'})"
