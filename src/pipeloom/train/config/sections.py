@@ -58,12 +58,12 @@ class ParallelConfig:
     data_bucket_bytes: Bytes = option(  # noqa: RUF009  # it makes a field, of an immutable default
         Bytes(BUCKET_BYTES), "size of gradient and parameter buckets"
     )
-    tensor: int = option(1, "tensor-parallel degree: processes that share each layer")
-    tensor_layout: Literal["1d", "2d", "2.5d", "3d"] = option("1d", "how they share layers")
+    tensor: int = option(1, "tensor-parallel degree: processes per layer")
+    tensor_layout: Literal["1d", "2d", "2.5d", "3d"] = option("1d", "how layers are shared")
     tensor_depth: int | None = option(None, "depth of layout 2.5d", unset="none")
     sequence: bool = option(False, "Megatron's sequence parallelism, with layout 1d")
-    context: int = option(1, "context-parallel degree: processes that share each sequence")
-    context_kind: Literal["ring", "ring-plain", "ring-self-attention", "ulysses"] = option("ring", "attention")
+    context: int = option(1, "context-parallel degree: processes per sequence")
+    context_kind: Literal["ring", "ring-plain", "ring-self-attention", "ulysses"] = option("ring", "kind")
     order: str = option("dp,pp", "mesh axes, outermost first: dp,pp or pp,dp", value="AXES")
 
 

@@ -145,8 +145,8 @@ def parallel_cross_entropy(
     `F.cross_entropy` calls it for such logits. Every tensor-parallel rank gets the same loss.
 
     Args:
-        input: `VocabularyLogits` [N, V] or [V]; other tensors go to ``F.cross_entropy``. Exponentials of 16-bit logits
-            are computed in float32; the loss has their dtype.
+        input: `VocabularyLogits` [N, V] or [V]; other tensors go to ``F.cross_entropy``. The loss of 16-bit logits
+            is in float32.
         target: token ids [N], equal on all tensor-parallel ranks. Where they share samples: of the whole micro-batch.
         ignore_index: a target without loss.
         reduction: "mean" over the targets with loss, "sum" or "none".
