@@ -173,3 +173,23 @@ def test_outputs_are_those_of_one_process() -> None:
     wanted = model(inputs).detach()
     for found in pl.run_threads(size(shape), work):
         assert close(found, wanted)
+
+
+@pytest.mark.parametrize("family", ["pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_streams_on_a_grid_update_as_without(shape: GridShape, family: str) -> None:
+    model, (inputs, targets) = make_model(tie_embeddings=False), batch(4 * shape.batch_blocks)
+    schedule = pl.schedules.build(family, num_ranks=2, num_microbatches=8)  # enough to repeat
+
+    def work(tp: int):
+        mesh, own = pl.Mesh(pp=2, tp=tp), copy.deepcopy(model)
+        if tp > 1:
+            on_grid(own, mesh, shape)
+        with pl.Pipeline(own, schedule, loss_fn=loss_fn, mesh=mesh) as pipe:
+            stream = pl.Stream(pipe, torch.optim.AdamW(pipe.parameters(), lr=0.01, eps=1e-3), max_norm=0.3)
+            updates = stream.run([(inputs, targets)] * 4)
+            return [(update.loss, update.grad_norm) for update in updates]
+
+    wanted = torch.tensor(pl.run_threads(2, lambda: work(1))[0])
+    for found in pl.run_threads(2 * size(shape), lambda: work(size(shape))):
+        assert torch.allclose(torch.tensor(found), wanted, rtol=1e-9)
