@@ -1,9 +1,8 @@
-"""What grids of tensor-parallel processes send and save, what they refuse, and whether a lost sum is noticed."""
+"""What grids of tensor-parallel processes save, what they refuse, and whether a lost sum is noticed."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
@@ -15,46 +14,7 @@ from pipeloom.models import loss_fn
 from pipeloom.parallel.axis_forms import ChannelAxis
 from pipeloom.parallel.tensor.grids.layers import GridLinear
 from pipeloom.parallel.tensor.grids.shape import GridShape
-from pipeloom.parallel.tensor.grids.traffic import gpt_bytes
-from tests.cpu.grids import SHAPES, VOCABULARY, batch, compare, make_model, on_grid, size
-
-
-def sent(mesh: pl.Mesh) -> Counter[str]:
-    """Bytes by axis so far."""
-    found: Counter[str] = Counter()
-    for (axis, _), traffic in mesh.meter.traffic.items():
-        found[axis] += traffic.num_bytes
-    return found
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bytes_on_each_axis_equal_the_formulae(shape: GridShape, grouped: bool) -> None:
-    model = make_model(width=36, heads=6, positions="learned", kv_heads=shape.side if grouped else None)
-    inputs, targets = batch(3 * shape.batch_blocks)
-
-    def work():
-        mesh, own = pl.Mesh(tp=size(shape)), copy.deepcopy(model)
-        on_grid(own, mesh, shape)
-        loss = loss_fn(own(inputs), targets)
-        forward = sent(mesh)
-        loss.backward()
-        return forward, sent(mesh) - forward, mesh.place
-
-    for forward, backward, place in pl.run_threads(size(shape), work):
-        wanted = gpt_bytes(
-            shape,
-            tokens=inputs.numel(),
-            width=36,
-            qkv_features=36 + 12 * shape.side if grouped else 108,
-            mlp_features=144,
-            layers=2,
-            vocabulary_size=VOCABULARY,
-            element=8,
-            place=place,
-        )
-        assert forward == wanted.forward
-        assert backward == wanted.backward
+from tests.cpu.grids import SHAPES, batch, compare, make_model, on_grid, size
 
 
 def saved_bytes(model, run) -> int:

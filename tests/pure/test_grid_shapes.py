@@ -11,7 +11,7 @@ import pytest
 from pipeloom.errors import InputError
 from pipeloom.parallel.placed import Place, Placed
 from pipeloom.parallel.tensor.grids.shape import GridShape
-from pipeloom.parallel.tensor.grids.traffic import linear_bytes
+from pipeloom.parallel.tensor.grids.traffic import linear_traffic
 from tests.pure.test_import_rule import modules_after
 
 SHAPES = [GridShape("2d", 2), GridShape("2d", 3), GridShape("2.5d", 3, 2), GridShape("3d", 2), GridShape("3d", 3)]
@@ -81,7 +81,7 @@ def test_every_element_has_one_owner_and_processes_that_share_it_sum_its_gradien
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_linear_layer_sends_what_the_papers_say(shape: GridShape, inward: bool) -> None:
     tokens, inputs, outputs = 1080, 72, 144
-    forward, backward = linear_bytes(shape, tokens, inputs, outputs, 1, inward=inward)
+    forward, backward = linear_traffic(shape, tokens, inputs, outputs, 1, inward=inward).by_axis()
     side = shape.side
     if shape.layout == "3d":
         source, target = ("tp_k", "tp_j") if inward else ("tp_j", "tp_k")
@@ -98,4 +98,4 @@ def test_a_linear_layer_sends_what_the_papers_say(shape: GridShape, inward: bool
 
 
 def test_formulae_load_no_torch(tmp_path) -> None:
-    assert "torch" not in modules_after("import pipeloom.parallel.tensor.grids.traffic", tmp_path)
+    assert "torch" not in modules_after("import pipeloom.parallel.inside_stage", tmp_path)

@@ -6,6 +6,7 @@ axis_functions      the same, differentiable
 tensor              tensor parallelism: layers that processes share
 context             context parallelism: sequences that processes share
 placed              how a parameter lies on the axes inside a stage; mesh_blocks: what its processes exchange
+inside_stage        how processes share a stage, and what they send; traffic: calls and bytes of collectives
 options             the user's options for data parallelism and number formats
 mixed_precision     number formats, and the optimizer step that widens 16-bit gradients
 data                data parallelism: units of parameters, shards, reductions (DDP, ZeRO 1 to 3, parameter server)
