@@ -2,9 +2,10 @@
 
 from pipeloom.plan.memory.choose import Choice, choose_memory
 from pipeloom.plan.memory.memory_file import MemoryRow, read_memory, write_memory
-from pipeloom.plan.memory.memory_model import LayerMemory, MemoryModel, gpt_layers, in_stages, num_parameters
+from pipeloom.plan.memory.memory_model import LayerMemory, MemoryModel, in_stages, num_parameters
 from pipeloom.plan.memory.rank_memory import KINDS, RankMemory, memory_of_rank, memory_of_ranks
 from pipeloom.plan.memory.state_bytes import OPTIMIZERS
+from pipeloom.plan.memory.transformer_layers import gpt_layers, transformer_layers
 
 __all__ = [
     "KINDS",
@@ -21,5 +22,6 @@ __all__ = [
     "memory_of_ranks",
     "num_parameters",
     "read_memory",
+    "transformer_layers",
     "write_memory",
 ]

@@ -1,0 +1,210 @@
+"""Layers of a transformer: their parameters on one process of a stage, and what a forward keeps there. No torch.
+
+For T tokens per micro-batch, width W, H heads, sequences of S tokens, vocabulary V, an MLP of width r W and numbers of
+e bytes, a forward of pipeloom's GPT keeps (Korthikanti et al., arXiv:2205.05198, section 4, counted anew for this
+model: torch's fused attention, no biases, GELU from its input), in bytes:
+
+    embedding   8 T                                                 token ids
+    block       (8 + 2 r) e T W + 4 e T + 4 T H                     inputs of norms, matrices, attention and GELU
+      dropout   (7 + 2 r) e T W + 4 e T + 12 T W + 12 T S H         attention in float32, its weights kept three times
+      selective (8 + 2 r) e T W + 4 e T                             of attention q, k and v; with dropout 2 e T W more
+      full      e T W                                               the block's input
+    norm        e T W + 2 e T
+    head        e T W + 4 T V + 8 T + 4                             its input; logarithms of probabilities; targets
+
+A tensor that several operations keep counts once. Dropout keeps another e T W behind the embedding. With K key
+heads, k and v take 2 K / H e T W in place of 2 e T W. An RMS norm keeps one number per token in place of two, a gated
+MLP four tensors of its width in place of two.
+
+Processes that share a stage divide this. Per process of n context-parallel ones, T is T / n. Of a block without
+recomputation:
+
+    1d of t       4 e T W + 4 e T  +  ((4 + 2 r) e T W + 4 T H) / t
+    + sequence    all of it / t
+    grid of p     all of it / p; a norm's two numbers have at least 4 bytes
+    ulysses       e T W / t more: attention's output before and after its exchange
+    ring                   e T W / t more where 1 < K / t < H / t: the output in the order of heads
+    ring self-attention    e T S H / t, the weights, in place of 4 T H / t
+
+The parts of a vocabulary of V' ids keep 4 T V' + 14 T + 8 in the head, and T more in the embedding.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeloom.ir.recompute import Recompute
+from pipeloom.models.gpt_config import GPTConfig
+from pipeloom.parallel.inside_stage import InsideStage
+from pipeloom.plan.architecture import Architecture
+from pipeloom.plan.memory.memory_model import LayerMemory
+
+
+def gpt_layers(
+    sizes: GPTConfig, samples: float, number_bytes: int, inside: InsideStage | None = None
+) -> list[LayerMemory]:
+    """All layers of pipeloom's GPT, first to last; see `transformer_layers`."""
+    return transformer_layers(Architecture.of_gpt(sizes), samples, number_bytes, inside)
+
+
+def transformer_layers(
+    model: Architecture, samples: float, number_bytes: int, inside: InsideStage | None = None
+) -> list[LayerMemory]:
+    """All layers, first to last, on one process of each stage.
+
+    Args:
+        model: the sizes.
+        samples: per micro-batch, all processes of a stage together.
+        number_bytes: bytes of a number in forwards, e above.
+        inside: the processes of a stage; None: one.
+    """
+    inside = inside or InsideStage()
+    kept = _Kept(model, samples, number_bytes, inside)
+    shapes = _Shapes(model, inside)
+    block = {kind: kept.block(kind) for kind in Recompute}
+    # Of each token's operations in a block, causal attention has 2 S W.
+    attention = model.sequence_length * model.width
+    matrices = model.width * (model.qkv_features + model.width + (3 if model.gated else 2) * model.mlp_width)
+    share = {Recompute.NONE: 0.0, Recompute.SELECTIVE: attention / (attention + matrices), Recompute.FULL: 1.0}
+    rotary = 6 * model.sequence_length * model.head_width if model.positions == "rotary" else 0
+    head = {"embedding.weight" if model.tie_embeddings else "head.weight": shapes.table}
+
+    def layer(name: str, parameters: Mapping[str, tuple[int, ...]], size: float) -> LayerMemory:
+        kinds, none = dict.fromkeys(Recompute, size), dict.fromkeys(Recompute, 0.0)
+        return LayerMemory(name=name, parameters=parameters, kept_bytes=kinds, recompute_share=none)
+
+    return [
+        layer("embedding", {"embedding.weight": shapes.table} | shapes.positions, kept.embedding()),
+        *(
+            LayerMemory(
+                name=f"blocks.{index}",
+                parameters={f"blocks.{index}.{name}": shape for name, shape in shapes.block.items()},
+                kept_bytes=block,
+                buffer_elements=rotary,
+                is_block=True,
+                recompute_share=share,
+            )
+            for index in range(model.layers)
+        ),
+        layer("norm", {f"norm.{name}": shape for name, shape in shapes.norm.items()}, kept.norm()),
+        layer("head", head, kept.head()),
+    ]
+
+
+class _Shapes:
+    """Shapes of parameters on one process."""
+
+    def __init__(self, model: Architecture, inside: InsideStage) -> None:
+        self._model, self._inside = model, inside
+        self._cut = inside.head_parts  # into how many blocks features inside blocks are cut
+        grid = inside.grid
+        self._width = model.width if grid is None else model.width // grid.side  # of vectors of the residual stream
+        self._inputs = 1 if grid is None else grid.input_blocks
+        self.table = (-(-model.vocabulary_size // self._cut), model.width // self._inputs)
+        self.positions: dict[str, tuple[int, ...]] = {}
+        if model.positions == "learned":
+            self.positions = {"embedding.positions": (model.sequence_length, self._width)}
+
+    @property
+    def norm(self) -> dict[str, tuple[int, ...]]:
+        has_bias = self._model.biases and self._model.norm == "layer"
+        return dict.fromkeys(("weight", "bias") if has_bias else ("weight",), (self._width,))
+
+    @property
+    def block(self) -> dict[str, tuple[int, ...]]:
+        model, cut = self._model, self._cut
+        heads = model.heads // cut + 2 * self._inside.key_heads(model.key_heads)
+        first = {"qkv": heads * model.head_width, "mlp_up": model.mlp_width // cut}
+        if model.gated:
+            first["mlp_gate"] = model.mlp_width // cut
+        second = {"attention_out": model.width, "mlp_down": model.mlp_width}
+        grid = self._inside.grid is not None
+        found: dict[str, tuple[int, ...]] = {}
+        for name in ("attention_norm", "qkv", "attention_out", "mlp_norm", "mlp_gate", "mlp_up", "mlp_down"):
+            if name.endswith("norm"):
+                found |= {f"{name}.{part}": shape for part, shape in self.norm.items()}
+                continue
+            if name in first:
+                shape = (first[name], model.width // self._inputs)
+            elif name in second:
+                shape = (self._width, second[name] // (self._inputs if grid else cut))
+            else:
+                continue
+            found[f"{name}.weight"] = shape
+            if model.biases:
+                found[f"{name}.bias"] = shape[:1]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Bytes that forwards of layers keep on one process."""
+
+    model: Architecture
+    samples: float
+    number_bytes: int
+    inside: InsideStage
+
+    @property
+    def _tokens(self) -> float:
+        """Of this process, within layers that processes share."""
+        return self.samples * self.model.sequence_length / self.inside.context / self.inside.sample_parts
+
+    @property
+    def _stream_tokens(self) -> float:
+        """Of this process, between them."""
+        return self._tokens / (self.inside.tensor if self.inside.sequence else 1)
+
+    @property
+    def _whole(self) -> float:
+        """Of a tensor of the residual stream."""
+        parts = 1 if self.inside.grid is None else self.inside.grid.side
+        return self.number_bytes * self._stream_tokens * self.model.width / parts
+
+    @property
+    def _norm_numbers(self) -> float:
+        wide = self.number_bytes if self.inside.grid is None else max(4, self.number_bytes)
+        return (2 if self.model.norm == "layer" else 1) * wide * self._stream_tokens
+
+    def embedding(self) -> float:
+        tokens = self.samples * self.model.sequence_length / self.inside.context
+        if self.inside.layout == "2.5d":  # a layer of the grid looks up its own tokens
+            tokens /= self.inside.depth or 1
+        ids = (9 if self.inside.tensor > 1 else 8) * tokens
+        if self.inside.context > 1 and self.model.positions == "learned":  # which rows of the table are here
+            ids += 8 * self.model.sequence_length / self.inside.context
+        return ids + self._whole * (self.model.dropout > 0)
+
+    def block(self, recompute: Recompute) -> float:
+        if recompute is Recompute.FULL:
+            return self._whole
+        model, inside, tokens = self.model, self.inside, self._tokens
+        dropout = model.dropout > 0
+        heads = model.heads // inside.head_parts
+        part = self.number_bytes * tokens * model.head_width  # of one head
+        queries, keys_values = heads * part, 2 * inside.key_heads(model.key_heads) * part
+        mlp = (4 if model.gated else 2) * model.mlp_width // inside.head_parts * self.number_bytes * tokens
+        stream = (4 + 2 * dropout) * self._whole + 2 * self._norm_numbers
+        selective = stream + 2 * queries + keys_values + mlp
+        if inside.context > 1 and inside.context_kind == "ulysses":
+            keys = max(inside.key_heads(model.key_heads), inside.context)
+            exchanged = 2 * keys * part - keys_values  # key heads that several processes share
+            return selective + (0.0 if recompute is Recompute.SELECTIVE else queries + exchanged + 4 * tokens * heads)
+        if recompute is Recompute.SELECTIVE:
+            return selective
+        scores = tokens * model.sequence_length * heads
+        if inside.context > 1 and inside.context_kind == "ring-self-attention":
+            return selective + self.number_bytes * scores
+        if dropout:  # instead of q, k and v: copies of them for all heads and three tables of weights, in float32
+            return selective - queries - keys_values + 3 * 4 * (tokens * model.head_width * heads + scores)
+        if inside.context > 1 and 1 < inside.key_heads(model.key_heads) < heads:
+            selective += queries  # attention returns groups of heads, whose order the next layer changes in a copy
+        return selective + 4 * tokens * heads
+
+    def norm(self) -> float:
+        return self._whole + self._norm_numbers
+
+    def head(self) -> float:
+        logits = self._tokens * -(-self.model.vocabulary_size // self.inside.head_parts)
+        if self.inside.tensor > 1:
+            return self._whole + 4 * logits + 14 * self._tokens + 8
+        return self._whole + 4 * logits + 8 * self._tokens + 4
