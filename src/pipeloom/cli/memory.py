@@ -102,16 +102,17 @@ def _plan(config: TrainConfig, vocabulary: int, *, seconds: float | None, why: S
 
 
 def _print_prediction(config: TrainConfig, vocabulary: int, choice: Choice | None, *, as_json: bool) -> None:
-    replicas = config.data_degree
+    replicas = config.parameter_replicas
     shown = [0, 1] if replicas > 1 and config.data_parallel.kind.has_server else [0]
     ranks = [rank for replica in shown for rank in planned_memory(config, vocabulary, replica=replica)]
     weights = {replica: replicas - 1 if replica else 1 for replica in shown} if len(shown) > 1 else {0: replicas}
-    total = sum(weights[rank.replica] * rank.peak for rank in ranks)
+    total = config.parallel.tensor * sum(weights[rank.replica] * rank.peak for rank in ranks)
     largest = max(ranks, key=lambda rank: rank.peak)
     if as_json:
         answer: dict[str, Any] = {
             "ranks": [{"copy": r.replica, "rank": r.rank, **r.kinds, "peak": r.peak} for r in ranks],
-            "copies": replicas,
+            "copies": config.data_degree,
+            "processes_per_stage": config.stage_processes,
             "total": total,
             "largest_rank": largest.rank,
         }
@@ -125,7 +126,8 @@ def _print_prediction(config: TrainConfig, vocabulary: int, choice: Choice | Non
         return
     names = [f"rank {r.rank}" + (f", replica {r.replica}" if len(shown) > 1 else "") for r in ranks]
     _print_table([{"": name, **_texts({**r.kinds, "peak": r.peak})} for name, r in zip(names, ranks, strict=True)])
-    of = f", {replicas} data-parallel replicas" if replicas > 1 else ""
+    of = f", {config.data_degree} data-parallel replicas" if config.data_degree > 1 else ""
+    of += f", {config.stage_processes} processes per stage" if config.stage_processes > 1 else ""
     most = f"largest: {names[ranks.index(largest)]} with {bytes_text(largest.peak)}"
     print(f"all ranks{of}: {bytes_text(total)}; {most}")
     if choice is not None:

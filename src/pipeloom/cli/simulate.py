@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from pipeloom import schedules
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.simulate_inputs import Inputs
+from pipeloom.cli.simulate_model import add_model_options, print_model
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.quantities import Bytes, BytesPerSecond, percent_text, seconds_text
 from pipeloom.errors import InputError
@@ -32,6 +33,7 @@ pipeloom simulate seq1f1b --ranks 4 --microbatches 1 --slices 8
 pipeloom simulate pipedream --ranks 4 --microbatches 16 --replicas 2,1,1 --weights vertical
 pipeloom simulate bfs --ranks 2 --microbatches 4 --data 4 --data-strategy zero3 --data-granularity chunk
 pipeloom simulate 1f1b --ranks 4 --microbatches 8 --offload 3
+pipeloom simulate 1f1b --ranks 16 --microbatches 16 --model llama3-405b --tensor 8 --sequence-parallel --data 128
 pipeloom simulate compare 1f1b pipedream pipedream-2bw --ranks 4 --microbatches 32
 pipeloom simulate compare 1f1b zb-h1 --ranks 4 --microbatches 8 --slow-rank 2:1.5
 pipeloom simulate compare 1f1b interleaved zb-h1 zb-v --ranks 4 --microbatches 8
@@ -59,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
         print_timeline(made[0].timeline)
     for answer in answers:
         _print_notes(answer)
+        if "model" in answer:
+            print_model(answer)
     for _, path in written:
         print(f"wrote {path}")
     return 0
@@ -129,6 +133,8 @@ def _simulate(name: str, inputs: Inputs) -> _Simulated:
         ]
     if timeline.background and timeline.peak_bytes is not None:
         answer["peak_bytes"] = list(timeline.peak_bytes)
+    if inputs.model is not None:
+        answer |= inputs.model.answer(schedule, pipeline, timeline)
     if schedule.forward_only:
         answer["forward_only"] = True
     if found is not None:
@@ -255,6 +261,7 @@ def _parser() -> Parser:
     number("--offload", help="live activations kept per rank; the others are offloaded (default: all)")
     rate("--memory-bandwidth", help="bandwidth to the offload target (default: no limit)")
     option("--activation-bytes", type=Bytes, help="bytes of activations per rank and micro-batch")
+    add_model_options(parser)
     option("--json", action="store_true", help="output as one JSON object")
     text("--out", metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
     text("--csv", metavar="FILE", help="CSV file to write, in the format of torch.distributed.pipelining")

@@ -2,12 +2,14 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import add
 from typing import Any, cast
 
 from pipeloom import schedules
+from pipeloom.cli.simulate_checks import LINKS, SIZES, TIMES, check_options
+from pipeloom.cli.simulate_model import SimulatedModel
 from pipeloom.common.json_reader import parse_file
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity, Op, Placement, Program, Schedule
@@ -17,50 +19,6 @@ from pipeloom.schedules import Conditions, Found, StreamOptions
 from pipeloom.schedules.conditions import peak_held
 from pipeloom.schedules.sizes import check_sizes
 from pipeloom.sim import Costs, CostsFile, Network, Timeline, parse_costs, simulate
-from pipeloom.sim.costs import MOST_UNITS
-
-_TIMES = ("forward", "backward_input", "backward_weight")
-_SIZES = ("parameter_bytes", "activation_bytes")
-_LINKS = {  # option -> attribute of the network
-    "data_bandwidth": "data_bytes_per_second",
-    "data_sum_bandwidth": "data_sum_bytes_per_second",
-    "data_latency": "data_latency_seconds",
-    "data_slowdown": "data_slowdown",
-    "memory_bandwidth": "memory_bytes_per_second",
-}
-_OF_DATA = ("data_strategy", "data_granularity", *(name for name in _LINKS if name.startswith("data")), "units")
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "memory_limit": (lambda limit: limit > 0, "above 0; 1 is the activations of one rank for one micro-batch"),
-    "weight_gradient_memory": (lambda ratio: 0 <= ratio <= 1, "from 0 to 1, as a fraction of what F keeps"),
-    "effort": (lambda seconds: 0 < seconds < math.inf, "more than 0 and finite"),
-    "prove": (lambda seconds: 0 < seconds < math.inf, "more than 0 and finite"),
-    "offload": (lambda kept: kept > 0, "more than 0"),
-    "units": (lambda count: 1 <= count <= MOST_UNITS, f"from 1 to {MOST_UNITS}"),
-}
-
-
-def _check_options(options: Any) -> None:
-    """Raise InputError if an option is out of range, needs another option, or excludes it."""
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    for name, (holds, rule) in _RANGES.items():
-        if name in given and not holds(given[name]):
-            raise InputError(f"{_flag(name)} {given[name]:g}: must be {rule}.")
-    for names, needed, is_there in (
-        (_OF_DATA, "--data", "data" in given),
-        (("memory_bandwidth",), "--offload", "offload" in given),
-        (("cluster",), "--data or --offload", "data" in given or "offload" in given),
-        (("placement", "effort", "prove"), "schedule `search`", "search" in options.names),
-    ):
-        alone = next((name for name in names if name in given), None)
-        if alone is not None and not is_there:
-            raise InputError(f"{_flag(alone)} has no effect without {needed}. Add {needed}, or remove {_flag(alone)}.")
-    for names, content in (((*_TIMES, "latency"), "these times"), ((*_SIZES, "units"), "a value for every stage")):
-        twice = next((name for name in names if name in given), None)
-        if twice is not None and "costs" in given:
-            raise InputError(
-                f"{_flag(twice)}: does not work with --costs, whose file has {content}. Remove {_flag(twice)}, or "
-                "--costs."
-            )
 
 
 class Inputs:
@@ -70,19 +28,23 @@ class Inputs:
         options: the parsed command line.
         costs, network: times of computations and messages.
         file: the costs file, if given.
+        model: the transformer of ``--model``, if given.
 
     Raises:
         InputError: a file cannot be read, an option is out of range, or options exclude each other.
     """
 
     def __init__(self, options: Any) -> None:
-        _check_options(options)
+        check_options(options)
         self.options = options
         self.file: CostsFile | None = None
+        self.model = None if options.model is None else SimulatedModel(options)
         slowness = _slowness(options.slow_rank, options.ranks)
-        if options.costs is None:
+        if self.model is not None:
+            costs, network = Costs.uniform(), self.model.network
+        elif options.costs is None:
             network = Network(latency_seconds=options.latency or 0.0)
-            times = ((name, getattr(options, name)) for name in _TIMES)
+            times = ((name, getattr(options, name)) for name in TIMES)
             costs = Costs.uniform(**{name: seconds for name, seconds in times if seconds is not None})
         else:
             self.file = parse_file("--costs", options.costs, parse_costs)
@@ -94,12 +56,12 @@ class Inputs:
                     "weight_gradient_bytes of each stage in the file."
                 )
         self.costs = replace(costs, overlap=options.overlap, rank_slowness=slowness)
-        if options.cluster is not None:
+        if options.cluster is not None and self.model is None:
             cluster = parse_file("--cluster", options.cluster, parse_cluster)
             found = data_links(cluster, devices=options.ranks, replicas=options.data or 1)
             used = {"data": options.data is not None, "memory": options.offload is not None}
             network = replace(network, **{name: value for name, value in found.items() if used[name.split("_")[0]]})
-        links = {name: getattr(options, option) for option, name in _LINKS.items()}
+        links = {name: getattr(options, option) for option, name in LINKS.items()}
         self.network = replace(network, **{name: value for name, value in links.items() if value is not None})
 
     def schedule(self, name: str) -> tuple[Schedule, Found | None]:
@@ -153,7 +115,7 @@ class Inputs:
         """Search, and with ``--prove`` prove a bound. Raises where no schedule keeps the caps or no solver is there."""
 
         def measure(schedule: Schedule) -> float:
-            return simulate(schedule, self.costs, self.network).makespan
+            return simulate(schedule, self._costs(schedule), self.network).makespan
 
         options, conditions = self.options, self.conditions(placement, "search")
         found = schedules.search(
@@ -166,6 +128,13 @@ class Inputs:
         if options.prove is not None:
             found = schedules.prove(found, conditions=conditions, seconds=options.prove, measure=measure)
         return found.schedule, found
+
+    def _costs(self, schedule: Schedule) -> Costs:
+        """The costs for the stages of `schedule`."""
+        if self.model is None:
+            return self.costs
+        found = self.model.costs(schedule.num_stages)
+        return replace(found, overlap=self.costs.overlap, rank_slowness=self.costs.rank_slowness)
 
     def _check_stages(self, schedule: Schedule) -> None:
         """Raise InputError if the costs file has another number of stages."""
@@ -183,9 +152,10 @@ class Inputs:
         """
         plan = Schedule(name=name, num_microbatches=1, placement=placement, orders=())
         self._check_stages(plan)
-        seconds = self.costs.seconds(plan)
+        costs = self._costs(plan)
+        seconds = costs.seconds(plan)
         ranks, limit = placement.num_ranks, self.options.memory_limit
-        kept = self.costs.bytes_kept(plan)
+        kept = costs.bytes_kept(plan)
         if kept is None:
             share = (plan.stage_share,) * plan.num_stages
             ratio = self.options.weight_gradient_memory
@@ -196,14 +166,14 @@ class Inputs:
         if limit is not None:
             whole = sum(kept[0]) / ranks  # one rank-share of one micro-batch
             caps = tuple(min(cap, limit * whole) for cap in caps)
-        slowness = self.costs.slowness(plan) or (1.0,) * ranks
+        slowness = costs.slowness(plan) or (1.0,) * ranks
         forward, backward_input, backward_weight = (
             tuple(time * slowness[home[0]] for time, home in zip(seconds[op], placement.replicas, strict=True))
             for op in (Op.F, Op.I, Op.W)
         )
-        latency = self.network.message_seconds(plan, self.costs)
+        latency = self.network.message_seconds(plan, costs)
         if not self.network.overlap_communication:
-            there, back = self.network.busy_seconds(plan, self.costs)
+            there, back = self.network.busy_seconds(plan, costs)
             forward = tuple(map(add, forward, there))
             backward_input = tuple(map(add, backward_input, back))
             latency = self.network.latency(ranks)
@@ -212,7 +182,7 @@ class Inputs:
             backward_input=backward_input,
             backward_weight=backward_weight,
             latency=latency,
-            overlap=self.costs.overlap,
+            overlap=costs.overlap,
             activation=kept[0],
             weight_gradient=kept[1],
             caps=caps,
@@ -224,11 +194,13 @@ class Inputs:
         Updates take no time where stages have no replicas, so a large stream is simulated without them.
         """
         options, data = self.options, None
-        if options.data is None and options.offload is None:
+        if self.model is not None:
+            data = self.model.data_axis()
+        elif options.data is None and options.offload is None:
             stream = schedule.microbatches_per_update is not None
             replicated = any(len(ranks) > 1 for ranks in schedule.placement.replicas)
             return lower(schedule) if stream and (replicated or not schedule.large) else schedule
-        if options.data is not None:
+        elif options.data is not None:
             strategy = DataStrategy(options.data_strategy or DataStrategy.DDP)
             granularity = Granularity(options.data_granularity or Granularity.STEP)
             data = DataAxis(degree=options.data, strategy=strategy, granularity=granularity)
@@ -240,19 +212,19 @@ class Inputs:
         self._check_stages(schedule)
         sizes: dict[str, Any] = {
             name: (getattr(self.options, name) * schedule.stage_share,) * schedule.num_stages
-            for name in _SIZES
+            for name in SIZES
             if getattr(self.options, name) is not None
         }
         if self.options.units is not None:
             sizes["units"] = (self.options.units,) * schedule.num_stages
-        return replace(self.costs, **sizes)
+        return replace(self._costs(schedule), **sizes)
 
     def memory(self, schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
         """Peak memory per rank and whether it is within the caps; empty without a memory option.
 
         A slice keeps 1/K of the activations of its micro-batch.
         """
-        in_bytes = self.costs.activation_bytes is not None
+        in_bytes = self._costs(schedule).activation_bytes is not None
         if not in_bytes and self.options.memory_limit is None and self.options.weight_gradient_memory is None:
             return {}
         conditions = self.conditions(schedule.placement, schedule.name)
@@ -283,7 +255,3 @@ def _slowness(words: Sequence[str] | None, num_ranks: int) -> tuple[float, ...] 
             raise InputError(f"--slow-rank {word}: rank {rank} already has a factor. Give one per rank.")
         factors[rank] = float(match[2])
     return tuple(factors.get(rank, 1.0) for rank in range(num_ranks))
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -1,9 +1,11 @@
 """`InsideStage`: how the processes of a stage share its layers and sequences, and what they send. No torch here."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pipeloom.errors import InputError
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.context.traffic import attention_traffic
 from pipeloom.parallel.placed import Place
@@ -64,11 +66,39 @@ class InsideStage:
             found |= self.grid.axes
             for names in (self.grid.outer.batch, self.grid.inner.batch, ("tp_row", "tp_column")):
                 if all(name in found for name in names):
-                    degree = 1
-                    for name in names:
-                        degree *= found[name]
-                    found["+".join(names)] = degree
+                    found["+".join(names)] = math.prod(found[name] for name in names)
         return found
+
+    def check(self, sizes: LayerSizes) -> None:
+        """Validate that layers, samples and sequences can be shared.
+
+        Raises:
+            InputError: a degree below 1, options that exclude each other, or a size that is not divided.
+        """
+        for name, degree in (("tensor", self.tensor), ("context", self.context)):
+            if degree < 1:
+                raise InputError(f"{name}={degree}: must be at least 1.")
+        if self.layout == "1d" and self.depth is not None:
+            raise InputError(f"depth={self.depth} has no effect with layout 1d. Remove it, or use layout 2.5d.")
+        if self.sequence and self.layout != "1d":
+            raise InputError(f"sequence parallelism works with layout 1d alone, not {self.layout}. Remove it.")
+        grid, cut, n = self.grid, self.head_parts, self.context
+        why = f"tensor={self.tensor} with layout {self.layout}"
+        divided = [("heads", sizes.heads, cut, why), ("mlp_width", sizes.mlp_width, cut, why)]
+        if grid is not None:
+            divided += [("width", sizes.width, grid.input_blocks, why), ("key heads", sizes.key_heads, cut, why)]
+            divided += [("mlp_width", sizes.mlp_width, grid.input_blocks, why)]
+            divided += [("micro-batch size", sizes.samples, grid.batch_blocks, why)]
+        chunks = (2 if self.context_kind == "ring" and n > 1 else 1) * n
+        shared = n * self.tensor if self.sequence else 1
+        divided.append(("sequence length", sizes.sequence_length, math.lcm(chunks, shared), f"context={n}, {why}"))
+        if self.context_kind == "ulysses" and n > 1:
+            divided.append(("heads per process", sizes.heads // cut, n, f"context={n} of kind ulysses"))
+        for name, size, by, reason in divided:
+            if size % by:
+                raise InputError(f"{name}={size}: must be a multiple of {by} for {reason}. Use other degrees.")
+        if sizes.key_heads % cut and cut % sizes.key_heads:
+            raise InputError(f"tensor={cut}: must divide the {sizes.key_heads} key heads, or be a multiple of them.")
 
     def traffic(self, sizes: LayerSizes, place: Place | None = None) -> "StageTraffic":
         """What the layers of a stage send for one micro-batch of `sizes`."""

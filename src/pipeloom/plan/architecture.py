@@ -9,7 +9,7 @@ Optional keys: `key_heads` (default `heads`), `mlp_width` (4 width), `gated`, `n
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 from pipeloom.common.json_reader import Entry, parse_file, read_json
 from pipeloom.errors import InputError
@@ -178,8 +178,7 @@ def parse_architecture(text: str) -> Architecture:
         name=name,
         norm=cast("Literal['layer', 'rms']", words.get("norm", "layer")),
         positions=cast("Literal['rotary', 'learned']", words.get("positions", "rotary")),
-        **sizes,
-        **flags,
+        **cast("dict[str, Any]", sizes | flags),
     )
 
 

@@ -81,6 +81,59 @@ class Cluster:
     efficiency: float
 
 
+def _node_of_eight(name: str, operations: float, memory: float, nvlink: float, network: float) -> Cluster:
+    """Eight devices per node; `nvlink` per device and `network` per node, in bytes per second and direction."""
+    return Cluster(
+        name=name,
+        devices_per_node=8,
+        device=Device(
+            name=name,
+            operations_per_second=operations,
+            memory_bytes_per_second=memory,
+            launch_seconds=5e-6,
+            host_bytes_per_second=25e9,
+        ),
+        inside_node=NodeLinks(bytes_per_second=nvlink, pair_bytes_per_second=nvlink, latency_seconds=3e-6),
+        between_nodes=NodeNetwork(bytes_per_second=network, latency_seconds=1e-5),
+        efficiency=0.65,
+    )
+
+
+# Data-sheet figures, in the data type bf16; a node has eight network cards.
+CLUSTERS = {
+    "a100": _node_of_eight("a100", 312e12, 2.039e12, 300e9, 8 * 25e9),
+    "h100": _node_of_eight("h100", 989e12, 3.35e12, 450e9, 8 * 50e9),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRate:
+    """One device's link to another one that it shares a stage with, in one direction.
+
+    Attributes:
+        bytes_per_second: bandwidth; None for no limit.
+        latency_seconds: latency per message.
+    """
+
+    bytes_per_second: float | None = None
+    latency_seconds: float = 0.0
+
+
+def device_link(cluster: Cluster, devices: int) -> LinkRate:
+    """The link of a device among `devices` that follow each other, all of which send at the same time.
+
+    Within a node, a device has the bandwidth of its links. Devices of different nodes share the network of their nodes
+    with all others there.
+    """
+    inside, network = cluster.inside_node, cluster.between_nodes
+    if devices <= cluster.devices_per_node:
+        return LinkRate(
+            bytes_per_second=cluster.efficiency * inside.bytes_per_second, latency_seconds=inside.latency_seconds
+        )
+    rate = cluster.efficiency * network.bytes_per_second / cluster.devices_per_node
+    return LinkRate(bytes_per_second=rate, latency_seconds=network.latency_seconds)
+
+
 def data_links(cluster: Cluster, *, devices: int, replicas: int) -> dict[str, Any]:
     """Links between data-parallel replicas and to host memory, as keyword arguments of `pipeloom.sim.Network`.
 

@@ -59,7 +59,7 @@ class MemoryProbe:
         if torch.cuda.is_available():
             self._measured["peak"] = torch.cuda.max_memory_allocated()
         gathered = parts.group.gather_json(self._measured)
-        if parts.group.rank != 0 or config.stage_processes > 1:  # which the forecast does not know
+        if parts.group.rank != 0:
             return
         if config.parallel.cut == "time":
             config = config.changed("parallel", cut=",".join(map(str, blocks_of(parts.stages))))

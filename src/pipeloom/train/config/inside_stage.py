@@ -4,9 +4,23 @@ import math
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
+from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.tensor.grids.shape import GridShape
 from pipeloom.train.config.schedule import slice_lengths
 from pipeloom.train.config.train_config import TrainConfig
+
+
+def inside_stage(config: TrainConfig) -> InsideStage:
+    """The processes that share a stage of a replica."""
+    parallel = config.parallel
+    return InsideStage(
+        tensor=parallel.tensor,
+        layout=parallel.tensor_layout,
+        depth=parallel.tensor_depth,
+        sequence=parallel.sequence,
+        context=parallel.context,
+        context_kind=parallel.context_kind,
+    )
 
 
 def check_inside_stage(config: TrainConfig, schedule: Schedule) -> None:
@@ -26,10 +40,6 @@ def check_inside_stage(config: TrainConfig, schedule: Schedule) -> None:
         raise InputError(
             f"optimizer.barrier=false: does not work with {asked}: updates without a barrier do not support processes "
             f"that share a stage. Remove optimizer.barrier, or parallel.{name}."
-        )
-    if config.memory.cap is not None:
-        raise InputError(
-            f"memory.cap: the memory forecast does not support {asked}. Set memory.recompute instead of memory.cap."
         )
     if parallel.tensor > 1:
         _check_tensor(config)

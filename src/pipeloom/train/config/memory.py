@@ -1,5 +1,7 @@
 """Memory of a run, from its configuration: offload, predicted memory per rank, and the choice under a cap. No torch."""
 
+from itertools import product
+
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, Granularity, Program, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
@@ -18,6 +20,7 @@ from pipeloom.plan.memory import (
 )
 from pipeloom.sim import CostsFile
 from pipeloom.split.chain_partition import consecutive, even_parts, find_ties, partition
+from pipeloom.train.config.inside_stage import inside_stage
 from pipeloom.train.config.schedule import make_schedule, parse_cut
 from pipeloom.train.config.train_config import TrainConfig
 
@@ -57,14 +60,9 @@ def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *,
     Raises:
         InputError: the cut follows measured times, which are unknown here.
     """
-    if config.stage_processes > 1:
-        raise InputError(
-            f"parallel.tensor={config.parallel.tensor}, parallel.context={config.parallel.context}: the memory "
-            "forecast does not support them. Use 1 for both."
-        )
     precision = config.number_format
     sizes, number_bytes = config.gpt(vocabulary_size), 2 if precision.has_masters else 4
-    layers = gpt_layers(sizes, config.microbatch_size, number_bytes)
+    layers = gpt_layers(sizes, config.microbatch_size, number_bytes, inside_stage(config))
     offloaded = {"optimizer": config.memory.offload_states, "masters": config.memory.offload_parameters}
     return MemoryModel(
         stages=_stages(config, layers, num_stages),
@@ -110,13 +108,17 @@ def planned_memory(
 
 def memory_rows(config: TrainConfig, vocabulary_size: int, device: str) -> list[MemoryRow]:
     """The prediction for every process of a run, by process number on the mesh."""
-    shape = config.mesh_shape(config.num_ranks * config.data_degree)
+    shape = config.mesh_shape(config.num_processes)
     rows = []
-    for replica in range(config.data_degree):
-        for memory in planned_memory(config, vocabulary_size, replica=replica, device=device):
-            process = shape.process({"dp": replica, "pp": memory.rank})
+    for replica, context in product(range(config.data_degree), range(config.parallel.context)):
+        holder = replica * config.parallel.context + context  # of parameters
+        for memory in planned_memory(config, vocabulary_size, replica=holder, device=device):
             predicted: dict[str, float | None] = {**memory.kinds, "peak": memory.peak}
-            rows.append(MemoryRow(process=process, replica=replica, rank=memory.rank, predicted=predicted, measured={}))
+            for tensor in range(config.parallel.tensor):
+                process = shape.process({"dp": replica, "pp": memory.rank, "cp": context, "tp": tensor})
+                rows.append(
+                    MemoryRow(process=process, replica=replica, rank=memory.rank, predicted=predicted, measured={})
+                )
     return sorted(rows, key=lambda row: row.process)
 
 

@@ -1,0 +1,203 @@
+"""Times of the stages of a transformer on a cluster, from arithmetic, memory traffic and collectives. No torch.
+
+    F      arithmetic of forwards, elementwise operations, collectives of forwards
+    I      the same for input gradients, and what is recomputed, with its collectives
+    W      arithmetic of weight gradients; no collectives
+
+per micro-batch. Arithmetic is divided by the processes that share a stage. Per token, a matrix of N numbers takes 2 N
+operations in F, I and W each; causal attention over S tokens of width W 2 S W in F and 4 S W in I.
+
+A collective of n bytes takes its bytes over the device's link, and one latency per message that follows another:
+
+    all-reduce 2 (t-1)    all-gather, reduce-scatter, all-to-all t-1    broadcast, reduce, shift 1
+
+Blocks of ring attention travel while another block is computed; only the rest of their time counts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeloom.ir.recompute import Recompute
+from pipeloom.parallel.inside_stage import InsideStage
+from pipeloom.parallel.traffic import Table, Traffic
+from pipeloom.plan.architecture import Architecture
+from pipeloom.plan.cluster import Cluster, LinkRate, device_link
+
+# Reads and writes of a tensor outside matrix products, per forward; a backward has twice as many.
+_PASSES_STREAM = 10  # of [tokens, width]: two norms (2 each), two additions to the residual stream (3 each)
+_PASSES_MLP, _PASSES_GATED = 2, 3  # of [tokens, mlp_width]: GELU; SiLU times the other half
+_PASSES_QKV = 2  # of queries, keys and values: rotary positions
+_OPTIMIZER_BYTES = 40  # Adam, per parameter: main, two moments (read and write, 24), gradient, both number formats
+
+
+class Seconds(NamedTuple):
+    """Seconds of F, I and W of a layer or a stage, on one micro-batch."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+    def __add__(self, other: "Seconds") -> "Seconds":  # type: ignore[override]  # by component
+        return Seconds(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def table_seconds(table: Table, axes: Mapping[str, int], links: Mapping[str, LinkRate]) -> float:
+    """Seconds of the collectives of a table, one after the other.
+
+    Args:
+        table: calls and bytes.
+        axes: the degree of each axis.
+        links: the link of each axis.
+    """
+    seconds = 0.0
+    for (axis, collective), sent in table.items():
+        link, degree = links[axis], axes[axis]
+        messages = {"all_reduce": 2 * (degree - 1), "broadcast": 1, "reduce": 1, "shift": 1}.get(collective, degree - 1)
+        transfer = 0.0 if link.bytes_per_second is None else sent.num_bytes / link.bytes_per_second
+        seconds += transfer + sent.calls * messages * link.latency_seconds
+    return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of layers on one process of a stage.
+
+    Attributes:
+        model: the sizes.
+        inside: the processes that share a stage.
+        cluster: what they run on.
+        samples: per micro-batch.
+        element: bytes per element of activations.
+        recompute: activation recomputation.
+    """
+
+    model: Architecture
+    inside: InsideStage
+    cluster: Cluster
+    samples: int
+    element: int
+    recompute: Recompute = Recompute.NONE
+
+    @property
+    def links(self) -> dict[str, LinkRate]:
+        """The link of each axis. Along tp, innermost, devices follow each other; along cp, groups of them."""
+        inside = self.inside
+        return {
+            axis: device_link(self.cluster, inside.processes if axis == "cp" else inside.tensor) for axis in inside.axes
+        }
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, all processes together."""
+        return self.samples * self.model.sequence_length
+
+    def collectives(self, traffic: Traffic) -> tuple[float, float]:
+        """Seconds of the collectives of a layer: forward and backward; those of `hidden_seconds` included."""
+        axes, links = self.inside.axes, self.links
+        return table_seconds(traffic.forward, axes, links), table_seconds(traffic.backward, axes, links)
+
+    def block(self) -> Seconds:
+        """One block."""
+        model, matrices = self.model, self._product(self._matrix_numbers)
+        attention, elementwise = self._attention(), self._elementwise()
+        traffic = self.inside.traffic(model.layer_sizes(self.samples, self.element)).block(self.recompute)
+        forward, backward = self.collectives(traffic)
+        if self.inside.context > 1 and self.inside.context_kind in ("ring", "ring-plain"):
+            alone = table_seconds(_of_axis(traffic.forward, "cp"), self.inside.axes, self.links)
+            behind = table_seconds(_of_axis(traffic.backward, "cp"), self.inside.axes, self.links)
+            part = (self.inside.context - 1) / self.inside.context  # of the blocks, during which another one travels
+            again = attention if self.recompute is not Recompute.NONE else 0.0
+            forward -= min(alone, part * attention)
+            backward -= min(behind, part * (2 * attention + again))
+        again = {
+            Recompute.NONE: 0.0,
+            Recompute.SELECTIVE: attention,
+            Recompute.FULL: matrices + attention + elementwise,
+        }[self.recompute]
+        return Seconds(
+            matrices + attention + elementwise + forward,
+            matrices + 2 * (attention + elementwise) + backward + again,
+            matrices,
+        )
+
+    def embedding(self) -> Seconds:
+        """The embedding: its collectives."""
+        traffic = self.inside.traffic(self.model.layer_sizes(self.samples, self.element)).embedding()
+        forward, backward = self.collectives(traffic)
+        return Seconds(forward, backward, 0.0)
+
+    def head(self) -> Seconds:
+        """The last norm, the head and the loss."""
+        model = self.model
+        product = self._product(model.width * model.vocabulary_size)
+        stage = self.inside.traffic(model.layer_sizes(self.samples, self.element))
+        norm, head = self.collectives(stage.norm()), self.collectives(stage.head())
+        logits = self._traffic(4 * 2 * self.tokens * model.vocabulary_size / self.inside.processes)
+        return Seconds(product + logits + norm[0] + head[0], product + logits + norm[1] + head[1], product)
+
+    def stages(self, blocks: Sequence[int]) -> list[Seconds]:
+        """Stages with these numbers of blocks, the first with the embedding and the last with the head."""
+        block, nothing = self.block(), Seconds(0.0, 0.0, 0.0)
+        found = [Seconds(*(count * seconds for seconds in block)) for count in blocks]
+        found[0] += self.embedding()
+        found[-1] += self.head()
+        return [seconds + nothing for seconds in found]
+
+    def message_bytes(self) -> float:
+        """Bytes from one stage to the next, per process and micro-batch."""
+        parts = self.inside.context * (self.inside.tensor if self.inside.sequence or self.inside.grid else 1)
+        return self.element * self.tokens * self.model.width / parts
+
+    def update_seconds(self, parameters: float) -> float:
+        """Seconds of the optimizer's update of `parameters` elements."""
+        return self._traffic(_OPTIMIZER_BYTES * parameters)
+
+    def operations(self) -> float:
+        """Operations of the model per micro-batch, all processes together: forward and backward, nothing repeated."""
+        model = self.model
+        attention = 2 * model.sequence_length * model.width
+        matrices = 2 * self.model_numbers
+        return 3.0 * self.tokens * (model.layers * (matrices + attention) + 2 * model.width * model.vocabulary_size)
+
+    @property
+    def model_numbers(self) -> int:
+        """Numbers in the matrices of a block."""
+        model = self.model
+        return model.width * (model.qkv_features + model.width + (3 if model.gated else 2) * model.mlp_width)
+
+    @property
+    def _matrix_numbers(self) -> float:
+        """The same, with key heads that several processes have counted for each."""
+        model, cut = self.model, self.inside.head_parts
+        keys = 2 * (cut * self.inside.key_heads(model.key_heads) - model.key_heads) if cut > model.key_heads else 0
+        return self.model_numbers + model.width * keys * model.head_width
+
+    def _product(self, numbers: float) -> float:
+        return self._arithmetic(2 * self.tokens * numbers)
+
+    def _attention(self) -> float:
+        """Of the process that computes most."""
+        operations, kind = 2 * self.tokens * self.model.sequence_length * self.model.width, self.inside.context_kind
+        n = self.inside.context
+        factor = {"ring-plain": (2 * n - 1) / n, "ring-self-attention": 2.0}.get(kind, 1.0) if n > 1 else 1.0
+        return self._arithmetic(operations * factor)
+
+    def _arithmetic(self, operations: float) -> float:
+        rate = self.cluster.efficiency * self.cluster.device.operations_per_second
+        return operations / self.inside.processes / rate
+
+    def _elementwise(self) -> float:
+        model, inside = self.model, self.inside
+        stream = _PASSES_STREAM * model.width
+        if inside.grid is None and not inside.sequence:
+            stream *= inside.tensor  # every process has all of it
+        shared = (_PASSES_GATED if model.gated else _PASSES_MLP) * model.mlp_width + _PASSES_QKV * model.qkv_features
+        return self._traffic(self.element * self.tokens * (stream + shared) / inside.processes)
+
+    def _traffic(self, num_bytes: float) -> float:
+        return num_bytes / (self.cluster.efficiency * self.cluster.device.memory_bytes_per_second)
+
+
+def _of_axis(table: Table, axis: str) -> Table:
+    return {key: sent for key, sent in table.items() if key[0] == axis}
