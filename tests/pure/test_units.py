@@ -224,4 +224,4 @@ def test_a_cluster_file_says_what_goes_beside_ranks(tmp_path, capsys):
     expected = 2 * (3 / 4 * size / (1.875e9 / 4) + 3 * 5e-5)
     assert json.loads(capsys.readouterr().out)["data_link_seconds"] == pytest.approx([expected] * 4)
     assert main(words) == 2
-    assert "--cluster has no effect without --data or --offload" in capsys.readouterr().err
+    assert "--cluster has no effect without --data, --offload or --model." in capsys.readouterr().err
