@@ -10,7 +10,8 @@ start of the sequence to the end of the slice, D head width.
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,9 +98,12 @@ def attention(
     dropped = None
     if dropout_p:
         parts = dropout_parts(owner).weights
-        full = full_shape([B, H], parts)
-        dropped_SBHT = drop_mask(piece, dropout_p, (owner, "weights"), full, q_BHSD.device, over_keys=True)
-        dropped = own_part(dropped_SBHT.permute(1, 2, 0, 3), parts)
+        draw = drop_mask(piece, dropout_p, (owner, "weights"), full_shape([B, H], parts), q_BHSD.device, over_keys=True)
+        rows = (B * k_BKSD.shape[1], H // k_BKSD.shape[1], S, -1) if grouped else (B, H, S, -1)
+
+        def dropped() -> Tensor:
+            return own_part(draw().permute(1, 2, 0, 3), parts).reshape(rows)
+
     if not grouped:
         return attention_core(piece, q_BHSD, k_BKTD, v_BKTD, scale, mask, dropped, dropout_p)
     # Each key head becomes a batch entry that the query heads of its group share, without a copy.
@@ -107,8 +111,6 @@ def attention(
     k, v = (t.flatten(0, 1).unsqueeze(1).expand(-1, H // K, -1, -1) for t in (k_BKTD, v_BKTD))
     if mask is not None and mask.shape[0] > 1:
         mask = mask.repeat_interleave(K, 0)
-    if dropped is not None:
-        dropped = dropped.reshape(B * K, H // K, S, -1)
     q = q_BHSD.reshape(B * K, H // K, S, D)
     return attention_core(piece, q, k, v, scale, mask, dropped, dropout_p).reshape(B, H, S, -1)
 
@@ -120,10 +122,14 @@ def attention_core(
     v: Tensor,
     scale: float | None,
     mask: Tensor | None,
-    dropped: Tensor | None,
+    dropped: Callable[[], Tensor] | None,
     dropout_p: float,
 ) -> Tensor:
-    """Attention with dropout. A ``TorchFunctionMode`` intercepts it like a function of torch."""
+    """Attention with dropout. A ``TorchFunctionMode`` intercepts it like a function of torch.
+
+    Args:
+        dropped: draws the mask of dropped weights, the same in every call: recomputation draws it again.
+    """
     if has_torch_function((q,)):
         result: Tensor = handle_torch_function(attention_core, (q,), piece, q, k, v, scale, mask, dropped, dropout_p)
         return result
@@ -131,7 +137,7 @@ def attention_core(
         allowed = _allowed(piece, q.device) if mask is None else mask
         scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
         weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
-        return scaled(weights.masked_fill(dropped, 0.0), dropout_p) @ v
+        return scaled(weights.masked_fill(dropped(), 0.0), dropout_p) @ v
     if mask is not None:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     if piece.start == 0:
@@ -219,19 +225,26 @@ def dropout(x: Tensor, p: float, owner: Hashable) -> Tensor:
             f"dropout of a tensor {full} in a slice of {piece.end - piece.start} tokens: dimension 1 must be the "
             "tokens of the slice. Reshape the tensor."
         )
-    dropped = drop_mask(piece, p, owner, [full[0], *full[2:]], x.device).transpose(0, 1)
+    dropped = drop_mask(piece, p, owner, [full[0], *full[2:]], x.device)().transpose(0, 1)
     return scaled(x.masked_fill(own_part(dropped, parts.values), 0.0), p)
 
 
 def drop_mask(
     piece: Slice, p: float, owner: Hashable, shape: list[int], device: torch.device, *, over_keys: bool = False
-) -> Tensor:
-    """A mask that is True for dropped elements, [tokens of the slice, *shape]; with `over_keys`, [..., piece.end].
+) -> Callable[[], Tensor]:
+    """Counts a call of `owner`, and returns what draws its mask, in every call the same.
 
-    With `over_keys`, numbers are drawn only up to the end of each token's block; the causal mask hides later keys.
+    The mask is True for dropped elements, [tokens of the slice, *shape]; with `over_keys`, [..., piece.end]. Then
+    numbers are drawn only up to the end of each token's block; the causal mask hides later keys.
     """
-    generator = torch.Generator(device)
     key = piece.call_key((owner, "dropout"))
+    return partial(_draw_mask, piece, key, p, shape, device, over_keys=over_keys)
+
+
+def _draw_mask(
+    piece: Slice, key: Hashable, p: float, shape: list[int], device: torch.device, *, over_keys: bool
+) -> Tensor:
+    generator = torch.Generator(device)
     parts = []
     for block in range(piece.start // _BLOCK, (piece.end - 1) // _BLOCK + 1):
         first, end = block * _BLOCK, (block + 1) * _BLOCK

@@ -40,11 +40,11 @@ def full_shape(shape: Sequence[int], parts: Parts) -> list[int]:
 
 
 def own_part(mask: Tensor, parts: Parts) -> Tensor:
-    """The part of a full mask that this process takes."""
+    """The part of a full mask that this process takes: a copy, since a view would keep the full mask for backward."""
     for dim, (index, number) in parts.items():
         size = mask.shape[dim] // number
         mask = mask.narrow(dim, index * size, size)
-    return mask
+    return mask.clone() if parts else mask
 
 
 def draw_kept(x: Tensor, p: float, parts: DropoutParts) -> Tensor:
