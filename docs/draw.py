@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import runpy
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache
@@ -63,10 +64,11 @@ def draw(directory: Path) -> list[Path]:
     (directory / "slices.svg").write_text(_slices() + "\n", encoding="utf-8")
     (directory / "convergence.svg").write_text(_convergence() + "\n", encoding="utf-8")
     (directory / "rooms.svg").write_text(_rooms() + "\n", encoding="utf-8")
+    (directory / "layouts.svg").write_text(_layouts() + "\n", encoding="utf-8")
     shown = _gallery_timelines()
     for name, timeline in shown.items():
         (directory / f"gallery-{name}.svg").write_text(_gallery_picture(timeline) + "\n", encoding="utf-8")
-    drawn_here = "eager-latency run steps slices convergence pipedream-replicas rooms"
+    drawn_here = "eager-latency run steps slices convergence pipedream-replicas rooms layouts"
     more = (f"{name}.svg" for name in drawn_here.split())
     return [directory / name for name in (*SIMULATED, *more, *(f"gallery-{name}.svg" for name in shown))]
 
@@ -80,6 +82,11 @@ def _eager() -> str:
     schedule = names["eager_one_f_one_b"](num_ranks=4, num_microbatches=8)
     costs = pl.Costs.uniform(forward=1.0, backward=2.0)
     return timeline_svg([pl.simulate(schedule, costs, pl.Network(latency_seconds=0.5))], standalone=True)
+
+
+def _layouts() -> str:
+    picture: str = runpy.run_path(str(DOCS / "draw_layouts.py"))["layouts_picture"]()
+    return picture
 
 
 def _run() -> str:

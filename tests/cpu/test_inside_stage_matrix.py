@@ -1,0 +1,111 @@
+"""Every layout inside a stage x schedules x data strategies x ties x key heads: each trains as one process does."""
+
+from __future__ import annotations
+
+import pytest
+
+import pipeloom as pl
+from tests.cpu.inside_stage import (
+    FOUR_AXES,
+    LAYOUTS,
+    SCHEDULES,
+    STRATEGIES,
+    UPDATES,
+    Case,
+    degrees_of,
+    expected_of,
+    grid,
+    in_threads,
+    pairs,
+    pairwise,
+    size_of,
+    train_and_compare,
+)
+from tests.cpu.ranks import run_ranks
+
+CASES = pairwise()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pairs_of_all_factors_train_as_one_process(case: Case) -> None:
+    has_two = size_of(LAYOUTS[case.layout].degrees) == 2
+    in_threads(case, updates=UPDATES if has_two and case.schedule == "1f1b" else 0)
+
+
+@pytest.mark.parametrize("layout", ["2.5d", "3d"])  # of 2d: in processes
+def test_twenty_updates_on_eight_ranks_per_stage(layout: str) -> None:
+    in_threads(Case(layout, "1f1b", "ddp", tied=True, grouped=True), dp=1)
+
+
+def test_any_two_values_meet() -> None:
+    met = set().union(*map(pairs, CASES))
+    assert met == set().union(*map(pairs, grid()))
+    pairs_of_layouts = {(case.layout, case.schedule) for case in CASES}
+    assert len(pairs_of_layouts) == len(LAYOUTS) * len(SCHEDULES) - 3, "sequences of context-parallel ranks are parts"
+    assert {(case.layout, case.data) for case in CASES} == {(name, data) for name in LAYOUTS for data in STRATEGIES}
+
+
+@pytest.mark.whole_grid
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", grid(), ids=str)
+def test_every_combination_trains_as_one_process(case: Case) -> None:
+    in_threads(case)
+
+
+def _in_processes(rank: int, cases: list[Case], dp: int, updates: int) -> None:
+    for case in cases:
+        with pl.Mesh(**degrees_of(LAYOUTS[case.layout], dp=dp)) as mesh:
+            train_and_compare(case, mesh, updates=updates)
+
+
+def in_processes(*cases: Case, dp: int = 1, updates: int = UPDATES) -> None:
+    """On two stages; all cases have as many ranks per stage."""
+    for case in cases:
+        expected_of(case)
+    (ranks,) = {size_of(degrees_of(LAYOUTS[case.layout], dp=dp)) for case in cases}
+    run_ranks(_in_processes, ranks, cases, dp, updates)
+
+
+def test_four_processes_train_as_one() -> None:
+    in_processes(
+        Case("1d", "zb-v", "ddp", True, True),
+        Case("1d with sequence", "interleaved", "ddp", True, False),
+        Case("ring", "dualpipev", "zero1", True, True),
+        Case("ring-self-attention", "1f1b", "zero3", False, False),
+        Case("ulysses", "zb-v", "zero3", False, True),
+    )
+
+
+def test_eight_processes_train_as_one() -> None:
+    in_processes(Case("2d", "1f1b", "ddp", True, True))
+
+
+IN_SIXTEEN = [Case("2.5d", "zb-v", "ddp", False, True), Case("3d", "interleaved", "ddp", True, False)]
+
+
+@pytest.mark.parametrize(
+    "updates", [pytest.param(0), pytest.param(UPDATES, marks=[pytest.mark.whole_grid, pytest.mark.timeout(600)])]
+)
+def test_sixteen_processes_train_as_one(updates: int) -> None:
+    in_processes(*IN_SIXTEEN, updates=updates)
+
+
+def _on_four_axes(rank: int, case: Case) -> None:
+    with pl.Mesh(**degrees_of(FOUR_AXES, dp=2)) as mesh:
+        train_and_compare(case, mesh, FOUR_AXES)
+
+
+def test_four_axes_at_once() -> None:
+    """pp 2 x dp 2 x cp 2 x tp 2."""
+    case = Case("four axes", "zb-v", "zero1", True, True)
+    expected_of(case, FOUR_AXES)
+    run_ranks(_on_four_axes, 16, case)
+
+
+@pytest.mark.whole_grid
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("data", STRATEGIES)
+def test_processes_and_replicas_train_as_one(layout: str, data: str) -> None:
+    """On two data-parallel replicas, with a schedule of split backwards."""
+    in_processes(Case(layout, "zb-v", data, True, True), dp=1 if LAYOUTS[layout].context else 2)
