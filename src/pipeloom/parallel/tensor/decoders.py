@@ -70,9 +70,11 @@ def adapted(model: nn.Module, entries: Mapping[str, Entry], *, sequence: bool) -
         if _enters(module, name, inside, sequence=sequence):
             for each in inside:
                 found[each] = found[each]._replace(entered=True)
+            # Other layers inside, such as activations with parameters, have all tokens: of all features or of a part.
+            other = Entry("sum_gradients" if any(entry.kind == "column" for entry in inside.values()) else "whole")
             for each, child in module.named_modules():
                 if each and not child._modules and f"{name}.{each}" not in entries:
-                    found[f"{name}.{each}"] = Entry("whole")  # it has all tokens
+                    found[f"{name}.{each}"] = other
     return found
 
 

@@ -10,7 +10,7 @@ tokens between layers (arXiv:2205.05198).
 
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.parallel.mesh import Mesh
@@ -131,7 +131,8 @@ class OneD(Layout):
             if self.sequence:
                 module.tokens_part = (self.axis.index, self.axis.degree)  # type: ignore[assignment]
             return
-        if type(module).forward is not nn.Embedding.forward:
+        scale = _scale(module)
+        if type(module).forward is not nn.Embedding.forward and scale is None:
             raise InputError(
                 f"plan for {name!r}: {type(module).__name__} has a forward of its own, which 'vocabulary' would "
                 "replace. Leave it out of the plan, or use nn.Embedding."
@@ -142,7 +143,7 @@ class OneD(Layout):
                 "these off."
             )
         look_up = LookUp(vocabulary, sequence=self.sequence, padding=module.padding_idx)
-        replace_module(model, name, VocabularyEmbedding(block, look_up))
+        replace_module(model, name, VocabularyEmbedding(block, look_up, scale))
 
     def _by_vocabulary(
         self, name: str, weight: nn.Parameter, bias: nn.Parameter | None, vocabulary: Vocabulary, dim: int
@@ -196,3 +197,10 @@ class OneD(Layout):
 def _looks_up(module: nn.Module) -> bool:
     """Whether a module is an embedding: torch's, or one whose attribute `look_up` is called for its rows."""
     return isinstance(module, nn.Embedding) or hasattr(module, "look_up")
+
+
+def _scale(module: nn.Module) -> Tensor | None:
+    """By what an embedding of transformers, such as Gemma's, multiplies rows: its forward does nothing else."""
+    found = getattr(module, "embed_scale", None)
+    scales = type(module).__module__.startswith("transformers.") and isinstance(found, Tensor)
+    return found if scales else None

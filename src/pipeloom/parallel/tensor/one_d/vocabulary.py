@@ -84,14 +84,25 @@ class LookUp:
 
 
 class VocabularyEmbedding(nn.Module):
-    """nn.Embedding in blocks. Token ids [B, S] -> [B, S, W], with sequence parallelism [B, S / t, W]."""
+    """nn.Embedding in blocks. Token ids [B, S] -> [B, S, W], with sequence parallelism [B, S / t, W].
+
+    Args:
+        weight: the block of the table.
+        look_up: finds rows, see `LookUp`.
+        scale: by what rows are multiplied, a scalar; None: they are not.
+    """
 
     sliceable = True
+    embed_scale: Tensor | None
 
-    def __init__(self, weight: nn.Parameter, look_up: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self, weight: nn.Parameter, look_up: Callable[[Tensor, Tensor], Tensor], scale: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.look_up = look_up
+        self.register_buffer("embed_scale", scale, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.look_up(tokens, self.weight)
+        rows = self.look_up(tokens, self.weight)
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
