@@ -6,7 +6,6 @@ axis(name)        `Axis`: collectives inside actions, between the processes that
 """
 
 import math
-import threading
 from collections.abc import Sequence
 from itertools import product
 from typing import Self
@@ -20,7 +19,7 @@ from pipeloom.parallel.axis_forms import ChannelAxis, GroupAxis
 from pipeloom.parallel.data.links import Links, ProcessLinks, ThreadLinks
 from pipeloom.parallel.mesh_shape import AXES, MeshShape, check_axis
 from pipeloom.parallel.placed import Place
-from pipeloom.processes.collectives import destroy_groups
+from pipeloom.processes.collectives import destroy_groups, leave_group
 from pipeloom.processes.members import Members, ProcessMembers, current_members
 from pipeloom.transport import shared_memory
 from pipeloom.transport.interface import Transport
@@ -128,8 +127,7 @@ class Mesh:
             return self._groups[axis]
         if isinstance(self.members, ThreadMembers):
             raise InputError(f"mesh {self} is made of threads, which have no process groups. Use mesh.axis({axis!r}).")
-        if self._is_closed:
-            raise InputError(f"mesh {self} is closed: its groups are gone. Make a new Mesh, or close it last.")
+        self._check_open()
         if axis in self.shape.axes and self.degree(axis) > 1:
             raise InputError(
                 f"mesh {self} has no group along {axis}: a pipeline on it failed. Make a new mesh and new pipelines."
@@ -151,11 +149,14 @@ class Mesh:
         """A group of these processes. Only they make it, so that set-up does not grow with the number of processes."""
         name = name or ",".join(map(str, line))
         if name not in self._groups:
-            if self._is_closed:
-                raise InputError(f"mesh {self} is closed: its groups are gone. Make a new Mesh, or close it last.")
+            self._check_open()
             self._groups[name] = dist.new_group(sorted(line), use_local_synchronization=True)
             self._made += (self._groups[name],)
         return self._groups[name]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InputError(f"mesh {self} is closed: its groups are gone. Make a new Mesh, or close it last.")
 
     def links(self, *axes: str) -> Links:
         """Overlapping collectives between all processes that differ from this one on `axes` alone, in order of rank."""
@@ -215,11 +216,7 @@ class Mesh:
             InputError: an unknown axis, or the mesh is closed.
         """
         joint = "+".join(names)
-        if joint not in self._axes:
-            if self._is_closed:
-                raise InputError(f"mesh {self} is closed: its axes are gone. Make a new Mesh, or close it last.")
-            self._axes[joint] = self._make_axis(joint, self.line(*names))
-        return self._axes[joint]
+        return self._axes.get(joint) or self._make_axis(joint, joint, self.line(*names))
 
     def axis_between(self, members: Sequence[int], name: str) -> Axis:
         """The collectives between some members of an axis, this process among them; every one of them calls it.
@@ -229,20 +226,21 @@ class Mesh:
             name: for counts and timelines.
         """
         key = f"{name} {','.join(map(str, members))}"
-        if key not in self._axes:
-            if self._is_closed:
-                raise InputError(f"mesh {self} is closed: its axes are gone. Make a new Mesh, or close it last.")
-            self._axes[key] = self._make_axis(name, tuple(members))
+        return self._axes.get(key) or self._make_axis(key, name, tuple(members))
+
+    def _make_axis(self, key: str, name: str, line: tuple[int, ...]) -> Axis:
+        self._check_open()
+        self._axes[key] = self._connect(name, line)
         return self._axes[key]
 
-    def _make_axis(self, joint: str, line: tuple[int, ...]) -> Axis:
+    def _connect(self, name: str, line: tuple[int, ...]) -> Axis:
         index = line.index(self.rank)
         if len(line) == 1:
-            return ChannelAxis(joint, None, line, 0, copies=False, meter=self.meter)
+            return ChannelAxis(name, None, line, 0, copies=False, meter=self.meter)
         if isinstance(self.members, ThreadMembers):
             transport = self.members.transport()
             transport.open(ChannelAxis.channels_between(line))
-            return ChannelAxis(joint, transport, line, index, copies=True, meter=self.meter)
+            return ChannelAxis(name, transport, line, index, copies=True, meter=self.meter)
         if "nccl" not in dist.get_backend_config() and shared_memory.available():
             if self._transport is None:
                 self._transport = shared_memory.SharedMemoryTransport(self.rank, self.members.gather)
@@ -250,8 +248,8 @@ class Mesh:
             assert isinstance(local, shared_memory.SharedMemoryTransport)
             if all(local.reaches(peer, of=line[0]) for peer in line):
                 local.open(ChannelAxis.channels_between(line))
-                return ChannelAxis(joint, local, line, index, copies=False, meter=self.meter)
-        return GroupAxis(joint, self._group_of(line), line, self.meter)
+                return ChannelAxis(name, local, line, index, copies=False, meter=self.meter)
+        return GroupAxis(name, self._group_of(line), line, self.meter)
 
     def leave(self, *axes: str) -> None:
         """Called after an error: closes what communicates along the axes, so that other processes stop waiting.
@@ -273,11 +271,9 @@ class Mesh:
         registry = getattr(self.device_mesh, "_pg_registry", {})
         for name in [name for name, registered in registry.items() if registered is group]:
             del registry[name]
-        destroy_groups((group,))
-        # Connections close with the last reference, which waits for collectives of gloo's threads that were begun.
         held = [group]
         del group
-        threading.Thread(target=held.clear, name="pipeloom-leave", daemon=True).start()
+        leave_group(held)
 
     def lines(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Ranks in the default group: all processes, in groups along an axis."""

@@ -109,6 +109,15 @@ def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
             dist.destroy_process_group(group)
 
 
+def leave_group(held: list[dist.ProcessGroup]) -> None:
+    """Destroy a process group after an error, without waiting. `held` must have the last reference to it.
+
+    Connections close with the last reference, which waits for collectives of gloo's threads that were begun.
+    """
+    destroy_groups(held)
+    threading.Thread(target=held.clear, name="pipeloom-leave", daemon=True).start()
+
+
 def all_reduce(values: Tensor, group: dist.ProcessGroup, timeout_seconds: float) -> Tensor:
     """The sum over a CPU group's processes, in place.
 

@@ -54,19 +54,18 @@ class Pipeline:
             block), for all stages or one per stage. Losses and gradients stay bitwise the same. None: "none".
         offload: offloads activations between forward and backward, such as
             ``pipeloom.OffloadActivations("disk:/scratch")``.
-        mesh: the processes of all data-parallel replicas: axis pp holds the ranks of one replica, axis dp the replicas,
-            axis cp the ranks that share the sequences. None: one replica.
+        mesh: all processes: axis pp holds the stages of a replica, dp the replicas, cp the ranks that share sequences,
+            tp those that share layers. None: one replica.
         data: how replicas share parameters, gradients and optimizer states: a `pipeloom.DataParallel` or the name of a
             strategy, "ddp" (the default) to "zero3". All replicas start from the parameters of the first.
-        precision: number formats: a `pipeloom.Precision`, or "bf16", "fp16" or "fp32" (the default, which leaves the
-            model's parameters as they are).
+        precision: a `pipeloom.Precision`, "bf16", "fp16" or "fp32" (the default, which leaves parameters as they are).
         context: how the ranks along axis cp of the mesh attend to each other's tokens: "ring" (the default: ring
             attention in zig-zag order), "ring-plain" (equal ranges), "ring-self-attention" or "ulysses"; see
-            `pipeloom.parallel.context.ContextParallel`. Each of them passes the full batch, with sequences along
-            dimension 1, and `loss_fn` is the mean over the tokens of a rank. Inputs may be a dict with
-            "attention_mask" (0 for padding) and "document_ids", both [samples, tokens].
+            `pipeloom.parallel.context.ContextParallel`. Each passes the full batch, with sequences along dimension 1,
+            and `loss_fn` is the mean over a rank's tokens. Inputs may be a dict with "attention_mask" (0 for padding)
+            and "document_ids", both [samples, tokens].
         blackbox: a writable buffer of 64 bytes for the label of the running action.
-        timeout_seconds: how long a rank waits for a message, or for other replicas.
+        timeout_seconds: how long a rank waits for a message, or for replicas.
 
     Attributes:
         schedule: the schedule that runs.
@@ -179,7 +178,7 @@ class Pipeline:
         return run.losses
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
-        """The loss of one batch in evaluation mode, on every rank; gradients and modes stay as they are."""
+        """The loss of one batch in evaluation mode, on every rank; gradients and modes stay."""
         if self.executor.loss_fn is None:
             raise InputError("evaluate() needs a loss: pass loss_fn to Pipeline.")
         modes = [(module, module.training) for stage in self.modules() for module in stage.modules()]
@@ -196,8 +195,8 @@ class Pipeline:
     def forward(self, inputs: Value = None) -> Value:
         """The model's output for a batch, on the ranks with the last stage; None elsewhere. Modes stay as set.
 
-        Under context parallelism, outputs are gathered: each of these ranks gets whole sequences. So are logits whose
-        vocabulary tensor-parallel ranks share.
+        Outputs of context-parallel ranks are gathered to whole sequences, logits of tensor-parallel ranks to the
+        whole vocabulary.
         """
         batch = self._evaluate(inputs, None, with_loss=False)
         if not batch.outputs:
@@ -214,16 +213,14 @@ class Pipeline:
     def records(self) -> list[tuple[int, list[Record]]]:
         """For each rank of this process, the actions of the last run with start and end (perf_counter seconds).
 
-        Gathers, reductions over replicas and offload transfers come last, with their own start and end: one record per
-        unit of a stage.
+        Gathers, reductions over replicas and offload transfers come last, one record per unit of a stage.
         """
         return [(rank, list(records())) for rank, records in self.executor.last_run.items()]
 
     @property
     def waits(self) -> dict[int, dict[Action, float]]:
-        """For each rank of this process, the seconds that actions of the last run waited for overlapped work.
-
-        Overlapped work is gathering parameters, reducing gradients, and moving offloaded activations.
+        """For each rank of this process, the seconds that actions of the last run waited for overlapped work:
+        gathering parameters, reducing gradients, moving offloaded activations.
         """
         return {rank: worker.overlap.waits for rank, worker in self.executor.workers.items()}
 
@@ -270,9 +267,7 @@ class Pipeline:
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which losses are multiplied before their backward, for fp16; main gradients are divided by it.
-
-        Where it is too large, gradients and their norm are not finite.
+        """The factor of losses before their backward, for fp16; main gradients are divided by it.
 
         Raises:
             InputError: on setting it where gradients have 32 bits or more.
