@@ -73,7 +73,9 @@ HEADLINES = [
         "1f1b / seq1f1b, 8 slices",
     ),
     Headline(
-        "Speed-up on one sequence of 8,192 tokens, 2 ranks: one process / ring attention", "context", "one process / ring"
+        "Speed-up on one sequence of 8,192 tokens, 2 ranks: one process / ring attention",
+        "context",
+        "one process / ring",
     ),
 ]
 

@@ -39,7 +39,7 @@ for _number, _default in {
 
 # `make check` runs tests/pure, but for what takes longest there, and these of tests/cpu: gradients against one process,
 # messages between processes, the mesh, and splitting.
-_NOT_QUICK = {"test_plan_grid.py"}
+_NOT_QUICK = {"test_plan_grid.py", "test_rules.py", "test_slicing.py", "test_zb_auto.py"}
 _QUICK_CPU = {"test_gradients.py", "test_mesh.py", "test_split.py", "test_transports.py"}
 
 _PROC = Path("/proc")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipeloom.training import (
         BarrierStep,
         LossScaler,
+        Muon,
         Pipeline,
         PostValidatedStep,
         Stream,
@@ -45,7 +46,9 @@ _LAZY = {
     ),
     "pipeloom.plan.plan": "Plan",
     "pipeloom.sim": "Costs Network Timeline simulate",
-    "pipeloom.training": "BarrierStep LossScaler Pipeline PostValidatedStep Stream StreamUpdate Update clip_grad_norm",
+    "pipeloom.training": (
+        "BarrierStep LossScaler Muon Pipeline PostValidatedStep Stream StreamUpdate Update clip_grad_norm"
+    ),
 }
 
 __all__ = [
@@ -55,6 +58,7 @@ __all__ = [
     "DataParallel",
     "LossScaler",
     "Mesh",
+    "Muon",
     "Network",
     "OffloadActivations",
     "OffloadedOptimizer",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError
@@ -179,6 +180,41 @@ def test_streams_update_as_one_process(schedule: str) -> None:
     for found, held in on_mesh(work, pp=2, tp=2):
         assert torch.allclose(torch.tensor(found), torch.tensor(wanted), rtol=1e-10)
         assert all(torch.allclose(value, values[name], rtol=1e-9, atol=1e-10) for name, value in held.items())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_muon_makes_full_matrices_orthogonal(sharded: bool) -> None:
+    """Equal gradients give the updates of torch's Muon on one process, for any layout of a matrix."""
+
+    def gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(sum(name.encode()) + 1000 * step)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def train(pipe: pl.Pipeline, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> dict[str, Tensor]:
+        matrices = {name: p for name, p in pipe.named_parameters() if p.dim() == 2 and p.numel()}
+        optimizer = make(list(matrices.values()))
+        for step in range(3):
+            for name, parameter in matrices.items():
+                block = placed_block(parameter)
+                shape = tuple(parameter.shape) if block is None else block.full_shape
+                parameter.grad = (
+                    gradient(name, shape, step) if block is None else block.cut(gradient(name, shape, step))
+                )
+            pl.update_parameters(optimizer)
+        return pipe.state_dict()
+
+    with pipeline() as pipe:
+        before = {name: value.clone() for name, value in pipe.state_dict().items()}
+        wanted = train(pipe, lambda matrices: torch.optim.Muon(matrices, lr=0.05))
+    assert any(not torch.equal(value, before[name]) for name, value in wanted.items())
+
+    def work(mesh: pl.Mesh) -> dict[str, Tensor]:
+        data = pl.DataParallel("zero1", layout="parameters") if sharded else None
+        with pipeline(mesh, data=data) as pipe:
+            return train(pipe, lambda matrices: pl.Muon(matrices, pipeline=pipe, lr=0.05))
+
+    for held in on_mesh(work, pp=2, tp=2, **({"dp": 2} if sharded else {})):
+        assert all(torch.allclose(value, wanted[name], rtol=1e-12, atol=1e-12) for name, value in held.items())
 
 
 def test_what_needs_full_parameters_or_cancelled_forwards_is_refused() -> None:

@@ -30,6 +30,7 @@ GOOD: list[dict[str, Any]] = [
     {"parallel__tensor": 8, "parallel__tensor_layout": "2.5d", "parallel__tensor_depth": 2},
     {"parallel__tensor": 8, "parallel__tensor_layout": "3d"},
     {"parallel__context": 2},
+    {"parallel__tensor": 2, "optimizer__name": "muon"},
     {"parallel__tensor": 2, "memory__cap": "4GiB"},
     {"parallel__context": 3, "parallel__context_kind": "ulysses", "model__sequence_length": 96},
     {"parallel__context": 2, "parallel__data_strategy": "zero3"},
@@ -78,7 +79,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"parallel__context": 2, "schedule": "pipedream"}, "parallel.context=2: does not work with asynchronous schedule"),
     ({"parallel__tensor": 2, "local": True}, "parallel.tensor=2: does not work with --local"),
     ({"parallel__tensor": 2, "optimizer__barrier": False}, "optimizer.barrier=false: does not work with parallel.tens"),
-    ({"parallel__tensor": 2, "optimizer__name": "muon"}, "optimizer.name=muon: needs full matrices"),
     ({"parallel__tensor": 2, "parallel__order": "dp"}, "parallel.order=dp: must be dp,pp or pp,dp, with cp and tp"),
     ({"parallel__tensor": 2, "parallel__order": "dp,pp,pp"}, "parallel.order=dp,pp,pp: must be dp,pp or pp,dp"),
 ]

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from pipeloom.engine.stores.blocks import Blocks
 from pipeloom.train.config.sections import OptimizerConfig
+from pipeloom.training import Muon
 
 HIDDEN = "blocks."  # prefix of the names of a GPT's blocks; embedding, last norm and head have none
 
@@ -35,11 +38,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Args:
         groups: with ``algorithm`` "muon" or "adamw" and its options. Parameters of muon are matrices.
+        blocks: how the processes inside a stage share them.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], blocks: Blocks) -> None:
         groups = list(groups)
-        kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
+        kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+            "muon": partial(Muon, pipeline=blocks),
+            "adamw": torch.optim.AdamW,
+        }
         self._inner = {
             name: make(mine)
             for name, make in kinds.items()
@@ -65,6 +72,7 @@ def make_optimizer(
     parameters: Iterable[tuple[str, nn.Parameter]],
     config: OptimizerConfig,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    blocks: Blocks | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer that `config` names; matrices decay, vectors (gains of norms, biases) do not.
 
@@ -74,6 +82,7 @@ def make_optimizer(
         parameters: this process's, by name in the uncut model.
         config: which, and its options.
         shapes: full shapes of sharded parameters.
+        blocks: how the processes inside a stage share parameters; None: each has all of them.
     """
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
@@ -109,7 +118,9 @@ def make_optimizer(
                 "momentum": config.momentum,
                 "nesterov": config.nesterov,
             }
-            return MuonWithAdamW([*([muon] if hidden else []), *(group | adamw for group in groups)])
+            return MuonWithAdamW(
+                [*([muon] if hidden else []), *(group | adamw for group in groups)], blocks or Blocks()
+            )
 
 
 def learning_rates(optimizer: torch.optim.Optimizer, step: int, num_steps: int, config: OptimizerConfig) -> list[float]:

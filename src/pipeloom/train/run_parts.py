@@ -74,7 +74,8 @@ class RunParts:
             blackbox=black_box and black_box.action_buffer,
         )
         shapes = {name: part.shape for name, part in self.pipeline.state.ranges.items()}
-        self.optimizer = make_optimizer(self.pipeline.named_parameters(), config.optimizer, shapes)
+        blocks = self.pipeline.state.sharing.blocks
+        self.optimizer = make_optimizer(self.pipeline.named_parameters(), config.optimizer, shapes, blocks)
         if offloaded and (memory.offload_states or memory.offload_parameters):
             self.optimizer = OffloadedOptimizer(self.optimizer, memory.offload if memory.offload_states else None)
         self.scaler: LossScaler | None = None

@@ -2,6 +2,7 @@
 
 from pipeloom.training.clipping import clip_by_norms, clip_grad_norm, gradient_norms
 from pipeloom.training.loss_scaler import LossScaler
+from pipeloom.training.muon import Muon
 from pipeloom.training.optimizer_step import BarrierStep, OptimizerStep, Update
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.post_validation.step import PostValidatedStep
@@ -11,6 +12,7 @@ from pipeloom.training.stream.stream import Stream
 __all__ = [
     "BarrierStep",
     "LossScaler",
+    "Muon",
     "OptimizerStep",
     "Pipeline",
     "PostValidatedStep",

@@ -19,6 +19,7 @@ from pipeloom.parallel.mixed_precision import update_parameters
 from pipeloom.parallel.placed import placed_block
 from pipeloom.training.clipping import clip_by_norms, gradient_norms
 from pipeloom.training.loss_scaler import LossScaler
+from pipeloom.training.muon import Muon
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.transport.values import Value
 
@@ -60,15 +61,15 @@ def check_optimizer(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Non
             f"{type(optimizer).__name__} cannot update shards of parameters: its update of an element depends on the "
             'others. Pass data=pipeloom.DataParallel(..., layout="parameters") to Pipeline.'
         )
-    if type(optimizer).__name__ in _NEED_FULL_PARAMETERS:
+    if type(optimizer).__name__ in _NEED_FULL_PARAMETERS and not isinstance(optimizer, Muon):
         blocks = {parameter: block.how for parameter in held if (block := placed_block(parameter)) is not None}
         in_blocks = [p for group in optimizer.param_groups for p in group["params"] if p in blocks and blocks[p].axes]
         if in_blocks:
             axes = "+".join(blocks[in_blocks[0]].axes)
             raise InputError(
                 f"{type(optimizer).__name__} cannot update blocks of parameters, which mesh axis {axes} cuts: its "
-                "update of an element depends on the others. Use an elementwise optimizer such as AdamW for these "
-                "parameters, or tensor-parallel degree 1."
+                "update of an element depends on the others. Use pipeloom.Muon, an elementwise optimizer such as "
+                "AdamW, or tensor-parallel degree 1."
             )
 
 

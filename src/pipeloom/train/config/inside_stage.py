@@ -50,11 +50,6 @@ def check_inside_stage(config: TrainConfig, schedule: Schedule) -> None:
 def _check_tensor(config: TrainConfig) -> None:
     parallel, model = config.parallel, config.model
     degree, layout = parallel.tensor, parallel.tensor_layout
-    if config.optimizer.name == "muon":
-        raise InputError(
-            f"optimizer.name=muon: needs full matrices, which parallel.tensor={degree} cuts. Use adamw, or --parallel."
-            "tensor 1."
-        )
     if layout != "2.5d" and parallel.tensor_depth is not None:
         raise InputError(
             f"parallel.tensor_depth={parallel.tensor_depth}: has no effect with parallel.tensor_layout={layout}. "
