@@ -182,6 +182,31 @@ def test_streams_update_as_one_process(schedule: str) -> None:
         assert all(torch.allclose(value, values[name], rtol=1e-9, atol=1e-10) for name, value in held.items())
 
 
+def test_collectives_lie_inside_the_actions_of_a_run() -> None:
+    def work(mesh: pl.Mesh) -> bool:
+        with pipeline(mesh) as pipe:
+            for step in range(2):  # only the last run counts
+                pipe.step(*own_batch(pipe, step))
+            ((rank, spans),), ((same, rows),) = pipe.collectives, pipe.records
+            assert rank == same == pipe.rank
+            assert {span.axis for span in spans} == {"tp"}
+            last = max(end for _, _, end in rows)
+            actions = [row for row in rows if row[0].op in pl.ir.COMPUTE_OPS]
+            for span in spans:
+                within = [action for action, start, end in actions if start <= span.start and span.end <= end]
+                assert len(within) == 1 or span.start > last, "sums of gradients come last"
+            forwards = [row for row in actions if row[0].op is pl.Op.F]
+            held = [sum(start <= span.start <= end for span in spans) for _, start, end in forwards]
+            assert len(set(held)) == 1
+            assert held[0] > 0
+            pipe.evaluate(*own_batch(pipe, 0))
+            ((_, evaluated),) = pipe.collectives
+            assert 0 < len(evaluated) < len(spans)
+            return True
+
+    assert all(on_mesh(work, pp=2, tp=2))
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_muon_makes_full_matrices_orthogonal(sharded: bool) -> None:
     """Equal gradients give the updates of torch's Muon on one process, for any layout of a matrix."""

@@ -20,6 +20,7 @@ broadcast and reduce n. With one member nothing is sent, and nothing counted.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -27,6 +28,8 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+_MOST_SPANS = 100_000
 
 T = TypeVar("T")
 Combine = Literal["sum", "max"]
@@ -63,13 +66,15 @@ class AxisMeter:
 
     Attributes:
         traffic: by axis and collective, since the meter was made.
-        spans: the collectives of the last run, if `records`.
-        records: whether spans are kept.
+        spans: the last collectives since `begin`, at most 100,000; empty before it.
     """
 
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
-    spans: list[AxisSpan] = field(default_factory=list)
-    records: bool = False
+    spans: deque[AxisSpan] = field(default_factory=lambda: deque(maxlen=0))
+
+    def begin(self) -> None:
+        """A run of a pipeline begins: forget the spans of the one before, and keep those of this one."""
+        self.spans = deque(maxlen=_MOST_SPANS)
 
     def add(self, axis: str, collective: str, start: float, num_bytes: int, *, calls: int = 1) -> None:
         """Count a call that began at `start` and ends now."""
@@ -80,7 +85,7 @@ class AxisMeter:
         traffic.calls += calls
         traffic.num_bytes += num_bytes
         traffic.seconds += end - start
-        if self.records:
+        if self.spans.maxlen:
             self.spans.append(AxisSpan(axis, collective, start, end, num_bytes))
 
 

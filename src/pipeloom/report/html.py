@@ -14,6 +14,7 @@ from pipeloom.report.line_chart import Series, line_chart
 from pipeloom.report.perfetto import write_trace
 from pipeloom.report.run_files import Metrics, read_configuration, read_environment, read_metrics, read_timelines
 from pipeloom.report.svg import timeline_svg
+from pipeloom.sim.spans import Collective
 from pipeloom.sim.timeline import Timeline
 from pipeloom.version import __version__
 
@@ -111,6 +112,7 @@ def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) ->
         picture=Markup(timeline_svg(shown, titles=titles)) if shown else "",
         no_picture="This run recorded no timeline: timelines.json is not in its directory.",
         ranks=_ranks(metrics),
+        collectives=_collectives(timelines.get("measured")),
         charts=_charts(metrics),
         configuration=read_configuration(output_dir / "config.yaml"),
         environment=environment,
@@ -173,6 +175,28 @@ def _ranks(metrics: Metrics) -> list[dict[str, str]]:
             "live": number_text(alive) if math.isfinite(alive) else "not recorded",
         }
         for place, (used, alive) in enumerate(zip(memory, live, strict=False))
+    ]
+
+
+def _collectives(timeline: Timeline | None) -> list[dict[str, str]]:
+    """Per axis and collective, calls, bytes and time inside the actions of one step, means over ranks."""
+    if timeline is None or not timeline.collectives:
+        return []
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for row in timeline.collectives:
+        for each in row:
+            groups.setdefault((each.axis, each.name), []).append(each)
+    ranks = timeline.num_ranks
+    return [
+        {
+            "axis": axis,
+            "name": name,
+            "calls": number_text(len(found) / ranks),
+            "bytes": bytes_text(sum(each.num_bytes for each in found) / ranks),
+            "time": seconds_text(seconds := math.fsum(each.end - each.start for each in found) / ranks),
+            "share": percent_text(seconds / timeline.makespan),
+        }
+        for (axis, name), found in sorted(groups.items())
     ]
 
 

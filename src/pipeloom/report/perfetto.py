@@ -1,7 +1,8 @@
 """Writes a timeline as Chrome trace JSON, for https://ui.perfetto.dev and chrome://tracing.
 
 The trace has one process per rank, with a track of actions, a track per link (all-gathers, gradient reductions,
-offloading), a counter of live activations, and an arrow per activation or gradient sent between ranks.
+offloading), a track of collectives inside the stage, a counter of live activations, and an arrow per activation or
+gradient sent between ranks.
 """
 
 import gzip
@@ -37,6 +38,8 @@ def trace(timeline: Timeline) -> dict[str, Any]:
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": name})
             row = [span for span in timeline.background[rank] if LINKS[span.action.op] == link]
             events += [_slice(rank, span, timeline.versions_used) | {"tid": track} for span in row]
+        if timeline.collectives:
+            events += _collectives(timeline, rank, len(timeline.links) + 1)
         events += [
             {"ph": "C", "name": "live activations", "pid": rank, "ts": _nanoseconds(at) / 1e3, "args": {"live": live}}
             for at, live in timeline.memory[rank]
@@ -85,6 +88,16 @@ def _slice(rank: int, span: Span, versions: Uses) -> dict[str, Any]:
     if op in _CNAMES:
         event["cname"] = _CNAMES[op]
     return event
+
+
+def _collectives(timeline: Timeline, rank: int, track: int) -> Iterator[dict[str, Any]]:
+    """The collectives inside the actions of a rank, on a track of their own."""
+    place = {"pid": rank, "tid": track}
+    yield {"ph": "M", "name": "thread_name", "args": {"name": "collectives inside the stage"}, **place}
+    for axis, name, start, end, size in timeline.collectives[rank]:
+        at = _nanoseconds(start)
+        times = {"ts": at / 1e3, "dur": (_nanoseconds(end) - at) / 1e3}
+        yield {"ph": "X", "name": f"{axis} {name}", "cat": "collective", "args": {"bytes": size}, **times, **place}
 
 
 def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from html import escape
 
-from pipeloom.common.quantities import number_text, percent_text, seconds_text
+from pipeloom.common.quantities import bytes_text, number_text, percent_text, seconds_text
 from pipeloom.ir import COMPUTE_OPS, Op
 from pipeloom.report.drawing import COLOURS, OP_NAMES, described, label, op_shares, ops_in, ticks
 from pipeloom.sim import Span, Timeline, critical_path
 from pipeloom.sim.background import LINKS
 
 _WIDTH, _LEFT, _RIGHT, _BAR, _LINK, _MEMORY, _GAP = 1040.0, 58.0, 46.0, 22.0, 6.0, 13.0, 9.0
+_STRIP = 4.0  # height of a collective inside an action
 _TICK = 1.6  # width of an optimizer step of zero duration
 _MOST_TOOLTIPS = 2000  # a tooltip multiplies the bytes of a span
 _STYLE = """
@@ -24,6 +25,9 @@ _STYLE = """
 )
 _LINK_STYLE = "".join(f".pl .{op.value}{{fill:{COLOURS[op]}}}" for op in (Op.UNSHARD, Op.OFFLOAD, Op.RELOAD))
 _UPDATE_STYLE = f".pl .STEP{{fill:{COLOURS[Op.STEP]}}}"
+_COLLECTIVE_STYLE = (
+    ".pl .collective{fill:#10151f;fill-opacity:.75}.pl .collectives{stroke:#10151f;stroke-opacity:.75;stroke-width:4}"
+)
 _CRITICAL_STYLE = ".pl .critical{fill:none;stroke:#d0021b;stroke-width:2.6}"
 _STANDALONE_STYLE = ".pl .paper{fill:#fff}@media(prefers-color-scheme:dark){.pl{color:#e8eaf0}.pl .paper{fill:#14171f}}"
 
@@ -65,6 +69,7 @@ def timeline_svg(
             tip = "<title>peak live activations; one micro-batch on one rank is 1</title>"
             parts.append(f"{tip}{number_text(timeline.peak_activations[rank])}</text>")
             parts += _bars(timeline, rank, row, y, scale, tooltips)
+            parts += _collectives(timeline, rank, y, scale, tooltips)
             parts += [_underline(span, y, scale) for span in own if span.action.op not in LINKS]
             for link in timeline.links:
                 y += _LINK + 1
@@ -77,6 +82,7 @@ def timeline_svg(
     parts += _legend(timelines, y + 30, critical)
     style = _STYLE + (_CRITICAL_STYLE if critical else "")
     style += _LINK_STYLE if any(timeline.links for timeline in timelines) else ""
+    style += _COLLECTIVE_STYLE if any(timeline.collectives for timeline in timelines) else ""
     style += _UPDATE_STYLE if any(timeline.is_stream for timeline in timelines) else ""
     return _document(parts, style, "; ".join(map(_title, timelines)), y + 42, standalone)
 
@@ -137,6 +143,30 @@ def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: f
             numbers.append(f'<text class="n" x="{x + w / 2:.2f}" y="{y + 15:.1f}">{number}</text>')
     parts += [f'<path class="{kind}" d="{"".join(paths)}"/>' for kind, paths in boxes.items()]
     return parts + numbers
+
+
+def _collectives(timeline: Timeline, rank: int, y: float, scale: float, tooltips: bool) -> list[str]:
+    """A strip at the lower edge of a rank's actions for each collective inside them."""
+    if not timeline.collectives:
+        return []
+    row = [each for each in timeline.collectives[rank] if each.start < timeline.makespan]
+    if not tooltips or len(row) > _MOST_TOOLTIPS:
+        boxes, reached = [], 0.0
+        for each in row:
+            start, end = max(each.start, reached), min(each.end, timeline.makespan)
+            if (end - start) * scale > 0.2:
+                boxes.append(f"M{_LEFT + start * scale:.2f} {y + _BAR - _STRIP / 2:.1f}h{(end - start) * scale:.2f}")
+                reached = end
+        return [f'<path class="collectives" d="{"".join(boxes)}"/>'] if boxes else []
+    parts = []
+    for axis, name, start, end, size in row:
+        text = f"{name} along {axis}: {seconds_text(end - start)}, {bytes_text(size)} sent"
+        width = max(0.2, (min(end, timeline.makespan) - start) * scale)
+        parts.append(
+            f'<rect class="collective" x="{_LEFT + start * scale:.2f}" y="{y + _BAR - _STRIP:.1f}" width="{width:.2f}" '
+            f'height="{_STRIP:.0f}"><title>{text}</title></rect>'
+        )
+    return parts
 
 
 def _link(timeline: Timeline, rank: int, link: str, y: float, scale: float, tooltips: bool) -> list[str]:
@@ -207,6 +237,8 @@ def _legend(timelines: Sequence[Timeline], y: float, critical: bool) -> list[str
     square = f'y="{y - 8:.0f}" width="10" height="10"'
     names = [(op.value, OP_NAMES[op], 28 + 6.2 * len(OP_NAMES[op])) for op in ops_in(timelines, instant=(Op.STEP,))]
     pairs = [("unit", "overlapped pair", 122.0)] if any(timeline.overlapped for timeline in timelines) else []
+    if any(timeline.collectives for timeline in timelines):
+        pairs.append(("collective", "collective inside a stage", 178.0))
     for kind, text, columns in (*names, *pairs, ("memory", "live activations (peak on the right)", 230.0)):
         corners = "" if kind in ("unit", "memory") else ' rx="2"'
         parts.append(f'<rect class="{kind}" x="{x:.0f}" {square}{corners}/>')

@@ -6,10 +6,11 @@ from pipeloom.sim.critical_path import critical_path
 from pipeloom.sim.events import Transfer
 from pipeloom.sim.network import Link, Network
 from pipeloom.sim.simulator import measured_timeline, simulate
-from pipeloom.sim.spans import Span
+from pipeloom.sim.spans import Collective, Span
 from pipeloom.sim.timeline import Timeline
 
 __all__ = [
+    "Collective",
     "Costs",
     "CostsFile",
     "Link",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +14,7 @@ from pipeloom.ir.walk import in_background, proof_of
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.events import Transfer, spans_by_events
 from pipeloom.sim.network import Network
-from pipeloom.sim.spans import Span
+from pipeloom.sim.spans import Collective, Span
 from pipeloom.sim.timeline import Timeline, of_schedule
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def measured_timeline(
     *,
     name: str | None = None,
     waits: Sequence[float] = (),
+    collectives: Sequence[Sequence[tuple[str, str, float, float, int]]] = (),
 ) -> Timeline:
     """The timeline of a measured step.
 
@@ -140,6 +142,7 @@ def measured_timeline(
         records: for each rank, ``(action, start, end)`` in execution order, in seconds of one clock.
         name: the name of the timeline; default: the schedule's.
         waits: for each rank, the seconds that its computations waited inside.
+        collectives: for each rank, `Collective`s inside its actions, on the same clock.
 
     Time 0 is the first start of a computation or an overlapped transfer on any rank.
 
@@ -163,7 +166,12 @@ def measured_timeline(
     beside = [[span for span in row if in_background(span.action, schedule)] for row in spans]
     for row in beside:
         row.sort(key=itemgetter(1, 2))
-    return build_timeline(schedule, rows, name=name or schedule.name, kind="measured", background=beside, waits=waits)
+    made = build_timeline(schedule, rows, name=name or schedule.name, kind="measured", background=beside, waits=waits)
+    inside = tuple(
+        tuple(Collective(axis, kind, at - zero, end - zero, size) for axis, kind, at, end, size in row if at >= zero)
+        for row in collectives
+    )
+    return replace(made, collectives=inside if any(inside) else ())
 
 
 def _curve(

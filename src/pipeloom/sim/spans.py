@@ -26,6 +26,23 @@ class Span(NamedTuple):
     end: float
 
 
+class Collective(NamedTuple):
+    """A collective between the processes that share a stage, inside an action.
+
+    Attributes:
+        axis: of the mesh, such as "tp"; several are joined by "+".
+        name: such as "all_reduce".
+        start, end: seconds, as those of a `Span`; waiting for the other processes included.
+        num_bytes: sent by one process.
+    """
+
+    axis: str
+    name: str
+    start: float
+    end: float
+    num_bytes: int
+
+
 class _Columns(Sequence[T]):
     """A sequence in arrays, which equals the tuple of its members."""
 

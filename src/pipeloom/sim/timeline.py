@@ -16,7 +16,7 @@ from pipeloom.ir.text import parse_action
 from pipeloom.ir.versions import versions_used, weight_versions
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.events import Transfer
-from pipeloom.sim.spans import Curve, Point, SpanRow
+from pipeloom.sim.spans import Collective, Curve, Point, SpanRow
 from pipeloom.sim.spans import Span as Span  # re-exported with Timeline
 from pipeloom.sim.steady_state import steady_period
 
@@ -46,6 +46,8 @@ class Timeline:
         microbatches_per_update: for a stream that updated parameters while it ran; else None.
         weight_version_bytes: for each rank, peak bytes of parameters in all versions, if known; not part of
             `peak_bytes`.
+        collectives: for each rank, what the processes that share its stages exchanged inside its actions, in order of
+            starts; empty if none.
 
     Spans and curves are tuples, or array-backed sequences for large schedules.
     """
@@ -68,6 +70,7 @@ class Timeline:
     weights: WeightPolicy = WeightPolicy.FLUSH
     microbatches_per_update: int | None = None
     weight_version_bytes: tuple[float, ...] | None = None
+    collectives: tuple[Sequence[Collective], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -182,6 +185,8 @@ class Timeline:
         data["memory_bytes"] = None if self.memory_bytes is None else [*map(list, self.memory_bytes)]
         data["overlapped"] = sorted([str(first), str(second)] for first, second in self.overlapped)
         data["transfers"] = [[str(action), *rest] for action, *rest in self.transfers]
+        if not self.collectives:
+            del data["collectives"]
         return json.dumps(data)
 
     @classmethod
@@ -211,6 +216,7 @@ class Timeline:
                 weights=WeightPolicy(data.get("weights", WeightPolicy.FLUSH)),
                 microbatches_per_update=data.get("microbatches_per_update"),
                 weight_version_bytes=None if (sizes := data.get("weight_version_bytes")) is None else tuple(sizes),
+                collectives=tuple(tuple(Collective(*each) for each in row) for row in data.get("collectives", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(

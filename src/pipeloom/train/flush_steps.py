@@ -15,10 +15,12 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.memory_probe import MemoryProbe
 from pipeloom.train.optimizers import learning_rate, learning_rates, set_learning_rates
 from pipeloom.train.output.step_metrics import (
+    Collectives,
     Records,
     Waits,
     cost_metrics,
     cost_numbers,
+    gathered_collectives,
     gathered_records,
     gathered_waits,
     read_cost,
@@ -55,6 +57,7 @@ class FlushSteps:
         self._begun: deque[tuple[int, float, float, float]] = deque()
         self._records: Records = []  # of the last step on this process's ranks
         self._waits: Waits = {}  # inside its computations
+        self._collectives: Collectives = []  # inside them too
         self._steps_here = 0
         self.done = 0
 
@@ -71,10 +74,12 @@ class FlushSteps:
     def timelines(self) -> tuple[Timeline, Timeline] | None:
         """The last step, measured and predicted, on process 0; every process calls it."""
         records = gathered_records(self._parts.group, self._records)
-        waits = gathered_waits(self._parts.group, self._waits, self._parts.pipeline.schedule.num_ranks)
+        schedule = self._parts.pipeline.schedule
+        waits = gathered_waits(self._parts.group, self._waits, schedule.num_ranks)
+        inside = gathered_collectives(self._parts.group, self._collectives, schedule.num_ranks)
         if self._parts.group.rank != 0:
             return None
-        measured = measured_timeline(self._parts.pipeline.schedule, [rows for _, rows in records], waits=waits)
+        measured = measured_timeline(schedule, [rows for _, rows in records], waits=waits, collectives=inside)
         return measured, self._parts.predictor.predict(self._parts.pipeline.program)
 
     def _step(self, step: int, batches: Batches) -> list[Update]:
@@ -93,7 +98,8 @@ class FlushSteps:
         return updates
 
     def _cost_numbers(self, step: int) -> Tensor:
-        self._records, self._waits = self._parts.pipeline.records, self._parts.pipeline.waits
+        pipeline = self._parts.pipeline
+        self._records, self._waits, self._collectives = pipeline.records, pipeline.waits, pipeline.collectives
         self._parts.journal.enter(f"step {step}, update")
         self._probe.look(self._steps_here)
         cost = cost_numbers(self._parts.pipeline, self._records, self._parts.group)

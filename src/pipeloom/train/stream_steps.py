@@ -11,10 +11,17 @@ import torch
 
 from pipeloom.ir import COMPUTE_OPS, Action, Op, Schedule
 from pipeloom.passes import lower, stretch
-from pipeloom.sim import Timeline, measured_timeline
+from pipeloom.sim import Collective, Timeline, measured_timeline
 from pipeloom.train.config.rules import staleness
 from pipeloom.train.optimizers import learning_rate, learning_rates
-from pipeloom.train.output.step_metrics import Records, cost_metrics, cost_numbers, gathered_records, read_cost
+from pipeloom.train.output.step_metrics import (
+    Records,
+    cost_metrics,
+    cost_numbers,
+    gathered_collectives,
+    gathered_records,
+    read_cost,
+)
 from pipeloom.train.run_parts import Batches, Live, RunParts
 from pipeloom.training import Stream
 from pipeloom.training.stream.update_options import Discount
@@ -43,6 +50,7 @@ class StreamSteps:
         # Step, loss and learning rate of the steps of a run that has not ended, on process 0.
         self._known: list[dict[str, Any]] = []
         self._records: Records = []  # of the last run, of all ranks
+        self._collectives: list[list[Collective]] = []  # inside their actions
         self._stream = Stream(
             parts.pipeline,
             parts.optimizer,
@@ -88,6 +96,8 @@ class StreamSteps:
         summed = self._parts.group.sum(torch.cat([held, numbers]))
         cost = read_cost(summed[len(held) :], program.schedule, self._parts.group.size)
         self._records = gathered_records(self._parts.group, self._parts.pipeline.records)
+        collectives = self._parts.pipeline.collectives
+        self._collectives = gathered_collectives(self._parts.group, collectives, program.schedule.num_ranks)
         self._parts.predictor.observe(cost)
         self._parts.predictor.observe_messages(self._records)
         timing = {
@@ -108,7 +118,9 @@ class StreamSteps:
         if self._parts.group.rank != 0:
             return None
         schedule, records = _window(self._records, self._stream.program(self._last + 1 - self._first).schedule)
-        return measured_timeline(schedule, records), self._parts.predictor.predict(lower(schedule))
+        return measured_timeline(schedule, records, collectives=self._collectives), self._parts.predictor.predict(
+            lower(schedule)
+        )
 
     def _rate(self, batch: int) -> float:
         return learning_rate(batch, self._parts.config.steps, self._parts.config.optimizer)

@@ -19,6 +19,7 @@ from pipeloom.engine.worker import WarmUp
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Schedule
 from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
+from pipeloom.parallel.axis import AxisSpan
 from pipeloom.parallel.context import ContextKind
 from pipeloom.parallel.tensor.one_d.logits import full_logits
 from pipeloom.plan.plan import Plan
@@ -172,6 +173,8 @@ class Pipeline:
             self._trains = True
         if self.state.has_copies and warm_up is None:  # before its validation, ranks may still differ
             self.state.check_equal()
+        if self.mesh is not None:
+            self.mesh.meter.begin()
         run = self.executor.run(
             self.program, inputs, targets, with_loss=True, share_results=share_losses, warm_up=warm_up
         )
@@ -206,6 +209,8 @@ class Pipeline:
         return output if parts is None else parts.join(output)
 
     def _evaluate(self, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
+        if self.mesh is not None:
+            self.mesh.meter.begin()
         with torch.no_grad():
             return self.executor.run(self.executor.programs.forward, inputs, targets, with_loss=with_loss)
 
@@ -223,6 +228,14 @@ class Pipeline:
         gathering parameters, reducing gradients, moving offloaded activations.
         """
         return {rank: worker.overlap.waits for rank, worker in self.executor.workers.items()}
+
+    @property
+    def collectives(self) -> list[tuple[int, list[AxisSpan]]]:
+        """For each rank of this process, the collectives of the last run along axes inside its stages, in order.
+
+        Each has its axis, its name, start and end (perf_counter seconds, as in `records`), and the bytes sent.
+        """
+        return [(rank, list(self.mesh.meter.spans) if self.mesh else []) for rank in self.executor.last_run]
 
     # The model
 

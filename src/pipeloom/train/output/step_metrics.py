@@ -15,12 +15,13 @@ from torch import Tensor
 from pipeloom.ir import Action, Op, Program, Schedule
 from pipeloom.ir.text import parse_action
 from pipeloom.ir.walk import in_background
-from pipeloom.sim import Costs, Network, Timeline, simulate
+from pipeloom.sim import Collective, Costs, Network, Timeline, simulate
 from pipeloom.train.data_parallel_costs import DataCosts
 from pipeloom.train.process_group import Group
 from pipeloom.training import Pipeline
 
 Records = Sequence[tuple[int, Sequence[tuple[Action, float, float]]]]
+Collectives = Sequence[tuple[int, Sequence[tuple[str, str, float, float, int]]]]
 Waits = Mapping[int, Mapping[Action, float]]
 MessageKey = str | tuple[Op, int]
 MessageTimes = dict[MessageKey, list[float]]
@@ -214,6 +215,14 @@ def gathered_waits(group: Group, waits: Waits, num_ranks: int) -> list[float]:
     for each in group.gather_json(own):
         gathered |= each
     return [gathered.get(str(rank), 0.0) for rank in range(num_ranks)]
+
+
+def gathered_collectives(group: Group, collectives: Collectives, num_ranks: int) -> list[list[Collective]]:
+    """The collectives inside actions, per rank of the first replica, on every process; a collective call."""
+    gathered: dict[str, list[list[Any]]] = {}
+    for each in group.gather_json({rank: row for rank, row in collectives if group.leads}):
+        gathered |= each
+    return [[Collective(*row) for row in gathered.get(str(rank), ())] for rank in range(num_ranks)]
 
 
 def gathered_records(group: Group, records: Records) -> Records:

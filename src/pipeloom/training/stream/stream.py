@@ -158,6 +158,8 @@ class Stream:
             for rank, worker in executor.workers.items()
         }
         updates: list[StreamUpdate] = []
+        if self._pipeline.mesh is not None:
+            self._pipeline.mesh.meter.begin()
 
         def sum_over_pipelines(table: Tensor) -> Tensor:
             """Of the processes that share a stage, which have the same results, the first alone counts."""
