@@ -199,6 +199,43 @@ def test_the_trace_has_a_process_for_each_rank_and_slices_that_nest():
     assert colours["F"] != colours["B"]
 
 
+def with_collectives(dense: int = 1) -> Timeline:
+    """A measured step of 2 ranks, with collectives inside every action."""
+    timeline = timeline_of(ranks=2, microbatches=2)
+    rows = [[(span.action, 10 + span.start, 10 + span.end) for span in row] for row in timeline.spans]
+    inside = [
+        [("tp", "all_reduce", start + k / dense * (end - start), start + (k + 0.5) / dense * (end - start), 2048)
+         for _, start, end in row for k in range(dense)]
+        for row in rows
+    ]  # fmt: skip
+    before = ("tp", "broadcast", 1.0, 2.0, 8)  # ended before the first action
+    return measured_timeline(timeline.schedule, rows, collectives=[[before, *inside[0]], inside[1]])
+
+
+def test_collectives_inside_actions_have_a_track_and_a_strip():
+    timeline = with_collectives()
+    assert Timeline.from_json(timeline.to_json()) == timeline
+    assert "collectives" not in json.loads(timeline_of().to_json())
+    assert [len(row) for row in timeline.collectives] == [4, 4]
+    for row, spans in zip(timeline.collectives, timeline.compute_spans, strict=True):
+        for each, span in zip(row, spans, strict=True):
+            assert span.start == pytest.approx(each.start)
+            assert each.end < span.end
+    slices = [event for event in trace(timeline)["traceEvents"] if event.get("cat") == "collective"]
+    assert [event["name"] for event in slices] == ["tp all_reduce"] * 8
+    assert {event["tid"] for event in slices} == {1}
+    assert slices[0]["args"] == {"bytes": 2048}
+    picture = timeline_svg([timeline])
+    assert picture.count('<rect class="collective"') == 8 + 1  # and the legend
+    assert "all_reduce along tp: 500 ms, 2 KiB sent" in picture
+    many = timeline_svg([with_collectives(dense=1000)])
+    (strip, _) = re.findall('<path class="collective" d="([^"]+)"', many)
+    heights = [float(x) for x in re.findall(r"M[\d.]+ ([\d.]+)h", strip)]
+    assert len(heights) > 100
+    assert max(heights) - min(heights) < 0.5, "each column is half full"
+    assert len(many) < 100_000
+
+
 def test_arrows_go_from_the_producer_to_its_consumer():
     timeline = timeline_of(ranks=3, microbatches=5, latency_seconds=0.1)
     events = trace(timeline)["traceEvents"]

@@ -85,3 +85,12 @@ def op_shares(row: Sequence[Span], seconds: float, columns: int) -> list[dict[Op
             if overlap > 0:
                 shares[column][action.op] = shares[column].get(action.op, 0.0) + overlap / width
     return shares
+
+
+def busy_shares(spans: Sequence[tuple[float, float]], seconds: float, columns: int) -> list[float]:
+    """Per column of a picture, the fraction of its time that spans, as ``(start, end)``, fill; see `op_shares`."""
+    shares, width = [0.0] * columns, seconds / columns if seconds else 1.0
+    for start, end in spans:
+        for column in range(int(start / width), min(columns - 1, int(end / width)) + 1):
+            shares[column] += max(0.0, min(end, (column + 1) * width) - max(start, column * width)) / width
+    return [min(1.0, share) for share in shares]

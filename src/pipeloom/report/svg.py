@@ -5,7 +5,7 @@ from html import escape
 
 from pipeloom.common.quantities import bytes_text, number_text, percent_text, seconds_text
 from pipeloom.ir import COMPUTE_OPS, Op
-from pipeloom.report.drawing import COLOURS, OP_NAMES, described, label, op_shares, ops_in, ticks
+from pipeloom.report.drawing import COLOURS, OP_NAMES, busy_shares, described, label, op_shares, ops_in, ticks
 from pipeloom.sim import Span, Timeline, critical_path
 from pipeloom.sim.background import LINKS
 
@@ -25,9 +25,7 @@ _STYLE = """
 )
 _LINK_STYLE = "".join(f".pl .{op.value}{{fill:{COLOURS[op]}}}" for op in (Op.UNSHARD, Op.OFFLOAD, Op.RELOAD))
 _UPDATE_STYLE = f".pl .STEP{{fill:{COLOURS[Op.STEP]}}}"
-_COLLECTIVE_STYLE = (
-    ".pl .collective{fill:#10151f;fill-opacity:.75}.pl .collectives{stroke:#10151f;stroke-opacity:.75;stroke-width:4}"
-)
+_COLLECTIVE_STYLE = ".pl .collective{fill:#10151f;fill-opacity:.75}"
 _CRITICAL_STYLE = ".pl .critical{fill:none;stroke:#d0021b;stroke-width:2.6}"
 _STANDALONE_STYLE = ".pl .paper{fill:#fff}@media(prefers-color-scheme:dark){.pl{color:#e8eaf0}.pl .paper{fill:#14171f}}"
 
@@ -150,14 +148,15 @@ def _collectives(timeline: Timeline, rank: int, y: float, scale: float, tooltips
     if not timeline.collectives:
         return []
     row = [each for each in timeline.collectives[rank] if each.start < timeline.makespan]
-    if not tooltips or len(row) > _MOST_TOOLTIPS:
-        boxes, reached = [], 0.0
-        for each in row:
-            start, end = max(each.start, reached), min(each.end, timeline.makespan)
-            if (end - start) * scale > 0.2:
-                boxes.append(f"M{_LEFT + start * scale:.2f} {y + _BAR - _STRIP / 2:.1f}h{(end - start) * scale:.2f}")
-                reached = end
-        return [f'<path class="collectives" d="{"".join(boxes)}"/>'] if boxes else []
+    if not tooltips or len(row) > _MOST_TOOLTIPS:  # each column of two pixels shows their share as a height
+        columns = max(1, round(timeline.makespan * scale / 2))
+        spans = [(each.start, min(each.end, timeline.makespan)) for each in row]
+        shares = busy_shares(spans, timeline.makespan, columns)
+        step, boxes = timeline.makespan * scale / columns, []
+        for column, share in enumerate(shares):
+            top = f"M{_LEFT + column * step:.1f} {y + _BAR - share * _STRIP:.1f}"
+            boxes.append(f"{top}h{step:.1f}V{y + _BAR:.1f}h-{step:.1f}z" if share > 0 else "")
+        return [f'<path class="collective" d="{"".join(boxes)}"/>']
     parts = []
     for axis, name, start, end, size in row:
         text = f"{name} along {axis}: {seconds_text(end - start)}, {bytes_text(size)} sent"
