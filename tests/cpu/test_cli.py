@@ -144,7 +144,10 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ),
         ("--parallel.data 0", "parallel.data=0: must be at least 1"),
         ("--parallel.data -1", "parallel.data=-1: needs a running process group. Outside torchrun, give"),
-        ("--parallel.data 2 --local", "parallel.data=2: does not work with --local"),
+        (
+            "--parallel.data 2 --local --model.dropout 0.1",
+            "model.dropout=0.1: with --local and several ranks per stage",
+        ),
         (
             "--parallel.data 5 --batch.size 32 --batch.microbatches 8",
             "batch.size=32: each of 8 micro-batches of each of 5 replicas needs",

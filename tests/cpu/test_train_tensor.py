@@ -73,6 +73,19 @@ def test_shared_stages_train_as_one_process(
 STILL = ("--optimizer.learning_rate=0", "--optimizer.weight_decay=0", "--eval_steps=0", "--sample_tokens=0")
 
 
+@pytest.mark.parametrize("layout", ["pp2-tp2", "cp2-tp2-ulysses-zero3", "2d"])
+def test_threads_of_one_process_train_as_processes_do(
+    text: Path, alone: Path, tmp_path: Path, layout: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = LAYOUTS[layout].split()
+    local(text, tmp_path / "out", *RUN, *options)
+    assert_alike(alone, tmp_path / "out", 1e-5)
+    for name, value in final(alone).items():
+        assert torch.allclose(final(tmp_path / "out")[name], value, atol=1e-5), name
+    local(text, tmp_path / "again", *RUN, *options, f"--resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-4'}")
+    assert all(torch.equal(value, final(tmp_path / "out")[name]) for name, value in final(tmp_path / "again").items())
+
+
 def test_checkpoints_go_from_layout_to_layout(text: Path, tmp_path: Path) -> None:
     """pp2 x tp2, one process, a grid, cp2 x tp2 with zero1, one process: tensors and states stay, to the last bit."""
     forked(text, tmp_path / "0", *RUN, "--steps=4", "--parallel.tensor=2")

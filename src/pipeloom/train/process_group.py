@@ -15,10 +15,13 @@ from pipeloom.processes.collectives import all_gather_bytes, noticing_lost_peers
 from pipeloom.processes.launcher import Membership
 from pipeloom.train.checkpoint.exchange import Exchange
 from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.transport.thread_members import ThreadMembers
+
+_SECONDS = 1800.0  # how long threads wait for each other
 
 
 class Group(Exchange):
-    """All processes of a run, or this process alone.
+    """All processes of a run, this process alone, or the threads of `pipeloom.run_threads`, which act as processes.
 
     Attributes:
         rank, size: of this process among the processes.
@@ -40,6 +43,7 @@ class Group(Exchange):
         self.pipeline_rank = None if size == 1 else mesh.coordinate("pp") if mesh else rank
         self.place = self.seed_rank = rank
         self.leads = True
+        self._threads = mesh.members if mesh is not None and isinstance(mesh.members, ThreadMembers) else None
         if mesh is not None:
             at, degree = mesh.shape.coordinates(mesh.rank), mesh.degree
             pipeline = (self.replica * degree("cp") + at["cp"]) * degree("tp") + at["tp"]
@@ -47,6 +51,8 @@ class Group(Exchange):
             self.seed_rank = mesh.shape.process({**at, "tp": 0})
 
     def all_gather(self, payload: bytes) -> list[bytes]:
+        if self._threads is not None:
+            return self._threads.gather(payload)
         return [payload] if self.size == 1 else all_gather_bytes(payload)
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -55,6 +61,8 @@ class Group(Exchange):
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over processes, in place and on the CPU, in the order of ranks: bitwise reproducible."""
+        if self._threads is not None:
+            return self._threads.sum(values, _SECONDS)
         if self.size > 1:
             with noticing_lost_peers():
                 dist.all_reduce(values)
@@ -64,6 +72,8 @@ class Group(Exchange):
         """`values` of rank `source` of the first replica, in place, on every process."""
         if self.size > 1:
             process = source if self.mesh is None else self.mesh.shape.process({"pp": source})
+            if self._threads is not None:
+                return self._threads.sum(values if self.rank == process else values.zero_(), _SECONDS)
             with noticing_lost_peers():
                 dist.broadcast(values, process)
         return values
@@ -77,12 +87,19 @@ def join(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if member is None:
-        yield Group(0, 1, device)
+        if config.num_threads == 1:
+            yield Group(0, 1, device)
+        else:
+            with _mesh(config, config.num_threads) as mesh:
+                yield Group(mesh.rank, config.num_threads, device, mesh)
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rendezvous.join(member, backend)
-    shape = config.mesh_shape(member.world_size)
-    degrees = dict(zip(shape.axes, shape.degrees, strict=True))
-    mesh = Mesh(**degrees, order=shape.axes) if shape.num_processes > degrees["pp"] else None
-    yield Group(member.rank, member.world_size, device, mesh)
+    shared = _mesh(config, member.world_size) if member.world_size > config.num_ranks else None
+    yield Group(member.rank, member.world_size, device, shared)
     dist.destroy_process_group()  # not after an error: others may be gone
+
+
+def _mesh(config: TrainConfig, num_processes: int) -> Mesh:
+    shape = config.mesh_shape(num_processes)
+    return Mesh(**dict(zip(shape.axes, shape.degrees, strict=True)), order=shape.axes)

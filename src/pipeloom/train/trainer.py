@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError, RunError
-from pipeloom.parallel import OffloadedOptimizer
+from pipeloom.parallel import OffloadedOptimizer, run_threads
 from pipeloom.processes.launcher import Membership
 from pipeloom.report import write_report
 from pipeloom.train import run_checkpoints
@@ -34,9 +34,18 @@ from pipeloom.train.stream_steps import StreamSteps
 def train(config: TrainConfig, member: Membership | None) -> None:
     """Train as one rank of `member`'s run, or as all ranks in this process; `validate` has passed.
 
+    In this process, a thread acts as each process of the run where several share a stage.
+
     Raises:
         RunError: a loss or gradient that is not finite, a lost rank, a model that raises.
     """
+    if config.num_threads > 1:
+        run_threads(config.num_threads, lambda: _train(config, None))
+    else:
+        _train(config, member)
+
+
+def _train(config: TrainConfig, member: Membership | None) -> None:
     with ExitStack() as stack:
         group = stack.enter_context(join(member, config))
         checkpoint = run_checkpoints.agreed_checkpoint(config, group)

@@ -148,8 +148,14 @@ def run_threads(size: int, function: Callable[[], T], *, timeout_seconds: float 
     threads = [threading.Thread(target=work, args=(rank,), name=f"pipeloom-rank-{rank}") for rank in range(size)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:  # an interrupt: threads stop where they next wait for each other
+        world.fail(0)
+        for thread in threads:
+            thread.join()
+        raise
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(size)]

@@ -34,8 +34,6 @@ def check_inside_stage(config: TrainConfig, schedule: Schedule) -> None:
     parallel = config.parallel
     name = "tensor" if parallel.tensor > 1 else "context"
     asked = f"parallel.{name}={getattr(parallel, name)}"
-    if config.local:
-        raise InputError(f"{asked}: does not work with --local, which is one process. Remove one of them.")
     if not config.optimizer.barrier:
         raise InputError(
             f"optimizer.barrier=false: does not work with {asked}: updates without a barrier do not support processes "

@@ -65,6 +65,11 @@ def validate_settings(config: TrainConfig) -> None:
             f"parallel.transport={config.parallel.transport}: has no effect with --local, which sends no messages. "
             "Remove parallel.transport, or --local."
         )
+    if config.num_threads > 1 and config.model.dropout > 0:
+        raise InputError(
+            f"model.dropout={config.model.dropout}: with --local and several ranks per stage, threads draw from one "
+            "random generator. Remove model.dropout, or --local."
+        )
     schedule = make_schedule(config)
     parse_cut(config, schedule.num_stages)
     _check_stream_options(config, schedule)
@@ -183,10 +188,6 @@ def _check_data_parallel(config: TrainConfig, schedule: Schedule) -> None:
         unusual = f"parallel.data={degree}" if degree > 1 else f"parallel.context={config.parallel.context}"
     elif config.shared is not None:
         unusual = "memory.offload_parameters=true"
-    if degree > 1 and config.local:
-        raise InputError(
-            f"{unusual}: does not work with --local, which is one process. Remove --local, or parallel.data."
-        )
     if config.shared is None and dtype == "fp32":
         return
     check_synchronous(schedule, unusual)

@@ -60,7 +60,11 @@ class TrainConfig:
     sample_tokens: int = option(200, "tokens generated at the end; 0: none", group="output")
     sample_prompt: str = option("def ", "prompt of the generated text", group="output")
     sample_temperature: float = option(0.8, "sampling temperature; 0: greedy", group="output")
-    local: bool = option(False, "run all ranks in this process, one after another", group="parallel")
+    local: bool = option(
+        False,
+        "run all ranks in this process: in turn, or in threads where several share a stage",
+        group="parallel",
+    )
 
     @property
     def num_microbatches(self) -> int:
@@ -90,9 +94,14 @@ class TrainConfig:
         return self.num_ranks * self.data_degree * self.stage_processes
 
     @property
+    def num_threads(self) -> int:
+        """Threads that act as processes: with `local`, one per rank where several share a stage; else 1."""
+        return self.num_processes if self.local and self.data_degree * self.stage_processes > 1 else 1
+
+    @property
     def transport(self) -> str:
         """The transport as a pipeline takes it."""
-        return "loopback" if self.local else self.parallel.transport
+        return "loopback" if self.local and self.num_threads == 1 else self.parallel.transport
 
     @property
     def microbatch_size(self) -> int:
