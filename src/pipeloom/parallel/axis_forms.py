@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from operator import add
 
 import torch
 import torch.distributed as dist
@@ -13,11 +12,17 @@ from pipeloom.processes.collectives import noticing_lost_peers
 from pipeloom.transport.interface import Channel, Lane, Transport
 from pipeloom.transport.values import flatten
 
-_DIRECT_BYTES = 1 << 15  # a smaller all-reduce sends everything to everybody, in one exchange in place of two
+# A smaller all-reduce sends everything to everybody, in one exchange in place of two. Two members always do: in pieces
+# they would send as much, wait twice and copy more.
+_DIRECT_BYTES = 1 << 15
 
 
 def _combined(parts: Sequence[Tensor], combine: Combine) -> Tensor:
-    return reduce(add if combine == "sum" else torch.maximum, parts)
+    """The sum or maximum of two or more tensors, in their order."""
+    first, second, *others = parts
+    if combine == "sum":
+        return reduce(Tensor.add_, others, first + second)
+    return reduce(torch.maximum, others, torch.maximum(first, second))
 
 
 class ChannelAxis(Axis):
@@ -66,7 +71,7 @@ class ChannelAxis(Axis):
         return [x if c == self.index else self._receive(c)[0] for c in range(self.degree)]
 
     def _all_reduce(self, x: Tensor, combine: Combine) -> Tensor:
-        if x.nbytes < _DIRECT_BYTES or x.numel() < self.degree:
+        if self.degree == 2 or x.nbytes < _DIRECT_BYTES or x.numel() < self.degree:
             return _combined(self._all_gather(x), combine)
         pieces = x.reshape(-1).tensor_split(self.degree)
         own = _combined(self._exchange(pieces), combine)

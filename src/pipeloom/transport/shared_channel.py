@@ -180,6 +180,7 @@ class SharedIncoming(Incoming):
                 now = time.perf_counter()
                 if now < spin_until:
                     self._transport.flush()  # another rank may wait for what did not fit into its socket
+                    os.sched_yield()  # where ranks share a core, the sender may be the one that waits for it
                     continue
                 give_up = give_up or now + self._transport.timeout_seconds
                 flags = self._prepare_wait(give_up - now)
