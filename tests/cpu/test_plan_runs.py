@@ -62,6 +62,25 @@ def test_a_plan_gives_what_the_arguments_give(plan: dict[str, Any], options: dic
     assert all(torch.equal(one, other) for one, other in zip(repeated, expected, strict=True))
 
 
+def test_a_plan_knows_processes_that_share_a_stage() -> None:
+    made = pl.Plan(schedule="1f1b", pipeline=2, microbatches=4, tensor=2, context=2, context_kind="ulysses")
+
+    def each() -> bool:
+        with pl.Mesh(pp=2, cp=2, tp=2) as mesh, pl.Mesh(pp=4, tp=2) as other:
+            cut = pl.parallelize(model(), mesh)
+            with pytest.raises(InputError, match=r"the plan has tensor=2, and no mesh is given\. Cut the model with"):
+                pl.Pipeline(cut, made, loss_fn=loss_fn)
+            with pytest.raises(InputError, match=r"mesh has pp=4: the plan has 2\. Use pp=2\."):
+                pl.Pipeline(cut, made, loss_fn=loss_fn, mesh=other)
+            with pytest.raises(InputError, match=r"context='ring': the plan has context=ulysses\. Remove it"):
+                pl.Pipeline(cut, made, loss_fn=loss_fn, mesh=mesh, context="ring")
+            planned = gradients(cut, made, mesh=mesh)
+            expected = gradients(pl.parallelize(model(), mesh), made.make_schedule(), mesh=mesh, context="ulysses")
+        return len(planned) > 1 and all(torch.equal(a, b) for a, b in zip(planned, expected, strict=True))
+
+    assert all(pl.run_threads(8, each, timeout_seconds=120.0))
+
+
 def test_offloaded_activations_of_a_plan_move_to_a_file(tmp_path: Path) -> None:
     place = f"disk:{tmp_path}"
     made = pl.Plan(schedule="1f1b", pipeline=2, microbatches=4, offload=place, offload_activations=0)

@@ -50,6 +50,11 @@ def plans(draw):
             chosen |= {"offload": "disk:/somewhere", "offload_parameters": draw(st.booleans()), "offload_states": True}
     if draw(st.booleans()):
         chosen |= {"offload": "cpu", "offload_activations": draw(st.integers(0, 3))}
+    if draw(st.booleans()):
+        chosen["tensor"], layout, depth = draw(st.sampled_from([(2, None, None), (4, "2d", None), (8, "2.5d", 2)]))
+        chosen |= {"tensor_layout": layout, "tensor_depth": depth, "sequence": layout is None and draw(st.booleans())}
+    if kind in ("flush", "virtual") and draw(st.booleans()):
+        chosen |= {"context": 2, "context_kind": draw(st.sampled_from([None, "ring", "ulysses"]))}
     plan = Plan(**chosen)
     stages = plan.make_schedule().num_stages
     counts = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
@@ -101,6 +106,7 @@ def test_values_that_are_left_out_take_the_defaults_of_the_schedule():
     assert Plan(schedule="zb-v", pipeline=2, microbatches=4, recompute="full").recompute == ("full",) * 4
     assert Plan(**STREAM, replicas=[3, 1]).num_ranks == 4
     assert Plan(**SIZES, data=3).num_processes == 6
+    assert Plan(**SIZES, data=3, tensor=4, tensor_layout="2d", context=2).num_processes == 48
     assert Plan(**{**SIZES, "schedule": OWN}).make_schedule() is OWN
     full = Plan(**STREAM, replicas=[3, 1], in_flight="full").make_schedule()
     length = schedules.steady_length([3, 1], in_flight="full")
@@ -111,11 +117,27 @@ def test_values_that_are_left_out_take_the_defaults_of_the_schedule():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 2}, "version=2: this pipeloom reads version 1. Make the plan again with this"),
-        ({"version": "1"}, "version='1': this pipeloom reads version 1."),
-        ({"version": True}, "version=True: this pipeloom reads version 1."),
-        ({"version": 1.0}, "version=1.0: this pipeloom reads version 1."),
+        ({"version": 3}, "version=3: this pipeloom reads versions 1 to 2. Make the plan again with this"),
+        ({"version": "1"}, "version='1': this pipeloom reads versions 1 to 2."),
+        ({"version": True}, "version=True: this pipeloom reads versions 1 to 2."),
+        ({"version": 1.0}, "version=1.0: this pipeloom reads versions 1 to 2."),
         ({"tensor": 2}, "the plan: unknown key 'tensor'. Remove it"),
+        ({"version": 2, "expert": 2}, "the plan: unknown key 'expert'. Remove it"),
+        ({"version": 2, "tensor": 0}, "tensor=0: must be at least 1"),
+        ({"version": 2, "tensor_layout": "2d"}, "tensor_layout=2d: has no effect with tensor=1. Remove it, or raise"),
+        ({"version": 2, "context_kind": "ring"}, "context_kind=ring: has no effect with context=1"),
+        ({"version": 2, "tensor": 6, "tensor_layout": "2d"}, "tp=6 with layout 2d: must be a square q * q"),
+        ({"version": 2, "tensor": 4, "tensor_layout": "4d"}, "Plan.tensor_layout='4d': must be one of 1d, 2d"),
+        ({"version": 2, "tensor": 4, "tensor_depth": 2}, "tensor_depth=2: has no effect with tensor_layout='1d'"),
+        (
+            {"version": 2, "tensor": 4, "tensor_layout": "2d", "sequence": True},
+            "sequence=True: works with tensor_layout='1d' alone, not '2d'. Remove it.",
+        ),
+        ({"version": 2, **STREAM, "context": 2}, "context=2: does not work with asynchronous schedule 'pipedream'"),
+        (
+            {"version": 2, "schedule": "seq1f1b", "slices": 2, "context": 2},
+            "context=2: does not work with slices, which cut the sequence too",
+        ),
         ({"pipeline": "2"}, "Plan.pipeline='2': must be an integer."),
         ({"pipeline": 2.5}, "Plan.pipeline=2.5: must be an integer."),
         ({"pipeline": True}, "Plan.pipeline=True: must be an integer."),
@@ -235,6 +257,8 @@ def test_a_plan_explains_itself():
         "cut": "4, 2",
         "recompute": "full, none",
         "data_strategy": "zero3",
+        "tensor": "1",
+        "context": "1",
         "predicted_step_seconds": "250 ms",
         "predicted_memory_bytes": "1 GiB, 512 MiB",
     }

@@ -168,6 +168,7 @@ def _plan_json(made: _Simulated, inputs: Inputs) -> str:
         why.append(f"The fastest named schedule, {best['name']}, takes {seconds_text(best['makespan_seconds'])}.")
     if "lower_bound_seconds" in answer:
         why.append(f"No schedule takes less than {seconds_text(answer['lower_bound_seconds'])}.")
+    model = {} if inputs.model is None else inputs.model.planned(schedule, answer)
     return Plan(
         schedule=name if named else schedule,
         pipeline=schedule.num_ranks,
@@ -177,9 +178,12 @@ def _plan_json(made: _Simulated, inputs: Inputs) -> str:
         slices=schedule.num_slices if schedule.num_slices > 1 else None,
         data_strategy=options.data_strategy,
         data_granularity=options.data_granularity,
-        predicted_step_seconds=answer["makespan_seconds"] if measured else None,
-        predicted_memory_bytes=tuple(answer["peak_bytes"]) if measured and "peak_bytes" in answer else None,
-        why=tuple(why) if measured else (),
+        **{
+            "predicted_step_seconds": answer["makespan_seconds"] if measured else None,
+            "predicted_memory_bytes": tuple(answer["peak_bytes"]) if measured and "peak_bytes" in answer else None,
+            "why": tuple(why) if measured else (),
+            **model,
+        },
     ).to_json()
 
 

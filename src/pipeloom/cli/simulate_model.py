@@ -226,6 +226,27 @@ class SimulatedModel:
             "memory": [{"rank": rank.rank, **rank.kinds, "peak": rank.peak} for rank in ranks],
         }
 
+    def planned(self, schedule: Schedule, answer: dict[str, Any]) -> dict[str, Any]:
+        """What a plan says of the model: how stages are shared, and the predictions of `answer`."""
+        inside, model = self.inside, self.model
+        found: dict[str, Any] = {"tensor": inside.tensor, "context": inside.context}
+        if inside.tensor > 1:
+            found |= {"tensor_layout": inside.layout, "tensor_depth": inside.depth, "sequence": inside.sequence}
+        if inside.context > 1:
+            found["context_kind"] = inside.context_kind
+        return {
+            **found,
+            "precision": self.precision.dtype,
+            "recompute": str(self.recompute),
+            "batch_size": self.samples * schedule.num_microbatches * (self._options.data or 1),
+            "predicted_step_seconds": answer["step_seconds"],
+            "predicted_memory_bytes": tuple(float(row["peak"]) for row in answer["memory"]),
+            "why": (
+                f"Times and memory are those of {model.name} with {model.sequence_length} tokens per sample on "
+                f"{answer['devices']:,} devices {self.cluster.device.name}.",
+            ),
+        }
+
     def _collective_seconds(self) -> dict[str, float]:
         """Seconds of the collectives of one block, in F and in I, without overlap."""
         sizes = self.model.layer_sizes(self.samples, self.times.element)

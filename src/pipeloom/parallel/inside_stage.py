@@ -129,7 +129,7 @@ class StageTraffic:
 
     def block(self, recompute: Recompute = Recompute.NONE) -> Traffic:
         """One block; a backward includes what it recomputes."""
-        attention, again = self._attention()
+        attention, again = self.attention()
         kept = recompute is not Recompute.SELECTIVE
         return self._layers.block(attention, {} if kept else again, full=recompute is Recompute.FULL)
 
@@ -141,7 +141,8 @@ class StageTraffic:
         """The last layer, and the loss."""
         return self._layers.head()
 
-    def _attention(self) -> tuple[Traffic, Table]:
+    def attention(self) -> tuple[Traffic, Table]:
+        """Attention of a block, and what its recomputation sends."""
         sizes, inside = self._sizes, self._inside
         return attention_traffic(
             inside.context_kind,

@@ -1,13 +1,13 @@
 """`Plan`: everything that a run needs, as immutable data with a versioned JSON form.
 
-    {"version": 1, "schedule": "1f1b", "pipeline": 4, "microbatches": 8, "data": 2, "cut": [6, 6, 7, 5], ...}
+    {"version": 2, "schedule": "1f1b", "pipeline": 4, "microbatches": 8, "data": 2, "cut": [6, 6, 7, 5], ...}
 
 The planning commands write plans (`pipeloom partition`, `slice`, `memory` and `simulate` with ``--out plan.json``).
 `pipeloom train --plan plan.json` and ``pipeloom.Pipeline(model, plan)`` run them.
 
-Versions: every new key raises the version, and its default is what older plans did. Tensor, context and expert degrees
-will be such keys, with default 1. So a newer pipeloom can read older plans, and an older pipeloom refuses a newer plan
-in one line instead of ignoring a degree that it does not know.
+Versions: every new key raises the version, and its default is what older plans did. So a newer pipeloom reads older
+plans, and an older pipeloom refuses a newer plan in one line instead of ignoring a degree that it does not know. The
+keys of tensor and context parallelism came with version 2.
 """
 
 import json
@@ -28,7 +28,8 @@ from pipeloom.parallel.options import DataParallel, Precision
 from pipeloom.plan.plan_rules import check_schedule, check_values
 from pipeloom.schedules import build, find, is_file, steady_length
 
-VERSION = 1
+VERSION = 2
+_SINCE_2 = ("tensor", "tensor_layout", "tensor_depth", "sequence", "context", "context_kind")
 _build = lru_cache(maxsize=2)(build)  # a plan builds its schedule to check itself, and again for its run
 _SEQUENCES = ("cut", "replicas", "slices", "recompute", "predicted_memory_bytes", "why")
 
@@ -56,6 +57,12 @@ class Plan:
         data_granularity: how often zero3 gathers parameters, and zero2 and zero3 reduce gradients: "step", "chunk" or
             "microbatch".
         data_bucket_bytes: size of gradient and parameter buckets in bytes.
+        tensor: tensor-parallel degree: processes that share the layers of a stage.
+        tensor_layout: how they share them: "1d", "2d", "2.5d" or "3d". None: 1d.
+        tensor_depth: depth of layout "2.5d".
+        sequence: Megatron's sequence parallelism, with layout "1d".
+        context: context-parallel degree: processes that share the sequences.
+        context_kind: how attention communicates: "ring", "ring-plain", "ring-self-attention" or "ulysses". None: ring.
         precision: "fp32", "bf16" or "fp16".
         gradients: format of accumulated gradients: "float32" or "same".
         offload: offload target: "cpu" or "disk:PATH". None leaves all four offload options to the run.
@@ -84,6 +91,12 @@ class Plan:
     data_strategy: str | None = None
     data_granularity: str | None = None
     data_bucket_bytes: int | None = None
+    tensor: int = 1
+    tensor_layout: Literal["1d", "2d", "2.5d", "3d"] | None = None
+    tensor_depth: int | None = None
+    sequence: bool = False
+    context: int = 1
+    context_kind: Literal["ring", "ring-plain", "ring-self-attention", "ulysses"] | None = None
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     gradients: Literal["float32", "same"] | None = None
     offload: str | None = None
@@ -119,8 +132,8 @@ class Plan:
 
     @property
     def num_processes(self) -> int:
-        """Ranks of all data-parallel replicas."""
-        return self.num_ranks * self.data
+        """Processes of all data-parallel replicas."""
+        return self.num_ranks * self.data * self.tensor * self.context
 
     @property
     def num_slices(self) -> int:
@@ -192,11 +205,12 @@ class Plan:
         """
         entry = read_json(text, "the plan", "the output of a planning command (`--out`) or of Plan.save")
         version = entry.value.get("version", VERSION) if isinstance(entry.value, Mapping) else VERSION
-        if type(version) is not int or version != VERSION:
-            rule = f"this pipeloom reads version {VERSION}. Make the plan again with this pipeloom."
+        if type(version) is not int or not 1 <= version <= VERSION:
+            rule = f"this pipeloom reads versions 1 to {VERSION}. Make the plan again with this pipeloom."
             raise InputError(f"version={folded(version)}: {rule}")
         required = [field.name for field in fields(cls) if field.default is MISSING]
-        optional = [field.name for field in fields(cls) if field.default is not MISSING]
+        unknown = _SINCE_2 if version == 1 else ()
+        optional = [each.name for each in fields(cls) if each.default is not MISSING and each.name not in unknown]
         data = {name: value.value for name, value in entry.fields(("version", *required), optional).items()}
         del data["version"]
         if isinstance(data["schedule"], Mapping):

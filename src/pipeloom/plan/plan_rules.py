@@ -10,16 +10,22 @@ from pipeloom.errors import InputError
 from pipeloom.ir import DataStrategy, Schedule, check
 from pipeloom.ir.recompute import recompute_of_stages
 from pipeloom.parallel.options import check_synchronous
+from pipeloom.parallel.tensor.grids.shape import GridShape
 from pipeloom.schedules import find
 
 CUTS = ("layers", "parameters", "time")
 _LEAST_1 = ("pipeline", "microbatches", "data", "virtual_stages", "batch_size", "replicas", "slices")
+_INSIDE = {"tensor": ("tensor_layout", "tensor_depth", "sequence"), "context": ("context_kind",)}
 _OFFLOADED = ("offload_states", "offload_parameters", "offload_activations")
 
 
 def check_values(given: Mapping[str, Any]) -> None:
     """Raises InputError for values that contradict each other, whatever the schedule."""
-    for name, least in {**dict.fromkeys(_LEAST_1, 1), "data_bucket_bytes": 0, "offload_activations": 0}.items():
+    for name, least in {
+        **dict.fromkeys((*_LEAST_1, *_INSIDE), 1),
+        "data_bucket_bytes": 0,
+        "offload_activations": 0,
+    }.items():
         value = given.get(name, least)
         if min(value if isinstance(value, tuple) else (value,), default=least - 1) < least:
             each = "each " if name in ("replicas", "slices") else ""
@@ -32,6 +38,7 @@ def check_values(given: Mapping[str, Any]) -> None:
             f"{given['microbatches']} micro-batches on each of {given['data']} data-parallel replicas need at least "
             f"{samples} samples. Raise it, or lower microbatches.",
         )
+    _check_inside(given)
     predictions = {"predicted_step_seconds": given.get("predicted_step_seconds", 0.0)}
     for rank, size in enumerate(given.get("predicted_memory_bytes", ())):
         predictions[f"predicted_memory_bytes[{rank}]"] = size
@@ -83,7 +90,7 @@ def check_schedule(given: Mapping[str, Any], schedule: Schedule) -> None:
     if schedule.num_slices != (len(slices) if isinstance(slices, tuple) else slices):
         rule = f"schedule {schedule.name!r} has {counted(schedule.num_slices, 'slice')}. Make both agree."
         raise _refusal(given, "slices", rule)
-    for name in ("data", "precision"):
+    for name in ("data", "context", "precision"):
         if given.get(name) not in (None, 1, "fp32"):
             check_synchronous(schedule, f"{name}={given[name]}")
     cut = given.get("cut", CUTS[0])
@@ -106,6 +113,23 @@ def check_schedule(given: Mapping[str, Any], schedule: Schedule) -> None:
             f"predicted_memory_bytes has {counted(ranks, 'rank')}, but the pipeline has {schedule.num_ranks}. Give one "
             "number per rank."
         )
+
+
+def _check_inside(given: Mapping[str, Any]) -> None:
+    """Raises InputError for values of tensor and context parallelism that contradict each other."""
+    for degree, names in _INSIDE.items():
+        for name in names:
+            if name in given and given[degree] == 1:
+                raise _refusal(given, name, f"has no effect with {degree}=1. Remove it, or raise {degree}.")
+    layout = given.get("tensor_layout", "1d")
+    if layout != "1d":
+        GridShape.of(given["tensor"], layout, given.get("tensor_depth"))
+        if "sequence" in given:
+            raise _refusal(given, "sequence", f"works with tensor_layout='1d' alone, not {layout!r}. Remove it.")
+    elif "tensor_depth" in given:
+        raise _refusal(given, "tensor_depth", "has no effect with tensor_layout='1d'. Remove it, or use '2.5d'.")
+    if given["context"] > 1 and given.get("slices", 1) not in (1, (1,)):
+        raise _refusal(given, "context", "does not work with slices, which cut the sequence too. Remove one of them.")
 
 
 def _refusal(given: Mapping[str, Any], name: str, rule: str) -> InputError:

@@ -11,7 +11,7 @@ A collective of n bytes takes its bytes over the device's link, and one latency 
 
     all-reduce 2 (t-1)    all-gather, reduce-scatter, all-to-all t-1    broadcast, reduce, shift 1
 
-Blocks of ring attention travel while another block is computed; only the rest of their time counts.
+What travels while the device computes, see `hidden_collectives`, does not count.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,11 @@ from typing import NamedTuple
 
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.inside_stage import InsideStage
+from pipeloom.parallel.tensor.grids.traffic import linear_traffic
 from pipeloom.parallel.traffic import Table, Traffic
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster, LinkRate, device_link
+from pipeloom.plan.hidden_collectives import RingSeconds, passes_hidden, products_hidden
 
 # Reads and writes of a tensor outside matrix products, per forward; a backward has twice as many.
 _PASSES_STREAM = 10  # of [tokens, width]: two norms (2 each), two additions to the residual stream (3 each)
@@ -42,6 +44,11 @@ class Seconds(NamedTuple):
         return Seconds(*(a + b for a, b in zip(self, other, strict=True)))
 
 
+def messages_in_turn(collective: str, degree: int) -> int:
+    """Messages of a collective between `degree` processes that follow each other."""
+    return {"all_reduce": 2 * (degree - 1), "broadcast": 1, "reduce": 1, "shift": 1}.get(collective, degree - 1)
+
+
 def table_seconds(table: Table, axes: Mapping[str, int], links: Mapping[str, LinkRate]) -> float:
     """Seconds of the collectives of a table, one after the other.
 
@@ -52,8 +59,7 @@ def table_seconds(table: Table, axes: Mapping[str, int], links: Mapping[str, Lin
     """
     seconds = 0.0
     for (axis, collective), sent in table.items():
-        link, degree = links[axis], axes[axis]
-        messages = {"all_reduce": 2 * (degree - 1), "broadcast": 1, "reduce": 1, "shift": 1}.get(collective, degree - 1)
+        link, messages = links[axis], messages_in_turn(collective, axes[axis])
         transfer = 0.0 if link.bytes_per_second is None else sent.num_bytes / link.bytes_per_second
         seconds += transfer + sent.calls * messages * link.latency_seconds
     return seconds
@@ -93,7 +99,7 @@ class StageTimes:
         return self.samples * self.model.sequence_length
 
     def collectives(self, traffic: Traffic) -> tuple[float, float]:
-        """Seconds of the collectives of a layer: forward and backward; those of `hidden_seconds` included."""
+        """Seconds of the collectives of a layer, forward and backward, hidden ones included."""
         axes, links = self.inside.axes, self.links
         return table_seconds(traffic.forward, axes, links), table_seconds(traffic.backward, axes, links)
 
@@ -103,21 +109,14 @@ class StageTimes:
         attention, elementwise = self._attention(), self._elementwise()
         traffic = self.inside.traffic(model.layer_sizes(self.samples, self.element)).block(self.recompute)
         forward, backward = self.collectives(traffic)
-        if self.inside.context > 1 and self.inside.context_kind in ("ring", "ring-plain"):
-            alone = table_seconds(_of_axis(traffic.forward, "cp"), self.inside.axes, self.links)
-            behind = table_seconds(_of_axis(traffic.backward, "cp"), self.inside.axes, self.links)
-            part = (self.inside.context - 1) / self.inside.context  # of the blocks, during which another one travels
-            again = attention if self.recompute is not Recompute.NONE else 0.0
-            forward -= min(alone, part * attention)
-            backward -= min(behind, part * (2 * attention + again))
-        again = {
-            Recompute.NONE: 0.0,
-            Recompute.SELECTIVE: attention,
-            Recompute.FULL: matrices + attention + elementwise,
-        }[self.recompute]
+        hidden = self._hidden(attention)
+        forward -= hidden[0]
+        backward -= hidden[1]
+        repeats = {Recompute.NONE: (0.0, 0.0), Recompute.SELECTIVE: (attention, self._hidden_attention(attention)[0])}
+        again, hidden_again = repeats.get(self.recompute, (matrices + attention + elementwise, hidden[0]))
         return Seconds(
             matrices + attention + elementwise + forward,
-            matrices + 2 * (attention + elementwise) + backward + again,
+            matrices + 2 * (attention + elementwise) + backward + again - hidden_again,
             matrices,
         )
 
@@ -131,10 +130,13 @@ class StageTimes:
         """The last norm, the head and the loss."""
         model = self.model
         product = self._product(model.width * model.vocabulary_size)
+        hidden = self._hidden_product(model.width, model.vocabulary_size, inward=True)
         stage = self.inside.traffic(model.layer_sizes(self.samples, self.element))
         norm, head = self.collectives(stage.norm()), self.collectives(stage.head())
         logits = self._traffic(4 * 2 * self.tokens * model.vocabulary_size / self.inside.processes)
-        return Seconds(product + logits + norm[0] + head[0], product + logits + norm[1] + head[1], product)
+        return Seconds(
+            product + logits + norm[0] + head[0] - hidden[0], product + logits + norm[1] + head[1] - hidden[1], product
+        )
 
     def stages(self, blocks: Sequence[int]) -> list[Seconds]:
         """Stages with these numbers of blocks, the first with the embedding and the last with the head."""
@@ -159,6 +161,45 @@ class StageTimes:
         attention = 2 * model.sequence_length * model.width
         matrices = 2 * self.model_numbers
         return 3.0 * self.tokens * (model.layers * (matrices + attention) + 2 * model.width * model.vocabulary_size)
+
+    def _hidden(self, attention: float) -> tuple[float, float]:
+        """Hidden seconds of the collectives of a block, forward and backward."""
+        model, found = self.model, [self._hidden_attention(attention)]
+        if self.inside.layout in ("2d", "2.5d"):
+            found += [self._hidden_product(model.width, model.qkv_features, inward=True)]
+            found += [self._hidden_product(model.width, model.width, inward=False)]
+            found += [self._hidden_product(model.width, model.mlp_width, inward=True)] * (2 if model.gated else 1)
+            found += [self._hidden_product(model.mlp_width, model.width, inward=False)]
+        return sum(each[0] for each in found), sum(each[1] for each in found)
+
+    def _hidden_attention(self, attention: float) -> tuple[float, float]:
+        inside, sizes = self.inside, self.model.layer_sizes(self.samples, self.element)
+        hops, kind = inside.context, inside.context_kind
+        if hops == 1 or kind == "ulysses":
+            return 0.0, 0.0
+        traffic, _ = inside.traffic(sizes).attention()
+        shifts, back = (self._seconds_of(table, "cp", "shift") for table in traffic)
+        if kind == "ring-self-attention":
+            hidden = passes_hidden(hops, attention / 2, shifts / (2 * (hops - 1)))
+            return hidden, hidden
+        ring = RingSeconds(hops, attention / hops, shifts / (hops - 1), (back - shifts) / (hops - 1))
+        return ring.forward(), ring.backward()
+
+    def _hidden_product(self, inputs: int, outputs: int, *, inward: bool) -> tuple[float, float]:
+        """Hidden seconds of a layer on a grid, forward and backward."""
+        shape = self.inside.grid
+        if shape is None or shape.layout == "3d":
+            return 0.0, 0.0
+        tokens = self.tokens // self.inside.context
+        table = linear_traffic(shape, tokens, inputs, outputs, self.element, inward=inward).forward
+        x, weight = (self._seconds_of(table, axis, "broadcast") for axis in ("tp_column", "tp_row"))
+        product = self._product(inputs * outputs)
+        back = (products_hidden(shape.side, product, each) for each in (x, weight))
+        return products_hidden(shape.side, product, x + weight), sum(back)
+
+    def _seconds_of(self, table: Table, axis: str, collective: str) -> float:
+        key = axis, collective
+        return table_seconds({key: table[key]} if key in table else {}, self.inside.axes, self.links)
 
     @property
     def model_numbers(self) -> int:
@@ -197,7 +238,3 @@ class StageTimes:
 
     def _traffic(self, num_bytes: float) -> float:
         return num_bytes / (self.cluster.efficiency * self.cluster.device.memory_bytes_per_second)
-
-
-def _of_axis(table: Table, axis: str) -> Table:
-    return {key: sent for key, sent in table.items() if key[0] == axis}

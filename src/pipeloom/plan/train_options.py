@@ -17,6 +17,8 @@ _ALWAYS = {
     "parallel.chunks": "virtual_stages",
     "parallel.slices": "slices",
     "parallel.data": "data",
+    "parallel.tensor": "tensor",
+    "parallel.context": "context",
     "batch.microbatches": "microbatches",
 }
 _IF_GIVEN = {
@@ -29,6 +31,7 @@ _IF_GIVEN = {
     "precision.gradients": "gradients",
     "memory.recompute": "recompute",
 }
+_TENSOR = ("tensor_layout", "tensor_depth", "sequence")
 _OFFLOAD = ("offload", "offload_states", "offload_parameters", "offload_activations")
 
 
@@ -43,6 +46,11 @@ def options_of_plan(plan: Plan, path: str | None = None) -> dict[str, Any]:
     """
     found = {option: getattr(plan, name) for option, name in _ALWAYS.items()}
     found |= {option: getattr(plan, name) for option, name in _IF_GIVEN.items() if getattr(plan, name) is not None}
+    if plan.tensor > 1:
+        found |= {f"parallel.{name}": getattr(plan, name) for name in _TENSOR}
+        found["parallel.tensor_layout"] = plan.tensor_layout or "1d"
+    if plan.context > 1:
+        found["parallel.context_kind"] = plan.context_kind or "ring"
     if plan.offload is not None:
         found |= {f"memory.{name}": getattr(plan, name) for name in _OFFLOAD}
     if plan.recompute is not None:
@@ -77,6 +85,10 @@ def plan_of_options(options: Mapping[str, Any], schedule: Schedule, **predicted:
         given |= dict.fromkeys(("data_strategy", "data_granularity", "data_bucket_bytes"))
     if options["memory.offload"] is not None:
         given |= {name: options[f"memory.{name}"] for name in _OFFLOAD}
+    if given["tensor"] > 1:
+        given |= {name: options[f"parallel.{name}"] for name in _TENSOR}
+    if given["context"] > 1:
+        given["context_kind"] = options["parallel.context_kind"]
     given["schedule"] = schedule if is_file(options["schedule"]) else schedule.name
     given["in_flight"] = given["in_flight"] if stream else None
     return Plan(**{**given, **predicted})

@@ -43,6 +43,7 @@ class PipelineOptions(NamedTuple):
     mesh: Mesh | None = None
     data: DataParallel | str | None = None
     precision: Precision | str | None = None
+    context: ContextKind | None = None
 
 
 def construct(
@@ -53,12 +54,11 @@ def construct(
     loss_fn: LossFn | None,
     layers: Sequence[str] | None,
     transport: str | Transport,
-    context: ContextKind | None,
     blackbox: Any,
     timeout_seconds: float,
 ) -> tuple[ModelState, Executor]:
     """The stages and parameters of this process, and what runs them. For arguments and errors see `Pipeline`."""
-    cut, slices, recompute, offload, mesh, data, precision = options
+    cut, slices, recompute, offload, mesh, data, precision, context = options
     cut, recompute = "layers" if cut is None else cut, "none" if recompute is None else recompute
     check_arguments(schedule, loss_fn, slices, offload, mesh, timeout_seconds)
     schedule = separate_units(merge_backwards(schedule))
@@ -132,7 +132,8 @@ def options_of_plan(plan: Plan, model: Model, given: PipelineOptions) -> Pipelin
     Optimizer states are not offloaded here: pass the optimizer through `pipeloom.OffloadedOptimizer`.
 
     Args:
-        plan: what to run. A data-parallel degree above 1 without a `mesh` makes one of all processes.
+        plan: what to run. Degrees above 1 without a `mesh` make one of all processes, except a tensor-parallel degree:
+            the model was cut with a mesh before.
         model: its device decides whether anything moves: on the CPU nothing is offloaded to "cpu".
         given: the options that `Pipeline` got.
 
@@ -152,6 +153,8 @@ def options_of_plan(plan: Plan, model: Model, given: PipelineOptions) -> Pipelin
     if plan.offload is not None:
         activations = moves and plan.offload_activations is not None
         planned["offload"] = OffloadActivations(plan.offload, plan.offload_activations or None) if activations else None
+    if plan.context > 1:
+        planned["context"] = plan.context_kind or "ring"
     for name, wanted in planned.items():
         value = getattr(given, name)
         plain, listed = (list(each) if isinstance(each, tuple) else each for each in (value, wanted))
@@ -167,9 +170,15 @@ def options_of_plan(plan: Plan, model: Model, given: PipelineOptions) -> Pipelin
 
 
 def _mesh(plan: Plan, mesh: Mesh | None) -> Mesh | None:
+    degrees = {"dp": plan.data, "pp": plan.num_ranks, "cp": plan.context, "tp": plan.tensor}
     if mesh is None:
-        return None if plan.data == 1 else Mesh(pp=plan.num_ranks, dp=plan.data)
-    for axis, degree in (("dp", plan.data), ("pp", plan.num_ranks)):
+        if plan.tensor > 1:
+            raise InputError(
+                f"the plan has tensor={plan.tensor}, and no mesh is given. Cut the model with "
+                "pipeloom.parallelize(model, mesh), and pass mesh=."
+            )
+        return None if plan.data * plan.context == 1 else Mesh(pp=plan.num_ranks, dp=plan.data, cp=plan.context)
+    for axis, degree in degrees.items():
         if hasattr(mesh, "degree") and mesh.degree(axis) != degree:
             raise InputError(f"mesh has {axis}={mesh.degree(axis)}: the plan has {degree}. Use {axis}={degree}.")
     return mesh

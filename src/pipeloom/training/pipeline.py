@@ -108,7 +108,7 @@ class Pipeline:
         blackbox: Any = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        options = PipelineOptions(cut, slices, recompute, offload, mesh, data, precision)
+        options = PipelineOptions(cut, slices, recompute, offload, mesh, data, precision, context)
         if isinstance(schedule, Plan):
             options, schedule = options_of_plan(schedule, model, options), schedule.make_schedule()
         self.state, self.executor = construct(
@@ -118,7 +118,6 @@ class Pipeline:
             loss_fn=loss_fn,
             layers=layers,
             transport=transport,
-            context=context,
             blackbox=blackbox,
             timeout_seconds=timeout_seconds,
         )
