@@ -180,8 +180,8 @@ class OtherAxes(pl.Mesh):
         super().__init__(**degrees)
         self._wrap = wrap
 
-    def _make_axis(self, joint: str, line: tuple[int, ...]) -> Axis:
-        return self._wrap(super()._make_axis(joint, line), line)
+    def _connect(self, name: str, line: tuple[int, ...]) -> Axis:
+        return self._wrap(super()._connect(name, line), line)
 
 
 class _Outgoing(Outgoing):
