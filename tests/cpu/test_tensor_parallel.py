@@ -125,3 +125,10 @@ def test_evaluation_and_full_logits():
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
         if output is not None:
             torch.testing.assert_close(output, logits.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("model", ["grouped", "padded"])
+def test_plans_without_sections_cut_fused_layers_between_heads(model):
+    sizes = config(**MODELS[model])
+    plan = {"blocks.*.qkv": "column", "blocks.*.attention_out": "row"}
+    assert_equal(run(lambda: build(sizes), plan=plan, tp=2), one_process(build(sizes)))

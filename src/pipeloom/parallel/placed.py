@@ -226,6 +226,11 @@ def place_parameter(parameter: Any, how: Placed, place: Place) -> None:
     setattr(parameter, _ATTRIBUTE, block)
 
 
+def forget_block(parameter: Any) -> None:
+    """Undo `place_parameter`, if it was called."""
+    vars(parameter).pop(_ATTRIBUTE, None)
+
+
 def even(size: int, blocks: int, axes: Sequence[str]) -> Cut:
     """A dimension of `size` elements in `blocks` equal blocks along `axes`."""
     return Cut(tuple(axes), (Section(size, blocks),))

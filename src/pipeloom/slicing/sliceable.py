@@ -37,7 +37,7 @@ _DECLARE = (
 )
 
 
-def make_sliceable(module: nn.Module) -> None:
+def make_sliceable(module: nn.Module, *, context: bool = False) -> None:
     """Check that a stage supports slices and context parallelism. Replace ``nn.Dropout`` by `TokenDropout`. Idempotent.
 
     A module supports both if it is one of torch's modules that process tokens independently, or if its attribute
@@ -46,15 +46,21 @@ def make_sliceable(module: nn.Module) -> None:
     again. The declaration does not cover submodules, which are checked too. ``sliceable`` may also be a string with the
     reason why the module does not support parts of a sequence.
 
-    If a module has a method ``prepare_slicing()``, it is called before the check.
+    If a module has a method ``prepare_slicing()``, it is called before the check; with `context`, then
+    ``prepare_context()``, too.
+
+    Args:
+        module: the stage.
+        context: whether ranks share the sequences, in place of slices.
 
     Raises:
         InputError: a module does not support parts of a sequence; the message has its name and the reason.
     """
     for part in list(module.modules()):
-        prepare = getattr(part, "prepare_slicing", None)
-        if callable(prepare):
-            prepare()
+        for method in ("prepare_slicing", "prepare_context") if context else ("prepare_slicing",):
+            prepare = getattr(part, method, None)
+            if callable(prepare):
+                prepare()
     for name, part in module.named_modules():
         refusal = _refusal(part)
         if refusal is not None:

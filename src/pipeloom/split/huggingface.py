@@ -12,18 +12,16 @@ blocks call it wherever they run, including recomputation.
 """
 
 import copy
-import sys
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError, SplitError
-from pipeloom.slicing import Slice, Tokens, causal_attention, token_positions
-from pipeloom.slicing.attention import context_attention
+from pipeloom.slicing import Slice, Tokens, token_positions
 from pipeloom.slicing.tokens import current_part
+from pipeloom.split.huggingface_attention import REPLACED, register
 from pipeloom.split.stage_module import BlockRunner, StageModule
 
 
@@ -56,7 +54,6 @@ DECODERS = {
         _LLAMA,
     ),
 }
-_SLICED = {"sdpa": "pipeloom_sdpa", "eager": "pipeloom_eager"}  # attention of a model -> its replacement for slices
 _FIELDS = ("attention_mask", "position_ids")  # optional inputs, sent along with token ids and hidden states
 
 
@@ -219,14 +216,11 @@ class DecoderStage(StageModule):
             InputError: an attention implementation, attention type or rotary embedding that supports neither slices nor
                 context parallelism.
         """
-        from transformers import AttentionInterface
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
         config = self._config
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         upcast = getattr(config, "reorder_and_upcast_attn", False)
         for seen, known, fix in (
-            ({config._attn_implementation}, set(_SLICED), "Load the model with attn_implementation='sdpa'"),
+            ({config._attn_implementation}, set(REPLACED), "Load the model with attn_implementation='sdpa'"),
             (self._attention_types(), {"full_attention", "sliding_attention"}, "Train on whole sequences"),
             (
                 {rope} & {"dynamic", "longrope"},
@@ -241,9 +235,8 @@ class DecoderStage(StageModule):
                     f"which parts of a sequence do not support. {fix}."
                 )
         sliced_config = copy.copy(config)
-        sliced_config._attn_implementation = _SLICED[config._attn_implementation]
-        AttentionInterface.register(_SLICED["sdpa"], partial(_sdpa, sdpa_attention_forward))
-        AttentionInterface.register(_SLICED["eager"], _eager)
+        sliced_config._attn_implementation = REPLACED[config._attn_implementation]
+        register()
         homes = (f"transformers.models.{config.model_type}.", "transformers.activations", "transformers.pytorch_utils")
         for part in self.modules():
             if type(part).__module__.startswith(homes):
@@ -251,51 +244,14 @@ class DecoderStage(StageModule):
                 if getattr(part, "config", None) is config:
                     part.config = sliced_config
 
+    def prepare_context(self) -> None:
+        """Validate that attention works on the tokens of a context-parallel rank.
 
-# Attention for parts of sequences, registered with transformers; of whole sequences, it is the model's own. Shapes:
-# queries [batch, heads, tokens, width], keys and values with the same or fewer heads, result [batch, tokens, heads,
-# width].
-def _sdpa(
-    whole: Callable[..., tuple[Tensor, Tensor | None]],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **settings: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Calls `whole`, transformers' own ``sdpa``, for whole sequences."""
-    part = current_part()
-    if isinstance(part, Tokens):
-        window = settings.get("sliding_window")
-        attended = context_attention(
-            part, query, key, value, causal=True, dropout_p=dropout, scale=scaling, window=window
-        )
-        return attended.transpose(1, 2).contiguous(), None
-    if part is None:
-        return whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings)
-    attended = causal_attention(query, key, value, module, dropout_p=dropout, scale=scaling, mask=attention_mask)
-    return attended.transpose(1, 2).contiguous(), None
-
-
-def _eager(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Calls `eager_attention_forward` of the model's module, with the keys and values of earlier slices."""
-    own = sys.modules[type(module).__module__].eager_attention_forward
-    part = current_part()
-    if isinstance(part, Tokens):
-        raise InputError(
-            f"{type(module).__name__} with attn_implementation='eager': context parallelism does not support it. Load "
-            "the model with attn_implementation='sdpa'."
-        )
-    if part is not None:
-        if settings.get("dropout"):
+        Raises:
+            InputError: eager attention.
+        """
+        if self._config._attn_implementation == "eager":
             raise InputError(
-                f"{type(module).__name__} with attn_implementation='eager' and attention dropout: dropout masks would "
-                "depend on the slices. Use attn_implementation='sdpa'."
+                f"the stage from module {self._names[0]!r} has attn_implementation='eager', which context parallelism "
+                "does not support. Load the model with attn_implementation='sdpa'."
             )
-        key, value = part.extend((module, "keys"), key), part.extend((module, "values"), value)
-    return own(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from pipeloom.ir import Schedule, check
 from pipeloom.ir.recompute import Recompute, recompute_of_stages
 from pipeloom.parallel import Mesh, OffloadActivations
 from pipeloom.parallel.context import KINDS, ContextKind, ContextParallel
-from pipeloom.parallel.placed import placed
+from pipeloom.parallel.placed import Place, placed, placed_block
 from pipeloom.passes import check_has_backwards
 from pipeloom.split.stage_module import StageModule
 from pipeloom.transport.interface import OneProcessTransport
@@ -66,7 +66,19 @@ def check_arguments(
 
 
 def check_placed(mesh: Mesh | None, modules: Sequence[nn.Module]) -> None:
-    """Raises InputError where a mesh has several tensor-parallel ranks, and no parameter lies on them."""
+    """Validate that the parameters of a model lie on the tensor-parallel ranks of the mesh.
+
+    Raises:
+        InputError: there are several ranks and no parameter lies on them, or a parameter lies on those of another mesh.
+    """
+    place = Place({"tp": 0}, {"tp": 1}) if mesh is None else mesh.place
+    blocks = (placed_block(parameter) for module in modules for parameter in module.parameters())
+    other = next((block.place for block in blocks if block is not None and block.place != place), None)
+    if other is not None:
+        raise InputError(
+            f"mesh={mesh}: the model was cut for place {_text(other)}, and this mesh has {_text(place)} here. Pass the "
+            "mesh of pipeloom.parallelize to Pipeline."
+        )
     if mesh is None or mesh.degree("tp") == 1:
         return
     if not any(placed(parameter) for module in modules for parameter in module.parameters()):
@@ -74,6 +86,10 @@ def check_placed(mesh: Mesh | None, modules: Sequence[nn.Module]) -> None:
             f"mesh={mesh}: no parameter of the model is cut along tp, so all tensor-parallel ranks would do the same "
             "work. Call pipeloom.parallelize(model, mesh, plan) first, or give tp degree 1."
         )
+
+
+def _text(place: Place) -> str:
+    return ", ".join(f"{axis} {place.coordinates[axis]} of {degree}" for axis, degree in place.degrees.items())
 
 
 def context_of(

@@ -74,7 +74,7 @@ def construct(
     is_cut = not isinstance(model, nn.Module | Stages)  # a list may hold placeholders for stages of other ranks
     kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules)
     for module in stages.modules if sliced or parts is not None else ():
-        make_sliceable(module)
+        make_sliceable(module, context=parts is not None)
 
     check_placed(mesh, stages.modules)
     sharing = share(mesh, data, precision, timeout_seconds)

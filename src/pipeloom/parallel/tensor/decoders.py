@@ -13,7 +13,7 @@ from pipeloom.errors import InputError
 from pipeloom.parallel.axis import Axis
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.tensor.one_d.linear import enter
-from pipeloom.parallel.tensor.plan import Entry
+from pipeloom.parallel.tensor.plan import Entry, entries_of
 
 _ENTRANCES = ("self_attn", "attn", "mlp")  # modules of a block whose layers all read the module's input
 _HIDDEN = "hidden_states"
@@ -25,16 +25,35 @@ def plan_of(model: nn.Module) -> Mapping[str, Any]:
     Raises:
         InputError: it has none.
     """
-    for name in ("tensor_plan", "_tp_plan"):
-        found = getattr(model, name, None)
-        if found:
-            return dict(found)
-    if getattr(getattr(model, "config", None), "model_type", "") == "gpt2":
-        return _gpt2_plan(model)
+    found = _own_plan(model)
+    if found is not None:
+        return found
     raise InputError(
         f"{type(model).__name__} has no plan of its own. Pass plan, such as {{'blocks.*.up': 'column', "
         "'blocks.*.down': 'row'}."
     )
+
+
+def _own_plan(model: nn.Module) -> Mapping[str, Any] | None:
+    for name in ("tensor_plan", "_tp_plan"):
+        found = getattr(model, name, None)
+        if found:
+            return dict(found)
+    return _gpt2_plan(model) if getattr(getattr(model, "config", None), "model_type", "") == "gpt2" else None
+
+
+def with_own_sections(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """`entries`, where layers whose sections are not given have those of the model's own plan: fused q, k and v.
+
+    Without sections, a fused layer would be cut in the middle of its keys.
+    """
+    plan = {name: kind for name, kind in (_own_plan(model) or {}).items() if isinstance(kind, tuple)}
+    own = entries_of(model, plan) if plan else {}
+    found = dict(entries)
+    for name, entry in entries.items():
+        if name in own and entry.sections is None and not entry.halves and entry.kind == own[name].kind:
+            found[name] = entry._replace(sections=own[name].sections)
+    return found
 
 
 def _gpt2_plan(model: nn.Module) -> dict[str, Any]:
@@ -66,6 +85,7 @@ def adapted(model: nn.Module, entries: Mapping[str, Entry], *, sequence: bool) -
     found = dict(entries)
     for name, module, inside in _entrances(model, entries):
         if "head_dim" in vars(module):
+            _check_attention(module, name, inside)
             found.update(_by_heads(module, name, inside))
         if _enters(module, name, inside, sequence=sequence):
             for each in inside:
@@ -97,6 +117,21 @@ def _entrances(model: nn.Module, entries: Mapping[str, Entry]) -> Iterator[tuple
                 yield name, module, inside
 
 
+def _check_attention(module: nn.Module, name: str, inside: Mapping[str, Entry]) -> None:
+    """Raises InputError where some linear layers of an attention module have a part of the heads, and not all."""
+    missing = [each for each in _linears(module) if f"{name}.{each}" not in inside]
+    cut = [each for each, entry in inside.items() if entry.kind == "column"]
+    if missing and cut:
+        raise InputError(
+            f"the plan cuts {cut[0]!r} between heads, and not {missing[0]!r} of the same attention, which would have "
+            f"all heads. Add '{name}.{missing[0]}' to the plan."
+        )
+
+
+def _linears(module: nn.Module) -> list[str]:
+    return [each for each, child in module.named_modules() if type(child).__name__ in ("Linear", "Conv1D")]
+
+
 def _by_heads(module: nn.Module, name: str, inside: Mapping[str, Entry]) -> dict[str, Entry]:
     """Column entries of attention cut between heads; key heads may be shared."""
     width = int(module.head_dim)  # type: ignore[arg-type]
@@ -123,8 +158,7 @@ def _divide_heads(module: Any, config: Any, degree: int) -> None:
 
 def _enters(module: nn.Module, name: str, inside: Mapping[str, Entry], *, sequence: bool) -> bool:
     """Whether f can stand in front of a module: all of its linear layers are cut."""
-    own = [each for each, child in module.named_modules() if type(child).__name__ in ("Linear", "Conv1D")]
-    missing = [each for each in own if f"{name}.{each}" not in inside]
+    missing = [each for each in _linears(module) if f"{name}.{each}" not in inside]
     if missing and sequence:
         raise InputError(
             f"sequence=True: the plan cuts a part of {name!r}, and not {missing[0]!r}, which would see all tokens on "

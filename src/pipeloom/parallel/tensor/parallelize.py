@@ -8,11 +8,12 @@ from torch import nn
 from pipeloom.errors import InputError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.placed import placed
-from pipeloom.parallel.tensor.decoders import adapted, install, is_decoder, plan_of
+from pipeloom.parallel.tensor.decoders import adapted, install, is_decoder, plan_of, with_own_sections
 from pipeloom.parallel.tensor.grids.layout import OnGrid
 from pipeloom.parallel.tensor.grids.shape import GridLayout, GridShape
 from pipeloom.parallel.tensor.one_d.layers import OneD
 from pipeloom.parallel.tensor.plan import entries_of
+from pipeloom.parallel.tensor.unchanged import unchanged_on_error
 
 LAYOUTS = ("1d", *get_args(GridLayout))
 
@@ -57,31 +58,50 @@ def parallelize(
 
     Raises:
         InputError: an unknown kind or layout, a pattern without a module, sizes that cannot be shared evenly, a module
-            that cannot be cut that way, or a model that is cut already.
+            that cannot be cut that way, or a model that is cut already. The model is then as it was.
     """
+    decoder = _check_arguments(model, mesh, layout, sequence)
+    if plan is None:
+        plan = plan_of(model)
+    entries = with_own_sections(model, entries_of(model, plan))
+    shape = _grid_shape(mesh.degree("tp"), layout, depth, sequence=sequence)
+    if mesh.degree("tp") == 1:
+        return model
+    if any(placed(parameter) is not None for parameter in model.parameters()):
+        raise InputError("the model is cut already. Call parallelize once per model.")
+    with unchanged_on_error(model):
+        if layout == "1d":
+            found = adapted(model, entries, sequence=sequence) if decoder else entries
+            OneD(mesh, sequence=sequence).apply(model, found)
+            if decoder:
+                install(model, found, mesh, sequence=sequence)
+        else:
+            OnGrid(mesh, shape).apply(model, entries)
+    return model
+
+
+def _check_arguments(model: Any, mesh: Any, layout: Any, sequence: Any) -> bool:
+    """Whether the model is a decoder of transformers. Raises InputError for unknown arguments."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: must be an nn.Module. Cut the model before it is split.")
     if not isinstance(mesh, Mesh):
         raise InputError(f"mesh={mesh!r}: must be a pipeloom.Mesh, such as Mesh(tp=2).")
     if layout not in LAYOUTS:
         raise InputError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}.")
-    if plan is None:
-        plan = plan_of(model)
-    entries = entries_of(model, plan)
-    shape = _grid_shape(mesh.degree("tp"), layout, depth, sequence=sequence)
-    if mesh.degree("tp") == 1:
-        return model
-    if any(placed(parameter) is not None for parameter in model.parameters()):
-        raise InputError("the model is cut already. Call parallelize once per model.")
-    if layout == "1d":
-        decoder = is_decoder(model)
-        found = adapted(model, entries, sequence=sequence) if decoder else entries
-        OneD(mesh, sequence=sequence).apply(model, found)
-        if decoder:
-            install(model, found, mesh, sequence=sequence)
-    else:
-        OnGrid(mesh, shape).apply(model, entries)
-    return model
+    if not isinstance(sequence, bool):
+        raise InputError(f"sequence={sequence!r}: must be True or False.")
+    decoder = is_decoder(model)
+    if layout != "1d" and decoder:
+        raise InputError(
+            f"{type(model).__name__} with layout={layout!r}: decoders of transformers can be cut with layout '1d' "
+            "alone. Use layout='1d'."
+        )
+    if layout == "1d" and "tp" not in mesh.place.degrees:
+        raise InputError(
+            f"mesh {mesh} is divided into {' x '.join(mesh.place.degrees)} for another model: layout '1d' needs axis "
+            "tp in one. Make another Mesh."
+        )
+    return decoder
 
 
 def _grid_shape(degree: int, layout: str, depth: int | None, *, sequence: bool) -> GridShape:

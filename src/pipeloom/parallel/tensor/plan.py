@@ -16,8 +16,8 @@ Layers that no pattern matches are of the kind "tokens".
 
 ``(kind, sections)`` cuts a fused linear layer: sections of its outputs (of its inputs, for rows) are cut one by one.
 A section is (size, heads): boundaries lie between heads. The first section has at least one head per process; of
-later ones, processes may share a head (grouped queries). The plans of transformers, such as
-``config.base_model_tp_plan``, are taken as they are.
+later ones, processes may share a head (grouped queries). Layers whose sections the model's own plan has, such as qkv of
+the GPT, need none. The plans of transformers, such as ``config.base_model_tp_plan``, are taken as they are.
 """
 
 import re

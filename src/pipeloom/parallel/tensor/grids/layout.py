@@ -39,18 +39,22 @@ class OnGrid(Layout):
         shape: of the grid.
 
     Attributes:
-        grid: as this process sees it.
+        grid: as this process sees it; the mesh is divided into it when all layers are known to fit.
     """
 
+    grid: Grid
+    _cutter: Cutter
+
     def __init__(self, mesh: Mesh, shape: GridShape) -> None:
-        self.grid = Grid(mesh, shape)
-        self._cutter = Cutter(mesh)
+        self._mesh, self._shape = mesh, shape
         self._threads = isinstance(mesh.members, ThreadMembers)
 
     def apply(self, model: nn.Module, entries: Mapping[str, Entry]) -> None:
         found = list(_layers(model, entries))
         for name, module, entry in found:
-            _check(name, module, entry, self.grid.shape)
+            _check(name, module, entry, self._shape)
+        self.grid = Grid(self._mesh, self._shape)
+        self._cutter = Cutter(self._mesh)
         for name, module, entry in found:
             if entry is None:
                 replace_module(model, name, self._norm(name, module))
@@ -119,6 +123,11 @@ def _check(name: str, module: Any, entry: Entry | None, shape: GridShape) -> Non
         shape.check_divides(module.normalized_shape[0], shape.side, "width", name)
         return
     embedding = hasattr(module, "look_up") or _plain(module)
+    if entry is not None and entry.kind == "vocabulary" and type(module) is nn.Embedding and not embedding:
+        raise InputError(
+            f"embedding {name} has padding_idx, max_norm, scale_grad_by_freq or sparse, which layout {shape} does not "
+            "support. Turn these off, or use layout 1d."
+        )
     if entry is None or entry.kind not in _KINDS or entry.halves or not (type(module) is nn.Linear or embedding):
         kind = "no kind in the plan" if entry is None else f"kind {entry.kind!r}"
         raise InputError(
