@@ -16,7 +16,11 @@ from pipeloom.train.config.rules import DRAINS, check_stream, steps_between_drai
 from pipeloom.train.config.schedule import check_replicas, parse_cut
 from pipeloom.train.config.train_config import TrainConfig, options
 
-_USUAL = {"parallel.chunks": 1, "parallel.data": 1, "parallel.in_flight": "noam", "batch.microbatches": 1}
+_USUAL = {
+    **dict.fromkeys(("parallel.chunks", "parallel.data", "parallel.tensor", "parallel.context"), 1),
+    "parallel.in_flight": "noam",
+    "batch.microbatches": 1,
+}
 
 
 def add_model_options(parser: Parser, *, but: Sequence[str] = ()) -> None:
