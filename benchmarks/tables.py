@@ -73,6 +73,11 @@ HEADLINES = [
         "1f1b / seq1f1b, 8 slices",
     ),
     Headline(
+        "Step time, 2 tensor-parallel ranks, 4 x 256 tokens: pipeloom / DTensor (`parallelize_module`)",
+        "tensor_parallel",
+        "1d, width 256, 4x256 tokens, M=2: pipeloom 1d / DTensor",
+    ),
+    Headline(
         "Speed-up on one sequence of 8,192 tokens, 2 ranks: one process / ring attention",
         "context",
         "one process / ring",
