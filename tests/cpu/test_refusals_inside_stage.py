@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.models import GPT, loss_fn
-from tests.cpu.tensor_cases import config, on_mesh
+from tests.cpu.tensor_cases import build, config, on_mesh
 
 ATTENTION = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
@@ -146,4 +147,112 @@ def test_eager_attention_is_refused_before_context_parallel_ranks_communicate():
         with pytest.raises(InputError, match=r"has attn_implementation='eager', which context parallelism does not"):
             pl.Pipeline(models.pop(), schedule, loss_fn=loss_fn, mesh=mesh)
 
+    on_mesh(work, cp=2)
+
+
+def stepping(mesh: pl.Mesh, model: nn.Module, said: str, shape: tuple[int, int], good: tuple[int, int], **options):
+    """A step with token ids of `shape` is refused with nothing sent inside stages; one with `good` runs."""
+    family, pipe_options = options.pop("family", "1f1b"), options
+    sliced = {"num_slices": len(options["slices"])} if "slices" in options else {}
+    schedule = pl.schedules.build(family, num_ranks=1, num_microbatches=2, **sliced)
+    with pl.Pipeline(model, schedule, loss_fn=loss_fn, mesh=mesh, **pipe_options) as pipe:
+        mesh.meter.traffic.clear()
+        for run in (pipe.step, pipe.evaluate):
+            tokens = torch.zeros(shape, dtype=torch.long)
+            with pytest.raises(InputError, match=said) as error:
+                run(tokens, tokens)
+            assert "\n" not in str(error.value)
+        assert not mesh.meter.traffic
+        tokens = torch.zeros(good, dtype=torch.long)
+        pipe.step(tokens, tokens)
+        assert mesh.meter.traffic
+
+
+@pytest.mark.parametrize(
+    ("layout", "tp", "depth", "said"),
+    [
+        ("2d", 4, None, r"micro-batch size=3 with layout 2d \(2 x 2\): must be a multiple of 2\. Use 2 or 4"),
+        ("2.5d", 8, 2, r"micro-batch size=3 with layout 2\.5d \(2 x 2 x 2\): must be a multiple of 4\. Use 4"),
+        ("3d", 8, None, r"micro-batch size=3 with layout 3d \(2 x 2 x 2\): must be a multiple of 4\. Use 4"),
+    ],
+)
+def test_samples_that_a_grid_cannot_share_are_refused_before_ranks_communicate(layout, tp, depth, said):
+    good = (4 if layout == "2d" else 8, 12)
+    on_mesh(
+        lambda mesh: stepping(
+            mesh, pl.parallelize(build(config()), mesh, layout=layout, depth=depth), said, (6, 12), good
+        ),
+        tp=tp,
+    )
+
+
+def test_tokens_that_ranks_cannot_share_are_refused_before_they_communicate():
+    def cut(mesh):
+        return pl.parallelize(build(config()), mesh, sequence=True)
+
+    said = "a sequence or slice of 11 tokens with sequence parallelism on 2 tensor-parallel ranks: .* Use 10 or 12"
+    on_mesh(lambda mesh: stepping(mesh, cut(mesh), said, (2, 11), (2, 12)), tp=2)
+    sliced = {"family": "seq1f1b", "slices": [6, 6]}
+    said = "a sequence or slice of 5 tokens with sequence parallelism on 2 .* Use 4 or 6"
+    on_mesh(lambda mesh: stepping(mesh, cut(mesh), said, (2, 10), (2, 12), **sliced), tp=2)
+    said = r"a sequence or slice of 10 tokens .* on tp=2 and cp=2: .* multiple of 4\. Use 8 or 12"
+    on_mesh(lambda mesh: stepping(mesh, cut(mesh), said, (2, 10), (2, 12), context="ring-plain"), tp=2, cp=2)
+
+
+def heads_refused(mesh: pl.Mesh, model: nn.Module, said: str) -> None:
+    mesh.meter.traffic.clear()
+    with pytest.raises(InputError, match=said) as error:
+        pl.Pipeline(model, SCHEDULE, loss_fn=loss_fn, mesh=mesh, context="ulysses")
+    assert "\n" not in str(error.value)
+    assert not mesh.meter.traffic
+
+
+SCHEDULE = pl.schedules.build("1f1b", num_ranks=1, num_microbatches=1)
+
+
+def test_heads_that_ulysses_cannot_divide_are_refused_with_the_pipeline():
+    from tests.cpu.test_huggingface import build as decoder
+
+    def gpt(mesh):
+        heads_refused(mesh, build(config()), "attention with 4 query heads and 4 key heads on cp=3: .* Use cp=1 or 2")
+        heads_refused(mesh, build(config(kv_heads=2)), "with 4 query heads and 2 key heads on cp=3")
+        heads_refused(mesh, models.pop(), "attention with 4 query heads and . key heads on cp=3")
+        pl.Pipeline(build(config(width=24, heads=6)), SCHEDULE, mesh=mesh, context="ulysses").close()
+        pl.Pipeline(build(config()), SCHEDULE, mesh=mesh).close()  # ring divides no heads
+
+    for kind in ("llama", "gpt2"):
+        models = [decoder(kind) for _ in range(3)]
+        on_mesh(gpt, cp=3)
+
+    def cut(mesh):  # heads of one tensor-parallel rank
+        for keys in (4, 1):
+            model = pl.parallelize(build(config(kv_heads=keys)), mesh)
+            heads_refused(mesh, model, f"attention with 2 query heads and {-(-keys // 2)} key heads on cp=4")
+        heads_refused(mesh, pl.parallelize(models.pop(), mesh), "attention with 2 query heads and . key heads on cp=4")
+
+    for kind in ("llama", "gpt2"):
+        models = [decoder(kind) for _ in range(8)]
+        on_mesh(cut, tp=2, cp=4)
+
+
+def test_attention_dropout_is_refused_before_context_parallel_ranks_communicate():
+    from tests.cpu.test_huggingface import build as decoder
+
+    said = r"dropout of attention weights with probability 0\.1: context parallelism does not support it"
+    tokens = torch.zeros(1, 12, dtype=torch.long)
+
+    def work(mesh):
+        for model in (build(config(dropout=0.1)), *models.pop()):
+            with pl.Pipeline(model, SCHEDULE, loss_fn=loss_fn, mesh=mesh) as pipe:
+                pipe.train()
+                mesh.meter.traffic.clear()
+                with pytest.raises(InputError, match=said):
+                    pipe.step(tokens, tokens)
+                assert not mesh.meter.traffic
+                pipe.evaluate(tokens, tokens)
+                pipe.eval()
+                pipe.step(tokens, tokens)
+
+    rates = {"llama": {"attention_dropout": 0.1}, "gpt2": {"attn_pdrop": 0.1}}
+    models = [[decoder(kind, **rate) for kind, rate in rates.items()] for _ in range(2)]
     on_mesh(work, cp=2)

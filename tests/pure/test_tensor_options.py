@@ -54,7 +54,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "parallel.sequence=true: works with parallel.tensor_layout=1d alone, not 2d",
     ),
     ({"parallel__tensor": 3, "parallel__tensor_layout": "2d"}, "tp=3 with layout 2d: must be a square"),
-    ({"parallel__tensor": 8, "parallel__tensor_layout": "2.5d"}, "depth=None with layout 2.5d"),
+    ({"parallel__tensor": 8, "parallel__tensor_layout": "2.5d"}, "parallel.tensor_depth is missing"),
+    ({"parallel__context": 2, "model__dropout": 0.1}, "model.dropout=0.1: does not work with parallel.context=2"),
     (
         {"parallel__tensor": 4, "parallel__tensor_layout": "2d", "batch__size": 36, "batch__microbatches": 4},
         "batch.size=36: parallel.tensor_layout=2d cuts each micro-batch into 2 parts, so batch.size must be a "

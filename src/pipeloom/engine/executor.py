@@ -51,6 +51,7 @@ class Executor:
         sliced: whether micro-batches run in slices, even if in one.
         slice_lengths: tokens of each slice; None: equal slices.
         parts: cuts sequences between context-parallel ranks; None: this rank has whole sequences.
+        check_batch: raises InputError for micro-batches that the stages cannot run.
         recompute: what backwards recompute, per stage of the model.
         open_mover: makes the mover of one rank's activations; returns None without activation offload.
         blackbox: a writable buffer for the label of the running action.
@@ -74,12 +75,13 @@ class Executor:
         sliced: bool,
         slice_lengths: Sequence[int] | None,
         parts: SequenceParts | None,
+        check_batch: Callable[[Batch], None],
         recompute: Sequence[Recompute],
         open_mover: Callable[[], ActivationMover | None],
         blackbox: Any,
     ) -> None:
         self.programs, self.connection, self.loss_fn, self.parts = programs, connection, loss_fn, parts
-        self._sliced, self._slice_lengths = sliced, slice_lengths
+        self._sliced, self._slice_lengths, self._check_batch = sliced, slice_lengths, check_batch
         self.local_ranks = tuple(state.stages_of)
         self._state, self._transport = state, connection.transport
         self._results = ResultExchange(connection.rank, programs.forward.schedule, self._transport)
@@ -180,6 +182,7 @@ class Executor:
             )
             if self._sliced:
                 cut_sequences(batch, program.schedule.num_slices, self._slice_lengths)
+            self._check_batch(batch)
             if self.parts is not None:
                 cut_tokens(batch, self.parts)
         except Exception as error:

@@ -126,6 +126,18 @@ class Block(nn.Module):
         # GPT-2: layers that add to the residual stream are scaled by 1 / sqrt(number of additions).
         self.init_std = dict.fromkeys(("attention_out", "mlp_down"), 0.02 / (2 * config.layers) ** 0.5)
 
+    @property
+    def attention_heads(self) -> tuple[int, int]:
+        """Query heads and key heads of this process."""
+        heads = self.qkv.weight.shape[0] // self.head_width
+        keys = max(1, heads // (self.queries_per_key + 2))
+        return heads - 2 * keys, keys
+
+    @property
+    def attention_dropout(self) -> float:
+        """Dropout probability of attention weights in training."""
+        return self.dropout
+
     def forward(self, x_BSW: Tensor) -> Tensor:
         p = self.dropout if self.training else 0.0
         a_BSW = self.attention_out(self.attention(self.qkv(self.attention_norm(x_BSW)), p))

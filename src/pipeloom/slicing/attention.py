@@ -171,11 +171,16 @@ def context_attention(
         )
         return result
     if dropout_p:
-        raise InputError(
-            f"dropout of attention weights with probability {dropout_p}: context parallelism does not support it. Set "
-            "it to 0, and use dropout after the attention instead."
-        )
+        raise refused_dropout(dropout_p)
     return tokens.attend(q, k, v, causal=causal, scale=scale, window=window)
+
+
+def refused_dropout(p: float) -> InputError:
+    """The error for dropout of attention weights under context parallelism."""
+    return InputError(
+        f"dropout of attention weights with probability {p}: context parallelism does not support it. Set it to 0, and "
+        "use dropout after the attention instead."
+    )
 
 
 def _allowed(piece: Slice, device: torch.device) -> Tensor:

@@ -17,9 +17,11 @@ from pipeloom.errors import InputError, folded
 from pipeloom.ir import DataAxis, Schedule, check
 from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
 from pipeloom.parallel.context import ContextKind
+from pipeloom.parallel.context.attention_modules import check_heads_of_model
 from pipeloom.parallel.data.sharing import share
 from pipeloom.parallel.offload.activations import open_activation_offload
 from pipeloom.parallel.options import check_synchronous
+from pipeloom.parallel.tensor.batch_rule import BatchRule
 from pipeloom.passes import evaluation_schedule, lower, merge_backwards, separate_units
 from pipeloom.plan.plan import Plan
 from pipeloom.processes.agreement import RunFingerprint
@@ -77,6 +79,8 @@ def construct(
         make_sliceable(module, context=parts is not None)
 
     check_placed(mesh, stages.modules)
+    if parts is not None:
+        check_heads_of_model(stages.modules, parts.kind, parts.axis.degree)
     sharing = share(mesh, data, precision, timeout_seconds)
     tied = [parameter.stages for parameter in stages.tied]
     programs = _programs(schedule, tied, sharing.axis, offload)
@@ -105,6 +109,7 @@ def construct(
         sliced=sliced,
         slice_lengths=slices,
         parts=parts,
+        check_batch=BatchRule(stages.modules, 1 if parts is None else parts.axis.degree),
         recompute=kinds,
         open_mover=open_mover,
         blackbox=blackbox,

@@ -21,6 +21,7 @@ from pipeloom.ir import Action, Schedule
 from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
 from pipeloom.parallel.axis import AxisSpan
 from pipeloom.parallel.context import ContextKind
+from pipeloom.parallel.context.attention_modules import check_dropout, with_dropout
 from pipeloom.parallel.tensor.one_d.logits import full_logits
 from pipeloom.plan.plan import Plan
 from pipeloom.training.argument_checks import check_trains
@@ -129,6 +130,7 @@ class Pipeline:
         ranks = {rank: worker.state for rank, worker in self.executor.workers.items()}
         self.memory = MemoryUse(self.state.stores, ranks)
         self._trains = False  # whether `check_trains` has passed
+        self._dropouts = [] if self.executor.parts is None else with_dropout(self.modules())
 
     # Runs
 
@@ -170,6 +172,7 @@ class Pipeline:
         if not self._trains or not torch.is_grad_enabled():
             check_trains(self.schedule, self.executor.loss_fn)
             self._trains = True
+        check_dropout(self._dropouts)
         if self.state.has_copies and warm_up is None:  # before its validation, ranks may still differ
             self.state.check_equal()
         if self.mesh is not None:

@@ -5,6 +5,7 @@ masks                  which keys a query attends to: causal order, windows, pad
 kernels                attention of one block with its log-sum-exp
 ring                   ring attention (arXiv:2310.01889)
 ring_self_attention    two passes and a whole softmax (arXiv:2105.13120)
+attention_modules      heads and dropout of a model's attention, before it runs
 all_to_all             all-to-all over heads (DeepSpeed-Ulysses, arXiv:2309.14509)
 context_tokens         the tokens of a micro-batch on this rank, and their attention
 context_parallel       cuts batches along the sequence

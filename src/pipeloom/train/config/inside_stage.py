@@ -53,6 +53,11 @@ def _check_tensor(config: TrainConfig) -> None:
             f"parallel.tensor_depth={parallel.tensor_depth}: has no effect with parallel.tensor_layout={layout}. "
             "Remove it, or use 2.5d."
         )
+    if layout == "2.5d" and parallel.tensor_depth is None:
+        raise InputError(
+            f"parallel.tensor_depth is missing: parallel.tensor={degree} with parallel.tensor_layout=2.5d is depth * q "
+            "* q processes. Add parallel.tensor_depth, from 1 to q."
+        )
     if parallel.sequence and layout != "1d":
         raise InputError(
             f"parallel.sequence=true: works with parallel.tensor_layout=1d alone, not {layout}. Remove it, or use 1d."
@@ -104,6 +109,11 @@ def _check_context(config: TrainConfig, schedule: Schedule) -> None:
         raise InputError(
             f"parallel.context={degree}: does not work with asynchronous schedule {schedule.name!r}. Use a synchronous "
             "one such as 1f1b."
+        )
+    if model.dropout > 0:
+        raise InputError(
+            f"model.dropout={model.dropout}: does not work with parallel.context={degree}, which does not support "
+            "dropout of attention weights. Set it to 0."
         )
     why = f"parallel.context={degree} with parallel.context_kind={kind}"
     _check_multiple("model.sequence_length", model.sequence_length, 2 * degree if kind == "ring" else degree, why)

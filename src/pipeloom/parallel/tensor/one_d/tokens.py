@@ -49,14 +49,16 @@ def scatter_sum(x: Tensor, axis: Axis, *, sequence: bool) -> Tensor:
     return reduce_scatter(x, axis, TOKENS)
 
 
-def check_tokens(tokens: int, degree: int) -> None:
-    """Raises InputError where processes cannot share the tokens evenly."""
-    if tokens % degree:
-        low, high = tokens - tokens % degree, tokens + degree - tokens % degree
+def check_tokens(tokens: int, degree: int, *, context: int = 1) -> None:
+    """Raises InputError where processes cannot share the tokens evenly; `context` ranks have shared them out before."""
+    multiple = degree * context
+    if tokens % multiple:
+        low, high = tokens - tokens % multiple, tokens + multiple - tokens % multiple
         fix = f"{low} or {high}" if low else str(high)
+        ranks = f"{degree} tensor-parallel ranks" if context == 1 else f"tp={degree} and cp={context}"
         raise InputError(
-            f"a sequence or slice of {tokens} tokens with sequence parallelism on {degree} tensor-parallel ranks: the "
-            f"number of tokens must be a multiple of {degree}. Use {fix} tokens, or sequence=False."
+            f"a sequence or slice of {tokens} tokens with sequence parallelism on {ranks}: the number of tokens must "
+            f"be a multiple of {multiple}. Use {fix} tokens, or sequence=False."
         )
 
 
