@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from pipeloom.cli.common.inside_options import add_inside_options, check_has_effect, inside_of
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.planning import add_model_options, check_file_alone, given_model, measured_model
 from pipeloom.cli.partition_answers import StreamAnswer, SynchronousAnswer
@@ -12,7 +13,10 @@ from pipeloom.common.atomic_file import write_named
 from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import Bytes, BytesPerSecond
 from pipeloom.errors import InputError
+from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.partition import Form, Profile, check_levels, parse_profile
+from pipeloom.plan.partition.shared_profile import samples_of, share_profile
+from pipeloom.plan.shared_layers import SharedLayers
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,10 +24,16 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(list(argv)).as_dict()
     levels = _levels(given)
     check_levels(levels)
+    given["inside"] = inside_of(given)
     _check_schedule(given)
     profile, options = _profile(given, math.prod(components for components, _ in levels))
     if given["write_profile"] is not None:
         write_named("--write-profile", given["write_profile"], profile.to_json() + "\n")
+    given["layers"] = None
+    if given["inside"].processes > 1:
+        given["layers"] = layers = _layers(given, profile, levels[0][1])
+        profile = share_profile(profile, layers)
+        options = {**given_model(given), "batch.size": layers.samples}
     kind = SynchronousAnswer if given["schedule"] == "dapple" else StreamAnswer
     answer = kind(profile, levels, given, options)
     if given["out"] is not None:
@@ -47,6 +57,7 @@ def _parser() -> Parser:
             pipeloom partition --ranks 4 --bandwidth 1e9 --model.layers 12 --batch 8 --write-profile profile.json
             pipeloom partition --profile profile.json --ranks 8 --bandwidth 1.25e9 --schedule dapple --microbatches 16
             pipeloom partition --ranks 2 --bandwidth 1e9 --out plan.json
+            pipeloom partition --ranks 2 --tensor 2 --bandwidth 1e9 --schedule dapple --microbatches 8
         """,
     )
     option = parser.add_argument
@@ -71,6 +82,10 @@ def _parser() -> Parser:
     option("--write-profile", type=str, metavar="FILE", help="JSON file to write with layer times, for --profile")
     option("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
     option("--json", action="store_true", help="output as one JSON object")
+    group = parser.add_argument_group("processes that share a stage: a rank is tensor x context of them")
+    add_inside_options(group)
+    rate = "bandwidth per process inside a stage (default: --bandwidth, or that of the innermost level)"
+    group.add_argument("--node-bandwidth", type=BytesPerSecond | None, help=rate)
     add_model_options(parser)
     return parser
 
@@ -103,6 +118,15 @@ def _levels(given: dict[str, Any]) -> list[tuple[int, float]]:
 
 
 def _check_schedule(given: dict[str, Any]) -> None:
+    inside = given["inside"]
+    check_has_effect(given, inside)
+    if given["node_bandwidth"] is not None and inside.processes == 1:
+        raise InputError("--node-bandwidth: has no effect without --tensor or --context. Remove it.")
+    if inside.context > 1 and given["schedule"] == "pipedream":
+        raise InputError(
+            f"--context {inside.context}: does not work with --schedule pipedream, since asynchronous schedules do not "
+            "support context parallelism. Use --schedule dapple."
+        )
     if given["schedule"] != "dapple":
         if given["microbatches"] is not None:
             raise InputError(
@@ -122,10 +146,25 @@ def _check_schedule(given: dict[str, Any]) -> None:
 def _profile(given: dict[str, Any], num_ranks: int) -> tuple[Profile, dict[str, Any]]:
     """The profile of a file, or measured here; and options of a training run on the measured model."""
     if given["profile"] is not None:
-        check_file_alone(given, "--profile", ("batch", "write_profile"), "the layer times")
+        sized = given["inside"].processes > 1
+        check_file_alone(given, "--profile", ("batch", "write_profile"), "the layer times", sized=sized)
         return parse_file("--profile", given["profile"], parse_profile), {}
     from pipeloom.plan.partition.profile import measure_gpt
 
     batch = 1 if given["batch"] is None else given["batch"]
-    profile = measure_gpt(measured_model(given), batch=batch, num_ranks=num_ranks)
+    processes = num_ranks * given["inside"].processes
+    profile = measure_gpt(measured_model(given), batch=batch, num_ranks=processes)
     return profile, {**given_model(given), "batch.size": batch}
+
+
+def _layers(given: dict[str, Any], profile: Profile, bandwidth: float) -> SharedLayers:
+    """The layers of the profile, on the processes that share a stage."""
+    model = Architecture.of_gpt(measured_model(given))
+    found = SharedLayers(
+        model=model,
+        inside=given["inside"],
+        bytes_per_second=given["node_bandwidth"] or bandwidth,
+        samples=samples_of(profile, model),
+    )
+    found.check()
+    return found

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from pipeloom.cli.common.planning import stream_command
+from pipeloom.cli.common.inside_options import inside_text, plan_fields
+from pipeloom.cli.common.planning import planned_options, stream_command, train_command
 from pipeloom.common.quantities import bytes_text, counted, seconds_text, table_lines
 from pipeloom.errors import InputError
 from pipeloom.plan.partition import (
@@ -22,7 +23,9 @@ from pipeloom.plan.partition import (
     stream_plan,
     synchronous_plan,
 )
+from pipeloom.plan.partition.shared_profile import is_gpt
 from pipeloom.plan.plan import Plan
+from pipeloom.plan.shared_layers import SharedLayers
 from pipeloom.schedules import find, steady_length
 
 _MOST_SIMULATED = 50_000  # forwards per step; larger steps are not simulated
@@ -36,7 +39,7 @@ class StreamAnswer:
     """PipeDream's partition, compared with data parallelism alone and with one stage per rank."""
 
     def __init__(self, profile: Profile, levels: _Levels, given: _Options, options: _Options) -> None:
-        self._profile, self._form, self._options = profile, given["form"], options
+        self._profile, self._form, self._options, self._layers = profile, given["form"], options, given["layers"]
         cap, model = given["memory_cap"], {"form": given["form"], "state_copies": given["state_copies"]}
         self._found = found = partition_layers(profile, levels, memory_cap=cap, **model)
         together = data_parallel(profile, levels, **model)
@@ -70,12 +73,14 @@ class StreamAnswer:
             "straight_pipeline_seconds": straight and straight.period_seconds,
             "fewer_ranks": fewer and {"ranks": fewer[0], "period_seconds": fewer[1]},
             "ties": self._ties,
+            **_devices(self._layers, sum(stage.replicas for stage in found.stages)),
         }
 
     def plan(self) -> Plan:
         """The partition as a plan of schedule `pipedream`. Raises InputError if several stages share weights."""
         why, size = [*self._reasons(), *self._waiting()], self._options.get("batch.size")
-        return stream_plan(self._profile, self._found, in_flight=self._in_flight, batch_size=size, why=why)
+        found = stream_plan(self._profile, self._found, in_flight=self._in_flight, batch_size=size, why=why)
+        return _with_processes(found, self._layers)
 
     def lines(self, path: str | None) -> list[str]:
         """The answer as text; `path` is the plan file, if one was written."""
@@ -94,7 +99,8 @@ class StreamAnswer:
         ranks = sum(stage.replicas for stage in found.stages)
         lines = [
             f"{seconds_text(found.period_seconds)} per minibatch, {counted(len(found.stages), 'stage')} on "
-            f"{counted(ranks, 'rank')}; {self._why(found)}",
+            f"{counted(ranks, 'rank')}{_of_processes(self._layers)}; {self._why(found)}",
+            *_scaled(self._layers),
             self._compared("data parallelism alone", self._together, "exceeds the memory cap"),
             self._compared("one stage per rank", self._straight, f"is not possible ({self._obstacle})"),
         ]
@@ -124,8 +130,7 @@ class StreamAnswer:
         except InputError as error:
             return [f"pipeloom cannot train this: {error}"]
         here = bool(self._options)
-        names = [layer.name for layer in self._profile.layers]
-        gpt = names == ["embedding", *(f"blocks.{k}" for k in range(len(names) - 3)), "norm", "head"]
+        gpt = is_gpt(self._profile)
         tied = {"model.tie_embeddings": True} if gpt and self._profile.ties else {}
         try:
             command = stream_command(plan if gpt else replace(plan, cut=None), tied | dict(self._options), path=path)
@@ -161,16 +166,22 @@ class SynchronousAnswer:
     def __init__(self, profile: Profile, levels: _Levels, given: _Options, options: _Options) -> None:
         [(ranks, bandwidth)], microbatches = levels, given["microbatches"]
         published = given["form"] == "published"
-        self._profile, self._options = profile, options
+        self._profile, self._options, self._layers = profile, options, given["layers"]
         self._found = found = partition_synchronous(
-            profile, ranks=ranks, bandwidth=bandwidth, num_microbatches=microbatches, published=published
+            profile,
+            ranks=ranks,
+            bandwidth=bandwidth,
+            num_microbatches=microbatches,
+            published=published,
+            context=given["inside"].context,
         )
         small = microbatches * len(found.stages) <= _MOST_SIMULATED
         self._simulated = {name: found.simulate(find(name)) for name in _POLICIES} if small else {}
         self._ties = _ties(profile, [(first, last) for first, last, _ in found.stages])
         self._why = [
             f"{seconds_text(found.step_seconds)} per step of {counted(found.num_microbatches, 'micro-batch')}, "
-            f"{counted(len(found.stages), 'stage')} on {counted(ranks, 'rank')}"
+            f"{counted(len(found.stages), 'stage')} on {counted(ranks, 'rank')}{_of_processes(self._layers)}",
+            *_scaled(self._layers),
         ]
         if small:
             times = ", ".join(f"{seconds_text(seconds)} with {name}" for name, seconds in self._simulated.items())
@@ -184,15 +195,17 @@ class SynchronousAnswer:
             "step_seconds": found.step_seconds,
             "simulated_seconds": self._simulated,
             "ties": self._ties,
+            **_devices(self._layers, sum(replicas for _, _, replicas in found.stages)),
         }
 
     def plan(self) -> Plan:
         """The partition as a plan under the faster policy. Raises InputError if numbers of replicas differ."""
         times = self._simulated or {_POLICIES[0]: self._found.step_seconds}
         name, size = min(times, key=times.__getitem__), self._options.get("batch.size")
-        return synchronous_plan(
+        found = synchronous_plan(
             self._profile, self._found, schedule=name, seconds=times[name], batch_size=size, why=self._why
         )
+        return _with_processes(found, self._layers)
 
     def lines(self, path: str | None) -> list[str]:
         """The answer as text."""
@@ -203,8 +216,41 @@ class SynchronousAnswer:
             for (first, last, replicas), *seconds in zip(found.stages, *times, strict=True)
         ]
         table = _table(("forward", "backward", "transfer", "sync"), rows)
-        run = [] if path is None else [f"train it: pipeloom train --plan {path}"]
-        return [self._why[0], *table, *self._why[1:], *_shared(self._ties), *run]
+        return [self._why[0], *table, *self._why[1:], *_shared(self._ties), *self._training(path)]
+
+    def _training(self, path: str | None) -> list[str]:
+        """A line on how to train the partition, where a plan was written or the model is known."""
+        if path is None and not self._options:
+            return []
+        try:
+            first = planned_options(self.plan()) if path is None else {"plan": path}
+        except InputError as error:
+            return [f"pipeloom cannot train this: {error}"]
+        more = {key: value for key, value in self._options.items() if key not in first and key != "batch.size"}
+        return [f"train it: {train_command(first | more)}"]
+
+
+def _of_processes(layers: SharedLayers | None) -> str:
+    return "" if layers is None else f" of {layers.inside.processes} processes"
+
+
+def _devices(layers: SharedLayers | None, ranks: int) -> dict[str, Any]:
+    return {} if layers is None else {"devices": ranks * layers.inside.processes}
+
+
+def _scaled(layers: SharedLayers | None) -> list[str]:
+    """A line on what processes that share a stage change of the profile, which is of one process."""
+    if layers is None:
+        return []
+    seconds = sum(layers.collectives())
+    return [
+        f"{inside_text(layers.inside)}: the profile is of one process; computation is divided, and collectives at "
+        f"{bytes_text(layers.bytes_per_second)}/s added ({seconds_text(seconds)} per block, less what is hidden)"
+    ]
+
+
+def _with_processes(plan: Plan, layers: SharedLayers | None) -> Plan:
+    return plan if layers is None else replace(plan, **plan_fields(layers.inside))
 
 
 def _in_python(plan: Plan, path: str | None) -> str:

@@ -4,13 +4,13 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, get_args
 
+from pipeloom.cli.common.inside_options import LAYOUT, add_inside_options, inside_of, plan_fields
 from pipeloom.cli.common.parser import Parser
 from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import BytesPerSecond, bytes_text, number_text, seconds_text, table_lines
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule
 from pipeloom.ir.recompute import Recompute
-from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.options import DType, Precision
 from pipeloom.passes import lower
 from pipeloom.plan.architecture import NAMED, Architecture, find_architecture
@@ -22,17 +22,9 @@ from pipeloom.sim import Costs, Network, Timeline
 from pipeloom.sim.costs import MOST_UNITS
 from pipeloom.split.chain_partition import consecutive, even_parts
 
-_LAYOUT = {  # option -> attribute of InsideStage
-    "tensor": "tensor",
-    "tensor_layout": "layout",
-    "tensor_depth": "depth",
-    "sequence_parallel": "sequence",
-    "context": "context",
-    "context_kind": "context_kind",
-}
 _RATES = ("peak", "efficiency", "node_bandwidth", "network_bandwidth", "node_latency", "network_latency")
 MODEL_OPTIONS = (
-    *_LAYOUT,
+    *LAYOUT,
     *_RATES,
     *("sequence_length", "vocabulary_size", "microbatch_size", "recompute", "precision", "optimizer", "device"),
     "devices_per_node",
@@ -49,13 +41,7 @@ def add_model_options(parser: Parser) -> None:
     whole("--sequence-length", help="tokens per sample (default: the model's)")
     whole("--vocabulary-size", help="vocabulary size (default: the model's)")
     whole("--microbatch-size", help="samples per micro-batch (default: 1)")
-    whole("--tensor", help="tensor-parallel degree (default: 1)")
-    option("--tensor-layout", choices=("1d", "2d", "2.5d", "3d"), help="how layers are shared (default: 1d)")
-    whole("--tensor-depth", help="depth of layout 2.5d")
-    option("--sequence-parallel", action="store_true", default=None, help="Megatron's sequence parallelism")
-    whole("--context", help="context-parallel degree (default: 1)")
-    kinds = ("ring", "ring-plain", "ring-self-attention", "ulysses")
-    option("--context-kind", choices=kinds, help="how attention communicates (default: ring)")
+    add_inside_options(group)
     option("--recompute", choices=[str(kind) for kind in Recompute], help="activation recomputation (default: none)")
     option("--precision", choices=get_args(DType), help="number format of parameters (default: bf16)")
     option("--optimizer", choices=list(OPTIMIZERS), help="optimizer, for memory (default: adamw)")
@@ -80,10 +66,10 @@ class SimulatedModel:
         self._options = options
         given = {name: value for name, value in vars(options).items() if value is not None and name in MODEL_OPTIONS}
         self._given = given
-        for name in ("microbatch_size", "sequence_length", "vocabulary_size", "tensor", "context", "devices_per_node"):
+        for name in ("microbatch_size", "sequence_length", "vocabulary_size", "devices_per_node"):
             if given.get(name, 1) < 1:
                 raise InputError(f"--{name.replace('_', '-')} {given[name]}: must be at least 1.")
-        self.inside = InsideStage(**{name: given[option] for option, name in _LAYOUT.items() if option in given})
+        self.inside = inside_of(given)
         model = find_architecture(options.model, "--model")
         sizes = {name: given[name] for name in ("sequence_length", "vocabulary_size") if name in given}
         self.model: Architecture = replace(model, **sizes)
@@ -229,13 +215,8 @@ class SimulatedModel:
     def planned(self, schedule: Schedule, answer: dict[str, Any]) -> dict[str, Any]:
         """What a plan says of the model: how stages are shared, and the predictions of `answer`."""
         inside, model = self.inside, self.model
-        found: dict[str, Any] = {"tensor": inside.tensor, "context": inside.context}
-        if inside.tensor > 1:
-            found |= {"tensor_layout": inside.layout, "tensor_depth": inside.depth, "sequence": inside.sequence}
-        if inside.context > 1:
-            found["context_kind"] = inside.context_kind
         return {
-            **found,
+            **plan_fields(inside),
             "precision": self.precision.dtype,
             "recompute": str(self.recompute),
             "batch_size": self.samples * schedule.num_microbatches * (self._options.data or 1),

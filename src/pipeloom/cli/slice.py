@@ -1,18 +1,28 @@
 """`pipeloom slice`: the best slices of sequences, and the time that they save."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from pipeloom.cli.common.inside_options import (
+    add_inside_options,
+    check_has_effect,
+    inside_of,
+    inside_text,
+    plan_fields,
+)
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.planning import add_model_options, check_file_alone, given_model, measured_model, train_command
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.json_reader import parse_file
-from pipeloom.common.quantities import counted, seconds_text
+from pipeloom.common.quantities import BytesPerSecond, bytes_text, counted, seconds_text
 from pipeloom.errors import InputError
+from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.plan import Plan
+from pipeloom.plan.shared_layers import ELEMENT, NO_LIMIT, SharedLayers
 from pipeloom.plan.slicing import (
     SliceCosts,
     Slicing,
@@ -23,6 +33,7 @@ from pipeloom.plan.slicing import (
     slice_for_schedule,
     slicing_timeline,
 )
+from pipeloom.plan.slicing.shared_costs import share_costs
 from pipeloom.schedules import FAMILIES
 from pipeloom.split.chain_partition import even_parts
 
@@ -33,12 +44,15 @@ _MOST_SPANS = 200_000  # of the timeline; more are too small to see
 def main(argv: Sequence[str]) -> int:
     """Find and show slices; returns the exit code."""
     given = _parser().parse_args(list(argv)).as_dict()
+    given["inside"] = inside = inside_of(given)
     if given["grid"] is None:
-        given["grid"] = max(1, min(_GRID, given["sequence"]))
+        given["grid"] = max(1, min(math.lcm(_GRID, inside.tensor) if inside.sequence else _GRID, given["sequence"]))
     sizes = {name: given[name] for name in ("sequence", "batch", "grid")} | {"num_ranks": given["ranks"]}
     check_sizes(**sizes)
+    _check_inside(given)
     schedule = _schedule(given)
-    costs, errors = _costs(given)
+    measured, errors = _costs(given)
+    costs, note = _shared(given, measured)
     if schedule == "terapipe":  # pieces may differ; the answer is optimal
         found, whole = slice_batch(costs, **sizes), slice_batch(costs, **sizes, sliced=False)
         found = replace(found, peak_tokens=given["batch"] * given["sequence"])
@@ -46,9 +60,11 @@ def main(argv: Sequence[str]) -> int:
         found = slice_for_schedule(costs, schedule=schedule, **sizes, memory_limit=given["memory_limit"])
         whole = slice_for_schedule(costs, schedule=schedule, **sizes, sliced=False)
     if given["write_costs"] is not None:
-        write_named("--write-costs", given["write_costs"], costs.to_json() + "\n")
+        write_named("--write-costs", given["write_costs"], measured.to_json() + "\n")
     if given["out"] is not None:
         plan = _plan(costs, found, whole, schedule=schedule, sizes=sizes)
+        if inside.tensor > 1:
+            plan = replace(plan, why=(*plan.why, *note), **plan_fields(inside))
         write_named("--out", given["out"], plan.to_json() + "\n")
     if given["json"]:
         answer = {
@@ -58,9 +74,12 @@ def main(argv: Sequence[str]) -> int:
             "unsliced_seconds": whole.predicted_seconds,
             "max_slice_seconds": found.max_slice_seconds,
         }
+        if inside.tensor > 1:
+            answer["devices"] = given["ranks"] * inside.tensor
         print(json.dumps(answer))
         return 0
     _show(found, whole, costs, errors, schedule)
+    print("".join(f"{line}\n" for line in note), end="")
     if given["write_costs"] is not None:
         print(f"wrote {given['write_costs']}")
     if given["out"] is not None:
@@ -127,6 +146,10 @@ def _parser() -> Parser:
     option("--memory-limit", type=int, help="limit of tokens per rank whose activations are kept")
     option("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
     option("--json", action="store_true", help="output as one JSON object")
+    group = parser.add_argument_group("processes that share a stage: a rank is so many of them")
+    add_inside_options(group)
+    rate = "bandwidth per process inside a stage (default: that of messages between ranks)"
+    group.add_argument("--node-bandwidth", type=BytesPerSecond | None, help=rate)
     add_model_options(parser, but=("sequence_length",))
     return parser
 
@@ -134,13 +157,58 @@ def _parser() -> Parser:
 def _costs(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float] | None]:
     """The slice times and, where they were measured, the error of the fit (forward, backward)."""
     if given["costs"] is not None:
-        check_file_alone(given, "--costs", ("write_costs",), "the slice times")
+        check_file_alone(given, "--costs", ("write_costs",), "the slice times", sized=given["inside"].tensor > 1)
         return parse_file("--costs", given["costs"], parse_slice_costs), None
     from pipeloom.plan.slicing.measure_slices import measure_slices
 
     config = measured_model(given, sequence_length=given["sequence"])
     costs, *errors = measure_slices(config, num_ranks=given["ranks"], grid=given["grid"], batch=given["batch"])
     return costs, (errors[0], errors[1])
+
+
+def _check_inside(given: dict[str, Any]) -> None:
+    """Raises InputError where the processes of a stage do not work with slices."""
+    inside = given["inside"]
+    check_has_effect(given, inside)
+    if given["node_bandwidth"] is not None and inside.tensor == 1:
+        raise InputError("--node-bandwidth: has no effect without --tensor. Remove it.")
+    if inside.context > 1:
+        raise InputError(
+            f"--context {inside.context}: does not work with slices, which cut the sequence too. Remove --context, or "
+            "use `pipeloom simulate --model` for whole sequences."
+        )
+    if inside.layout != "1d":
+        raise InputError(
+            f"--tensor-layout {inside.layout}: cuts the samples of micro-batches, which may be one here. Use 1d."
+        )
+    for name in ("grid", "sequence") if inside.sequence else ():
+        if given[name] % inside.tensor:
+            raise InputError(
+                f"--{name} {given[name]}: must be a multiple of --tensor {inside.tensor} with --sequence-parallel, "
+                "which divides the tokens of each slice. Use another number."
+            )
+
+
+def _shared(given: dict[str, Any], costs: SliceCosts) -> tuple[SliceCosts, list[str]]:
+    """The costs on one of the processes that share a stage, and a line that says how they were found."""
+    inside = given["inside"]
+    if inside.tensor == 1:
+        return costs, []
+    model = Architecture.of_gpt(measured_model(given, sequence_length=given["sequence"]))
+    rate = model.width * ELEMENT / costs.seconds_per_token_sent if costs.seconds_per_token_sent else NO_LIMIT
+    layers = SharedLayers(
+        model=model,
+        inside=inside,
+        bytes_per_second=given["node_bandwidth"] or rate,
+        latency_seconds=costs.latency,
+    )
+    layers.check()
+    speed = "no limit" if layers.bytes_per_second == NO_LIMIT else f"{bytes_text(layers.bytes_per_second)}/s"
+    note = (
+        f"{inside_text(inside)}: the times are of one process; computation is divided, and collectives at {speed} "
+        f"added ({seconds_text(sum(layers.collectives()))} per block and whole sequence)"
+    )
+    return share_costs(costs, layers, blocks=-(-model.layers // given["ranks"])), [note]
 
 
 def _show(found: Slicing, whole: Slicing, costs: SliceCosts, errors: tuple[float, float] | None, schedule: str) -> None:

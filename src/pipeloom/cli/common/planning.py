@@ -18,6 +18,9 @@ from pipeloom.train.config.train_config import TrainConfig, options
 
 _USUAL = {
     **dict.fromkeys(("parallel.chunks", "parallel.data", "parallel.tensor", "parallel.context"), 1),
+    "parallel.tensor_layout": "1d",
+    "parallel.sequence": False,
+    "parallel.context_kind": "ring",
     "parallel.in_flight": "noam",
     "batch.microbatches": 1,
 }
@@ -42,9 +45,17 @@ def measured_model(given: Mapping[str, Any], **sizes: Any) -> GPTConfig:
     return GPTConfig(**asdict(TrainConfig().model) | named | sizes)
 
 
-def check_file_alone(given: Mapping[str, Any], file: str, others: Sequence[str], content: str) -> None:
-    """Raise InputError if model sizes or `others` are given with the option `file`, whose file has `content`."""
-    given_too = [*given_model(given), *(name.replace("_", "-") for name in others if given[name] is not None)]
+def check_file_alone(
+    given: Mapping[str, Any], file: str, others: Sequence[str], content: str, *, sized: bool = False
+) -> None:
+    """Raise InputError if model sizes or `others` are given with the option `file`, whose file has `content`.
+
+    `sized`: sizes may be given, they are those of the model in the file.
+    """
+    given_too = [
+        *(() if sized else given_model(given)),
+        *(name.replace("_", "-") for name in others if given[name] is not None),
+    ]
     if given_too:
         names = ", ".join(f"--{name}" for name in given_too)
         raise InputError(
@@ -58,6 +69,11 @@ def train_command(chosen: Mapping[str, Any]) -> str:
     return " ".join(["pipeloom train", *words])
 
 
+def planned_options(plan: Plan) -> dict[str, Any]:
+    """The options of `pipeloom train` that a plan sets, without those that have their usual value."""
+    return {key: value for key, value in options_of_plan(plan).items() if value not in (None, _USUAL.get(key))}
+
+
 def stream_command(plan: Plan, chosen: Mapping[str, Any], *, path: str | None = None) -> str:
     """``pipeloom train`` with a plan of a stream, and with steps at which the stream can drain.
 
@@ -67,7 +83,7 @@ def stream_command(plan: Plan, chosen: Mapping[str, Any], *, path: str | None = 
     Raises:
         InputError: `pipeloom train` cannot run these options; the message says why.
     """
-    planned = {key: value for key, value in options_of_plan(plan).items() if value not in (None, _USUAL.get(key))}
+    planned = planned_options(plan)
     default, model = TrainConfig(), {}
     if isinstance(plan.cut, tuple):
         model["model.layers"] = sum(plan.cut)

@@ -125,19 +125,19 @@ def pivot_seconds(
 class _Times:
     """F, B and AR of stages and of transfers between them."""
 
-    def __init__(self, profile: Profile, ranks: int, bandwidth: float) -> None:
+    def __init__(self, profile: Profile, ranks: int, bandwidth: float, context: int) -> None:
         self._problem = Problem(profile, [(ranks, bandwidth)])  # checks the numbers
-        self._bandwidth = bandwidth
+        self._bandwidth, self._context = bandwidth, context
         self._forward = np.array(list(accumulate((each.forward_seconds for each in profile.layers), initial=0.0)))
         self._backward = np.array(list(accumulate((each.backward_seconds for each in profile.layers), initial=0.0)))
 
     def stage(self, first: Any, end: Any, replicas: Any) -> tuple[Any, Any, Any]:
         """F, B and AR of layers first..end-1."""
-        weights = self._problem.weights[first, np.asarray(end) - 1]
+        weights, members = self._problem.weights[first, np.asarray(end) - 1], replicas * self._context
         return (
             (self._forward[end] - self._forward[first]) / replicas,
             (self._backward[end] - self._backward[first]) / replicas,
-            2 * (replicas - 1) * weights / (replicas * self._bandwidth),
+            2 * (members - 1) * weights / (members * self._bandwidth),
         )
 
     def rows(self, stages: Sequence[tuple[Any, Any, Any]]) -> Iterator[tuple[Any, ...]]:
@@ -151,7 +151,13 @@ class _Times:
 
 
 def partition_synchronous(
-    profile: Profile, *, ranks: int, bandwidth: float, num_microbatches: int, published: bool = False
+    profile: Profile,
+    *,
+    ranks: int,
+    bandwidth: float,
+    num_microbatches: int,
+    published: bool = False,
+    context: int = 1,
 ) -> SynchronousPartition:
     """Stages with replicas for a synchronous step of 1F1B.
 
@@ -161,6 +167,7 @@ def partition_synchronous(
         bandwidth: bytes per second per rank.
         num_microbatches: micro-batches per step.
         published: judge partitions by the paper's pivot.
+        context: context-parallel degree of each rank: so many processes of each replica reduce the gradients.
 
     Raises:
         InputError: a number out of range.
@@ -168,7 +175,7 @@ def partition_synchronous(
     if not 1 <= num_microbatches <= MOST:
         rule = f"at most {MOST:g}" if num_microbatches > MOST else "at least 1"
         raise InputError(f"num_microbatches={folded(num_microbatches)}: must be {rule}.")
-    times = _Times(profile, ranks, bandwidth)
+    times = _Times(profile, ranks, bandwidth, context)
     judge = partial(pivot_seconds, num_microbatches=num_microbatches, published=published)
     num_layers = len(profile.layers)
     latency = np.full((num_layers, ranks), np.inf)  # of partitions whose first j layers are planned on m ranks
