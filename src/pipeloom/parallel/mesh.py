@@ -17,7 +17,7 @@ from pipeloom.errors import InputError
 from pipeloom.parallel.axis import Axis, AxisMeter
 from pipeloom.parallel.axis_forms import ChannelAxis, GroupAxis
 from pipeloom.parallel.data.links import Links, ProcessLinks, ThreadLinks
-from pipeloom.parallel.mesh_shape import AXES, MeshShape, check_axis
+from pipeloom.parallel.mesh_shape import AXES, MeshShape, check_axis, check_line, check_parts
 from pipeloom.parallel.placed import Place
 from pipeloom.processes.collectives import destroy_groups, leave_group
 from pipeloom.processes.members import Members, ProcessMembers, current_members
@@ -172,12 +172,14 @@ class Mesh:
             parts: degrees of the grid by axis, outermost first, such as tp_row=2, tp_column=2.
 
         Raises:
-            InputError: their product is not the degree of tp, or tp is divided in another way.
+            InputError: a name of a mesh axis, a degree below 1, their product is not the degree of tp, or tp is divided
+                in another way.
         """
+        check_parts(parts)
         if math.prod(parts.values()) != self.degree("tp"):
             grid = " x ".join(f"{name} {degree}" for name, degree in parts.items())
             raise InputError(f"a grid of {grid} on a mesh with tp={self.degree('tp')}: the product must be equal.")
-        if self._parts and self._parts != parts:
+        if self._parts and list(self._parts.items()) != list(parts.items()):  # the order counts
             raise InputError(f"mesh {self} is divided into {self._parts} already. Make another Mesh for {parts}.")
         self._parts = dict(parts)
 
@@ -191,10 +193,13 @@ class Mesh:
         return Place(coordinates, degrees)
 
     def line(self, *names: str) -> tuple[int, ...]:
-        """The processes along axes through this one, by rank in the default group; the last axis is the fastest."""
+        """The processes along axes through this one, by rank in the default group; the last axis is the fastest.
+
+        Raises:
+            InputError: no axis, an unknown one, one twice, or axes of the mesh together with parts of tp.
+        """
+        check_line(names, self._parts)
         if not any(name in self._parts for name in names):
-            for name in names:
-                check_axis(name)
             return self.shape.along_all(names, self.rank)
         here, coordinates = self.place, self.shape.coordinates(self.rank)
         line = []

@@ -125,6 +125,32 @@ def check_axis(axis: str) -> None:
         raise InputError(f"mesh axis {axis!r} is unknown. Use {', '.join(AXES)}.")
 
 
+def check_parts(parts: Mapping[str, int]) -> None:
+    """Validate the axes of a grid into which tp is divided. Raises InputError for a name or degree that cannot be."""
+    for name, degree in parts.items():
+        if name in AXES or type(degree) is not int or degree < 1:
+            raise InputError(
+                f"a grid with {name}={degree!r}: names must be other than {', '.join(AXES)}, and degrees integers of "
+                "at least 1. Use names such as tp_row and tp_column."
+            )
+
+
+def check_line(names: Sequence[str], parts: Mapping[str, int]) -> None:
+    """Validate axes of a mesh, or `parts` of its tp, along which processes form one line.
+
+    Raises:
+        InputError: no axis, an unknown one, one twice, or axes of the mesh together with parts of tp.
+    """
+    if not any(name in parts for name in names):
+        for name in names:
+            check_axis(name)
+    if not names or len(set(names)) < len(names) or len({name in parts for name in names}) > 1:
+        raise InputError(
+            f"axes ({', '.join(names)}): must be axes of the mesh, or parts of tp "
+            f"({', '.join(parts) or 'which is not divided'}), at least one and each once. Name others."
+        )
+
+
 def _filled(degrees: list[int], axes: Sequence[str], num_processes: int | None) -> tuple[int, ...]:
     """`degrees` with -1 replaced, checked against the number of processes."""
     text = " x ".join(f"{axis} {degree}" for axis, degree in zip(axes, degrees, strict=True) if degree != 1)

@@ -89,7 +89,8 @@ class ContextTokens(Tokens):
         return self._positions_of(self._axis.index, device)
 
     def rows(self, table: Tensor) -> Tensor:
-        if table.requires_grad or table.is_inference():
+        # Rows made in inference mode cannot be saved for a later backward.
+        if table.requires_grad or table.is_inference() or torch.is_inference_mode_enabled():
             return super().rows(table)
         return self._kept_rows.of(table, self.length, super().rows)
 

@@ -60,7 +60,8 @@ class VocabularyLogits(Tensor):
             return parallel_cross_entropy(*args, **kwargs)
         source = args[0] if args else None
         if isinstance(source, list | tuple) and source:
-            if func is torch.cat and getattr(source[0], "batch", None) is not None:
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            if func is torch.cat and getattr(source[0], "batch", None) is not None and dim in (0, -source[0].dim()):
                 return _joined(source)
             source = source[0]
         with torch._C.DisableTorchFunctionSubclass():
