@@ -26,6 +26,7 @@ from pipeloom.parallel.tensor.one_d.logits import full_logits
 from pipeloom.plan.plan import Plan
 from pipeloom.training.argument_checks import check_trains
 from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan
+from pipeloom.training.evaluation_mode import evaluation_mode
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Value, join_batch
 
@@ -175,8 +176,7 @@ class Pipeline:
         check_dropout(self._dropouts)
         if self.state.has_copies and warm_up is None:  # before its validation, ranks may still differ
             self.state.check_equal()
-        if self.mesh is not None:
-            self.mesh.meter.begin()
+        self._begin()
         run = self.executor.run(
             self.program, inputs, targets, with_loss=True, share_results=share_losses, warm_up=warm_up
         )
@@ -186,16 +186,8 @@ class Pipeline:
         """The loss of one batch in evaluation mode, on every rank; gradients and modes stay."""
         if self.executor.loss_fn is None:
             raise InputError("evaluate() needs a loss: pass loss_fn to Pipeline.")
-        modes = [(module, module.training) for stage in self.modules() for module in stage.modules()]
-        self.eval()
-        try:
+        with evaluation_mode(self.modules()):
             return self.state.sharing.sum_losses(total(self._evaluate(inputs, targets, with_loss=True).losses))
-        finally:
-            for module, training in modes:  # parents first; a module may do more in train() than set the flag
-                if module.training != training:
-                    module.train(training)
-            for module, training in modes:
-                module.training = training
 
     def forward(self, inputs: Value = None) -> Value:
         """The model's output for a batch, on the ranks with the last stage; None elsewhere. Modes stay as set.
@@ -211,10 +203,13 @@ class Pipeline:
         return output if parts is None else parts.join(output)
 
     def _evaluate(self, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
-        if self.mesh is not None:
-            self.mesh.meter.begin()
+        self._begin()
         with torch.no_grad():
             return self.executor.run(self.executor.programs.forward, inputs, targets, with_loss=with_loss)
+
+    def _begin(self) -> None:
+        if self.mesh is not None:
+            self.mesh.meter.begin()
 
     @property
     def records(self) -> list[tuple[int, list[Record]]]:
