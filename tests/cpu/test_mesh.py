@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,3 +96,23 @@ def test_a_mesh_that_does_not_fit_is_refused_on_every_process(case: str, words: 
 def test_a_mesh_needs_processes() -> None:
     with pytest.raises(InputError, match="needs a process group"):
         pl.Mesh(dp=2)
+
+
+def test_an_interrupt_ends_all_threads() -> None:
+    """Of `run_threads`: none is left when the interrupt reaches the caller."""
+    running = threading.Event()
+
+    def work() -> None:
+        with pl.Mesh(tp=2) as mesh:
+            while True:
+                mesh.axis("tp").all_reduce(torch.ones(3))
+                running.set()
+
+    def interrupt() -> None:
+        running.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        pl.run_threads(2, work)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("pipeloom-rank")]

@@ -7,6 +7,7 @@ Messages and collectives pass through queues.
 import threading
 import time
 from collections.abc import Callable, Iterable
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -135,6 +136,8 @@ def run_threads(size: int, function: Callable[[], T], *, timeout_seconds: float 
     results: dict[int, T] = {}
     errors: list[BaseException] = []
     gradients = torch.is_grad_enabled()
+    # Waited for in place of Thread.join: an interrupt inside join makes Python 3.11 take the thread for ended.
+    ended: SimpleQueue[int] = SimpleQueue()
 
     def work(rank: int) -> None:
         act_as(ThreadMembers(world, rank))
@@ -144,18 +147,25 @@ def run_threads(size: int, function: Callable[[], T], *, timeout_seconds: float 
         except BaseException as error:  # handed to the caller
             errors.append(error)
             world.fail(rank)
+        finally:
+            ended.put(rank)
 
     threads = [threading.Thread(target=work, args=(rank,), name=f"pipeloom-rank-{rank}") for rank in range(size)]
     for thread in threads:
         thread.start()
+    left = size
     try:
-        for thread in threads:
-            thread.join()
+        for _ in threads:
+            ended.get()
+            left -= 1
     except BaseException:  # an interrupt: threads stop where they next wait for each other
         world.fail(0)
+        for _ in range(left):
+            ended.get()
+        raise
+    finally:
         for thread in threads:
             thread.join()
-        raise
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(size)]
