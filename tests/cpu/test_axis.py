@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
@@ -210,3 +211,43 @@ def test_a_thread_that_fails_ends_the_collectives_of_the_others(call: str) -> No
         between_threads(3, run)
     assert len(lost) == 2  # of rank 2, or of the other, which stopped for it
     assert all(re.fullmatch("rank [012] stopped", error) for error in lost)
+
+
+def _coordinates(mesh: pl.Mesh, names: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """What the members of a joined axis are, in its order, as each says of itself."""
+    place = {**{axis: mesh.coordinate(axis) for axis in ("pp", "dp", "cp", "tp")}, **mesh.place.coordinates}
+    mine = torch.tensor([place[axis] for axis in ("pp", "dp", "cp", *mesh.place.degrees)])
+    return [tuple(row) for row in mesh.axis(*names).all_gather(mine[None]).tolist()]
+
+
+@pytest.mark.parametrize("names", [("dp", "cp"), ("cp", "dp"), ("cp", "tp"), ("dp", "cp", "tp")])
+def test_several_axes_form_one_whose_last_is_the_fastest(names: tuple[str, ...]) -> None:
+    def work() -> None:
+        with pl.Mesh(dp=2, cp=2, tp=2) as mesh:
+            own = {axis: mesh.coordinate(axis) for axis in ("dp", "cp", "tp")}
+            wanted = [
+                (0, *(dict(zip(names, values, strict=True)).get(axis, own[axis]) for axis in ("dp", "cp", "tp")))
+                for values in product((0, 1), repeat=len(names))
+            ]
+            assert _coordinates(mesh, names) == wanted
+            assert mesh.axis(*names).name == "+".join(names)
+
+    pl.run_threads(8, work)
+
+
+@pytest.mark.parametrize("names", [("tp_row", "tp_column"), ("tp_column", "tp_row")])
+def test_parts_of_an_axis_form_axes(names: tuple[str, ...]) -> None:
+    def work() -> None:
+        with pl.Mesh(pp=2, tp=6) as mesh:
+            mesh.divide(tp_row=2, tp_column=3)
+            degrees, here = {"tp_row": 2, "tp_column": 3}, mesh.coordinate("pp")
+            wanted = []
+            for values in product(*(range(degrees[name]) for name in names)):
+                at = dict(zip(names, values, strict=True))
+                wanted.append((here, 0, 0, at["tp_row"], at["tp_column"]))
+            assert _coordinates(mesh, names) == wanted
+            assert mesh.axis("tp_row").degree == 2
+            assert mesh.axis("tp_column").degree == 3
+            assert mesh.coordinate("tp") == 3 * mesh.place.coordinates["tp_row"] + mesh.place.coordinates["tp_column"]
+
+    pl.run_threads(12, work)
