@@ -173,6 +173,7 @@ PAGES = (
     "docs/how-to/partitioning.md",
     "docs/how-to/plans.md",
     "docs/how-to/reducing-memory.md",
+    "docs/how-to/context-parallel.md",
     "docs/how-to/tensor-parallel.md",
     "docs/reference/checkpoints.md",
 )

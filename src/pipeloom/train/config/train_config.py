@@ -62,7 +62,7 @@ class TrainConfig:
     sample_temperature: float = option(0.8, "sampling temperature; 0: greedy", group="output")
     local: bool = option(
         False,
-        "run all ranks in this process: in turn, or in threads where several share a stage",
+        "run all ranks in this process, in turn or in threads",
         group="parallel",
     )
 
