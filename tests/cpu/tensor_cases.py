@@ -47,6 +47,14 @@ def build(sizes: GPTConfig) -> GPT:
     return model
 
 
+def drawn(model: nn.Module) -> nn.Module:
+    """`model` with weights from a generator of its own, equal on all threads."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1, generator=generator)
+    return model
+
+
 def batch(vocabulary_size: int = 30, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     row = torch.randint(0, vocabulary_size, (SAMPLES, tokens + 1), generator=generator)

@@ -9,7 +9,7 @@ from torch import nn
 import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.models import GPT, loss_fn
-from tests.cpu.tensor_cases import build, config, on_mesh
+from tests.cpu.tensor_cases import build, config, drawn, on_mesh
 
 ATTENTION = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
@@ -71,7 +71,7 @@ def test_a_refused_model_stays_as_it_was(sequence):
         refused(r"'blocks\.1\.up' .*tied", Own(shared=True), mesh, {"blocks.0.up": "column", "blocks.0.down": "row"})
         if sequence:
             refused("no embedding of the model is cut", Own(), mesh, ATTENTION, sequence=True)
-        model = Own()
+        model = drawn(Own())
         pl.parallelize(model, mesh, {**words, "head": "vocabulary"}, sequence=sequence)  # the mesh works on
 
     on_mesh(work, tp=2)
@@ -81,7 +81,7 @@ def test_a_mesh_works_on_after_a_grid_was_refused():
     def work(mesh):
         refused("embedding embedding has padding_idx", Own(padding_idx=0), mesh, WORDS, layout="2d")
         refused("type BatchNorm1d", nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)), mesh, {"1": "row"}, layout="2d")
-        pl.parallelize(GPT(config()), mesh)
+        pl.parallelize(drawn(GPT(config())), mesh)
 
     on_mesh(work, tp=4)
 
@@ -91,7 +91,7 @@ WORDS = {**ATTENTION, "embedding": "vocabulary", "head": "vocabulary"}
 
 def test_one_mesh_has_one_layout():
     def work(mesh):
-        pl.parallelize(GPT(config()), mesh, layout="2d")
+        pl.parallelize(drawn(GPT(config())), mesh, layout="2d")
         refused(r"divided into tp_row x tp_column for another model: .*Make another Mesh", GPT(config()), mesh)
         refused(r"sequence='no': must be True or False", GPT(config()), mesh, sequence="no")
 
@@ -127,7 +127,7 @@ def test_a_pipeline_needs_the_mesh_that_the_model_was_cut_for():
     schedule = pl.schedules.build("1f1b", num_ranks=1, num_microbatches=1)
 
     def work(mesh):
-        model = pl.parallelize(GPT(config()), mesh)
+        model = pl.parallelize(drawn(GPT(config())), mesh)
         here = mesh.coordinate("tp")
         with pytest.raises(InputError, match=rf"cut for place tp {here} of 2, .*has tp 0 of 1 here\. Pass the mesh"):
             pl.Pipeline(model, schedule, loss_fn=loss_fn)

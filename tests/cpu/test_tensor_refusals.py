@@ -9,7 +9,7 @@ from torch import nn
 import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.models import GPT
-from tests.cpu.tensor_cases import batch, build, config, on_mesh
+from tests.cpu.tensor_cases import batch, build, config, drawn, on_mesh
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_sizes_that_do_not_fit_are_refused_in_one_line():
         refused(
             r"tied to one that the plan cuts in another way", _tied(), mesh, {"embedding": "vocabulary", "head": "row"}
         )
-        refused(r"is cut already", pl.parallelize(GPT(config()), mesh), mesh)
+        refused(r"is cut already", pl.parallelize(drawn(GPT(config())), mesh), mesh)
         model = pl.parallelize(build(config()), mesh, sequence=True)
         with pytest.raises(InputError, match=r"11 tokens .* must be a multiple of 4. Use 8 or 12 tokens"):
             model(batch()[0][:, :11])

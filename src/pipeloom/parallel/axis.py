@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal, NamedTuple, TypeVar
@@ -72,12 +73,25 @@ class AxisMeter:
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
     spans: deque[AxisSpan] = field(default_factory=lambda: deque(maxlen=0))
 
+    _counts: bool = True
+
     def begin(self) -> None:
         """A run of a pipeline begins: forget the spans of the one before, and keep those of this one."""
         self.spans = deque(maxlen=_MOST_SPANS)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Collectives inside the block, those of set-up, are not counted."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+
     def add(self, axis: str, collective: str, start: float, num_bytes: int, *, calls: int = 1) -> None:
         """Count a call that began at `start` and ends now."""
+        if not self._counts:
+            return
         end = perf_counter()
         traffic = self.traffic.get((axis, collective))
         if traffic is None:

@@ -99,6 +99,12 @@ class InsideStage:
                 raise InputError(f"{name}={size}: must be a multiple of {by} for {reason}. Use other degrees.")
         if sizes.key_heads % cut and cut % sizes.key_heads:
             raise InputError(f"tensor={cut}: must divide the {sizes.key_heads} key heads, or be a multiple of them.")
+        keys = max(1, sizes.key_heads // cut)
+        if self.context_kind == "ulysses" and keys % n and n % keys:
+            raise InputError(
+                f"context={n} of kind ulysses: must divide the {keys} key heads of a process, or be a multiple of "
+                "them. Use another degree, or ring."
+            )
 
     def traffic(self, sizes: LayerSizes, place: Place | None = None) -> "StageTraffic":
         """What the layers of a stage send for one micro-batch of `sizes`."""

@@ -307,5 +307,8 @@ class Mesh:
         if kind is None:  # after an error, collectives with lost processes never end
             self.close()
 
+    def __repr__(self) -> str:
+        return f"Mesh({self})"
+
     def __str__(self) -> str:
         return str(self.shape)

@@ -15,6 +15,7 @@ from pipeloom.parallel import Mesh, OffloadActivations
 from pipeloom.parallel.context import KINDS, ContextKind, ContextParallel
 from pipeloom.parallel.placed import Place, placed, placed_block
 from pipeloom.passes import check_has_backwards
+from pipeloom.processes.members import thread_members
 from pipeloom.split.stage_module import StageModule
 from pipeloom.transport.interface import OneProcessTransport
 
@@ -124,15 +125,17 @@ def context_of(
 
 
 def check_recompute(
-    given: str | Sequence[str], schedule: Schedule, transport: object, modules: Sequence[nn.Module]
+    given: str | Sequence[str], schedule: Schedule, transport: object, modules: Sequence[nn.Module], *, sliced: bool
 ) -> tuple[Recompute, ...]:
     """What each stage recomputes.
 
     Args:
         modules: all stages of the model; empty where some are placeholders.
+        sliced: whether dropout draws its masks by token, from generators of its own.
 
     Raises:
-        InputError: an unknown name, another number of stages, ranks that are threads, or "selective" for a stage that
+        InputError: an unknown name, another number of stages, ranks that are threads (in those of
+            `pipeloom.run_threads`: with dropout), or "selective" for a stage that
             certainly has no attention: all its modules are torch's own.
     """
     kinds = recompute_of_stages(given, schedule.num_stages)
@@ -141,6 +144,12 @@ def check_recompute(
         raise InputError(
             f"recompute={given!r} does not work with ranks that are threads: recomputation resets the process's random "
             "generators, from which other threads draw. Use transport='loopback', or processes."
+        )
+    draws = any(isinstance(m, nn.Dropout) and m.p > 0 for module in modules for m in module.modules())
+    if thread_members() is not None and draws and not sliced and any(kind is not Recompute.NONE for kind in kinds):
+        raise InputError(
+            f"recompute={given!r} with dropout does not work in threads of run_threads, which share one random "
+            "generator: a recomputed mask would be another one. Pass slices=[tokens] to Pipeline, or use processes."
         )
     for stage, (module, kind) in enumerate(zip(modules, kinds, strict=False)):
         if kind is Recompute.SELECTIVE and all(map(_has_no_attention, module.modules())):

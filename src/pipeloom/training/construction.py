@@ -74,7 +74,7 @@ def construct(
             f"equal. Cut the model into {schedule.num_stages} stages."
         )
     is_cut = not isinstance(model, nn.Module | Stages)  # a list may hold placeholders for stages of other ranks
-    kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules)
+    kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules, sliced=sliced)
     for module in stages.modules if sliced or parts is not None else ():
         make_sliceable(module, context=parts is not None)
 

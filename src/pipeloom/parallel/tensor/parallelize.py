@@ -9,6 +9,7 @@ from pipeloom.errors import InputError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.placed import placed
 from pipeloom.parallel.tensor.decoders import adapted, install, is_decoder, plan_of, with_own_sections
+from pipeloom.parallel.tensor.equal_models import EqualModels
 from pipeloom.parallel.tensor.grids.layout import OnGrid
 from pipeloom.parallel.tensor.grids.shape import GridLayout, GridShape
 from pipeloom.parallel.tensor.one_d.layers import OneD
@@ -58,7 +59,8 @@ def parallelize(
 
     Raises:
         InputError: an unknown kind or layout, a pattern without a module, sizes that cannot be shared evenly, a module
-            that cannot be cut that way, or a model that is cut already. The model is then as it was.
+            that cannot be cut that way, a model that is cut already, or one with other weights than on another
+            tensor-parallel rank. The model is then as it was.
     """
     decoder = _check_arguments(model, mesh, layout, sequence)
     if plan is None:
@@ -69,6 +71,7 @@ def parallelize(
         return model
     if any(placed(parameter) is not None for parameter in model.parameters()):
         raise InputError("the model is cut already. Call parallelize once per model.")
+    weights = EqualModels(model)
     with unchanged_on_error(model):
         if layout == "1d":
             found = adapted(model, entries, sequence=sequence) if decoder else entries
@@ -77,6 +80,7 @@ def parallelize(
                 install(model, found, mesh, sequence=sequence)
         else:
             OnGrid(mesh, shape).apply(model, entries)
+        weights.check(mesh)
     return model
 
 
