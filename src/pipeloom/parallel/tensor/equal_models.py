@@ -57,7 +57,7 @@ class EqualModels:
 
 
 def _checksum(values: Tensor) -> int:
-    """The sum of the bits, taken as whole numbers and weighted by their place modulo a prime; wraps around."""
+    """The sum of the bits, taken as integers and weighted by their place modulo a prime; wraps around."""
     bits = values.detach().contiguous().view(-1).view(_WORDS[min(values.element_size(), 8)]).to(torch.int64)
     total = 0
     for start in range(0, bits.numel(), _PIECE):
