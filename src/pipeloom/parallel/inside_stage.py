@@ -96,7 +96,11 @@ class InsideStage:
             divided.append(("heads per process", sizes.heads // cut, n, f"context={n} of kind ulysses"))
         for name, size, by, reason in divided:
             if size % by:
-                raise InputError(f"{name}={size}: must be a multiple of {by} for {reason}. Use other degrees.")
+                near = size // by * by
+                fits = f"{near} or {near + by}" if near else str(by)
+                raise InputError(
+                    f"{name}={size}: must be a multiple of {by} for {reason}. Use {fits}, or other degrees."
+                )
         if sizes.key_heads % cut and cut % sizes.key_heads:
             raise InputError(f"tensor={cut}: must divide the {sizes.key_heads} key heads, or be a multiple of them.")
         keys = max(1, sizes.key_heads // cut)

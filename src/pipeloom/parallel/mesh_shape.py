@@ -164,8 +164,8 @@ def _filled(degrees: list[int], axes: Sequence[str], num_processes: int | None) 
     rest, over = divmod(num_processes, known)
     if -1 not in degrees and known != num_processes:
         raise InputError(
-            f"a mesh of {text or 'one process'} needs {known} processes: there are {num_processes}. Start {known} "
-            "processes, or use other degrees."
+            f"a mesh of {text or 'one process'} needs {_count(known)}: there are {num_processes}. Start "
+            f"{_count(known)}, or use degrees with a product of {num_processes}."
         )
     if over or not rest:
         raise InputError(
@@ -173,3 +173,7 @@ def _filled(degrees: list[int], axes: Sequence[str], num_processes: int | None) 
             f"Start {known * (rest + 1)}."
         )
     return tuple(rest if degree == -1 else degree for degree in degrees)
+
+
+def _count(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes} processes"

@@ -61,11 +61,13 @@ def order_lines(rows: list[AxisRow]) -> list[str]:
         shown = " ".join(map(str, row.ranks[:4])) + (" .." if row.degree > 4 else "")
         where = "between nodes" if row.crosses_nodes else "within a node"
         lines.append(f"{row.axis}  {row.degree:>4} processes, such as ranks {shown}: {row.sends}, {where}")
-    for row in rows:
+    for index, row in enumerate(rows):
         if row.axis in ("tp", "cp") and row.crosses_nodes:
-            option = "tensor" if row.axis == "tp" else "context"
+            fix = f"Lower --parallel.{'tensor' if row.axis == 'tp' else 'context'}"
+            if index:  # else it is innermost already
+                fix += f", or put {row.axis} last in --parallel.order"
             lines.append(
                 f"warning: {row.axis} communicates in each layer, and links between nodes are slower than those within "
-                f"one. Lower --parallel.{option}, or put {row.axis} last in --parallel.order."
+                f"one. {fix}."
             )
     return lines

@@ -64,7 +64,7 @@ class ParallelConfig:
     sequence: bool = option(False, "Megatron's sequence parallelism, with layout 1d")
     context: int = option(1, "context-parallel degree: processes per sequence")
     context_kind: Literal["ring", "ring-plain", "ring-self-attention", "ulysses"] = option("ring", "kind")
-    order: str = option("dp,pp", "mesh axes, outermost first: dp,pp or pp,dp", value="AXES")
+    order: str = option("dp,pp", "mesh axes, outermost first; unnamed cp, tp are last", value="AXES")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
