@@ -10,15 +10,15 @@ from tests.cpu.copies import FAMILIES, STRATEGIES, Case, expected, grid, thinned
 from tests.cpu.ranks import run_ranks
 
 
-def num_steps(case: Case) -> int:
-    """Ten where every schedule meets every strategy."""
-    return 10 if case.granularity is None else 3
+def num_steps(case: Case, *, whole: bool = False) -> int:
+    """Ten in the `whole` grid where every schedule meets every strategy, four of them in every run of the tests."""
+    return (10 if whole else 4) if case.granularity is None else 3
 
 
-def _run_cases(rank: int, cases: list[Case]) -> None:
+def _run_cases(rank: int, cases: list[Case], whole: bool) -> None:
     mesh = pl.Mesh(pp=2, dp=2)
     for case in cases:
-        train_and_compare(case, mesh, num_steps(case))
+        train_and_compare(case, mesh, num_steps(case, whole=whole))
 
 
 def test_every_schedule_with_every_strategy_equals_one_process() -> None:
@@ -29,7 +29,7 @@ def test_every_schedule_with_every_strategy_equals_one_process() -> None:
             assert len({getattr(case, factor) for case in cases if case.strategy == strategy}) == 2, (factor, strategy)
     for case in cases:  # once, before processes are forked
         expected(case.tied, case.optimizer, case.dtype, num_steps(case))
-    run_ranks(_run_cases, 4, cases, timeout_seconds=600)
+    run_ranks(_run_cases, 4, cases, False, timeout_seconds=600)
 
 
 @pytest.mark.whole_grid
@@ -37,8 +37,8 @@ def test_every_schedule_with_every_strategy_equals_one_process() -> None:
 def test_every_schedule_with_every_strategy_in_every_state_equals_one_process() -> None:
     cases = grid()
     for case in cases:
-        expected(case.tied, case.optimizer, case.dtype, num_steps(case))
-    run_ranks(_run_cases, 4, cases, timeout_seconds=1400)
+        expected(case.tied, case.optimizer, case.dtype, num_steps(case, whole=True))
+    run_ranks(_run_cases, 4, cases, True, timeout_seconds=1400)
 
 
 def _run_without_sums(rank: int, strategy: str) -> None:
