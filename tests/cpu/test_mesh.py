@@ -30,7 +30,7 @@ def _two_pipelines(rank: int, order: tuple[str, str], transport: str) -> tuple[o
     with pytest.raises(InputError, match="'tp' has degree 1: only pp, dp and axes of a higher degree have a group"):
         mesh.group("tp")
     for ask in (mesh.group, mesh.degree, mesh.coordinate):
-        with pytest.raises(InputError, match=r"mesh axis 'data' is unknown\. Use dp, pp, cp, ep, tp"):
+        with pytest.raises(InputError, match=r"mesh axis 'data' is unknown\. Use dp, pp, cp, tp, ep, edp"):
             ask("data")
     outputs = []
     schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2)

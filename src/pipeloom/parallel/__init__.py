@@ -1,6 +1,6 @@
 """Parallelism across the processes of a run, and offload: everything in addition to the pipeline itself.
 
-mesh, mesh_shape    processes on named axes (dp, pp, cp, ep, tp), and what communicates along each
+mesh, mesh_shape    processes on named axes (dp, pp, cp, tp), and what communicates along each
 axis, axis_forms    collectives along one axis, called inside actions; over channels or a process group
 axis_functions      the same, differentiable
 tensor              tensor parallelism: layers that processes share

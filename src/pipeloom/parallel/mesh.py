@@ -17,12 +17,12 @@ from pipeloom.errors import InputError
 from pipeloom.parallel.axis import Axis, AxisMeter
 from pipeloom.parallel.axis_forms import ChannelAxis, GroupAxis
 from pipeloom.parallel.data.links import Links, ProcessLinks, ThreadLinks
-from pipeloom.parallel.mesh_shape import AXES, MeshShape, check_axis, check_line, check_parts
+from pipeloom.parallel.mesh_shape import AXES, EXPERT_LINES, MeshShape, check_axis, check_line, check_parts
 from pipeloom.parallel.placed import Place
 from pipeloom.processes.collectives import destroy_groups, leave_group
 from pipeloom.processes.members import Members, ProcessMembers, current_members
 from pipeloom.transport import shared_memory
-from pipeloom.transport.interface import Transport
+from pipeloom.transport.interface import Lane, Transport
 from pipeloom.transport.thread_members import ThreadMembers
 
 
@@ -37,7 +37,10 @@ class Mesh:
         dp: data-parallel degree.
         cp: context-parallel degree: processes that share the sequences.
         tp: tensor-parallel degree: processes that share the layers of a stage.
-        ep: degree of expert parallelism, which a `Pipeline` does not support yet: 1.
+        ep: degree of expert parallelism: processes that share the experts of a layer (arXiv:2006.16668). It divides the
+            processes along `expert_axes`, see `pipeloom.parallel.mesh_shape`. Replicas of dense parameters are the
+            processes along dp and cp, replicas of experts those along "edp".
+        expert_axes: axes that ep divides: dp, cp or both.
         order: mesh axes, outermost first. Neighbours on the last axis have adjacent ranks. Axes of degree 1 may be
             omitted.
 
@@ -49,11 +52,20 @@ class Mesh:
         device_mesh: torch's ``DeviceMesh``, with the axes pp, dp and those of degrees above 1; None between threads.
 
     Raises:
-        InputError: there is no process group, the degrees do not match its size, or processes pass different degrees.
+        InputError: there is no process group, the degrees do not match its size, `ep` does not divide the processes
+            along `expert_axes`, or processes pass different degrees.
     """
 
     def __init__(
-        self, *, pp: int = 1, dp: int = 1, cp: int = 1, ep: int = 1, tp: int = 1, order: Sequence[str] = AXES
+        self,
+        *,
+        pp: int = 1,
+        dp: int = 1,
+        cp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
+        expert_axes: Sequence[str] = ("dp",),
+        order: Sequence[str] = AXES,
     ) -> None:
         members = current_members()
         if members is None:
@@ -63,8 +75,8 @@ class Mesh:
             )
         self.members: Members = members
         self.rank = members.rank
-        degrees = {"pp": pp, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
-        self.shape = MeshShape.of(degrees, num_processes=members.size, order=order)
+        degrees = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+        self.shape = MeshShape.of(degrees, num_processes=members.size, order=order, ep=ep, expert_axes=expert_axes)
         self.meter = AxisMeter()
         self._made: tuple[dist.ProcessGroup, ...] = ()
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -109,13 +121,12 @@ class Mesh:
         return self.members.group
 
     def degree(self, axis: str) -> int:
-        """The degree of an axis. Raises InputError for an unknown axis."""
+        """The degree of an axis, or of ep or edp. Raises InputError for an unknown axis."""
         return self.shape.degree(axis)
 
     def coordinate(self, axis: str) -> int:
-        """The coordinate of this process on an axis. Raises InputError for an unknown axis."""
-        check_axis(axis)
-        return self.shape.coordinates(self.rank)[axis]
+        """The coordinate of this process on an axis, or on ep or edp. Raises InputError for an unknown axis."""
+        return self.shape.coordinate(axis, self.rank)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group along an axis through this process, on the backend of the default group.
@@ -141,7 +152,7 @@ class Mesh:
     def _joint_group(self, axes: Sequence[str]) -> dist.ProcessGroup:
         """The process group of all processes that differ from this one on `axes` alone; every process calls it."""
         used = [axis for axis in axes if self.degree(axis) > 1] or list(axes[:1])
-        if len(used) == 1:
+        if len(used) == 1 and used[0] not in EXPERT_LINES:
             return self.group(used[0])
         return self._group_of(self.shape.along_all(used, self.rank), "+".join(used))
 
@@ -159,10 +170,15 @@ class Mesh:
             raise InputError(f"mesh {self} is closed: its groups are gone. Make a new Mesh, or close it last.")
 
     def links(self, *axes: str) -> Links:
-        """Overlapping collectives between all processes that differ from this one on `axes` alone, in order of rank."""
+        """Overlapping collectives between all processes that differ from this one on `axes` alone, in order of rank.
+
+        Args:
+            axes: of the mesh, such as dp and cp for the replicas of dense parameters, or "edp" for those of experts.
+        """
         if isinstance(self.members, ThreadMembers):
             line = tuple(sorted(self.shape.along_all(axes, self.rank)))
-            return ThreadLinks(self.members.transport(line), len(line), line.index(self.rank))
+            lane = Lane.EXPERT_REPLICA if "edp" in axes else Lane.REPLICA
+            return ThreadLinks(self.members.transport(line), len(line), line.index(self.rank), lane)
         return ProcessLinks(lambda: self._joint_group(axes))
 
     def divide(self, **parts: int) -> None:
@@ -192,11 +208,17 @@ class Mesh:
             number, coordinates[name] = divmod(number, degree)
         return Place(coordinates, degrees)
 
+    @property
+    def expert_place(self) -> Place:
+        """The coordinates of this process on the axes that cut experts: ep and those of `place`."""
+        coordinates, degrees = self.place
+        return Place({"ep": self.coordinate("ep"), **coordinates}, {"ep": self.degree("ep"), **degrees})
+
     def line(self, *names: str) -> tuple[int, ...]:
         """The processes along axes through this one, by rank in the default group; the last axis is the fastest.
 
         Raises:
-            InputError: no axis, an unknown one, one twice, or axes of the mesh together with parts of tp.
+            InputError: no axis, an unknown one, one twice, or axes that cannot be named together.
         """
         check_line(names, self._parts)
         if not any(name in self._parts for name in names):
@@ -215,7 +237,7 @@ class Mesh:
         tensors pass through shared memory, between threads through queues, elsewhere through torch.distributed.
 
         Args:
-            names: axes of the mesh, or parts of tp, see `divide`.
+            names: axes of the mesh, ep, or parts of tp, see `divide`.
 
         Raises:
             InputError: an unknown axis, or the mesh is closed.

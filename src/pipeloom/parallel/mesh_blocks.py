@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
 
 class MeshBlocks(Blocks):
-    """The blocks of parameters on axis tp of a mesh, or the axes into which it is divided.
+    """The blocks of parameters on axis tp of a mesh, or the axes into which it is divided; those of experts on ep too.
 
     Args:
         mesh: of all processes.
@@ -93,6 +93,7 @@ class MeshBlocks(Blocks):
 
     def leave(self) -> None:
         self._mesh.leave("tp")
+        self._mesh.leave("edp")
 
     def sum(self, values: Tensor) -> Tensor:
         return self._mesh.axis("tp").all_reduce(values)

@@ -1,8 +1,7 @@
 """`MeshShape`: mesh axes and rank order, as arithmetic. No torch here.
 
     axes     dp  data parallelism               cp  context parallelism
-             pp  pipeline parallelism           ep  expert parallelism
-                                                tp  tensor parallelism
+             pp  pipeline parallelism           tp  tensor parallelism
 
     order ("dp", "pp") of 2 x 3         dp 0   dp 1              order ("pp", "dp")     dp 0   dp 1
                                 pp 0      0      3                             pp 0       0      1
@@ -11,17 +10,27 @@
 
 The last axis is the innermost: its neighbours have adjacent ranks, which launchers place on one machine. Put the axes
 that communicate most innermost.
+
+Expert parallelism divides the replicas along `expert_axes` (dp, cp or both) into lines of their own:
+
+    ep       processes that share the experts of a layer: the innermost part of the line along `expert_axes`
+    edp      expert-data replicas: processes along dp and cp with the same coordinate on ep
+
+    dp 4, ep 2        process     0  1  2  3
+                      ep          0  1  0  1         lines along ep: 0 1 and 2 3
+                      edp         0  0  1  1         lines along edp: 0 2 and 1 3
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Self
+from typing import Any, Self
 
 from pipeloom.errors import InputError
 
-AXES = ("dp", "pp", "cp", "ep", "tp")
+AXES = ("dp", "pp", "cp", "tp")
+EXPERT_LINES = ("ep", "edp")
+_REPLICAS = ("dp", "cp")  # axes along which processes have the same dense parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +40,33 @@ class MeshShape:
     Attributes:
         axes: names, outermost first.
         degrees: number of processes along each axis.
+        ep: degree of expert parallelism.
+        expert_axes: the axes that it divides, in the order of `axes`.
     """
 
     axes: tuple[str, ...]
     degrees: tuple[int, ...]
+    ep: int = 1
+    expert_axes: tuple[str, ...] = ("dp",)
 
     @classmethod
-    def of(cls, degrees: Mapping[str, int], *, num_processes: int | None = None, order: Sequence[str] = AXES) -> Self:
+    def of(
+        cls,
+        degrees: Mapping[str, int],
+        *,
+        num_processes: int | None = None,
+        order: Sequence[str] = AXES,
+        ep: int = 1,
+        expert_axes: Sequence[str] = ("dp",),
+    ) -> Self:
         """The shape with these degrees.
 
         Args:
             degrees: by axis; missing axes have degree 1. One may be -1: all remaining processes.
             num_processes: number of processes; None: the product of the degrees.
             order: axes, outermost first; missing axes are innermost and have degree 1.
+            ep: degree of expert parallelism, a divisor of the number of processes along `expert_axes`.
+            expert_axes: dp, cp or both.
 
         Raises:
             InputError: an unknown or repeated axis, an invalid degree, degrees that do not match the number of
@@ -52,7 +75,7 @@ class MeshShape:
         if not isinstance(degrees, Mapping):
             raise InputError(f"degrees={degrees!r}: must be a mapping of mesh axes, such as {{'pp': 2, 'dp': 2}}.")
         for axis in (*order, *degrees):
-            check_axis(axis)
+            _check_own_axis(axis)
         if len(set(order)) != len(order):
             raise InputError(f"mesh order {','.join(order)} names an axis twice. Name each axis once.")
         for axis, degree in degrees.items():
@@ -66,7 +89,9 @@ class MeshShape:
                     f"mesh axis {axis} has degree {degree} and is not in the order {','.join(order)}. Add it there."
                 )
         axes = (*order, *(axis for axis in AXES if axis not in order))
-        return cls(axes, _filled([degrees.get(axis, 1) for axis in axes], axes, num_processes))
+        filled = _filled([degrees.get(axis, 1) for axis in axes], axes, num_processes)
+        _check_experts(ep, expert_axes, dict(zip(axes, filled, strict=True)))
+        return cls(axes, filled, ep, tuple(axis for axis in axes if axis in expert_axes))
 
     @property
     def num_processes(self) -> int:
@@ -74,9 +99,22 @@ class MeshShape:
         return math.prod(self.degrees)
 
     def degree(self, axis: str) -> int:
-        """The degree of an axis. Raises InputError for an unknown axis."""
+        """The degree of an axis, or of ep or edp. Raises InputError for an unknown axis."""
         check_axis(axis)
+        if axis == "ep":
+            return self.ep
+        if axis == "edp":
+            return math.prod(map(self.degree, _REPLICAS)) // self.ep
         return self.degrees[self.axes.index(axis)]
+
+    def coordinate(self, axis: str, process: int) -> int:
+        """The coordinate of a process on an axis, or on ep or edp. Raises InputError for an unknown axis."""
+        check_axis(axis)
+        if axis == "ep":
+            return self.along_all(self.expert_axes, process).index(process) % self.ep
+        if axis == "edp":
+            return self.along(axis, process).index(process)
+        return self.coordinates(process)[axis]
 
     def coordinates(self, process: int) -> dict[str, int]:
         """The coordinates of a process, by axis."""
@@ -95,19 +133,31 @@ class MeshShape:
         return process
 
     def along(self, axis: str, process: int) -> tuple[int, ...]:
-        """The processes that share all coordinates but this axis with `process`, in the order of the axis."""
+        """The processes that share all coordinates but this axis with `process`, in the order of the axis.
+
+        Along ep: those that share the experts of `process`. Along edp: its expert-data replicas, in order of rank where
+        dp lies outside of cp.
+        """
+        if axis == "ep":
+            line = self.along_all(self.expert_axes, process)
+            start = line.index(process) // self.ep * self.ep
+            return line[start : start + self.ep]
+        if axis == "edp":
+            own = self.coordinate("ep", process)
+            return tuple(p for p in self.along_all(_REPLICAS, process) if self.coordinate("ep", p) == own)
         places = self.coordinates(process)
         return tuple(self.process({**places, axis: place}) for place in range(self.degree(axis)))
 
     def along_all(self, axes: Sequence[str], process: int) -> tuple[int, ...]:
         """The processes that share all coordinates but `axes` with `process`, in the order of the last axis first."""
-        places = self.coordinates(process)
-        ranges = [range(self.degree(axis)) for axis in axes]
-        return tuple(self.process({**places, **dict(zip(axes, found, strict=True))}) for found in product(*ranges))
+        found = [process]
+        for axis in axes:
+            found = [member for start in found for member in self.along(axis, start)]
+        return tuple(found)
 
     def lines(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of processes along an axis."""
-        starts = (process for process in range(self.num_processes) if self.coordinates(process)[axis] == 0)
+        starts = (process for process in range(self.num_processes) if self.coordinate(axis, process) == 0)
         return tuple(self.along(axis, process) for process in starts)
 
     def crosses_nodes(self, axis: str, processes_per_node: int) -> bool:
@@ -116,19 +166,45 @@ class MeshShape:
 
     def __str__(self) -> str:
         named = [(axis, degree) for axis, degree in zip(self.axes, self.degrees, strict=True) if degree > 1]
-        return " x ".join(f"{axis} {degree}" for axis, degree in named) or "one process"
+        text = " x ".join(f"{axis} {degree}" for axis, degree in named) or "one process"
+        return text if self.ep == 1 else f"{text} with ep {self.ep} along {','.join(self.expert_axes)}"
 
 
 def check_axis(axis: str) -> None:
     """Raises InputError for an unknown axis."""
-    if axis not in AXES:
-        raise InputError(f"mesh axis {axis!r} is unknown. Use {', '.join(AXES)}.")
+    if axis not in AXES and axis not in EXPERT_LINES:
+        raise InputError(f"mesh axis {axis!r} is unknown. Use {', '.join((*AXES, *EXPERT_LINES))}.")
+
+
+def _check_own_axis(axis: str) -> None:
+    """Raises InputError where an axis is unknown, or no axis of its own."""
+    check_axis(axis)
+    if axis in EXPERT_LINES:
+        raise InputError(
+            f"axis {axis!r} has no processes of its own: it divides the processes along expert_axes. Use ep=2, "
+            "expert_axes=('dp',)."
+        )
+
+
+def _check_experts(ep: Any, expert_axes: Any, degrees: Mapping[str, int]) -> None:
+    """Raises InputError where expert parallelism does not divide the replicas along `expert_axes`."""
+    known = isinstance(expert_axes, tuple | list) and set(expert_axes) <= set(_REPLICAS)
+    if not known or not expert_axes or len(set(expert_axes)) < len(expert_axes):
+        raise InputError(f"expert_axes={expert_axes!r}: must be ('dp',), ('cp',) or ('dp', 'cp').")
+    number = math.prod(degrees[axis] for axis in expert_axes)
+    if type(ep) is not int or ep < 1 or number % ep:
+        fits = ", ".join(str(degree) for degree in range(1, number + 1) if number % degree == 0)
+        along = " and ".join(f"{axis}={degrees[axis]}" for axis in expert_axes)
+        raise InputError(
+            f"ep={ep!r}: must divide the {number} processes along {along} (expert_axes). Use one of {fits}, or other "
+            "degrees."
+        )
 
 
 def check_parts(parts: Mapping[str, int]) -> None:
     """Validate the axes of a grid into which tp is divided. Raises InputError for a name or degree that cannot be."""
     for name, degree in parts.items():
-        if name in AXES or type(degree) is not int or degree < 1:
+        if name in (*AXES, *EXPERT_LINES) or type(degree) is not int or degree < 1:
             raise InputError(
                 f"a grid with {name}={degree!r}: names must be other than {', '.join(AXES)}, and degrees integers of "
                 "at least 1. Use names such as tp_row and tp_column."
@@ -139,7 +215,8 @@ def check_line(names: Sequence[str], parts: Mapping[str, int]) -> None:
     """Validate axes of a mesh, or `parts` of its tp, along which processes form one line.
 
     Raises:
-        InputError: no axis, an unknown one, one twice, or axes of the mesh together with parts of tp.
+        InputError: no axis, an unknown one, one twice, axes of the mesh together with parts of tp, or ep or edp
+            together with dp or cp.
     """
     if not any(name in parts for name in names):
         for name in names:
@@ -149,6 +226,8 @@ def check_line(names: Sequence[str], parts: Mapping[str, int]) -> None:
             f"axes ({', '.join(names)}): must be axes of the mesh, or parts of tp "
             f"({', '.join(parts) or 'which is not divided'}), at least one and each once. Name others."
         )
+    if any(name in EXPERT_LINES for name in names) and any(name in _REPLICAS for name in names):
+        raise InputError(f"axes ({', '.join(names)}): ep and edp are parts of dp and cp. Name one kind.")
 
 
 def _filled(degrees: list[int], axes: Sequence[str], num_processes: int | None) -> tuple[int, ...]:

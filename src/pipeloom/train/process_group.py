@@ -102,4 +102,5 @@ def join(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
 
 def _mesh(config: TrainConfig, num_processes: int) -> Mesh:
     shape = config.mesh_shape(num_processes)
-    return Mesh(**dict(zip(shape.axes, shape.degrees, strict=True)), order=shape.axes)
+    pp, dp, cp, tp = map(shape.degree, ("pp", "dp", "cp", "tp"))
+    return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=shape.ep, expert_axes=shape.expert_axes, order=shape.axes)

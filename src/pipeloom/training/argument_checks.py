@@ -13,7 +13,7 @@ from pipeloom.ir import Schedule, check
 from pipeloom.ir.recompute import Recompute, recompute_of_stages
 from pipeloom.parallel import Mesh, OffloadActivations
 from pipeloom.parallel.context import KINDS, ContextKind, ContextParallel
-from pipeloom.parallel.placed import Place, placed, placed_block
+from pipeloom.parallel.placed import Place, placed_block
 from pipeloom.passes import check_has_backwards
 from pipeloom.processes.members import thread_members
 from pipeloom.split.stage_module import StageModule
@@ -58,8 +58,6 @@ def check_arguments(
         )
     if mesh is not None and (isinstance(mesh, type) or not hasattr(mesh, "coordinate")):
         raise InputError(f"mesh={mesh!r}: must be a pipeloom.Mesh, such as Mesh(pp=2, dp=2).")
-    if mesh is not None and mesh.degree("ep") > 1:
-        raise InputError(f"mesh={mesh}: a Pipeline does not support axis ep yet. Give it degree 1.")
     number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
     if not number or not 0 < float(timeout_seconds) < math.inf:
         raise InputError(f"timeout_seconds={timeout_seconds!r}: must be a finite number above 0.")
@@ -67,25 +65,33 @@ def check_arguments(
 
 
 def check_placed(mesh: Mesh | None, modules: Sequence[nn.Module]) -> None:
-    """Validate that the parameters of a model lie on the tensor-parallel ranks of the mesh.
+    """Validate that the parameters of a model lie on the ranks of the mesh that share its stages and experts.
 
     Raises:
         InputError: there are several ranks and no parameter lies on them, or a parameter lies on those of another mesh.
     """
-    place = Place({"tp": 0}, {"tp": 1}) if mesh is None else mesh.place
-    blocks = (placed_block(parameter) for module in modules for parameter in module.parameters())
-    other = next((block.place for block in blocks if block is not None and block.place != place), None)
-    if other is not None:
-        raise InputError(
-            f"mesh={mesh}: the model was cut for place {_text(other)}, and this mesh has {_text(place)} here. Pass the "
-            "mesh of pipeloom.parallelize to Pipeline."
-        )
-    if mesh is None or mesh.degree("tp") == 1:
+    found = [placed_block(parameter) for module in modules for parameter in module.parameters()]
+    blocks = [block for block in found if block is not None]
+    for block in blocks:
+        place = Place({"tp": 0}, {"tp": 1}) if mesh is None else mesh.place
+        if "ep" in block.place.degrees:
+            place = Place({"ep": 0, "tp": 0}, {"ep": 1, "tp": 1}) if mesh is None else mesh.expert_place
+        if block.place != place:
+            raise InputError(
+                f"mesh={mesh}: the model was cut for place {_text(block.place)}, and this mesh has {_text(place)} "
+                "here. Pass the mesh of pipeloom.parallelize to Pipeline."
+            )
+    if mesh is None:
         return
-    if not any(placed(parameter) for module in modules for parameter in module.parameters()):
+    if mesh.degree("tp") > 1 and not blocks:
         raise InputError(
             f"mesh={mesh}: no parameter of the model is cut along tp, so all tensor-parallel ranks would do the same "
             "work. Call pipeloom.parallelize(model, mesh, plan) first, or give tp degree 1."
+        )
+    if mesh.degree("ep") > 1 and not any("ep" in block.how.axes for block in blocks):
+        raise InputError(
+            f"mesh={mesh}: no experts of the model are cut along ep. Call pipeloom.parallelize(model, mesh) first, or "
+            "give ep degree 1."
         )
 
 

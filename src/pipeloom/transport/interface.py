@@ -26,6 +26,7 @@ class Lane(StrEnum):
     RESULT = "result"  # losses and outputs
     UPDATE = "update"  # norms and losses that decide about an optimizer step
     REPLICA = "replica"  # parameters and gradients between data-parallel replicas that are threads
+    EXPERT_REPLICA = "expert-replica"  # the same between expert-data replicas
     AXIS = "axis"  # collectives inside an action, between the processes that share a stage
 
 

@@ -126,16 +126,17 @@ class ThreadLinks(Links):
 
     Args:
         transport: connects them; its ranks are the replicas.
+        lane: of its messages; each kind of replicas has its own.
     """
 
     backend = "threads"
 
-    def __init__(self, transport: Transport, degree: int, index: int) -> None:
+    def __init__(self, transport: Transport, degree: int, index: int, lane: Lane = Lane.REPLICA) -> None:
         self.degree, self.index = degree, index
         others = [peer for peer in range(degree) if peer != index]
-        transport.open([Channel(a, b, Lane.REPLICA) for a in range(degree) for b in range(degree) if a != b])
-        self._to = {peer: transport.outgoing(Channel(index, peer, Lane.REPLICA)) for peer in others}
-        self._from = {peer: transport.incoming(Channel(peer, index, Lane.REPLICA)) for peer in others}
+        transport.open([Channel(a, b, lane) for a in range(degree) for b in range(degree) if a != b])
+        self._to = {peer: transport.outgoing(Channel(index, peer, lane)) for peer in others}
+        self._from = {peer: transport.incoming(Channel(peer, index, lane)) for peer in others}
         self._waiting: deque[Callable[[], None]] = deque()
 
     def broadcast(self, values: Tensor) -> list[Any]:

@@ -36,7 +36,8 @@ def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) 
     replicas = ReplicaGroup(mesh, timeout_seconds)
     axis = axis_of(options, formats, replicas.degree)
     sharded = axis is not None and axis.strategy.shards_optimizer
-    blocks = Blocks() if mesh is None or mesh.degree("tp") == 1 else MeshBlocks(mesh, sharded=sharded)
+    is_cut = mesh is not None and (mesh.degree("tp") > 1 or mesh.degree("ep") > 1)
+    blocks = MeshBlocks(mesh, sharded=sharded) if mesh is not None and is_cut else Blocks()
     return Sharing(blocks) if axis is None else DataSharing(axis, options, formats, replicas, blocks)
 
 
