@@ -188,7 +188,7 @@ def test_the_table_of_a_model(capsys):
     ("words", "message"),
     [
         (("--tensor", "8"), "--tensor has no effect without --model"),
-        (("--model", "gpt2"), "--model=gpt2: must be gpt3-175b, llama3-405b, or a JSON file whose name ends in .json."),
+        (("--model", "gpt2"), "glam-64b, or a JSON file whose name ends in .json."),
         (("--model", "none.json"), "--model none.json: No such file"),
         (("--model", "gpt3-175b", "--forward", "1"), "--forward: does not work with --model"),
         (("--model", "gpt3-175b", "--tensor", "0"), "--tensor 0: must be at least 1."),

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, get_args
 
+from pipeloom.cli.common.expert_options import EXPERTS, add_expert_options, check_experts, with_experts
 from pipeloom.cli.common.inside_options import LAYOUT, add_inside_options, inside_of, plan_fields
 from pipeloom.cli.common.parser import Parser
 from pipeloom.common.json_reader import parse_file
@@ -15,7 +16,15 @@ from pipeloom.parallel.options import DType, Precision
 from pipeloom.passes import lower
 from pipeloom.plan.architecture import NAMED, Architecture, find_architecture
 from pipeloom.plan.cluster import CLUSTERS, Cluster, data_links, device_link, parse_cluster
-from pipeloom.plan.memory import KINDS, OPTIMIZERS, LayerMemory, MemoryModel, memory_of_ranks, transformer_layers
+from pipeloom.plan.memory import (
+    KINDS,
+    OPTIMIZERS,
+    LayerMemory,
+    MemoryModel,
+    memory_of_ranks,
+    num_parameters,
+    transformer_layers,
+)
 from pipeloom.plan.memory.choose import stage_bytes
 from pipeloom.plan.stage_times import StageTimes
 from pipeloom.sim import Costs, Network, Timeline
@@ -25,6 +34,7 @@ from pipeloom.split.chain_partition import consecutive, even_parts
 _RATES = ("peak", "efficiency", "node_bandwidth", "network_bandwidth", "node_latency", "network_latency")
 MODEL_OPTIONS = (
     *LAYOUT,
+    *EXPERTS,
     *_RATES,
     *("sequence_length", "vocabulary_size", "microbatch_size", "recompute", "precision", "optimizer", "device"),
     "devices_per_node",
@@ -42,6 +52,7 @@ def add_model_options(parser: Parser) -> None:
     whole("--vocabulary-size", help="vocabulary size (default: the model's)")
     whole("--microbatch-size", help="samples per micro-batch (default: 1)")
     add_inside_options(group)
+    add_expert_options(group)
     option("--recompute", choices=[str(kind) for kind in Recompute], help="activation recomputation (default: none)")
     option("--precision", choices=get_args(DType), help="number format of parameters (default: bf16)")
     option("--optimizer", choices=list(OPTIMIZERS), help="optimizer, for memory (default: adamw)")
@@ -69,7 +80,7 @@ class SimulatedModel:
         for name in ("microbatch_size", "sequence_length", "vocabulary_size", "devices_per_node"):
             if given.get(name, 1) < 1:
                 raise InputError(f"--{name.replace('_', '-')} {given[name]}: must be at least 1.")
-        self.inside = inside_of(given)
+        self.inside = with_experts(inside_of(given), given, options.data or 1)
         model = find_architecture(options.model, "--model")
         sizes = {name: given[name] for name in ("sequence_length", "vocabulary_size") if name in given}
         self.model: Architecture = replace(model, **sizes)
@@ -84,7 +95,10 @@ class SimulatedModel:
             samples=self.samples,
             element=2 if self.precision.has_masters else 4,
             recompute=self.recompute,
+            imbalance=given.get("expert_imbalance", 1.0),
+            devices_per_replica=options.ranks * self.inside.processes,
         )
+        check_experts(self.model, given)
         self.inside.check(self.model.layer_sizes(self.samples, 1))
 
     def _cluster(self) -> Cluster:
@@ -167,12 +181,13 @@ class SimulatedModel:
             precision=self.precision,
             optimizer=self._given.get("optimizer", "adamw"),
             recompute=(self.recompute,) * num_stages,
+            expert=self.inside.expert,
         )
 
     def costs(self, num_stages: int) -> Costs:
         """Seconds and bytes of every stage."""
         stages, memory = self.times.stages(self._blocks(num_stages)), self.memory_model(num_stages)
-        parameters, gradients = stage_bytes(memory)
+        parameters, gradients = stage_bytes(memory, self.replicas)
         return Costs(
             forward=tuple(each.forward for each in stages),
             backward_input=tuple(each.backward_input for each in stages),
@@ -209,6 +224,7 @@ class SimulatedModel:
             "operations_per_device_second": work / step / devices,
             "peak_fraction": work / step / devices / self.cluster.device.operations_per_second,
             "collective_seconds": self._collective_seconds(),
+            **self._of_experts(),
             "memory": [{"rank": rank.rank, **rank.kinds, "peak": rank.peak} for rank in ranks],
         }
 
@@ -228,11 +244,29 @@ class SimulatedModel:
             ),
         }
 
-    def _collective_seconds(self) -> dict[str, float]:
+    def _collective_seconds(self, *, experts: bool = False) -> dict[str, float]:
         """Seconds of the collectives of one block, in F and in I, without overlap."""
-        sizes = self.model.layer_sizes(self.samples, self.times.element)
-        forward, backward = self.times.collectives(self.inside.traffic(sizes).block(self.recompute))
+        forward, backward = self.times.collectives(self.times.block_traffic(experts=experts))
         return {"forward": forward, "backward": backward}
+
+    def _of_experts(self) -> dict[str, Any]:
+        """What ``--json`` has of a mixture: parameters, and collectives of a block with experts."""
+        model = self.model
+        if model.experts is None:
+            return {}
+        blocks = [model.has_experts(index) for index in range(model.layers)]
+        idle = sum(
+            model.block_numbers(experts=True, all_experts=True) - model.block_numbers(experts=True)
+            for has in blocks
+            if has
+        )
+        parameters = num_parameters(transformer_layers(model, 1, 2))
+        return {
+            "parameters": parameters,
+            "active_parameters": parameters - idle,
+            "expert_blocks": sum(blocks),
+            "expert_collective_seconds": self._collective_seconds(experts=True),
+        }
 
 
 def _in_stages(layers: list[LayerMemory], blocks: list[int]) -> list[list[LayerMemory]]:
@@ -251,6 +285,9 @@ def print_model(answer: dict[str, Any]) -> None:
         f"{number_text(answer['tokens_per_second'])} tokens/s, {rate:.0f} TFLOP/s per device "
         f"({answer['peak_fraction']:.1%} of the peak)"
     )
+    if "active_parameters" in answer:
+        whole, active = (number_text(answer[name]) for name in ("parameters", "active_parameters"))
+        print(f"{answer['schedule']}: {whole} parameters, {active} of them per token")
     rows = answer["memory"]
     columns = [kind for kind in KINDS if any(row[kind] for row in rows)] + ["peak"]
     table = [["", *columns], *([f"rank {row['rank']}", *(bytes_text(row[kind]) for kind in columns)] for row in rows)]

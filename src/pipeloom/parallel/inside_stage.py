@@ -8,6 +8,7 @@ from typing import Literal
 from pipeloom.errors import InputError
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.context.traffic import attention_traffic
+from pipeloom.parallel.expert.traffic import Exchange, Rows, dispatch_traffic
 from pipeloom.parallel.placed import Place
 from pipeloom.parallel.tensor.grids.shape import GridShape
 from pipeloom.parallel.tensor.grids.traffic import GridTraffic
@@ -26,6 +27,10 @@ class InsideStage:
         sequence: Megatron's sequence parallelism, with layout 1d.
         context: context-parallel degree.
         context_kind: how attention communicates.
+        expert: expert-parallel degree: processes that share the experts of a stage. They are replicas, or share
+            sequences, so they are not more processes.
+        expert_axes: mesh axes whose processes share experts.
+        exchange: how tokens reach their experts.
     """
 
     tensor: int = 1
@@ -34,6 +39,9 @@ class InsideStage:
     sequence: bool = False
     context: int = 1
     context_kind: Literal["ring", "ring-plain", "ring-self-attention", "ulysses"] = "ring"
+    expert: int = 1
+    expert_axes: tuple[str, ...] = ("dp",)
+    exchange: Exchange = "counts"
 
     @property
     def processes(self) -> int:
@@ -61,7 +69,7 @@ class InsideStage:
     @property
     def axes(self) -> Mapping[str, int]:
         """Degrees of the axes, by name; of grids, and of axes together too."""
-        found = {"tp": self.tensor, "cp": self.context}
+        found = {"tp": self.tensor, "cp": self.context, "ep": self.expert}
         if self.grid is not None:
             found |= self.grid.axes
             for names in (self.grid.outer.batch, self.grid.inner.batch, ("tp_row", "tp_column")):
@@ -75,9 +83,10 @@ class InsideStage:
         Raises:
             InputError: a degree below 1, options that exclude each other, or a size that is not divided.
         """
-        for name, degree in (("tensor", self.tensor), ("context", self.context)):
+        for name, degree in (("tensor", self.tensor), ("context", self.context), ("expert", self.expert)):
             if degree < 1:
                 raise InputError(f"{name}={degree}: must be at least 1.")
+        self._check_experts(sizes)
         if self.layout == "1d" and self.depth is not None:
             raise InputError(f"depth={self.depth} has no effect with layout 1d. Remove it, or use layout 2.5d.")
         if self.sequence and self.layout != "1d":
@@ -110,6 +119,25 @@ class InsideStage:
                 "them. Use another degree, or ring."
             )
 
+    def _check_experts(self, sizes: LayerSizes) -> None:
+        experts = sizes.experts
+        if experts is None:
+            if self.expert > 1:
+                raise InputError(f"expert={self.expert}: the model has no experts. Remove it, or add experts.")
+            return
+        if self.layout != "1d":
+            raise InputError(f"layout={self.layout}: experts work with layout 1d alone. Use 1d.")
+        if experts.experts % self.expert:
+            fits = [n for n in range(1, experts.experts + 1) if experts.experts % n == 0]
+            raise InputError(
+                f"expert={self.expert}: must divide the {experts.experts} experts. Use {', '.join(map(str, fits))}."
+            )
+        if experts.expert_width % self.tensor:
+            raise InputError(
+                f"expert_width={experts.expert_width}: must be a multiple of {self.tensor} for tensor={self.tensor}. "
+                "Use other degrees."
+            )
+
     def traffic(self, sizes: LayerSizes, place: Place | None = None) -> "StageTraffic":
         """What the layers of a stage send for one micro-batch of `sizes`."""
         return StageTraffic(self, sizes, place)
@@ -137,11 +165,37 @@ class StageTraffic:
     def embedding(self) -> Traffic:
         return self._layers.embedding()
 
-    def block(self, recompute: Recompute = Recompute.NONE) -> Traffic:
-        """One block; a backward includes what it recomputes."""
+    def block(
+        self, recompute: Recompute = Recompute.NONE, *, experts: bool = False, rows: Rows | None = None
+    ) -> Traffic:
+        """One block; a backward includes what it recomputes.
+
+        Args:
+            recompute: activation recomputation.
+            experts: whether the block has experts in place of an MLP.
+            rows: assignments that pass the experts; None: balanced experts.
+        """
         attention, again = self.attention()
-        kept = recompute is not Recompute.SELECTIVE
-        return self._layers.block(attention, {} if kept else again, full=recompute is Recompute.FULL)
+        repeated = again if recompute is Recompute.SELECTIVE else {}
+        full = recompute is Recompute.FULL
+        if not experts:
+            return self._layers.block(attention, repeated, full=full)
+        assert isinstance(self._layers, OneDTraffic)
+        return self._layers.expert_block(attention, repeated, self.dispatch(rows), full=full)
+
+    def dispatch(self, rows: Rows | None = None) -> Traffic:
+        """What a layer of experts sends along ep; `rows` as in `block`."""
+        sizes, inside = self._sizes, self._inside
+        assert sizes.experts is not None
+        return dispatch_traffic(
+            sizes.experts,
+            inside.expert,
+            tokens=sizes.tokens,
+            width=sizes.width,
+            element=sizes.element,
+            exchange=inside.exchange,
+            rows=rows,
+        )
 
     def norm(self) -> Traffic:
         """The norm behind the blocks."""

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipeloom.parallel.expert.sizes import ExpertSizes
+
 
 class Sent(NamedTuple):
     """One kind of collective along one axis.
@@ -105,6 +107,7 @@ class LayerSizes:
         centered: whether norms subtract the mean (layer norm), or not (RMS norm).
         vocabulary_size: number of token ids.
         element: bytes per element of activations. Sums of norms and losses have at least 4.
+        experts: of blocks that have experts in place of an MLP; None: there are no such blocks.
     """
 
     samples: int
@@ -118,6 +121,7 @@ class LayerSizes:
     centered: bool = True
     vocabulary_size: int
     element: int
+    experts: ExpertSizes | None = None
 
     @property
     def tokens(self) -> int:

@@ -3,8 +3,10 @@
     {"name": "llama3-405b", "layers": 126, "width": 16384, "heads": 128, "key_heads": 8, "mlp_width": 53248,
      "gated": true, "vocabulary_size": 128256, "sequence_length": 8192, "norm": "rms"}
 
-Optional keys: `key_heads` (default `heads`), `mlp_width` (4 width), `gated`, `norm` ("layer" or "rms"), `positions`
-("rotary" or "learned"), `biases` and `tie_embeddings`.
+Optional keys: `key_heads` (default `heads`), `head_width` (width / heads), `mlp_width` (4 width), `gated`, `norm`
+("layer" or "rms"), `positions` ("rotary" or "learned"), `biases` and `tie_embeddings`. A mixture of experts also has
+`experts` and `top_k`, and optionally `experts_every` (1), `expert_width` (`mlp_width`), `expert_gated` (`gated`),
+`shared_experts` (0) and `capacity_factor` (none).
 """
 
 from collections.abc import Mapping
@@ -14,18 +16,19 @@ from typing import Any, Literal, Self, cast
 from pipeloom.common.json_reader import Entry, parse_file, read_json
 from pipeloom.errors import InputError
 from pipeloom.models.gpt_config import GPTConfig
+from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.parallel.traffic import LayerSizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A decoder-only transformer: an embedding, equal blocks of attention and an MLP, a norm, and a head.
+    """A decoder-only transformer: an embedding, blocks of attention and an MLP or experts, a norm, and a head.
 
     Attributes:
         name: shown in output.
         layers: number of blocks.
         width: of the residual stream.
-        heads, key_heads: query heads, and key and value heads; of width / heads each.
+        heads, key_heads: query heads, and key and value heads.
         mlp_width: of the MLP.
         gated: whether the MLP has two matrices of width x mlp_width, as SwiGLU (arXiv:2002.05202).
         vocabulary_size: number of token ids.
@@ -35,9 +38,13 @@ class Architecture:
         biases: whether linear layers and layer norms have biases.
         tie_embeddings: whether head and embedding share their weight.
         dropout: dropout probability.
+        given_head_width: of each head; None: width / heads.
+        experts: of blocks that have experts in place of an MLP; None: no block has.
+        experts_every: block i has experts if `experts_every` divides i + 1.
 
     Raises:
-        InputError: a size is less than 1, or heads do not divide width or key heads do not divide heads.
+        InputError: a size is less than 1, heads do not divide width or key heads do not divide heads, or more experts
+            per token than there are.
     """
 
     name: str
@@ -54,13 +61,23 @@ class Architecture:
     biases: bool = False
     tie_embeddings: bool = False
     dropout: float = 0.0
+    given_head_width: int | None = None
+    experts: ExpertSizes | None = None
+    experts_every: int = 1
 
     def __post_init__(self) -> None:
         sizes = ("layers", "width", "heads", "key_heads", "mlp_width", "vocabulary_size", "sequence_length")
-        for name in sizes:
+        for name in (*sizes, "experts_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"model {name}={getattr(self, name)}: must be at least 1.")
+        if self.experts is not None and not 1 <= self.experts.top_k <= self.experts.experts:
+            raise InputError(
+                f"model top_k={self.experts.top_k}: must be from 1 to experts={self.experts.experts}. Change one of "
+                "them."
+            )
         for name, of in (("heads", "width"), ("key_heads", "heads")):
+            if name == "heads" and self.given_head_width is not None:
+                continue
             part, whole = getattr(self, name), getattr(self, of)
             if whole % part:
                 fits = [n for n in range(1, part) if whole % n == 0]
@@ -85,12 +102,36 @@ class Architecture:
 
     @property
     def head_width(self) -> int:
-        return self.width // self.heads
+        return self.width // self.heads if self.given_head_width is None else self.given_head_width
+
+    @property
+    def attention_width(self) -> int:
+        """Features of the queries, and of the output of attention."""
+        return self.heads * self.head_width
+
+    def has_experts(self, block: int) -> bool:
+        """Whether a block has experts in place of an MLP."""
+        return self.experts is not None and (block + 1) % self.experts_every == 0
 
     @property
     def qkv_features(self) -> int:
         """Rows of the queries, keys and values together."""
         return (self.heads + 2 * self.key_heads) * self.head_width
+
+    def block_numbers(self, *, experts: bool, all_experts: bool = False) -> int:
+        """Numbers in the matrices of a block, of which each multiplies every token.
+
+        Args:
+            experts: whether the block has experts; `top_k` of them, and shared ones, count.
+            all_experts: whether all experts count instead.
+        """
+        attention = self.width * (self.qkv_features + self.attention_width)
+        if not experts:
+            return attention + (3 if self.gated else 2) * self.width * self.mlp_width
+        assert self.experts is not None
+        active = self.experts.shared + (self.experts.experts if all_experts else self.experts.top_k)
+        router = self.experts.router_matrices * self.experts.experts * self.width
+        return attention + router + active * self.experts.matrix_numbers(self.width)
 
     def layer_sizes(self, samples: int, element: int) -> LayerSizes:
         """Sizes that formulae of traffic need, of a micro-batch of `samples` with `element` bytes per number."""
@@ -106,6 +147,7 @@ class Architecture:
             centered=self.norm == "layer",
             vocabulary_size=self.vocabulary_size,
             element=element,
+            experts=self.experts,
         )
 
 
@@ -137,10 +179,40 @@ NAMED: Mapping[str, Architecture] = {
             sequence_length=8192,
             norm="rms",
         ),
+        Architecture(  # arXiv:2401.04088, table 1
+            name="mixtral-8x7b",
+            layers=32,
+            width=4096,
+            heads=32,
+            key_heads=8,
+            mlp_width=14336,
+            gated=True,
+            vocabulary_size=32000,
+            sequence_length=32768,
+            norm="rms",
+            experts=ExpertSizes(experts=8, top_k=2, expert_width=14336, gated=True),
+        ),
+        Architecture(  # arXiv:2112.06905, table 4: 64B/64E; its dense MLPs are gated. Position biases are left out.
+            name="glam-64b",
+            layers=64,
+            width=8192,
+            heads=128,
+            key_heads=128,
+            given_head_width=128,
+            mlp_width=32768,
+            gated=True,
+            vocabulary_size=256000,
+            sequence_length=1024,
+            tie_embeddings=True,
+            experts=ExpertSizes(experts=64, top_k=2, expert_width=32768, capacity_factor=1.25),
+            experts_every=2,
+        ),
     )
 }
 
 _REQUIRED = ("layers", "width", "heads", "vocabulary_size", "sequence_length")
+_OF_EXPERTS = ("top_k", "expert_width", "expert_gated", "shared_experts", "capacity_factor", "experts_every")
+_LEAST = {"experts": 2, "top_k": 1, "expert_width": 1, "shared_experts": 0}
 _WORDS = {"norm": ("layer", "rms"), "positions": ("rotary", "learned")}
 _FLAGS = ("gated", "biases", "tie_embeddings")
 
@@ -168,8 +240,10 @@ def parse_architecture(text: str) -> Architecture:
         InputError: invalid JSON or a wrong value; the message names the key and the rule.
     """
     source = read_json(text, "the model file", "an object with layers, width, heads, ...")
-    entries = source.fields(_REQUIRED, ("name", "key_heads", "mlp_width", *_WORDS, *_FLAGS))
-    sizes = {name: entry.whole(least=1) for name, entry in entries.items() if name not in ("name", *_WORDS, *_FLAGS)}
+    optional = ("name", "key_heads", "head_width", "mlp_width", *_WORDS, *_FLAGS, "experts", *_OF_EXPERTS)
+    entries = source.fields(_REQUIRED, optional)
+    others = ("name", "head_width", *_WORDS, *_FLAGS, "experts", *_OF_EXPERTS)
+    sizes = {name: entry.whole(least=1) for name, entry in entries.items() if name not in others}
     words = {name: _word(entries[name], known) for name, known in _WORDS.items() if name in entries}
     flags = {name: entries[name].flag() for name in _FLAGS if name in entries}
     name = entries["name"].text() if "name" in entries else "model"
@@ -178,7 +252,30 @@ def parse_architecture(text: str) -> Architecture:
         name=name,
         norm=cast("Literal['layer', 'rms']", words.get("norm", "layer")),
         positions=cast("Literal['rotary', 'learned']", words.get("positions", "rotary")),
+        given_head_width=entries["head_width"].whole(least=1) if "head_width" in entries else None,
+        experts=_experts(entries, sizes["mlp_width"], gated=flags.get("gated", False)),
+        experts_every=entries["experts_every"].whole(least=1) if "experts_every" in entries else 1,
         **cast("dict[str, Any]", sizes | flags),
+    )
+
+
+def _experts(entries: Mapping[str, Entry], mlp_width: int, *, gated: bool) -> ExpertSizes | None:
+    """The experts of a model file. Raises InputError for a key of experts without experts, or without top_k."""
+    if "experts" not in entries:
+        for name in _OF_EXPERTS:
+            if name in entries:
+                entries[name].refuse("has no effect without experts", "Add experts, or remove it")
+        return None
+    if "top_k" not in entries:
+        entries["experts"].refuse("needs top_k, the experts per token", "Add it")
+    whole = {name: entries[name].whole(least=least) for name, least in _LEAST.items() if name in entries}
+    return ExpertSizes(
+        experts=whole["experts"],
+        top_k=whole["top_k"],
+        expert_width=whole.get("expert_width", mlp_width),
+        gated=entries["expert_gated"].flag() if "expert_gated" in entries else gated,
+        shared=whole.get("shared_experts", 0),
+        capacity_factor=entries["capacity_factor"].number(above=True) if "capacity_factor" in entries else None,
     )
 
 

@@ -5,7 +5,8 @@
     W      arithmetic of weight gradients; no collectives
 
 per micro-batch. Arithmetic is divided by the processes that share a stage. Per token, a matrix of N numbers takes 2 N
-operations in F, I and W each; causal attention over S tokens of width W 2 S W in F and 4 S W in I.
+operations in F, I and W each; causal attention over S tokens of width W 2 S W in F and 4 S W in I. Of experts, those of
+a token count, and `imbalance` times as many on the busiest process, for which the others wait.
 
 A collective of n bytes takes its bytes over the device's link, and one latency per message that follows another:
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeloom.ir.recompute import Recompute
+from pipeloom.parallel.expert.traffic import Rows, balanced_rows
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.tensor.grids.traffic import linear_traffic
 from pipeloom.parallel.traffic import Table, Traffic
@@ -29,6 +31,7 @@ from pipeloom.plan.hidden_collectives import RingSeconds, passes_hidden, product
 # Reads and writes of a tensor outside matrix products, per forward; a backward has twice as many.
 _PASSES_STREAM = 10  # of [tokens, width]: two norms (2 each), two additions to the residual stream (3 each)
 _PASSES_MLP, _PASSES_GATED = 2, 3  # of [tokens, mlp_width]: GELU; SiLU times the other half
+_PASSES_ROW = 5  # of [assignments, width]: in the order of experts (2), and weighted into the residual stream (3)
 _PASSES_QKV = 2  # of queries, keys and values: rotary positions
 _OPTIMIZER_BYTES = 40  # Adam, per parameter: main, two moments (read and write, 24), gradient, both number formats
 
@@ -76,6 +79,8 @@ class StageTimes:
         samples: per micro-batch.
         element: bytes per element of activations.
         recompute: activation recomputation.
+        imbalance: load of the busiest expert-parallel process over the mean load.
+        devices_per_replica: processes of a whole pipeline, between neighbouring replicas.
     """
 
     model: Architecture
@@ -84,14 +89,21 @@ class StageTimes:
     samples: int
     element: int
     recompute: Recompute = Recompute.NONE
+    imbalance: float = 1.0
+    devices_per_replica: int = 1
 
     @property
     def links(self) -> dict[str, LinkRate]:
-        """The link of each axis. Along tp, innermost, devices follow each other; along cp, groups of them."""
+        """The link of each axis. Along tp, innermost, devices follow each other; along cp, groups of them.
+
+        Processes that share experts are in neighbouring replicas, or share sequences.
+        """
         inside = self.inside
-        return {
-            axis: device_link(self.cluster, inside.processes if axis == "cp" else inside.tensor) for axis in inside.axes
-        }
+        span = {"cp": inside.processes, "ep": inside.processes}
+        if inside.expert_axes != ("cp",):
+            replicas = -(-inside.expert // (inside.context if "cp" in inside.expert_axes else 1))
+            span["ep"] = replicas * max(self.devices_per_replica, inside.processes)
+        return {axis: device_link(self.cluster, span.get(axis, inside.tensor)) for axis in inside.axes}
 
     @property
     def tokens(self) -> int:
@@ -103,12 +115,11 @@ class StageTimes:
         axes, links = self.inside.axes, self.links
         return table_seconds(traffic.forward, axes, links), table_seconds(traffic.backward, axes, links)
 
-    def block(self) -> Seconds:
-        """One block."""
-        model, matrices = self.model, self._product(self._matrix_numbers)
-        attention, elementwise = self._attention(), self._elementwise()
-        traffic = self.inside.traffic(model.layer_sizes(self.samples, self.element)).block(self.recompute)
-        forward, backward = self.collectives(traffic)
+    def block(self, *, experts: bool = False) -> Seconds:
+        """One block, with experts in place of an MLP or without."""
+        matrices = self._product(self._matrix_numbers(experts=experts))
+        attention, elementwise = self._attention(), self._elementwise(experts=experts)
+        forward, backward = self.collectives(self.block_traffic(experts=experts))
         hidden = self._hidden(attention)
         forward -= hidden[0]
         backward -= hidden[1]
@@ -119,6 +130,11 @@ class StageTimes:
             matrices + 2 * (attention + elementwise) + backward + again - hidden_again,
             matrices,
         )
+
+    def block_traffic(self, *, experts: bool) -> Traffic:
+        """What one block sends, with experts or without."""
+        stage = self.inside.traffic(self.model.layer_sizes(self.samples, self.element))
+        return stage.block(self.recompute, experts=experts, rows=self._rows(experts))
 
     def embedding(self) -> Seconds:
         """The embedding: its collectives."""
@@ -140,11 +156,15 @@ class StageTimes:
 
     def stages(self, blocks: Sequence[int]) -> list[Seconds]:
         """Stages with these numbers of blocks, the first with the embedding and the last with the head."""
-        block, nothing = self.block(), Seconds(0.0, 0.0, 0.0)
-        found = [Seconds(*(count * seconds for seconds in block)) for count in blocks]
+        model, found, start = self.model, list[Seconds](), 0
+        kinds = {experts: self.block(experts=experts) for experts in map(model.has_experts, range(model.layers))}
+        for count in blocks:
+            own = [kinds[model.has_experts(index)] for index in range(start, start + count)]
+            found.append(Seconds(*map(sum, zip(*own, strict=True))) if own else Seconds(0.0, 0.0, 0.0))
+            start += count
         found[0] += self.embedding()
         found[-1] += self.head()
-        return [seconds + nothing for seconds in found]
+        return found
 
     def message_bytes(self) -> float:
         """Bytes from one stage to the next, per process and micro-batch."""
@@ -158,16 +178,17 @@ class StageTimes:
     def operations(self) -> float:
         """Operations of the model per micro-batch, all processes together: forward and backward, nothing repeated."""
         model = self.model
-        attention = 2 * model.sequence_length * model.width
-        matrices = 2 * self.model_numbers
-        return 3.0 * self.tokens * (model.layers * (matrices + attention) + 2 * model.width * model.vocabulary_size)
+        attention = 2 * model.sequence_length * model.attention_width
+        matrices = 2 * sum(model.block_numbers(experts=model.has_experts(index)) for index in range(model.layers))
+        blocks = matrices + model.layers * attention
+        return 3.0 * self.tokens * (blocks + 2 * model.width * model.vocabulary_size)
 
     def _hidden(self, attention: float) -> tuple[float, float]:
         """Hidden seconds of the collectives of a block, forward and backward."""
         model, found = self.model, [self._hidden_attention(attention)]
         if self.inside.layout in ("2d", "2.5d"):
             found += [self._hidden_product(model.width, model.qkv_features, inward=True)]
-            found += [self._hidden_product(model.width, model.width, inward=False)]
+            found += [self._hidden_product(model.attention_width, model.width, inward=False)]
             found += [self._hidden_product(model.width, model.mlp_width, inward=True)] * (2 if model.gated else 1)
             found += [self._hidden_product(model.mlp_width, model.width, inward=False)]
         return sum(each[0] for each in found), sum(each[1] for each in found)
@@ -201,26 +222,29 @@ class StageTimes:
         key = axis, collective
         return table_seconds({key: table[key]} if key in table else {}, self.inside.axes, self.links)
 
-    @property
-    def model_numbers(self) -> int:
-        """Numbers in the matrices of a block."""
-        model = self.model
-        return model.width * (model.qkv_features + model.width + (3 if model.gated else 2) * model.mlp_width)
+    def _rows(self, experts: bool) -> Rows | None:
+        """Assignments of the busiest process that pass experts of others."""
+        sizes, inside = self.model.experts, self.inside
+        if not experts or sizes is None:
+            return None
+        return balanced_rows(sizes, self.tokens // inside.context, inside.expert, self.imbalance)
 
-    @property
-    def _matrix_numbers(self) -> float:
-        """The same, with key heads that several processes have counted for each."""
+    def _matrix_numbers(self, *, experts: bool) -> float:
+        """Numbers in the matrices of a block; key heads that several processes have count for each."""
         model, cut = self.model, self.inside.head_parts
         keys = 2 * (cut * self.inside.key_heads(model.key_heads) - model.key_heads) if cut > model.key_heads else 0
-        return self.model_numbers + model.width * keys * model.head_width
+        uneven = 0.0
+        if experts and model.experts is not None:  # the busiest process
+            uneven = (self.imbalance - 1) * model.experts.top_k * model.experts.matrix_numbers(model.width)
+        return model.block_numbers(experts=experts) + model.width * keys * model.head_width + uneven
 
     def _product(self, numbers: float) -> float:
         return self._arithmetic(2 * self.tokens * numbers)
 
     def _attention(self) -> float:
         """Of the process that computes most."""
-        operations, kind = 2 * self.tokens * self.model.sequence_length * self.model.width, self.inside.context_kind
-        n = self.inside.context
+        n, kind = self.inside.context, self.inside.context_kind
+        operations = 2 * self.tokens * self.model.sequence_length * self.model.attention_width
         factor = {"ring-plain": (2 * n - 1) / n, "ring-self-attention": 2.0}.get(kind, 1.0) if n > 1 else 1.0
         return self._arithmetic(operations * factor)
 
@@ -228,12 +252,18 @@ class StageTimes:
         rate = self.cluster.efficiency * self.cluster.device.operations_per_second
         return operations / self.inside.processes / rate
 
-    def _elementwise(self) -> float:
+    def _elementwise(self, *, experts: bool) -> float:
         model, inside = self.model, self.inside
         stream = _PASSES_STREAM * model.width
         if inside.grid is None and not inside.sequence:
             stream *= inside.tensor  # every process has all of it
-        shared = (_PASSES_GATED if model.gated else _PASSES_MLP) * model.mlp_width + _PASSES_QKV * model.qkv_features
+        shared: float = (_PASSES_GATED if model.gated else _PASSES_MLP) * model.mlp_width
+        if experts and model.experts is not None:
+            of = model.experts
+            shared = (_PASSES_GATED if of.gated else _PASSES_MLP) * of.expert_width
+            shared *= of.shared + self.imbalance * of.top_k
+            stream += _PASSES_ROW * of.top_k * model.width * (1 if inside.sequence else inside.tensor)
+        shared += _PASSES_QKV * model.qkv_features
         return self._traffic(self.element * self.tokens * (stream + shared) / inside.processes)
 
     def _traffic(self, num_bytes: float) -> float:

@@ -13,7 +13,7 @@ from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError
 from pipeloom.ir import Op, Program, Schedule
 from pipeloom.ir.recompute import Recompute
-from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
+from pipeloom.plan.memory.memory_model import MemoryModel, num_expert_parameters, num_parameters
 from pipeloom.plan.memory.rank_memory import RankMemory, memory_of_rank, memory_of_ranks, units_of_rank
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.sim import Costs, Network, simulate
@@ -84,7 +84,7 @@ def _choice(program: Program, model: MemoryModel, costs: Costs | None, network: 
     costs = _with_recompute(program.schedule, model, costs or Costs.uniform())
     if network is not None and program.data is not None:
         if costs.parameter_bytes is None:
-            parameters, gradients = stage_bytes(model)
+            parameters, gradients = stage_bytes(model, program.data.degree)
             costs = replace(costs, parameter_bytes=parameters, gradient_bytes=gradients)
         if costs.units is None:
             counts = [1] * program.schedule.num_stages
@@ -96,10 +96,18 @@ def _choice(program: Program, model: MemoryModel, costs: Costs | None, network: 
     return Choice(program=program, model=model, memory=memory, seconds=simulate(program, costs, network).makespan)
 
 
-def stage_bytes(model: MemoryModel) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """For each stage, the bytes of its parameters and of their gradients, as replicas exchange them."""
+def stage_bytes(model: MemoryModel, replicas: int = 1) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """For each stage, the bytes of its parameters and of their gradients, as replicas exchange them.
+
+    With expert parallelism, fewer of the `replicas` share an expert. What a ring of them sends counts as the share of
+    a ring of all replicas that sends as much.
+    """
     formats = NumberBytes.of(model.precision)
-    counts = [num_parameters(stage) for stage in model.stages]
+    counts = [float(num_parameters(stage)) for stage in model.stages]
+    if model.expert > 1 and replicas > 1:
+        few = replicas // model.expert
+        share = (few - 1) / few / ((replicas - 1) / replicas)
+        counts = [n - (1 - share) * num_expert_parameters(s) for n, s in zip(counts, model.stages, strict=True)]
     return tuple(float(formats.compute * n) for n in counts), tuple(float(formats.gradient * n) for n in counts)
 
 

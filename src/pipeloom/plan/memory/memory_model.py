@@ -21,6 +21,7 @@ class LayerMemory:
         buffer_elements: elements of buffers.
         is_block: whether it is one of the repeated layers: those that are recomputed, and whose matrices Muon updates.
         recompute_share: for each kind of recomputation, the share of the forward that is computed again.
+        expert_parameters: the parameters that expert-parallel processes divide.
     """
 
     name: str
@@ -29,6 +30,7 @@ class LayerMemory:
     buffer_elements: int = 0
     is_block: bool = False
     recompute_share: Mapping[Recompute, float]
+    expert_parameters: frozenset[str] = frozenset()
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
@@ -39,6 +41,11 @@ class LayerMemory:
 def num_parameters(layers: Iterable[LayerMemory]) -> int:
     """Elements of the parameters of these layers; a shared parameter counts once."""
     return sum({name: size for layer in layers for name, size in layer.parameter_sizes.items()}.values())
+
+
+def num_expert_parameters(layers: Iterable[LayerMemory]) -> int:
+    """Elements of the parameters that expert-parallel processes divide."""
+    return sum(layer.parameter_sizes[name] for layer in layers for name in layer.expert_parameters)
 
 
 def in_stages(layers: list[LayerMemory], blocks: list[int]) -> list[list[LayerMemory]]:
@@ -60,6 +67,7 @@ class MemoryModel:
         whole_parameters: whether replicas own full parameters instead of shards (`pipeloom.DataParallel.layout`).
         elsewhere: the kinds of `KINDS` that are offloaded while they are not used.
         bucket_bytes: as in `pipeloom.DataParallel`.
+        expert: expert-parallel degree: only 1 / `expert` of the replicas share the parameters of an expert.
     """
 
     stages: Sequence[Sequence[LayerMemory]]
@@ -69,6 +77,7 @@ class MemoryModel:
     whole_parameters: bool = False
     elsewhere: frozenset[str] = frozenset()
     bucket_bytes: int = BUCKET_BYTES
+    expert: int = 1
 
     def recompute_of(self, stage: int) -> Recompute:
         return self.recompute[stage] if self.recompute else Recompute.NONE

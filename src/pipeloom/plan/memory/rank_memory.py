@@ -9,7 +9,7 @@ Not counted: messages in flight, the workspace of single operations, and torch's
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Granularity, Op, Program
@@ -19,6 +19,7 @@ from pipeloom.parallel.data.buckets import BucketRule, ParameterUse, group_param
 from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
 from pipeloom.plan.memory.state_bytes import NumberBytes, UnitBytes, unit_bytes
 
+_EXPERTS = "experts"  # the kind of a unit of parameters that expert-parallel processes divide
 KINDS = {
     "parameters": "as forwards read them, all the time",
     "masters": "what the optimizer updates, where forwards read something else: masters, shards",
@@ -103,7 +104,13 @@ def units_of_rank(program: Program, model: MemoryModel, rank: int) -> dict[int, 
                     readers.setdefault(name, []).append(index)
         seen.update(readers)
         parameters = [
-            ParameterUse(name, number_bytes * layers[at[0]].parameter_sizes[name], tuple(at), homes[name])
+            ParameterUse(
+                name,
+                number_bytes * layers[at[0]].parameter_sizes[name],
+                tuple(at),
+                homes[name],
+                kind=_EXPERTS if model.expert > 1 and name in layers[at[0]].expert_parameters else None,
+            )
             for name, at in readers.items()
         ]
         units = group_parameters(parameters, rule)
@@ -124,15 +131,17 @@ class _Walk:
         for stage, units in units_of_rank(program, model, rank).items():
             layers, degree, made = model.stages[stage], data.degree if data else 1, {}
             loads = [0] * degree
+            of_experts = [0] * (degree // model.expert)
             for first, uses in units.items():
-                of_unit = [0] * degree if len(uses[0].stages) > 1 else loads
+                apart = uses[0].kind == _EXPERTS  # their replicas are every `expert`-th one
+                of_unit = of_experts if apart else [0] * degree if len(uses[0].stages) > 1 else loads
                 made[first] = unit_bytes(
                     {use.name: layers[use.layers[0]].parameters[use.name] for use in uses},
-                    data=data,
+                    data=replace(data, degree=degree // model.expert) if apart and data else data,
                     formats=self._formats,
                     optimizer=model.optimizer,
                     in_blocks={use.name for use in uses if layers[use.layers[0]].is_block},
-                    replica=replica,
+                    replica=replica // model.expert if apart else replica,
                     loads=of_unit if model.whole_parameters else None,
                 )
             self._units[stage] = [made[first] for first in sorted(made)]

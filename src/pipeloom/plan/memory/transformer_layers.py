@@ -31,12 +31,15 @@ The parts of a vocabulary of V' ids keep 4 T V' + 14 T + 8 in the head, and T mo
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeloom.ir.recompute import Recompute
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.memory.memory_model import LayerMemory
+
+EXPERT_PARAMETERS = ("experts.up", "experts.gate_up", "experts.down")
 
 
 def gpt_layers(
@@ -60,11 +63,6 @@ def transformer_layers(
     inside = inside or InsideStage()
     kept = _Kept(model, samples, number_bytes, inside)
     shapes = _Shapes(model, inside)
-    block = {kind: kept.block(kind) for kind in Recompute}
-    # Of each token's operations in a block, causal attention has 2 S W.
-    attention = model.sequence_length * model.width
-    matrices = model.width * (model.qkv_features + model.width + (3 if model.gated else 2) * model.mlp_width)
-    share = {Recompute.NONE: 0.0, Recompute.SELECTIVE: attention / (attention + matrices), Recompute.FULL: 1.0}
     rotary = 6 * model.sequence_length * model.head_width if model.positions == "rotary" else 0
     head = {"embedding.weight" if model.tie_embeddings else "head.weight": shapes.table}
 
@@ -72,22 +70,50 @@ def transformer_layers(
         kinds, none = dict.fromkeys(Recompute, size), dict.fromkeys(Recompute, 0.0)
         return LayerMemory(name=name, parameters=parameters, kept_bytes=kinds, recompute_share=none)
 
+    kinds = {
+        experts: _Block(
+            shapes.block(experts=experts),
+            {kind: kept.block(kind, experts=experts) for kind in Recompute},
+            recompute_shares(model, experts=experts),
+        )
+        for experts in {model.has_experts(index) for index in range(model.layers)}
+    }
+
+    def block(index: int) -> LayerMemory:
+        experts = model.has_experts(index)
+        parameters, kept_bytes, share = kinds[experts]
+        biases = model.experts.experts if experts and model.experts is not None and model.experts.biased else 0
+        return LayerMemory(
+            name=f"blocks.{index}",
+            parameters={f"blocks.{index}.{name}": shape for name, shape in parameters.items()},
+            kept_bytes=kept_bytes,
+            buffer_elements=rotary + biases,
+            is_block=True,
+            recompute_share=share,
+            expert_parameters=frozenset(f"blocks.{index}.{name}" for name in parameters if name in EXPERT_PARAMETERS),
+        )
+
     return [
         layer("embedding", {"embedding.weight": shapes.table} | shapes.positions, kept.embedding()),
-        *(
-            LayerMemory(
-                name=f"blocks.{index}",
-                parameters={f"blocks.{index}.{name}": shape for name, shape in shapes.block.items()},
-                kept_bytes=block,
-                buffer_elements=rotary,
-                is_block=True,
-                recompute_share=share,
-            )
-            for index in range(model.layers)
-        ),
+        *map(block, range(model.layers)),
         layer("norm", {f"norm.{name}": shape for name, shape in shapes.norm.items()}, kept.norm()),
         layer("head", head, kept.head()),
     ]
+
+
+class _Block(NamedTuple):
+    """What equal blocks have in common."""
+
+    parameters: dict[str, tuple[int, ...]]
+    kept_bytes: dict[Recompute, float]
+    recompute_share: dict[Recompute, float]
+
+
+def recompute_shares(model: Architecture, *, experts: bool) -> dict[Recompute, float]:
+    """The share of a block's forward that each kind of recomputation repeats. Causal attention has 2 S W per token."""
+    attention = model.sequence_length * model.attention_width
+    matrices = model.block_numbers(experts=experts)
+    return {Recompute.NONE: 0.0, Recompute.SELECTIVE: attention / (attention + matrices), Recompute.FULL: 1.0}
 
 
 class _Shapes:
@@ -109,14 +135,13 @@ class _Shapes:
         has_bias = self._model.biases and self._model.norm == "layer"
         return dict.fromkeys(("weight", "bias") if has_bias else ("weight",), (self._width,))
 
-    @property
-    def block(self) -> dict[str, tuple[int, ...]]:
+    def block(self, *, experts: bool) -> dict[str, tuple[int, ...]]:
         model, cut = self._model, self._cut
         heads = model.heads // cut + 2 * self._inside.key_heads(model.key_heads)
-        first = {"qkv": heads * model.head_width, "mlp_up": model.mlp_width // cut}
-        if model.gated:
-            first["mlp_gate"] = model.mlp_width // cut
-        second = {"attention_out": model.width, "mlp_down": model.mlp_width}
+        first, second = {"qkv": heads * model.head_width}, {"attention_out": model.attention_width}
+        if not experts:
+            first |= dict.fromkeys(("mlp_gate", "mlp_up") if model.gated else ("mlp_up",), model.mlp_width // cut)
+            second["mlp_down"] = model.mlp_width
         grid = self._inside.grid is not None
         found: dict[str, tuple[int, ...]] = {}
         for name in ("attention_norm", "qkv", "attention_out", "mlp_norm", "mlp_gate", "mlp_up", "mlp_down"):
@@ -132,6 +157,21 @@ class _Shapes:
             found[f"{name}.weight"] = shape
             if model.biases:
                 found[f"{name}.bias"] = shape[:1]
+        return found | (self._experts() if experts else {})
+
+    def _experts(self) -> dict[str, tuple[int, ...]]:
+        """Of the experts of this process, and of all that the router has."""
+        sizes, width = self._model.experts, self._model.width
+        assert sizes is not None
+        found: dict[str, tuple[int, ...]] = {"experts.router.weight": (sizes.experts, width)}
+        if sizes.noisy:
+            found["experts.router.noise"] = (sizes.experts, width)
+        here, inner = sizes.experts // self._inside.expert, sizes.expert_width // self._cut
+        found["experts.gate_up" if sizes.gated else "experts.up"] = (here, (1 + sizes.gated) * inner, width)
+        found["experts.down"] = (here, width, inner)
+        if sizes.shared:
+            found["experts.shared_up.weight"] = ((1 + sizes.gated) * sizes.shared * inner, width)
+            found["experts.shared_down.weight"] = (width, sizes.shared * inner)
         return found
 
 
@@ -174,7 +214,7 @@ class _Kept:
             ids += 8 * self.model.sequence_length / self.inside.context
         return ids + self._whole * (self.model.dropout > 0)
 
-    def block(self, recompute: Recompute) -> float:
+    def block(self, recompute: Recompute, *, experts: bool) -> float:
         if recompute is Recompute.FULL:
             return self._whole
         model, inside, tokens = self.model, self.inside, self._tokens
@@ -183,6 +223,8 @@ class _Kept:
         part = self.number_bytes * tokens * model.head_width  # of one head
         queries, keys_values = heads * part, 2 * inside.key_heads(model.key_heads) * part
         mlp = (4 if model.gated else 2) * model.mlp_width // inside.head_parts * self.number_bytes * tokens
+        if experts:
+            mlp = self._experts()
         stream = (4 + 2 * dropout) * self._whole + 2 * self._norm_numbers
         selective = stream + 2 * queries + keys_values + mlp
         if inside.context > 1 and inside.context_kind == "ulysses":
@@ -199,6 +241,15 @@ class _Kept:
         if inside.context > 1 and 1 < inside.key_heads(model.key_heads) < heads:
             selective += queries  # attention returns groups of heads, whose order the next layer changes in a copy
         return selective + 4 * tokens * heads
+
+    def _experts(self) -> float:
+        """A layer of experts, without its input."""
+        sizes, tokens = self.model.experts, self._tokens
+        assert sizes is not None
+        inner = (4 if sizes.gated else 2) * sizes.expert_width // self.inside.head_parts
+        rows = sizes.top_k * tokens
+        kept = rows * self.number_bytes * (2 * self.model.width + inner)
+        return kept + sizes.shared * tokens * self.number_bytes * inner + 4 * tokens * sizes.experts
 
     def norm(self) -> float:
         return self._whole + self._norm_numbers

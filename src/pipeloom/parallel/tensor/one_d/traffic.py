@@ -70,6 +70,17 @@ class OneDTraffic:
             repeated = total([column.forward, attention.forward, row.forward, column.forward])
         return Traffic(forward, total([*backward, repeated]))
 
+    def expert_block(self, attention: Traffic, repeated: Table, dispatch: Traffic, *, full: bool) -> Traffic:
+        """A block with experts in place of an MLP, whose inner features are cut.
+
+        Args:
+            attention, repeated, full: as for `block`.
+            dispatch: what the experts send along ep.
+        """
+        dense = self.block(attention, repeated, full=full)
+        again = dispatch.forward if full else {}
+        return Traffic(total([dense.forward, dispatch.forward]), total([dense.backward, dispatch.backward, again]))
+
     def norm(self) -> Traffic:
         return Traffic({}, {})
 

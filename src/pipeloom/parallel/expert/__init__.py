@@ -1,0 +1,1 @@
+"""Expert parallelism: experts of a layer on different processes, to which tokens are sent."""

@@ -1,0 +1,44 @@
+"""`ExpertSizes`: the sizes of a layer of experts, which formulae of bytes, memory and time need. No torch here."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSizes:
+    """The experts of one block, all processes together.
+
+    Attributes:
+        experts: number of experts, without shared ones.
+        top_k: experts per token; of expert-choice routers, the mean.
+        expert_width: of each expert's inner layer.
+        gated: whether an expert has two matrices of width x expert_width.
+        shared: experts that every token passes.
+        capacity_factor: capacity over the mean number of assignments per expert; None: no limit.
+        noisy: whether the router has a second matrix, for noise.
+        biased: whether the router has a bias per expert, a buffer.
+    """
+
+    experts: int
+    top_k: int
+    expert_width: int
+    gated: bool = False
+    shared: int = 0
+    capacity_factor: float | None = None
+    noisy: bool = False
+    biased: bool = False
+
+    def capacity(self, tokens: int) -> int:
+        """Most assignments of an expert, of one process's group of `tokens`."""
+        if self.capacity_factor is None:
+            return tokens
+        return min(tokens, math.ceil(self.top_k * tokens / self.experts * self.capacity_factor))
+
+    def matrix_numbers(self, width: int) -> int:
+        """Numbers in the matrices of one expert, for a residual stream of `width`."""
+        return (3 if self.gated else 2) * width * self.expert_width
+
+    @property
+    def router_matrices(self) -> int:
+        """Matrices of the router, of experts x width each."""
+        return 2 if self.noisy else 1

@@ -1,0 +1,88 @@
+"""What n expert-parallel processes send along ep for one micro-batch and layer of experts. No torch here.
+
+    T tokens of a process, k experts per token, E experts, width W, e bytes per element
+
+                 forward                                     backward
+    counts       all-to-all of E integers of 8 bytes         -
+                 rows to their experts, rows back            the same
+    capacity     E C rows to their experts, and back         the same
+
+A row has e W bytes. An all-to-all of counted rows sends the rows for other processes, and receives theirs: with
+balanced experts (n-1)/n k T rows each way. With capacity every expert has C slots per process, full or not, and
+(n-1)/n E C rows are sent each way.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from pipeloom.parallel.expert.sizes import ExpertSizes
+from pipeloom.parallel.traffic import Sent, Table, Traffic, sends, total
+
+Exchange = Literal["counts", "capacity"]
+_EP = "ep"
+_COUNT_BYTES = 8
+
+
+class Rows(NamedTuple):
+    """Tokens of one process that pass a layer of experts.
+
+    Attributes:
+        sent: assignments of its tokens to experts of other processes.
+        received: assignments of other processes' tokens to its experts.
+    """
+
+    sent: int
+    received: int
+
+
+def rows_of(counts: Sequence[Sequence[int]], place: int) -> Rows:
+    """The rows of process `place` from the assignments of every process to every expert, `counts[process][expert]`."""
+    each = len(counts[0]) // len(counts)
+    own = range(place * each, (place + 1) * each)
+    sent = sum(number for expert, number in enumerate(counts[place]) if expert not in own)
+    received = sum(row[expert] for process, row in enumerate(counts) if process != place for expert in own)
+    return Rows(sent, received)
+
+
+def balanced_rows(sizes: ExpertSizes, tokens: int, degree: int, imbalance: float = 1.0) -> Rows:
+    """Where every expert gets as many tokens; `imbalance` is the busiest process's load over the mean load.
+
+    Args:
+        tokens: of one process.
+    """
+    rows = sizes.top_k * tokens * (degree - 1) // degree
+    return Rows(rows, round(rows * imbalance))
+
+
+def dispatch_traffic(
+    sizes: ExpertSizes,
+    degree: int,
+    *,
+    tokens: int,
+    width: int,
+    element: int,
+    exchange: Exchange = "counts",
+    rows: Rows | None = None,
+) -> Traffic:
+    """Dispatch and combine of one layer.
+
+    Args:
+        sizes: of the experts.
+        degree: number of expert-parallel processes.
+        tokens: of this process.
+        width: of a row.
+        element: bytes per element.
+        exchange: how rows are exchanged.
+        rows: that are sent and received; None: balanced experts.
+    """
+    if degree == 1:
+        return Traffic({}, {})
+    row = width * element
+    if exchange == "capacity":
+        slots = sends(_EP, "all_to_all", degree, sizes.experts * sizes.capacity(tokens) * row)
+        both = total([slots, slots])
+        return Traffic(both, both)
+    rows = balanced_rows(sizes, tokens, degree) if rows is None else rows
+    there_and_back: Table = {(_EP, "all_to_all"): Sent(2, (rows.sent + rows.received) * row)}
+    counts = sends(_EP, "all_to_all", degree, _COUNT_BYTES * sizes.experts)
+    return Traffic(total([counts, there_and_back]), there_and_back)
