@@ -28,6 +28,7 @@ from pipeloom.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
+EXPERTS = "ep"  # the axis along which processes have different experts
 _ATTRIBUTE = "placed_block"  # of an nn.Parameter; `pipeloom.models` reads it too
 
 
@@ -197,6 +198,12 @@ def placed_block(parameter: Any) -> PlacedBlock | None:
     """The block that this process holds of a parameter; None: it has all of it."""
     found: PlacedBlock | None = getattr(parameter, _ATTRIBUTE, None)
     return found
+
+
+def is_expert(parameter: Any) -> bool:
+    """Whether expert parallelism cuts a parameter: only processes with the same experts are its replicas."""
+    block = placed_block(parameter)
+    return block is not None and EXPERTS in block.how.axes and block.place.degrees[EXPERTS] > 1
 
 
 def cut_blocks(named: Iterable[tuple[str, Any]]) -> dict[str, PlacedBlock]:

@@ -10,19 +10,17 @@ def gradient_norms(pipeline: Pipeline, rank: int | None = None) -> Tensor:
     """The 2-norms of the gradients that this process owns, or one of its ranks, to be summed over processes.
 
     Shape [2, parameters of the model], float64: norms in the model's order in row 0, ones where there is a gradient in
-    row 1. Entries are zero for parameters of other processes, for parameters that a lower rank holds too and, where all
-    data-parallel replicas have the same gradients, on all replicas but the first. Where replicas hold shards, or
-    several processes share a stage, row 0 has squares of norms over the elements that this process owns.
+    row 1. Entries are zero for parameters of other processes, for parameters that a lower rank holds too and, where
+    data-parallel replicas have the same gradient, on all replicas but the first. Where replicas hold shards, or several
+    processes share a stage, row 0 has squares of norms over the elements that this process owns.
     """
     norms = torch.zeros(2, len(pipeline.state.parameter_names), dtype=torch.float64)
     state = pipeline.state
     sharing, names, ranges = state.sharing, state.parameter_names, state.ranges
-    if sharing.replica > 0 and not sharing.sharded:
-        return norms
     owned = [
         (position, values)
         for position, p in state.owned_parameters(rank)
-        if p.grad is not None
+        if p.grad is not None and sharing.counts(p)
         for values in sharing.blocks.owned(p, p.grad, ranges.get(names[position]))
     ]
     if owned:

@@ -48,6 +48,10 @@ class Sharing:
     def __init__(self, blocks: Blocks | None = None) -> None:
         self.blocks = Blocks() if blocks is None else blocks
 
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether norms count this replica's gradient of a main parameter: all shards do, of equal gradients one."""
+        return True
+
     def check_device(self, device: torch.device) -> None:
         """Raises InputError where parameters cannot be offloaded from a model's device."""
 

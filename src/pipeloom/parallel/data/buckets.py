@@ -31,7 +31,8 @@ class ParameterUse:
         num_bytes: of the parameter, in the format of forwards.
         layers: numbers of the stage's layers that read it; (-1,) for a parameter outside all layers.
         stages: all stages that hold it.
-        kind: parameters of different kinds never share a unit: number format, device, whether they are trained.
+        kind: parameters of different kinds never share a unit: number format, device, whether they are trained or are
+            experts of other replicas.
     """
 
     name: str

@@ -23,6 +23,7 @@ from pipeloom.parallel.data.buckets import ParameterUse
 from pipeloom.parallel.data.reductions import Completion
 from pipeloom.parallel.data.unit import Unit
 from pipeloom.parallel.mixed_precision import with_statistics
+from pipeloom.parallel.placed import is_expert
 
 
 class LayerHooks:
@@ -145,7 +146,7 @@ def parameter_uses(
             num_bytes(parameter),
             tuple(users.get(parameter, (-1,))),
             homes[names[parameter]],
-            (parameter.dtype, parameter.device, parameter.requires_grad, parameter in wide),
+            (parameter.dtype, parameter.device, parameter.requires_grad, parameter in wide, is_expert(parameter)),
         )
         for parameter in module.parameters()
     ]

@@ -109,7 +109,7 @@ class Reductions:
         return self._completions[action]
 
     def _start(self, unit: UnitGradients) -> None:
-        if self._replicas.degree == 1:  # autograd accumulates in place until the run ends
+        if unit.is_alone:  # autograd accumulates in place until the run ends
             return
         if self._data.strategy.shards_optimizer:
             self._wait()
@@ -122,10 +122,11 @@ class Reductions:
 
     def finish(self, loss_scale: float) -> None:
         """All backwards are done: wait for all sums, and add them, divided by `loss_scale`, to main gradients."""
-        if self._replicas.degree == 1:
+        alone = [unit for unit in self._units if unit.is_alone]
+        if alone:
             self._look(None)
-            for unit in self._units:
-                unit.start(self._look)
+        for unit in alone:
+            unit.start(self._look)
         self._wait()  # for the known reductions, before replicas exchange flags
         flags = iter(self._replicas.any([flag for unit in self._units for flag in (unit.late, *unit.present)]))
         present = {}

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from statistics import fmean, median
 from typing import Any, assert_never
@@ -19,19 +19,22 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.processes.collectives import noticing_lost_peers
 
 _LOST = "another replica exited or did not answer in time during a collective"
-# The axes along which processes hold the same parameters and see other data.
-_AXES = ("dp", "cp")
+# The axes along which processes hold the same parameters and see other data. Experts are the
+# same along edp alone.
+REPLICA_AXES = ("dp", "cp")
+EXPERT_REPLICA_AXES = ("edp",)
 
 
 class ReplicaGroup:
-    """The processes along the axes dp and cp of a mesh. With one replica, collectives do nothing.
+    """The processes along some axes of a mesh that hold the same parameters. With one, collectives do nothing.
 
     Along cp, each process has a part of every sequence: to parameters, gradients and losses it is one more replica,
     whose batch is a part of the tokens.
 
     Args:
-        mesh: with the replicas along axes dp and cp; None: one replica.
+        mesh: with the replicas; None: one replica.
         timeout_seconds: how long a collective waits for the other replicas before it raises PeerLost.
+        axes: of the replicas.
 
     Attributes:
         degree: number of replicas.
@@ -39,11 +42,11 @@ class ReplicaGroup:
         times: record gathers and reductions that actions start.
     """
 
-    def __init__(self, mesh: Mesh | None, timeout_seconds: float = 1800.0) -> None:
-        self._timeout = timedelta(seconds=timeout_seconds)
-        self.degree = 1 if mesh is None else math.prod(map(mesh.degree, _AXES))
+    def __init__(self, mesh: Mesh | None, timeout_seconds: float = 1800.0, axes: Sequence[str] = REPLICA_AXES) -> None:
+        self._timeout, self._axes = timedelta(seconds=timeout_seconds), axes
+        self.degree = 1 if mesh is None else math.prod(map(mesh.degree, axes))
         self._mesh = None if self.degree == 1 else mesh
-        self._links = None if self._mesh is None else self._mesh.links(*_AXES)
+        self._links = None if self._mesh is None else self._mesh.links(*axes)
         self.index = 0 if self._links is None else self._links.index
         self._others = [peer for peer in range(self.degree) if peer != self.index]
         self.times = OverlapTimes()
@@ -144,7 +147,7 @@ class ReplicaGroup:
             works.clear()
         self._begun.clear()
         if self._mesh is not None:
-            self._mesh.leave(*_AXES)
+            self._mesh.leave(*self._axes)
 
     def _exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor], op: Op | None) -> Wait:
         """Send to and receive from each other replica directly. Its record ends with its wait."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.engine.stores.blocks import Blocks
@@ -11,7 +11,7 @@ from pipeloom.engine.stores.parameter_store import ParameterStore
 from pipeloom.engine.stores.sharing import RankModules, Sharing
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis
-from pipeloom.parallel.data.replica_group import ReplicaGroup
+from pipeloom.parallel.data.replica_groups import ReplicaGroups
 from pipeloom.parallel.data.unit_store import UnitStore
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.mesh_blocks import MeshBlocks
@@ -24,7 +24,8 @@ def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) 
     """How the replicas of a pipeline share parameters and gradients.
 
     Args:
-        mesh: axes dp and cp hold the replicas, axis tp the processes of a stage; None: one of each.
+        mesh: axes dp and cp hold the replicas, of which ep may divide the experts, axis tp the processes of a stage;
+            None: one of each.
         data: `DataParallel`, the name of a strategy, or None for ddp.
         precision: `Precision`, the name of a format, or None for the model's own.
         timeout_seconds: how long replicas wait for each other.
@@ -33,8 +34,8 @@ def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) 
         InputError: an unknown name, or parameters that cannot be offloaded.
     """
     options, formats = DataParallel.of(data), Precision.of(precision)
-    replicas = ReplicaGroup(mesh, timeout_seconds)
-    axis = axis_of(options, formats, replicas.degree)
+    replicas = ReplicaGroups(mesh, timeout_seconds)
+    axis = axis_of(options, formats, replicas.every.degree)
     sharded = axis is not None and axis.strategy.shards_optimizer
     is_cut = mesh is not None and (mesh.degree("tp") > 1 or mesh.degree("ep") > 1)
     blocks = MeshBlocks(mesh, sharded=sharded) if mesh is not None and is_cut else Blocks()
@@ -45,15 +46,18 @@ class DataSharing(Sharing):
     """For several replicas, shards, or master parameters."""
 
     def __init__(
-        self, axis: DataAxis, data: DataParallel, precision: Precision, replicas: ReplicaGroup, blocks: Blocks
+        self, axis: DataAxis, data: DataParallel, precision: Precision, replicas: ReplicaGroups, blocks: Blocks
     ) -> None:
         super().__init__(blocks)
         self._data, self._precision, self._replicas = data, precision, replicas
         self.axis = axis
-        self.replica = replicas.index
+        self.replica = replicas.every.index
         self.sharded = axis.strategy.shards_optimizer
         target = "memory" if data.offload is None else OffloadTarget.parse(data.offload).kind
         self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients, target]
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        return self.sharded or self._replicas.of(parameter).index == 0
 
     def check_device(self, device: torch.device) -> None:
         where = self._data.offload
@@ -66,7 +70,7 @@ class DataSharing(Sharing):
 
     def sum_samples(self, count: int, refusal: Exception | None = None) -> int:
         own = torch.tensor([count if refusal is None else -1], dtype=torch.int64)
-        counts = [int(found) for found in self._replicas.gather(own)]
+        counts = [int(found) for found in self._replicas.every.gather(own)]
         if refusal is not None:
             raise refusal
         refusing = [str(replica) for replica, found in enumerate(counts) if found < 0]
@@ -78,7 +82,7 @@ class DataSharing(Sharing):
         return sum(counts)
 
     def sum_losses(self, loss: Tensor) -> Tensor:
-        return self._replicas.sum_in_order(loss)
+        return self._replicas.every.sum_in_order(loss)
 
     def leave(self) -> None:
         super().leave()

@@ -61,6 +61,11 @@ class UnitGradients:
         self.present = [False] * len(self.parameters)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other replica has these parameters: gradients add up in place until the run ends."""
+        return self._replicas.degree == 1
+
+    @property
     def late(self) -> bool:
         """Whether there are gradients that no reduction has taken."""
         return any(parameter.grad is not None for parameter in self.parameters)
@@ -80,7 +85,7 @@ class UnitGradients:
                     )
                 self.present[index] = True
         flat = None
-        if self._replicas.degree == 1:
+        if self.is_alone:
             self._sums = gradients
         else:
             flat = self._flattened(gradients)
@@ -116,6 +121,8 @@ class UnitGradients:
         for index, main in enumerate(self._main.values()):
             total = sums[index] if present[index] and main.numel() else None
             before = self._aside[index] if main is self.parameters[index] else main.grad
+            if present[index] and total is None and main.numel():  # found on processes with other experts alone
+                total = torch.zeros(main.shape, dtype=self._dtype, device=main.device)
             if total is not None:
                 total = total.view(main.shape) if loss_scale == 1.0 else total.view(main.shape).div_(loss_scale)
                 total = total if before is None else before.add_(total)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,11 +14,12 @@ from pipeloom.engine.stores.held_bytes import Gauge, HeldBytes, Offloaded, PeakB
 from pipeloom.engine.stores.parameter_store import ParameterStore
 from pipeloom.engine.stores.sharing import RankModules
 from pipeloom.errors import InputError, RunError
-from pipeloom.ir import Action, DataAxis, Op, Program
+from pipeloom.ir import Action, DataAxis, DataStrategy, Op, Program
 from pipeloom.parallel.data.buckets import BucketRule, ParameterUse, group_parameters, units_by_layer
 from pipeloom.parallel.data.layer_hooks import LayerHooks, parameter_uses
 from pipeloom.parallel.data.reductions import Reductions
 from pipeloom.parallel.data.replica_group import ReplicaGroup
+from pipeloom.parallel.data.replica_groups import ReplicaGroups
 from pipeloom.parallel.data.unit import Unit
 from pipeloom.parallel.data.unit_layout import FlatLayout
 from pipeloom.parallel.mixed_precision import DTYPES, NumberFormats, cast_tables, with_statistics
@@ -40,7 +42,7 @@ class UnitStore(ParameterStore):
     """
 
     def __init__(
-        self, rank: RankModules, axis: DataAxis, data: DataParallel, precision: Precision, replicas: ReplicaGroup
+        self, rank: RankModules, axis: DataAxis, data: DataParallel, precision: Precision, replicas: ReplicaGroups
     ) -> None:
         self._axis, self._data, self._precision, self._replicas = axis, data, precision, replicas
         _check_dense(rank.stages)
@@ -57,31 +59,31 @@ class UnitStore(ParameterStore):
             self._add_stage(stage, rank)
         main = {name: parameter for unit in self._units for name, parameter in unit.main.items()}
         super().__init__({name: main[name] for name in rank.held}, rank.stages.values())
-        replicas.times = self.times
+        replicas.record(self.times)
         self.ranges = {name: span for unit in self._units for name, span in unit.ranges.items()}
         if precision.has_masters:
             cast_tables(self._modules, DTYPES[precision.dtype])
         self._users: dict[Unit, set[int]] = {unit: set() for unit in self._units}  # stages that hold it gathered
         gradients = {stage: [unit.gradients for unit in units] for stage, units in self._by_stage.items()}
-        self._reductions = Reductions(gradients, axis, replicas, self._look)
+        self._reductions = Reductions(gradients, axis, replicas.every, self._look)
         self._open = False
 
     def _add_stage(self, stage: int, rank: RankModules) -> None:
         """Form the units of a stage. Parameters that an earlier stage of the rank holds too are in its units."""
         module, held, layers = rank.stages[stage], rank.held, rank.layers[stage]
-        by_elements, degree = self._data.layout == "elements", self._replicas.degree
+        by_elements = self._data.layout == "elements"
         rule = BucketRule.of(self._axis.granularity, self._data.bucket_bytes, whole_parameters=not by_elements)
         uses = parameter_uses(module, layers, held, rank.homes, lambda p: p.numel() * self._formats(p).compute.itemsize)
         unit_of = {parameter: unit for unit in self._units for parameter in unit.parameters}
-        loads = [0] * degree  # per stage: every rank that holds the stage lays it out alike
+        # Per stage, and replicas: every rank that holds the stage lays it out alike.
+        loads: dict[ReplicaGroup, list[int]] = {}
         for group in group_parameters(uses, rule):
             new = {name: p for name in (uses[position].name for position in group) if (p := held[name]) not in unit_of}
             if new:
-                tied = len(uses[group[0]].stages) > 1
-                own = None if by_elements else [0] * degree if tied else loads
-                layout = FlatLayout.of_unit([parameter.numel() for parameter in new.values()], self._axis, own)
-                formats = self._formats(next(iter(new.values())))
-                unit = Unit(new, layout, formats, self._axis.strategy, self._replicas, self.gathered, self._mover)
+                replicas = self._replicas.of(next(iter(new.values())))
+                zeros, tied = [0] * replicas.degree, len(uses[group[0]].stages) > 1
+                own = None if by_elements else zeros if tied else loads.setdefault(replicas, zeros)
+                unit = self._made_unit(new, replicas, own)
                 self._units.append(unit)
                 unit_of.update(dict.fromkeys(new.values(), unit))
         used: dict[Unit, list[ParameterUse]] = {}
@@ -91,6 +93,19 @@ class UnitStore(ParameterStore):
         if isinstance(module, StageModule) and self._axis.unshards:
             found = units_by_layer(list(used.values()), len(layers))
             self._hooks[stage] = module.observer = LayerHooks(list(used), found, self._axis)
+
+    def _made_unit(
+        self, parameters: Mapping[str, nn.Parameter], replicas: ReplicaGroup, loads: list[int] | None
+    ) -> Unit:
+        axis, formats = self._axis, self._formats(next(iter(parameters.values())))
+        if replicas is not self._replicas.every:
+            axis = replace(axis, degree=replicas.degree)
+            # Without other replicas and masters, shards would be second copies of the full parameters.
+            plain = formats.compute == formats.main and self._mover is None
+            if replicas.degree == 1 and axis.strategy.shards_parameters and plain:
+                axis = replace(axis, strategy=DataStrategy.ZERO2)
+        layout = FlatLayout.of_unit([parameter.numel() for parameter in parameters.values()], axis, loads)
+        return Unit(parameters, layout, formats, axis.strategy, replicas, self.gathered, self._mover)
 
     def _formats(self, parameter: nn.Parameter) -> NumberFormats:
         return NumberFormats.of(parameter.dtype, self._precision, keeps_dtype=parameter in self._wide)
@@ -118,7 +133,7 @@ class UnitStore(ParameterStore):
         if action.op is not Op.W and self._axis.unshards:
             step = self._with_parameters(action, step)
         reduction = action.with_op(Op.REDUCE_GRAD)
-        backward = action.op in (Op.B, Op.W) and self._replicas.degree > 1
+        backward = action.op in (Op.B, Op.W) and self._replicas.every.degree > 1
         if not backward or reduction not in program.data_reductions:
             return step
         (run, ready), completion = step, self._reductions.completion(reduction, program)
